@@ -1,0 +1,31 @@
+# Every target sets up what it needs: .venv (or VENV=dir) and the tiny models in build/models.
+# CUDA=1 installs the CUDA build of vLLM instead of the CPU build; PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+export VENV
+
+BIN = $(abspath $(VENV))/bin
+SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup: ## create the environment and the tiny models
+	@$(SETUP)
+
+demo: setup ## run the prefill/decode demo
+	@$(BIN)/vllm-hisparse demo $(ARGS)
+
+test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

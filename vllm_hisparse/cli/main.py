@@ -1,0 +1,33 @@
+"""Entry point of the vllm-hisparse command; sub-commands load what they need when they run."""
+
+from collections.abc import Callable
+
+import typer
+
+from vllm_hisparse.cli.tiny_model import make_model_command
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hierarchical sparse attention for vLLM.")
+FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def forward(ctx: typer.Context, command: Callable[..., None]) -> None:
+    """Hand the arguments of ctx to a command that was imported only now, with its own options and help."""
+    target = typer.Typer(add_completion=False)
+    target.command()(command)
+    target(args=ctx.args, prog_name=ctx.command_path)
+
+
+@app.callback()
+def main() -> None:
+    """Keeps `vllm-hisparse` a group of sub-commands."""
+
+
+@app.command(context_settings=FORWARDED)
+def demo(ctx: typer.Context) -> None:
+    """Serve a tiny model on separate prefill and decode instances and show what moves where."""
+    from vllm_hisparse.cli.demo import demo_command
+
+    forward(ctx, demo_command)
+
+
+app.command("make-model")(make_model_command)
