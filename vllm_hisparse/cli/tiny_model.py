@@ -1,8 +1,305 @@
-"""Writes tiny DSA models with random weights and a real tokenizer."""
+"""Writes tiny DSA models: random weights of useful scale, the KV row of the real models, a real tokenizer."""
 
+import hashlib
+import json
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+MANIFEST = "manifest.json"
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+SPECIAL_TOKENS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
+VOCAB_SIZE = 512
+# Attention scores get this standard deviation, so that a head reads a handful of rows instead of averaging them all.
+SCORE_STD = 2.0
+# Logits get this standard deviation: the best token stands out, but with a probability well below 1.
+LOGIT_STD = 4.0
+
+CORPUS = """\
+The full cache of every running request lives in host memory, and a small hot buffer lives on the device. Each decode
+step selects the most useful positions, finds which of them are in the buffer, copies the missing rows from the host,
+evicts the rows that were not used for the longest time, and attends over what is left. A prompt is read once, in one
+or more chunks, and its rows are written to the pool of blocks. When the pool is full, new requests wait in the queue
+until a running request has finished, or a request is preempted and later resumed without losing its work. Long ago
+people kept their letters in a large house with many rooms. Some letters were read every day, so they stayed on the
+table near the window. Others were old, and it took a walk through the garden to find them. One morning a child asked
+why the table was so small. If it were large, said the mother, we would need more light, more wood and more time to
+look at it. A small table is quick, and the house keeps the rest. Who knows which letter you will want tomorrow? Nobody
+can know, but we can remember what you wanted today. The numbers are 0 1 2 3 4 5 6 7 8 9 10 12 16 20 32 50 64 100 128.
+"""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ ('<｜Assistant｜>' if message.role == 'assistant' else '<｜User｜>') + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+
+COMMON_CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "num_nextn_predict_layers": 0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dsv32": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "glm": {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "indexer_rope_interleave": True,
+    },
+}
+
+Variant = StrEnum("Variant", list(VARIANTS))
+Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
 
 
-def make_model_command(variant: str, out: Path) -> None:
-    """Write a tiny model."""
-    raise NotImplementedError(variant, out)
+class Weight(NamedTuple):
+    """One tensor of the checkpoint: constant, or normal with standard deviation gain / sqrt(fan_in)."""
+
+    shape: tuple[int, ...]
+    gain: float = 1.0
+    constant: float | None = None
+    fp32: bool = False
+
+    def std(self) -> float:
+        return self.gain * self.shape[-1] ** -0.5
+
+
+def make_model(
+    variant: str,
+    out_dir: Path | str,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 8,
+    index_n_heads: int = 8,
+    index_topk: int = 256,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+) -> Path:
+    """Write config, tokenizer and weights to out_dir, unless it already holds exactly this model."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}, expected one of {', '.join(VARIANTS)}")
+    if dtype not in list(Dtype):
+        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(Dtype)}")
+    out_dir = Path(out_dir)
+    config = model_config(variant, num_layers, num_heads, index_n_heads, index_topk, dtype)
+    manifest = {"variant": variant, "seed": seed, "dtype": dtype, "key": model_key(config, seed)}
+    if read_manifest(out_dir) == manifest:
+        return out_dir
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / MANIFEST).unlink(missing_ok=True)
+    write_json(out_dir / "config.json", config)
+    tokenizer = write_tokenizer(out_dir, config["max_position_embeddings"])
+    write_weights(out_dir / "model.safetensors", config, tokenizer, seed)
+    write_json(out_dir / MANIFEST, manifest)
+    return out_dir
+
+
+def model_config(
+    variant: str, num_layers: int, num_heads: int, index_n_heads: int, index_topk: int, dtype: str
+) -> dict[str, Any]:
+    return {
+        **VARIANTS[variant],
+        **COMMON_CONFIG,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "index_n_heads": index_n_heads,
+        "index_topk": index_topk,
+        "dtype": dtype,
+    }
+
+
+def model_key(config: dict[str, Any], seed: int) -> str:
+    """Changes with the parameters and with this file, so that an edited recipe is never mistaken for the old one."""
+    recipe = json.dumps([config, seed], sort_keys=True).encode() + Path(__file__).read_bytes()
+    return hashlib.sha256(recipe).hexdigest()
+
+
+def read_manifest(out_dir: Path) -> dict[str, Any] | None:
+    path = out_dir / MANIFEST
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_tokenizer(out_dir: Path, max_length: int) -> "Tokenizer":
+    """A byte-level BPE: every text survives encode and decode, common English words take one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(out_dir / "tokenizer_config.json", settings)
+    return tokenizer
+
+
+def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
+    """Names and shapes of the checkpoint, in a fixed order."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", Weight((hidden,), constant=1.0)
+        yield f"{prefix}.post_attention_layernorm.weight", Weight((hidden,), constant=1.0)
+        yield from attention_weights(config, f"{prefix}.self_attn")
+        yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
+        if layer < config["first_k_dense_replace"]:
+            yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
+        else:
+            yield from moe_weights(config, f"{prefix}.mlp")
+    yield "model.norm.weight", Weight((hidden,), constant=1.0)
+    yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
+
+
+def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    q_rank, kv_rank, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, v_dim = config["qk_nope_head_dim"], config["v_head_dim"]
+    yield f"{prefix}.q_a_proj.weight", Weight((q_rank, hidden))
+    yield f"{prefix}.q_a_layernorm.weight", Weight((q_rank,), constant=1.0)
+    yield f"{prefix}.q_b_proj.weight", Weight((heads * (nope + rope), q_rank), gain=SCORE_STD)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", Weight((kv_rank + rope, hidden))
+    yield f"{prefix}.kv_a_layernorm.weight", Weight((kv_rank,), constant=1.0)
+    yield f"{prefix}.kv_b_proj.weight", Weight((heads * (nope + v_dim), kv_rank))
+    yield f"{prefix}.o_proj.weight", Weight((hidden, heads * v_dim))
+
+
+def indexer_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    hidden, heads, dim = config["hidden_size"], config["index_n_heads"], config["index_head_dim"]
+    yield f"{prefix}.wq_b.weight", Weight((heads * dim, config["q_lora_rank"]))
+    yield f"{prefix}.wk.weight", Weight((dim, hidden))
+    yield f"{prefix}.k_norm.weight", Weight((dim,), constant=1.0)
+    yield f"{prefix}.k_norm.bias", Weight((dim,), constant=0.0)
+    yield f"{prefix}.weights_proj.weight", Weight((heads, hidden))
+
+
+def mlp_weights(hidden: int, intermediate: int, prefix: str) -> Iterator[tuple[str, Weight]]:
+    yield f"{prefix}.gate_proj.weight", Weight((intermediate, hidden))
+    yield f"{prefix}.up_proj.weight", Weight((intermediate, hidden))
+    yield f"{prefix}.down_proj.weight", Weight((hidden, intermediate))
+
+
+def moe_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    hidden, experts, intermediate = config["hidden_size"], config["n_routed_experts"], config["moe_intermediate_size"]
+    yield f"{prefix}.gate.weight", Weight((experts, hidden))
+    yield f"{prefix}.gate.e_score_correction_bias", Weight((experts,), constant=0.0, fp32=True)
+    for expert in range(experts):
+        yield from mlp_weights(hidden, intermediate, f"{prefix}.experts.{expert}")
+    yield from mlp_weights(hidden, intermediate * config["n_shared_experts"], f"{prefix}.shared_experts")
+
+
+def write_weights(path: Path, config: dict[str, Any], tokenizer: "Tokenizer", seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["dtype"])
+    tensors = {}
+    for name, weight in checkpoint_weights(config):
+        tensor = draw(weight, generator)
+        if name == "lm_head.weight":
+            tensor[unprintable_ids(tokenizer)] = 0.0
+        tensors[name] = tensor if weight.fp32 else tensor.to(dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def draw(weight: Weight, generator: "torch.Generator") -> "torch.Tensor":
+    import torch
+
+    if weight.constant is not None:
+        return torch.full(weight.shape, weight.constant)
+    return torch.randn(weight.shape, generator=generator) * weight.std()
+
+
+def unprintable_ids(tokenizer: "Tokenizer") -> list[int]:
+    """Special tokens and bytes outside printable ASCII: with logit 0 they are never the greedy choice."""
+    texts = ((token_id, tokenizer.decode([token_id])) for token_id in range(VOCAB_SIZE))
+    return [token_id for token_id, text in texts if not text.isascii() or not text.isprintable() or not text]
+
+
+def make_model_command(
+    variant: Annotated[Variant, typer.Argument(help="dsv32: DeepSeek-V3.2; glm: GLM-5")],
+    out: Annotated[Path, typer.Option(help="Directory to write to.")],
+    layers: Annotated[int, typer.Option(min=2, help="Layers; the first is dense, the others are MoE.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
+    index_heads: Annotated[int, typer.Option(min=1, help="Indexer heads.")] = 8,
+    index_topk: Annotated[int, typer.Option(min=1, help="Positions selected per step.")] = 256,
+    dtype: Annotated[Dtype, typer.Option(help="Data type of the weights.")] = Dtype.bfloat16,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a tiny DSA model with random weights and a tokenizer; nothing to do when it is there already."""
+    path = make_model(
+        variant.value,
+        out,
+        num_layers=layers,
+        num_heads=heads,
+        index_n_heads=index_heads,
+        index_topk=index_topk,
+        dtype=dtype.value,
+        seed=seed,
+    )
+    typer.echo(f"{variant} model in {path}")
