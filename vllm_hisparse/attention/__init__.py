@@ -1,0 +1,1 @@
+"""Attention backends: full-KV reference and hot buffer."""

@@ -1,0 +1,206 @@
+"""Options of the connector: the only place where they are parsed and checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONNECTOR_NAME = "HiSparseHostConnector"
+ALGORITHMS = ("dsa",)
+EVICTION_POLICIES = ("lru", "fifo")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
+
+# Options of vLLM's NixlConnector that share `kv_connector_extra_config` with ours.
+NIXL_OPTIONS = frozenset(
+    {
+        "backends",
+        "engine_ttl",
+        "enforce_handshake_compat",
+        "kv_lease_duration",
+        "kv_recompute_threshold",
+        "num_threads",
+    }
+)
+
+
+class HiSparseConfigError(ValueError):
+    """An option that cannot work: says the option, the value got, the value expected and what to do."""
+
+    def __init__(self, option: str, got: object, expected: str, fix: str):
+        super().__init__(f"{option}: got {got!r}, expected {expected}. {fix}")
+
+
+class HiSparseConfig(BaseModel):
+    """Options of `HiSparseHostConnector`, from `kv_connector_extra_config`.
+
+    `top_k`, `device_buffer_size` and `host_to_device_ratio` mean what they mean in SGLang's `--hisparse-config`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    top_k: int | None = Field(default=None, gt=0)
+    """Rows attended per query and layer. A DSA model: its `index_topk`, the default."""
+    device_buffer_size: int | None = Field(default=None, gt=0)
+    """Hot rows per request and layer on the device. Default: 2x top_k."""
+    host_to_device_ratio: float | None = Field(default=None, gt=0)
+    """Bytes of the host pool over bytes of the device KV cache."""
+    host_pool_gib: float | None = Field(default=None, gt=0)
+    """Size of the host pool in GiB."""
+    algorithm: Literal["dsa"] = "dsa"
+    """What selects positions."""
+    algorithm_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the algorithm; `dsa` has none."""
+    eviction_policy: Literal["lru", "fifo"] = "lru"
+    """Which hot rows make room for missed ones."""
+    log_request_stats: bool = False
+    """Log one line per finished request: hits, misses and bytes received."""
+
+    @classmethod
+    def from_extra_config(cls, extra_config: dict[str, Any]) -> HiSparseConfig:
+        """Parse and check the options alone, without a model.
+
+        Raises:
+            HiSparseConfigError: the first option that is unknown, of the wrong type or out of range.
+        """
+        options = {key: value for key, value in extra_config.items() if key not in NIXL_OPTIONS}
+        try:
+            config = cls(**options)
+        except ValidationError as error:
+            raise _first_error(error) from None
+        config._check_size_options()
+        if config.algorithm_options:
+            raise HiSparseConfigError(
+                "algorithm_options",
+                config.algorithm_options,
+                f"no options for algorithm '{config.algorithm}'",
+                "Remove algorithm_options.",
+            )
+        return config
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> HiSparseConfig:
+        """Parse, check against the model and the engine's options, and fill in the defaults.
+
+        Raises:
+            HiSparseConfigError: the first option that cannot work.
+        """
+        assert vllm_config.kv_transfer_config is not None
+        config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        _check_engine(vllm_config)
+        return config._for_model(_model_top_k(config, vllm_config))
+
+    @property
+    def rows(self) -> int:
+        """Hot rows per request and layer, after the defaults are filled in."""
+        assert self.device_buffer_size is not None
+        return self.device_buffer_size
+
+    def num_host_blocks(self, host_block_bytes: int, device_kv_bytes: int) -> int:
+        """Blocks of the host pool.
+
+        Args:
+            host_block_bytes: bytes of one block, all layers.
+            device_kv_bytes: bytes of the engine's device KV cache.
+        """
+        if self.host_pool_gib is not None:
+            return int(self.host_pool_gib * 2**30) // host_block_bytes
+        assert self.host_to_device_ratio is not None
+        return int(self.host_to_device_ratio * device_kv_bytes) // host_block_bytes
+
+    @property
+    def size_option(self) -> str:
+        """The option that sizes the host pool, as the user wrote it."""
+        name = "host_pool_gib" if self.host_pool_gib is not None else "host_to_device_ratio"
+        return f"{name}={getattr(self, name)}"
+
+    def _check_size_options(self) -> None:
+        if (self.host_pool_gib is None) != (self.host_to_device_ratio is None):
+            return
+        got = {"host_pool_gib": self.host_pool_gib, "host_to_device_ratio": self.host_to_device_ratio}
+        raise HiSparseConfigError(
+            "host_pool_gib / host_to_device_ratio",
+            got,
+            "exactly one of the two",
+            "Set host_pool_gib to the GiB of host memory to use, or host_to_device_ratio to a multiple of the device "
+            "KV cache.",
+        )
+
+    def _for_model(self, model_top_k: int) -> HiSparseConfig:
+        top_k = model_top_k if self.top_k is None else self.top_k
+        if top_k != model_top_k:
+            raise HiSparseConfigError(
+                "top_k", top_k, f"{model_top_k}, the model's index_topk", f"Remove top_k or set it to {model_top_k}."
+            )
+        rows = BUFFER_TOP_K_RATIO * top_k if self.device_buffer_size is None else self.device_buffer_size
+        if rows < top_k:
+            raise HiSparseConfigError(
+                "device_buffer_size",
+                rows,
+                f"at least top_k ({top_k})",
+                f"Remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows or raise it.",
+            )
+        return self.model_copy(update={"top_k": top_k, "device_buffer_size": rows})
+
+
+def _first_error(error: ValidationError) -> HiSparseConfigError:
+    detail = error.errors()[0]
+    option = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        known = ", ".join(sorted([*HiSparseConfig.model_fields, *NIXL_OPTIONS]))
+        return HiSparseConfigError(option, detail["input"], f"one of the known options: {known}", "Correct the name.")
+    message = detail["msg"].removeprefix("Input should be ")
+    return HiSparseConfigError(option, detail["input"], message, "Correct the value in kv_connector_extra_config.")
+
+
+def _model_top_k(config: HiSparseConfig, vllm_config: VllmConfig) -> int:
+    model_config = vllm_config.model_config
+    top_k = getattr(model_config.hf_text_config, "index_topk", None)
+    if top_k is None or not model_config.use_mla:
+        raise HiSparseConfigError(
+            "algorithm",
+            config.algorithm,
+            "a model with a DSA indexer (index_topk in its config.json, such as DeepSeek-V3.2 or GLM-5)",
+            f"{model_config.model} has none: serve another model, or remove {CONNECTOR_NAME}.",
+        )
+    return top_k
+
+
+def _check_engine(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for option in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, option) != 1:
+            raise HiSparseConfigError(
+                f"--{option.replace('_', '-')}",
+                getattr(parallel, option),
+                "1 in this release",
+                "Start more decode instances behind vllm-router instead.",
+            )
+    if vllm_config.speculative_config is not None:
+        raise HiSparseConfigError(
+            "--speculative-config", vllm_config.speculative_config.method, "none in this release", "Remove it."
+        )
+    if vllm_config.cache_config.cache_dtype not in KV_CACHE_DTYPES:
+        raise HiSparseConfigError(
+            "--kv-cache-dtype",
+            vllm_config.cache_config.cache_dtype,
+            f"one of {', '.join(KV_CACHE_DTYPES)}",
+            "Remove it to keep the KV in the model's dtype.",
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise HiSparseConfigError(
+            "--disable-hybrid-kv-cache-manager",
+            True,
+            "False",
+            "Remove it: hot buffer and indexer keys are two KV cache groups.",
+        )

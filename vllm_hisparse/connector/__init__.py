@@ -1,0 +1,1 @@
+"""The KV connector: scheduler half, worker half, transport and metrics."""

@@ -1,0 +1,242 @@
+"""`HiSparseHostConnector`: vLLM's connector interface over the two halves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
+from vllm_hisparse.connector.nixl_transport import NixlSchedulerTransport, NixlWorkerTransport
+from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
+from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.host_kv_store import check_free_memory
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
+
+class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
+    """Full KV in a host block pool, a hot buffer per request on the device.
+
+    `kv_role` "kv_consumer" receives prompts' KV from stock vLLM prefill instances with `NixlConnector`; "kv_both" is
+    one instance that prefills and decodes.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = HiSparseConfig.from_vllm_config(vllm_config)
+        groups = DeviceGroups.from_config(kv_cache_config)
+        num_host_blocks = _num_host_blocks(vllm_config, config, groups)
+        is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+        args = (vllm_config, kv_cache_config, groups, num_host_blocks)
+        if role == KVConnectorRole.SCHEDULER:
+            check_free_memory(num_host_blocks * groups.layout.host_block_bytes, config.size_option)
+            _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
+            self.scheduler = HiSparseSchedulerConnector(
+                config,
+                groups,
+                num_host_blocks,
+                vllm_config.cache_config.enable_prefix_caching,
+                NixlSchedulerTransport(*args) if is_pd else None,
+            )
+        else:
+            transport = NixlWorkerTransport(*args) if is_pd else None
+            self.worker = HiSparseWorkerConnector(vllm_config, config, groups, num_host_blocks, transport)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # this side never hands KV off
+
+    # Scheduler half
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return (self.scheduler.groups.indexer_group_id,)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.update_connector_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.request_finished(request)
+        return False, None
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict) -> None:
+        if self.scheduler.transport:
+            self.scheduler.transport.set_handshake_metadata(metadata)
+
+    def reset_cache(self) -> bool:
+        self.scheduler.reset_cache()
+        return True
+
+    # Worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self.worker.apply_changes(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.bind_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self.worker.clear_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.worker.start_load(forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: restores finish before the forward, remote loads before admission."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing to do: the backend writes rows itself."""
+
+    def wait_for_save(self) -> None:
+        self.worker.finish_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self.worker.transfer_results(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.failed_block_ids()
+
+    def get_handshake_metadata(self):
+        return self.worker.transport.handshake_metadata() if self.worker.transport else None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_worker_metadata()
+
+    # Both halves
+
+    def get_kv_connector_stats(self) -> HiSparseStats:
+        return self._half.take_stats()
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
+
+    @property
+    def _half(self) -> HiSparseSchedulerConnector | HiSparseWorkerConnector:
+        return self.scheduler if self.role == KVConnectorRole.SCHEDULER else self.worker
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiSparseStats:
+        return HiSparseStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HiSparsePromMetrics:
+        return HiSparsePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _num_host_blocks(vllm_config: VllmConfig, config: HiSparseConfig, groups: DeviceGroups) -> int:
+    """Blocks of the host pool, at least one request of `max_model_len`.
+
+    Raises:
+        HiSparseConfigError: the role is not the decode side's, or the pool is too small.
+    """
+    role = vllm_config.kv_transfer_config.kv_role
+    if role == "kv_producer":
+        raise HiSparseConfigError(
+            "kv_role",
+            role,
+            "kv_consumer (decode side) or kv_both (one instance)",
+            f"Prefill instances run stock vLLM with NixlConnector, without {CONNECTOR_NAME}.",
+        )
+    layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
+    num_blocks = config.num_host_blocks(layout.host_block_bytes, groups.device_kv_bytes)
+    needed_bytes = layout.host_request_bytes(max_model_len)
+    if num_blocks < layout.num_blocks(max_model_len):
+        option, value = config.size_option.split("=")
+        raise HiSparseConfigError(
+            option,
+            float(value),
+            f"a host pool of at least {needed_bytes / 2**30:.3f} GiB, one request of max_model_len {max_model_len}; "
+            f"this is {num_blocks * layout.host_block_bytes / 2**30:.3f} GiB",
+            "Raise it, or lower --max-model-len.",
+        )
+    return num_blocks
+
+
+def _log_summary(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: HiSparseConfig,
+    groups: DeviceGroups,
+    num_host_blocks: int,
+) -> None:
+    layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
+    hot_bytes = layout.hot_request_bytes(max_model_len, config.rows)
+    full_bytes = layout.full_request_bytes(max_model_len)
+    host_bytes = layout.host_request_bytes(max_model_len)
+    by_device = kv_cache_config.num_blocks * layout.device_block_bytes / hot_bytes
+    by_host = num_host_blocks / layout.num_blocks(max_model_len)
+    logger.info(
+        "HiSparse: %s, top_k %d, %d hot rows per request, %s eviction. A request of %d tokens takes %.1f MiB on the "
+        "device (full KV: %.1f MiB) and %.1f MiB on the host. Host pool: %d blocks of %d tokens, %.2f GiB. Concurrency "
+        "at max_model_len: %.2fx (device %.2fx, host %.2fx); with full KV on the device: %.2fx.",
+        config.algorithm,
+        config.top_k,
+        config.rows,
+        config.eviction_policy,
+        max_model_len,
+        hot_bytes / 2**20,
+        full_bytes / 2**20,
+        host_bytes / 2**20,
+        num_host_blocks,
+        layout.block_size,
+        num_host_blocks * layout.host_block_bytes / 2**30,
+        min(by_device, by_host),
+        by_device,
+        by_host,
+        groups.device_kv_bytes / full_bytes,
+    )

@@ -1,0 +1,40 @@
+"""What the two halves of the connector tell each other each step; only what changed travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+BlockPairs = list[tuple[int, int]]
+
+
+@dataclass
+class HiSparseMetadata(KVConnectorMetadata):
+    """Scheduler -> worker. A request is named by its handle, its first hot block.
+
+    Attributes:
+        released: handles of requests that ended or were preempted; applied first.
+        tail_saves: (device, host) indexer blocks to copy to the host before the forward, of preempted requests.
+        tables: handle -> (index of the first block, host block ids from there on); index 0 starts a request.
+        restores: (host, device) indexer blocks to copy to the device before the forward.
+        saves: (device, host) indexer blocks that this step fills, to copy to the host after the forward.
+        transport: metadata of the transport, or None.
+    """
+
+    released: list[int] = field(default_factory=list)
+    tail_saves: BlockPairs = field(default_factory=list)
+    tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    restores: BlockPairs = field(default_factory=list)
+    saves: BlockPairs = field(default_factory=list)
+    transport: KVConnectorMetadata | None = None
+
+
+@dataclass
+class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker -> scheduler: hits and misses of released requests, by handle, in order of release."""
+
+    requests: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
+        return self  # every worker resolves the same selection

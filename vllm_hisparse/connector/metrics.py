@@ -1,0 +1,128 @@
+"""Connector statistics: counters and gauges for Prometheus and vLLM's stats log line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Name -> documentation; exported as vllm:hisparse_<name>. The first three are vLLM's own HiSparse names.
+COUNTERS = {
+    "cache_hits": "Number of selected KV rows found in hot buffers.",
+    "cache_misses": "Number of selected KV rows copied from the host pool.",
+    "host_to_device_bytes": "Bytes copied from the host pool: missed rows and restored indexer keys.",
+    "device_to_host_bytes": "Bytes copied to the host pool: new rows and indexer keys.",
+    "host_prefix_tokens": "Number of tokens served from the host pool instead of being computed.",
+    "resumed_requests": "Number of preempted requests that resumed.",
+    "recomputed_tokens": "Number of tokens that resumed requests had to compute again.",
+    "transfers": "Number of finished KV transfers from prefill instances.",
+    "transfer_failures": "Number of KV transfers that failed.",
+    "transfer_bytes_to_host": "Bytes received from prefill instances straight into the host pool.",
+    "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
+}
+GAUGES = {
+    "host_blocks_used": "Number of host blocks that requests hold.",
+    "host_blocks_free": "Number of host blocks that hold nothing.",
+    "host_blocks_cached": "Number of host blocks kept for later requests, evicted when space is needed.",
+    "requests_waiting_for_host_memory": "Number of requests that wait for host blocks.",
+}
+
+
+class HiSparseStats(KVConnectorStats):
+    """Counters (added up), gauges (the latest wins) and the NIXL connector's own stats.
+
+    `data` is what travels between processes: `{"counters": {…}, "gauges": {…}, "nixl": {…}}`.
+    """
+
+    def __init__(self, data: dict[str, Any] | None = None):
+        super().__init__(data or {})
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {"counters": {}, "gauges": {}, "nixl": {}}
+
+    def add(self, **counters: int) -> None:
+        """Add to counters."""
+        own = self.data["counters"]
+        for name, value in counters.items():
+            own[name] = own.get(name, 0) + value
+
+    def set_gauges(self, **gauges: int) -> None:
+        """Set gauges."""
+        self.data["gauges"].update(gauges)
+
+    def add_nixl(self, stats: NixlKVConnectorStats) -> None:
+        """Add stats of the NIXL connector."""
+        own = NixlKVConnectorStats(data=self.data["nixl"])
+        self.data["nixl"] = own.aggregate(stats).data
+
+    def aggregate(self, other: KVConnectorStats) -> HiSparseStats:
+        self.add(**other.data["counters"])
+        self.set_gauges(**other.data["gauges"])
+        if other.data["nixl"]:
+            self.add_nixl(NixlKVConnectorStats(data=other.data["nixl"]))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The figures of vLLM's stats log line."""
+        counters = {name: self.data["counters"].get(name, 0) for name in COUNTERS}
+        gauges = {name: self.data["gauges"].get(name, 0) for name in GAUGES}
+        selected = counters["cache_hits"] + counters["cache_misses"]
+        figures: dict[str, int | float] = {
+            "Hot-buffer hit rate (%)": round(100 * counters["cache_hits"] / selected, 1) if selected else 0.0,
+            "Host to device (MB)": round(counters["host_to_device_bytes"] / 2**20, 1),
+            "Device to host (MB)": round(counters["device_to_host_bytes"] / 2**20, 1),
+            "Host blocks used": gauges["host_blocks_used"],
+            "Host blocks cached": gauges["host_blocks_cached"],
+            "Host blocks free": gauges["host_blocks_free"],
+            "Requests waiting for host memory": gauges["requests_waiting_for_host_memory"],
+            "Transfers": counters["transfers"],
+            "Failed transfers": counters["transfer_failures"],
+            "Received to host (MB)": round(counters["transfer_bytes_to_host"] / 2**20, 1),
+        }
+        return figures
+
+    def is_empty(self) -> bool:
+        return not (self.data["counters"] or self.data["gauges"] or self.data["nixl"])
+
+
+class HiSparsePromMetrics(KVConnectorPromMetrics):
+    """Registers and feeds `vllm:hisparse_*`, and `vllm:nixl_*` for the transfers."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._create(metric_types[Counter], name, documentation) for name, documentation in COUNTERS.items()
+        }
+        self._gauges = {
+            name: self._create(metric_types[Gauge], name, documentation, multiprocess_mode="mostrecent")
+            for name, documentation in GAUGES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data["counters"].items():
+            self._counters[name][engine_idx].inc(value)
+        for name, value in transfer_stats_data["gauges"].items():
+            self._gauges[name][engine_idx].set(value)
+        if transfer_stats_data["nixl"]:
+            self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
+
+    def _create(self, metric_type: type, name: str, documentation: str, **kwargs: str) -> Any:
+        metric = metric_type(
+            name=f"vllm:hisparse_{name}", documentation=documentation, labelnames=self._labelnames, **kwargs
+        )
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)

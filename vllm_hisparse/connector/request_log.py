@@ -1,0 +1,70 @@
+"""One log line per finished request, for those who ask with `log_request_stats`."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
+
+@dataclass
+class _RequestStats:
+    hits: int = 0
+    misses: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    num_open_runs: int = 0
+    num_prompt_tokens: int | None = None  # None until the request ended
+
+
+class RequestLog:
+    """Adds up what the worker reports by handle and logs a request when its last run has been reported.
+
+    A run is one admission; a preempted request has several. Handles are reused, so runs of one handle queue up.
+    """
+
+    def __init__(self) -> None:
+        self._stats: dict[str, _RequestStats] = {}
+        self._runs: dict[int, deque[str]] = {}
+
+    def started(self, handle: int, request_id: str) -> None:
+        self._stats.setdefault(request_id, _RequestStats()).num_open_runs += 1
+        self._runs.setdefault(handle, deque()).append(request_id)
+
+    def received(self, request_id: str, bytes_to_host: int, bytes_to_device: int) -> None:
+        stats = self._stats.setdefault(request_id, _RequestStats())
+        stats.bytes_to_host += bytes_to_host
+        stats.bytes_to_device += bytes_to_device
+
+    def released(self, handle: int, hits: int, misses: int) -> None:
+        request_id = self._runs[handle].popleft()
+        if not self._runs[handle]:
+            del self._runs[handle]
+        stats = self._stats[request_id]
+        stats.hits += hits
+        stats.misses += misses
+        stats.num_open_runs -= 1
+        self._flush(request_id)
+
+    def ended(self, request_id: str, num_prompt_tokens: int) -> None:
+        self._stats.setdefault(request_id, _RequestStats()).num_prompt_tokens = num_prompt_tokens
+        self._flush(request_id)
+
+    def _flush(self, request_id: str) -> None:
+        stats = self._stats[request_id]
+        if stats.num_open_runs or stats.num_prompt_tokens is None:
+            return
+        del self._stats[request_id]
+        logger.info(
+            "HiSparse request %s: prompt_tokens=%d, hits=%d, misses=%d, transfer_bytes_to_host=%d, "
+            "transfer_bytes_to_device=%d",
+            request_id,
+            stats.num_prompt_tokens,
+            stats.hits,
+            stats.misses,
+            stats.bytes_to_host,
+            stats.bytes_to_device,
+        )

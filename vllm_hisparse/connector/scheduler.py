@@ -1,0 +1,210 @@
+"""Scheduler half of the connector: prefix matches, host block tables, saves and restores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.connector.metrics import HiSparseStats
+from vllm_hisparse.connector.nixl_transport import NixlSchedulerTransport
+from vllm_hisparse.connector.request_log import RequestLog
+from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.hot_buffer_manager import HotBufferManager, RequestBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class _Transfer:
+    num_host_blocks: int
+    num_device_blocks: int
+
+
+class HiSparseSchedulerConnector:
+    """Decides what the host pool already holds, and turns changes of the pools into worker metadata.
+
+    Args:
+        config: checked options.
+        groups: the device KV cache groups.
+        num_host_blocks: size of the host pool.
+        enable_caching: whether finished requests' blocks may serve later ones.
+        transport: P/D transport, or None for a single instance.
+    """
+
+    def __init__(
+        self,
+        config: HiSparseConfig,
+        groups: DeviceGroups,
+        num_host_blocks: int,
+        enable_caching: bool,
+        transport: NixlSchedulerTransport | None,
+    ):
+        self.groups, self.layout = groups, groups.layout
+        self.enable_caching = enable_caching
+        self.transport = transport
+        self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size)
+        self.stats = HiSparseStats()
+        self._restores: BlockPairs = []
+        self._transfers: dict[str, _Transfer] = {}
+        self.request_log = RequestLog() if config.log_request_stats else None
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Find the two managers and give the hot one its host pool."""
+        managers = kv_cache_manager.coordinator.single_type_managers
+        self.hot_manager: HotBufferManager = managers[self.groups.hot_group_id]
+        self.indexer_manager = managers[self.groups.indexer_group_id]
+        self.hot_manager.bind(self.host_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self.hot_manager.requests[request.request_id] = request
+        if self.transport:
+            self.transport.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit."""
+        match = self._match(request)
+        self.hot_manager.matches[request.request_id] = match
+        if self.transport:
+            num_remote = self.transport.num_matched_tokens(request, num_computed_tokens)
+            if num_remote:
+                return num_remote, True
+        return max(match.num_tokens - num_computed_tokens, 0), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Start a remote load, or plan the copies that bring host-held selector state back to the device."""
+        if self.transport and self.transport.is_remote(request):
+            self._start_transfer(request, blocks, num_external_tokens)
+            return
+        if num_external_tokens:
+            self._plan_restore(request, num_external_tokens)
+        if request.num_preemptions and request.status == RequestStatus.PREEMPTED:
+            self._record_resumption(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
+        manager = self.hot_manager
+        metadata = HiSparseMetadata(released=manager.released, tail_saves=manager.tail_saves, restores=self._restores)
+        manager.released, manager.tail_saves, self._restores = [], [], []
+        for request_id in [name for name in manager.changed if name in scheduler_output.num_scheduled_tokens]:
+            del manager.changed[request_id]
+            request = manager.requests[request_id]
+            num_tokens = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
+            self._add_changes(metadata, request, manager.states[request_id], num_tokens)
+        if self.transport:
+            metadata.transport = self.transport.build_connector_meta(scheduler_output)
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Account for finished transfers and log finished requests."""
+        failed = output.failed_recving or set()
+        for request_id in output.finished_recving or ():
+            transfer = self._transfers.pop(request_id, None)
+            if transfer is not None:
+                self._record_transfer(request_id, transfer, request_id in failed)
+        if self.transport:
+            self.transport.update_connector_output(output)
+        if self.request_log and isinstance(output.kv_connector_worker_meta, HiSparseWorkerMetadata):
+            for handle, hits, misses in output.kv_connector_worker_meta.requests:
+                self.request_log.released(handle, hits, misses)
+
+    def request_finished(self, request: Request) -> None:
+        """Forget a request; its blocks come back through the managers."""
+        if self.request_log:
+            self.request_log.ended(request.request_id, request.num_prompt_tokens)
+        self.hot_manager.forget(request.request_id)
+        if self.transport:
+            self.transport.request_finished(request)
+
+    def reset_cache(self) -> None:
+        """Drop the host prefix cache."""
+        self.hot_manager.release_parked()
+        self.host_pool.reset_cache()
+
+    def take_stats(self) -> HiSparseStats:
+        """Counters since the last call, and the pool's present state."""
+        self.hot_manager.release_parked()
+        stats, self.stats = self.stats, HiSparseStats()
+        stats.set_gauges(
+            host_blocks_used=self.host_pool.num_used,
+            host_blocks_free=self.host_pool.num_free,
+            host_blocks_cached=self.host_pool.num_cached,
+            requests_waiting_for_host_memory=len(self.hot_manager.waiting_for_host),
+        )
+        return stats
+
+    def shutdown(self) -> None:
+        if self.transport:
+            self.transport.shutdown()
+
+    def _match(self, request: Request) -> HostMatch:
+        if request.skip_reading_prefix_cache:
+            return HostMatch()
+        self.hot_manager.release_parked()
+        # NOTE: the last token is always computed, for its logits.
+        match = self.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
+        if self.enable_caching:
+            cached = self.host_pool.cached_prefix(request.block_hashes, request.num_tokens - 1)
+            match = max(match, cached, key=lambda found: found.num_tokens)
+        return match
+
+    def _plan_restore(self, request: Request, num_external_tokens: int) -> None:
+        request_id, block_size = request.request_id, self.layout.block_size
+        num_matched = self.hot_manager.states[request_id].num_matched_tokens
+        first = (num_matched - num_external_tokens) // block_size
+        device_blocks = self.indexer_manager.req_to_blocks[request_id]
+        host_ids = self.host_pool.block_ids(request_id)
+        for index in range(first, self.layout.num_blocks(num_matched)):
+            self._restores.append((host_ids[index], device_blocks[index].block_id))
+        self.stats.add(host_prefix_tokens=num_external_tokens)
+
+    def _record_resumption(self, request: Request) -> None:
+        num_matched = self.hot_manager.states[request.request_id].num_matched_tokens
+        self.stats.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
+
+    def _start_transfer(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        request_id = request.request_id
+        state = self.hot_manager.states[request_id]
+        host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
+        device_blocks = blocks.blocks[self.groups.indexer_group_id]
+        num_shared = state.num_matched_tokens // self.layout.block_size
+        self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
+        if num_external_tokens:
+            num_device = sum(block.block_hash is None for block in device_blocks)
+            self._transfers[request_id] = _Transfer(len(host_ids) - num_shared, num_device)
+
+    def _record_transfer(self, request_id: str, transfer: _Transfer, failed: bool) -> None:
+        self.stats.add(transfers=1, transfer_failures=int(failed))
+        if failed:
+            return
+        to_host = transfer.num_host_blocks * self.layout.main_block_bytes
+        to_device = transfer.num_device_blocks * self.layout.indexer_block_bytes
+        self.stats.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
+        if self.request_log:
+            self.request_log.received(request_id, to_host, to_device)
+
+    def _add_changes(self, metadata: HiSparseMetadata, request: Request, state: RequestBlocks, num_tokens: int) -> None:
+        """Add a request's new host blocks and the indexer blocks it fills by having `num_tokens` computed."""
+        request_id = request.request_id
+        host_ids = self.host_pool.block_ids(request_id)
+        if state.num_sent_blocks == 0 and self.request_log:
+            self.request_log.started(state.handle, request_id)
+        if len(host_ids) > state.num_sent_blocks:
+            metadata.tables[state.handle] = (state.num_sent_blocks, host_ids[state.num_sent_blocks :])
+            state.num_sent_blocks = len(host_ids)
+        num_full, tail = divmod(num_tokens, self.layout.block_size)
+        device_blocks = self.indexer_manager.req_to_blocks[request_id]
+        for index in range(state.num_saved_blocks, num_full):
+            metadata.saves.append((device_blocks[index].block_id, host_ids[index]))
+            # NOTE: published only now: a hit in a later step restores after this step's save.
+            if self.enable_caching:
+                self.host_pool.register(request_id, index, request.block_hashes[index])
+        state.num_saved_blocks = max(state.num_saved_blocks, num_full)
+        state.tail_block_id = device_blocks[num_full].block_id if tail else None

@@ -1,0 +1,233 @@
+"""Host block pool: the allocator and prefix cache behind the full KV in host memory (scheduler side)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class PrivateKey(NamedTuple):
+    """Cache key of a block that only its preempted owner may claim: a partial tail, or a copy of a cached block."""
+
+    request_id: str
+    index: int
+
+
+@dataclass(frozen=True)
+class HostMatch:
+    """The longest prefix of a request that the host pool holds.
+
+    Attributes:
+        block_ids: host blocks of the prefix, the last one possibly partial.
+        num_tokens: tokens of the prefix.
+    """
+
+    block_ids: Sequence[int] = ()
+    num_tokens: int = 0
+
+
+@dataclass
+class _Preempted:
+    num_tokens: int
+    keys: list[Hashable] = field(default_factory=list)
+
+
+class HostBlockPool:
+    """Allocates, shares, caches and evicts host blocks; every operation is all or nothing.
+
+    A block is free, used (referenced by requests) or cached (unreferenced, but found again by its key). Cached
+    blocks are evicted least recently used first, and within one request from its tail.
+
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free: deque[int] = deque(range(num_blocks))
+        self._num_refs = [0] * num_blocks
+        self._keys: list[Hashable | None] = [None] * num_blocks
+        self._block_by_key: dict[Hashable, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._requests: dict[str, list[int]] = {}
+        self._preempted: dict[str, _Preempted] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free - self.num_cached
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """Host blocks of a request, in token order; read-only."""
+        return self._requests[request_id]
+
+    def cached_prefix(self, block_hashes: Iterable[Hashable], max_tokens: int) -> HostMatch:
+        """The longest prefix of whole blocks, at most `max_tokens` long, whose hashes are cached."""
+        block_ids: list[int] = []
+        for block_hash, _ in zip(block_hashes, range(max_tokens // self.block_size)):
+            block_id = self._block_by_key.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return HostMatch(block_ids, len(block_ids) * self.block_size)
+
+    def retained_prefix(self, request_id: str, max_tokens: int) -> HostMatch:
+        """What is left of a preempted request's KV, at most `max_tokens` long."""
+        preempted = self._preempted.get(request_id)
+        if preempted is None:
+            return HostMatch()
+        limit = min(preempted.num_tokens, max_tokens)
+        block_ids: list[int] = []
+        for key, _ in zip(preempted.keys, range(self._num_blocks_for(limit))):
+            block_id = self._block_by_key.get(key)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return HostMatch(block_ids, min(limit, len(block_ids) * self.block_size))
+
+    def can_allocate(self, num_tokens: int, match: HostMatch) -> bool:
+        """Whether `allocate` with these arguments would succeed."""
+        num_new = self._num_blocks_for(num_tokens) - len(match.block_ids)
+        num_matched_evictable = sum(not self._num_refs[block_id] for block_id in match.block_ids)
+        return num_new <= self.num_free + self.num_cached - num_matched_evictable
+
+    def allocate(self, request_id: str, num_tokens: int, match: HostMatch) -> list[int]:
+        """Give a request the matched blocks and new ones, for `num_tokens` in all.
+
+        Raises:
+            MemoryError: the pool cannot hold them; nothing has changed.
+        """
+        assert request_id not in self._requests, f"{request_id} holds host blocks already"
+        if not self.can_allocate(num_tokens, match):
+            raise MemoryError(f"{num_tokens} tokens do not fit: {self.num_free} free, {self.num_cached} cached blocks")
+        for block_id in match.block_ids:
+            self._claim(block_id)
+        self.forget(request_id)
+        num_new = self._num_blocks_for(num_tokens) - len(match.block_ids)
+        self._requests[request_id] = [*match.block_ids, *(self._take() for _ in range(num_new))]
+        return self._requests[request_id]
+
+    def can_grow(self, request_id: str, num_tokens: int) -> bool:
+        """Whether `grow` with these arguments would succeed."""
+        num_new = self._num_blocks_for(num_tokens) - len(self._requests[request_id])
+        return num_new <= self.num_free + self.num_cached
+
+    def grow(self, request_id: str, num_tokens: int) -> None:
+        """Extend a request's blocks to `num_tokens`.
+
+        Raises:
+            MemoryError: the pool cannot hold them; nothing has changed.
+        """
+        if not self.can_grow(request_id, num_tokens):
+            raise MemoryError(f"{request_id} cannot grow to {num_tokens} tokens")
+        block_ids = self._requests[request_id]
+        block_ids.extend(self._take() for _ in range(self._num_blocks_for(num_tokens) - len(block_ids)))
+
+    def register(self, request_id: str, index: int, block_hash: Hashable) -> None:
+        """Publish a request's full block under its hash; a hash that is cached already stays with its block."""
+        block_id = self._requests[request_id][index]
+        if self._keys[block_id] is None and block_hash not in self._block_by_key:
+            self._keys[block_id] = block_hash
+            self._block_by_key[block_hash] = block_id
+
+    def free(self, request_id: str) -> None:
+        """Release a finished request's blocks; published ones stay cached."""
+        self._release(self._requests.pop(request_id))
+
+    def preempt(self, request_id: str, num_tokens: int) -> None:
+        """Release a preempted request's blocks but keep its first `num_tokens` findable by `retained_prefix`."""
+        block_ids = self._requests.pop(request_id)
+        preempted = self._preempted[request_id] = _Preempted(num_tokens)
+        for index, block_id in enumerate(block_ids[: self._num_blocks_for(num_tokens)]):
+            if self._keys[block_id] is None:
+                self._keys[block_id] = PrivateKey(request_id, index)
+                self._block_by_key[PrivateKey(request_id, index)] = block_id
+            preempted.keys.append(self._keys[block_id])
+        self._release(block_ids)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what a preempted request alone may claim: it resumed without it, or it ended."""
+        preempted = self._preempted.pop(request_id, None)
+        for key in preempted.keys if preempted else ():
+            block_id = self._block_by_key.get(key)
+            if isinstance(key, PrivateKey) and block_id is not None:
+                self._uncache(block_id)
+                if not self._num_refs[block_id]:
+                    del self._evictable[block_id]
+                    self._free.append(block_id)
+
+    def reset_cache(self) -> None:
+        """Forget every cached block, those of preempted requests included."""
+        for block_id in range(self.num_blocks):
+            self._uncache(block_id)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        self._preempted.clear()
+
+    def check_integrity(self) -> None:
+        """Check that no block is lost, owned twice or cached under a wrong key.
+
+        Raises:
+            AssertionError: the first violation.
+        """
+        num_refs = [0] * self.num_blocks
+        for request_id, block_ids in self._requests.items():
+            assert len(set(block_ids)) == len(block_ids), f"{request_id} holds a block twice"
+            for block_id in block_ids:
+                num_refs[block_id] += 1
+        assert num_refs == self._num_refs, "reference counts differ from the requests' blocks"
+        free, evictable = set(self._free), set(self._evictable)
+        used = {block_id for block_id, refs in enumerate(num_refs) if refs}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & evictable or free & used or evictable & used), "a block has two states"
+        assert len(free) + len(evictable) + len(used) == self.num_blocks, "a block is lost"
+        keyed = {block_id: key for block_id, key in enumerate(self._keys) if key is not None}
+        assert keyed == {block_id: key for key, block_id in self._block_by_key.items()}, "cache keys differ"
+        assert not free & keyed.keys(), "a free block has a key"
+        assert evictable <= keyed.keys(), "a cached block has no key"
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _claim(self, block_id: int) -> None:
+        if not self._num_refs[block_id]:
+            del self._evictable[block_id]
+        self._num_refs[block_id] += 1
+        if isinstance(self._keys[block_id], PrivateKey):
+            self._uncache(block_id)
+
+    def _take(self) -> int:
+        if self._free:
+            block_id = self._free.popleft()
+        else:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._uncache(block_id)
+        self._num_refs[block_id] = 1
+        return block_id
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        for block_id in reversed(block_ids):
+            self._num_refs[block_id] -= 1
+            if self._num_refs[block_id]:
+                continue
+            if self._keys[block_id] is None:
+                self._free.append(block_id)
+            else:
+                self._evictable[block_id] = None
+
+    def _uncache(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        if key is not None:
+            del self._block_by_key[key]
+            self._keys[block_id] = None

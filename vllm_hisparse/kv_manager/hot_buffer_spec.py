@@ -1,0 +1,51 @@
+"""KV cache spec of a hot buffer: a fixed number of device blocks per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotBufferSpec(AttentionSpec):
+    """Device blocks of one layer's hot buffer.
+
+    NOTE: not a `FullAttentionSpec`, or vLLM would merge the group with the indexer's. `block_size` stays in tokens and
+    equal to the indexer's, so that block hashes keep one granularity; `tokens_per_state` makes a block hold fewer rows.
+    """
+
+    blocks_per_request: int
+
+    @classmethod
+    def from_mla_spec(cls, spec: MLAAttentionSpec, rows_per_block: int, blocks_per_request: int) -> HotBufferSpec:
+        """Replace a sparse layer's full-KV spec."""
+        return cls(
+            block_size=spec.block_size,
+            num_kv_heads=1,
+            head_size=spec.head_size,
+            head_size_v=0,
+            dtype=spec.dtype,
+            kv_quant_mode=spec.kv_quant_mode,
+            state_content_bytes=spec.state_content_bytes,
+            tokens_per_state=Fraction(spec.block_size, rows_per_block),
+            dcp_sharded=False,
+            blocks_per_request=blocks_per_request,
+        )
+
+    @property
+    def uses_slot_mapping(self) -> bool:
+        return False
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.blocks_per_request * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        # NOTE: Model Runner V1 ignores uses_slot_mapping and indexes block_table[position // block_size].
+        return max(self.blocks_per_request, cdiv(max_len, self.block_size))

@@ -1,0 +1,1 @@
+"""Tensor operations on hot buffers, host pools and indexer caches."""

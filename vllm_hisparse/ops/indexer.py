@@ -1,0 +1,97 @@
+"""Lightning indexer: quantised keys in CUDA's byte layout, scores and top-k (torch reference).
+
+DeepSeek-V3.2-Exp technical report, equation 1: I[t, s] = sum over heads j of w[t, j] * relu(q[t, j] . k[s]).
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+MAX_SCORE_ELEMENTS = 1 << 24  # scores per head held at once
+
+
+def ue8m0_scale(amax: torch.Tensor, floor: float) -> torch.Tensor:
+    """Power-of-two scale that maps `amax` into fp8's range."""
+    return torch.exp2(torch.ceil(torch.log2(amax.clamp_min(floor) / FP8_MAX)))
+
+
+def quantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """fp8 of `values / scale`, saturating."""
+    return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def key_views(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of an indexer cache, in place.
+
+    Args:
+        cache: [num_blocks, block_size, head_dim + 4] uint8, any block stride.
+        head_dim: elements of a key.
+
+    Returns:
+        [num_blocks, block_size, head_dim] fp8 and [num_blocks, block_size] fp32.
+    """
+    num_blocks, block_size, row_bytes = cache.shape
+    flat = torch.as_strided(cache, (num_blocks, block_size * row_bytes), (cache.stride(0), 1), cache.storage_offset())
+    split = block_size * head_dim
+    return flat[:, :split].view(FP8).unflatten(1, (block_size, head_dim)), flat[:, split:].view(torch.float32)
+
+
+def insert_keys(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+    """Quantise keys and write them to their slots (CUDA: `indexer_k_quant_and_cache`).
+
+    Args:
+        cache: as in `key_views`.
+        keys: [tokens, head_dim].
+        slots: [tokens] int64; -1 is skipped.
+    """
+    keys, slots = keys[slots >= 0].float(), slots[slots >= 0]
+    scale = ue8m0_scale(keys.abs().amax(-1), 1e-4)
+    elements, scales = key_views(cache, keys.shape[1])
+    block_size = cache.shape[1]
+    elements[slots // block_size, slots % block_size] = quantize(keys, scale[:, None])
+    scales[slots // block_size, slots % block_size] = scale
+
+
+def load_keys(cache: torch.Tensor, head_dim: int, blocks: torch.Tensor) -> torch.Tensor:
+    """Dequantised keys of whole blocks: [..., blocks * block_size, head_dim] float32.
+
+    Args:
+        cache: as in `key_views`.
+        head_dim: elements of a key.
+        blocks: [..., blocks] int64.
+    """
+    elements, scales = key_views(cache, head_dim)
+    return (elements[blocks].float() * scales[blocks][..., None]).flatten(-3, -2)
+
+
+def select_top_k(
+    query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, top_k: int
+) -> torch.Tensor:
+    """Positions of the best-scored keys at or before each query.
+
+    Args:
+        query: [batch, queries, heads, head_dim].
+        keys: [batch, context, head_dim] float32.
+        weights: [batch, queries, heads] float32.
+        positions: [batch, queries] int64 position of each query.
+        top_k: entries per query.
+
+    Returns:
+        [batch, queries, top_k] int32, -1 where there are fewer valid keys.
+    """
+    batch, num_queries, num_heads, _ = query.shape
+    num_keys = keys.shape[1]
+    scores = torch.empty(batch, num_queries, num_keys)
+    chunk = max(1, MAX_SCORE_ELEMENTS // (batch * num_heads * num_keys))
+    for start in range(0, num_queries, chunk):
+        part = slice(start, start + chunk)
+        logits = torch.bmm(query[:, part].float().flatten(1, 2), keys.transpose(1, 2)).relu_()
+        logits = logits.unflatten(1, (-1, num_heads))
+        scores[:, part] = torch.einsum("bqhk,bqh->bqk", logits, weights[:, part].float())
+    scores.masked_fill_(torch.arange(num_keys) > positions[..., None], float("-inf"))
+    best = scores.topk(min(top_k, num_keys), dim=-1)
+    selected = torch.full((batch, num_queries, top_k), -1, dtype=torch.int32)
+    selected[..., : best.indices.shape[-1]] = torch.where(best.values.isinf(), -1, best.indices).int()
+    return selected

@@ -1,0 +1,32 @@
+"""Sparse multi-query MLA attention over given rows (torch reference)."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_GATHERED_ELEMENTS = 1 << 23  # rows attended at once, in elements: bounds the scratch memory of a prefill chunk
+
+
+def tokens_per_chunk(top_k: int, row_elements: int) -> int:
+    """Query tokens whose selected rows are gathered together."""
+    return max(1, MAX_GATHERED_ELEMENTS // (top_k * row_elements))
+
+
+def sparse_mla(
+    query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale: float, kv_lora_rank: int, out: torch.Tensor
+) -> None:
+    """Attend each query token over its own rows (DeepSeek-V2, arXiv:2405.04434, in the absorbed form).
+
+    Args:
+        query: [tokens, heads, row elements].
+        rows: [tokens, k, row elements].
+        valid: [tokens, k] bool; False rows do not count. A token without any gives zeros.
+        scale: softmax scale.
+        kv_lora_rank: leading elements of a row that are its value.
+        out: [tokens, heads, kv_lora_rank], written.
+    """
+    rows = rows.float()
+    logits = torch.bmm(query.float(), rows.transpose(1, 2)) * scale
+    logits.masked_fill_(~valid[:, None], float("-inf"))
+    weights = logits.softmax(-1).nan_to_num_(0.0)
+    out.copy_(torch.bmm(weights, rows[..., :kv_lora_rank]))

@@ -1,0 +1,1 @@
+"""The CPU platform on which DSA models run."""

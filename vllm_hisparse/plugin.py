@@ -1,0 +1,37 @@
+"""Entry points. Nothing here imports vLLM before vLLM asks."""
+
+from __future__ import annotations
+
+
+def cpu_platform() -> str | None:
+    """`vllm.platform_plugins`: our platform where vLLM would pick its CPU platform, None elsewhere."""
+    from vllm.platforms import cpu_platform_plugin
+
+    return "vllm_hisparse.platform.cpu.HiSparseCpuPlatform" if cpu_platform_plugin() else None
+
+
+def register() -> None:
+    """`vllm.general_plugins`: called in every process of every engine; registering twice is harmless."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.platforms import current_platform
+
+    from vllm_hisparse.config import CONNECTOR_NAME
+    from vllm_hisparse.kv_manager.hot_buffer_manager import register_hot_buffer_manager
+
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(
+            CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector"
+        )
+    register_hot_buffer_manager()
+    if current_platform.is_cpu():
+        _register_cpu_layers()
+
+
+def _register_cpu_layers() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from vllm_hisparse.attention import mla_wrapper_cpu, sparse_mla_cpu  # noqa: F401 (registers on import)
+    from vllm_hisparse.platform.cpu import FULL_KV_BACKEND
+
+    if sparse_mla_cpu.BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(sparse_mla_cpu.BACKEND_NAME, FULL_KV_BACKEND)
