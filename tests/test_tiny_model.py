@@ -1,0 +1,146 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from vllm_hisparse.cli.main import app
+from vllm_hisparse.cli.tiny_model import BOS, MANIFEST, VARIANTS, VOCAB_SIZE, checkpoint_weights, make_model
+
+FILES = {"config.json", "manifest.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module", params=sorted(VARIANTS))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param), num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def config(model_dir: Path) -> dict:
+    return json.loads((model_dir / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+def read_weights(model_dir: Path) -> dict[str, torch.Tensor]:
+    with safe_open(model_dir / "model.safetensors", framework="pt") as weights:
+        return {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+
+
+def test_writes_a_complete_model_directory(model_dir: Path) -> None:
+    assert {path.name for path in model_dir.iterdir()} == FILES
+
+
+def test_keeps_the_kv_row_of_the_real_models(config: dict) -> None:
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576
+    assert config["index_head_dim"] == 128
+    assert config["num_hidden_layers"] == 3
+    assert config["index_topk"] == 256
+
+
+def test_weights_have_the_declared_names_and_shapes(model_dir: Path, config: dict) -> None:
+    declared = {name: weight.shape for name, weight in checkpoint_weights(config)}
+    assert {name: tuple(tensor.shape) for name, tensor in read_weights(model_dir).items()} == declared
+
+
+def test_layers_hold_the_names_that_vllm_loads(config: dict) -> None:
+    names = {name for name, _ in checkpoint_weights(config)}
+    for layer in range(config["num_hidden_layers"]):
+        indexer = f"model.layers.{layer}.self_attn.indexer"
+        assert {f"{indexer}.{part}.weight" for part in ("wq_b", "wk", "k_norm", "weights_proj")} <= names
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in names
+    assert "model.layers.2.mlp.shared_experts.up_proj.weight" in names
+
+
+def test_weights_are_finite_and_of_the_declared_scale(model_dir: Path, config: dict) -> None:
+    tensors = read_weights(model_dir)
+    for name, weight in checkpoint_weights(config):
+        tensor = tensors[name].float()
+        assert tensor.isfinite().all(), name
+        if weight.constant is not None:
+            assert (tensor == weight.constant).all(), name
+        elif name != "lm_head.weight":
+            assert tensor.std().item() == pytest.approx(weight.std(), rel=0.1), name
+
+
+def test_router_bias_stays_fp32(model_dir: Path) -> None:
+    tensors = read_weights(model_dir)
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+def test_same_parameters_leave_the_files_alone(model_dir: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()}
+    variant = json.loads((model_dir / MANIFEST).read_text())["variant"]
+    make_model(variant, model_dir, num_layers=3)
+    assert {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
+
+
+def test_interrupted_write_is_made_again(tmp_path: Path) -> None:
+    make_model("dsv32", tmp_path, num_layers=2)
+    expected = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / MANIFEST).unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    make_model("dsv32", tmp_path, num_layers=2)
+    assert (tmp_path / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"dtype": "float32"}, {"index_topk": 64}])
+def test_other_parameters_replace_the_model(tmp_path: Path, change: dict) -> None:
+    make_model("glm", tmp_path, num_layers=2)
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    make_model("glm", tmp_path, num_layers=2, **change)
+    assert (tmp_path / MANIFEST).read_bytes() != before[MANIFEST]
+    assert any((tmp_path / name).read_bytes() != before[name] for name in ("config.json", "model.safetensors"))
+
+
+@pytest.mark.parametrize("wrong", [{"variant": "gpt2"}, {"variant": "glm", "dtype": "int8"}])
+def test_unknown_choices_are_refused_before_anything_is_written(tmp_path: Path, wrong: dict) -> None:
+    with pytest.raises(ValueError, match=r"expected one of"):
+        make_model(**wrong, out_dir=tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("text", ["The house keeps the rest.", "tabs\tand\nlines  ", "naïve – 東京 🚲", ""])
+def test_tokenizer_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text).ids
+    assert ids[0] == tokenizer.token_to_id(BOS)
+    assert max(ids) < VOCAB_SIZE
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_fills_the_vocabulary(tokenizer: Tokenizer, config: dict) -> None:
+    assert tokenizer.get_vocab_size() == config["vocab_size"] == VOCAB_SIZE
+    assert tokenizer.token_to_id(BOS) == config["bos_token_id"]
+
+
+def test_chat_template_ends_with_the_turn_of_the_assistant(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "Where are the letters?"}]
+    text = AutoTokenizer.from_pretrained(model_dir).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert text.startswith(BOS)
+    assert text.endswith("Where are the letters?<｜Assistant｜>")
+
+
+def test_greedy_output_stays_printable(model_dir: Path, tokenizer: Tokenizer) -> None:
+    lm_head = read_weights(model_dir)["lm_head.weight"]
+    live = lm_head.abs().sum(-1).nonzero().flatten().tolist()
+    assert len(live) > VOCAB_SIZE // 2
+    texts = [tokenizer.decode([token_id]) for token_id in live]
+    assert all(text.isascii() and text.isprintable() for text in texts)
+
+
+def test_command_makes_a_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["make-model", "dsv32", "--out", str(tmp_path / "m"), "--layers", "2"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "m" / MANIFEST).is_file()
