@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +52,7 @@ class IndexerCpuMetadataBuilder(CpuMetadataBuilder[IndexerCpuMetadata]):
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         lengths = common.seq_lens[: common.num_reqs].tolist()
         tables, block_size = common.block_table_tensor, self.kv_cache_spec.block_size
-        query_lens = [end - start for start, end in zip(starts, starts[1:])]
+        query_lens = [end - start for start, end in pairwise(starts)]
         decodes = [i for i, query_len in enumerate(query_lens) if query_len == 1]
         num_blocks = max((-(-lengths[i] // block_size) for i in decodes), default=0)
         prefills = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -75,7 +76,7 @@ class HostBlockPool:
     def cached_prefix(self, block_hashes: Iterable[Hashable], max_tokens: int) -> HostMatch:
         """The longest prefix of whole blocks, at most `max_tokens` long, whose hashes are cached."""
         block_ids: list[int] = []
-        for block_hash, _ in zip(block_hashes, range(max_tokens // self.block_size)):
+        for block_hash in islice(block_hashes, max_tokens // self.block_size):
             block_id = self._block_by_key.get(block_hash)
             if block_id is None:
                 break
@@ -89,7 +90,7 @@ class HostBlockPool:
             return HostMatch()
         limit = min(preempted.num_tokens, max_tokens)
         block_ids: list[int] = []
-        for key, _ in zip(preempted.keys, range(self._num_blocks_for(limit))):
+        for key in islice(preempted.keys, self._num_blocks_for(limit)):
             block_id = self._block_by_key.get(key)
             if block_id is None:
                 break

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-# The host pool beside each device block pool: vLLM looks up prefix hits through a class method that sees only the latter.
+# The host pool beside each device block pool: vLLM looks up prefix hits through a class method that sees the latter.
 _HOST_POOLS: WeakKeyDictionary[BlockPool, HostBlockPool] = WeakKeyDictionary()
 
 

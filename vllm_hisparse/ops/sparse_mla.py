@@ -26,7 +26,9 @@ def sparse_mla(
         out: [tokens, heads, kv_lora_rank], written.
     """
     rows = rows.float()
-    logits = torch.bmm(query.float(), rows.transpose(1, 2)) * scale
-    logits.masked_fill_(~valid[:, None], float("-inf"))
-    weights = logits.softmax(-1).nan_to_num_(0.0)
-    out.copy_(torch.bmm(weights, rows[..., :kv_lora_rank]))
+    logits = torch.bmm(query.float() * scale, rows.transpose(1, 2))
+    if not valid.all():
+        # NOTE: the lowest finite value, so that a token without valid rows gives zeros below and not NaN.
+        logits.masked_fill_(~valid[:, None], torch.finfo(logits.dtype).min)
+        rows = rows.masked_fill(~valid[..., None], 0.0)
+    out.copy_(torch.bmm(logits.softmax(-1), rows[..., :kv_lora_rank]))

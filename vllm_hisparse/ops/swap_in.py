@@ -42,7 +42,7 @@ class Resolved:
 
 
 def newest_slot(positions: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Slot of the row being written: its position while the sequence fits the buffer, else the reserved slot after it."""
+    """Slot of the row being written: its position while the sequence fits, else the reserved slot after the buffer."""
     return positions.clamp(max=num_slots)
 
 

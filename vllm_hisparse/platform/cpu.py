@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_hisparse.compat import is_dsa_model, uses_host_connector
