@@ -154,6 +154,8 @@ class HostBlockPool:
             if self._keys[block_id] is None:
                 self._keys[block_id] = PrivateKey(request_id, index)
                 self._block_by_key[PrivateKey(request_id, index)] = block_id
+            elif isinstance(self._keys[block_id], PrivateKey):
+                break  # NOTE: shared, its hash lost to `reset_cache`; the other owner may yet reuse that key's name.
             preempted.keys.append(self._keys[block_id])
         self._release(block_ids)
 
