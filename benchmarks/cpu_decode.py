@@ -1,0 +1,336 @@
+"""What does a hot buffer cost a decode step of the CPU backend, against the same step over the full KV?
+
+Runs a step's attention of a few layers over the hot buffers of a batch (admit, resolve, gather, attend, write back)
+and over the paged cache of the full-KV reference, on the same rows, queries and selections, and compares the outputs of
+every step. The goal is at most 1.5 times the full-KV step at batch 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+import typer
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from benchmarks.common import (
+    KV_LORA_RANK,
+    RESULTS,
+    ROPE_DIM,
+    Samples,
+    device_groups,
+    show,
+    spread,
+    track,
+    write_result,
+)
+from vllm_hisparse.attention.hot_mla_cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
+from vllm_hisparse.attention.sparse_mla_cpu import SparseMLACpuImpl, SparseMLACpuMetadataBuilder
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.connector.metadata import HiSparseMetadata
+from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.layout import BLOCK_SIZE
+
+ROW = KV_LORA_RANK + ROPE_DIM
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: `context` tokens per request before the first step, `overlap` in shares of a selection."""
+
+    batch: int
+    top_k: int
+    dtype: torch.dtype
+    context: int
+    overlap: float
+    num_layers: int
+    num_heads: int
+    num_steps: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Full-KV blocks of one request."""
+        return -(-(self.context + self.num_steps) // BLOCK_SIZE)
+
+
+@dataclass
+class StepInputs:
+    """What the layers of one step get.
+
+    Attributes:
+        newest: position of each request's token.
+        queries: [layers, batch, heads, row elements]. new_rows: [layers, batch, row elements].
+        top_k: [layers, batch, k] int32.
+    """
+
+    newest: int
+    queries: torch.Tensor
+    new_rows: torch.Tensor
+    top_k: torch.Tensor
+
+
+class Inputs:
+    """Selections that keep a share of the last step's, add the newest position and draw the rest; fresh queries."""
+
+    def __init__(self, case: Case):
+        self.case, self.newest = case, case.context - 1
+        self.generator = torch.Generator().manual_seed(0)
+        self._last: torch.Tensor | None = None
+
+    def next_step(self) -> StepInputs:
+        case = self.case
+        self.newest += 1
+        size = (case.num_layers, case.batch)
+        return StepInputs(
+            self.newest,
+            self._normal(*size, case.num_heads, ROW),
+            self._normal(*size, ROW),
+            self._select(torch.rand(*size, self.newest + 1, generator=self.generator)),
+        )
+
+    def _select(self, scores: torch.Tensor) -> torch.Tensor:
+        """Add 1 to the scores of the positions to keep, take it from those to drop, and select the best."""
+        case = self.case
+        if self._last is not None:
+            kept = torch.rand(self._last.shape, generator=self.generator).argsort(-1) < case.overlap * case.top_k
+            scores.scatter_add_(-1, self._last, torch.where(kept, 1.0, -1.0))
+        scores[..., -1] = 2.0
+        self._last = scores.topk(case.top_k, sorted=False).indices
+        return self._last.int()
+
+    def _normal(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.generator).to(self.case.dtype)
+
+
+class FullKV:
+    """The reference: every row in a paged cache.
+
+    Args:
+        case: sizes.
+        rows: [layers, batch, blocks, block size, row elements], positions in order.
+    """
+
+    def __init__(self, case: Case, rows: torch.Tensor):
+        self.case = case
+        self.block_table = torch.randperm(case.batch * case.num_blocks).view(case.batch, -1).int()
+        self.caches = [torch.empty_like(layer.flatten(0, 1)) for layer in rows]
+        for cache, layer in zip(self.caches, rows, strict=True):
+            cache[self.block_table.flatten().long()] = layer.flatten(0, 1)
+        self.impls = [make_impl(SparseMLACpuImpl, case) for _ in rows]
+        self.builder = SparseMLACpuMetadataBuilder(None, [], None, torch.device("cpu"))
+
+    def step(self, inputs: StepInputs) -> list[torch.Tensor]:
+        """One step's attention; returns the output of each layer."""
+        common = common_metadata(self.block_table, inputs.newest)
+        slots = self.block_table[:, inputs.newest // BLOCK_SIZE] * BLOCK_SIZE + inputs.newest % BLOCK_SIZE
+        metadata = self.builder.build(0, common)
+        return [run_layer(*args, slots, metadata) for args in layer_inputs(self.impls, self.caches, inputs)]
+
+
+class HotKV:
+    """The product: rows in the host pool, hot buffers of 2x top_k rows on the device."""
+
+    def __init__(self, case: Case, rows: torch.Tensor):
+        self.groups = device_groups(case.num_layers, 2 * case.top_k, case.dtype)
+        self.impls = [make_impl(HotMLACpuImpl, case) for _ in rows]
+        layers = {name: SimpleNamespace(impl=impl) for name, impl in zip(self._names, self.impls, strict=True)}
+        vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            scheduler_config=SimpleNamespace(max_num_seqs=case.batch),
+            model_config=SimpleNamespace(max_model_len=case.num_blocks * BLOCK_SIZE),
+        )
+        config = HiSparseConfig(top_k=case.top_k, device_buffer_size=2 * case.top_k, host_pool_gib=1.0)
+        num_host_blocks = case.batch * case.num_blocks
+        self.worker = HiSparseWorkerConnector(vllm_config, config, self.groups, num_host_blocks, None)
+        self.hot_table = torch.randperm(case.batch * self.groups.hot_spec.blocks_per_request).view(case.batch, -1).int()
+        self.worker.register_kv_caches(self._device_caches(case))
+        self._fill_host(case, rows)
+        spec = self.groups.hot_spec
+        self.builder = HotMLACpuMetadataBuilder(spec, self._names, vllm_config, torch.device("cpu"))
+
+    @property
+    def _names(self) -> list[str]:
+        return self.groups.hot_group.layer_names
+
+    def step(self, inputs: StepInputs) -> list[torch.Tensor]:
+        """One step's attention with the write-back; returns the output of each layer."""
+        metadata = self.builder.build(0, common_metadata(self.hot_table, inputs.newest))
+        caches = list(self.worker.hot_rows.values())
+        slots = torch.empty(0)  # not read: the hot group has no slot mapping
+        outputs = [run_layer(*args, slots, metadata) for args in layer_inputs(self.impls, caches, inputs)]
+        self.worker.bind_metadata(HiSparseMetadata())
+        self.worker.finish_step()
+        return outputs
+
+    def _device_caches(self, case: Case) -> dict[str, torch.Tensor]:
+        """Hot rows as vLLM lays them out, all layers of a block side by side; indexer keys that nothing reads."""
+        layout = self.groups.layout
+        rows = torch.full((self.hot_table.numel(), case.num_layers, layout.rows_per_hot_block, ROW), torch.nan)
+        hot = dict(zip(self._names, rows.to(case.dtype).split(1, dim=1), strict=True))
+        keys = torch.empty(1, 1, BLOCK_SIZE, layout.indexer_row_bytes, dtype=torch.uint8)
+        return hot | dict.fromkeys(self.groups.indexer_group.layer_names, keys)
+
+    def _fill_host(self, case: Case, rows: torch.Tensor) -> None:
+        tables = torch.randperm(case.batch * case.num_blocks).view(case.batch, -1)
+        for main_kv, layer in zip(self.worker.store.main_kv.values(), rows, strict=True):
+            main_kv[tables.flatten()] = layer.flatten(0, 1)
+        handles = self.hot_table[:, 0].tolist()
+        new_tables = {handle: (0, table) for handle, table in zip(handles, tables.tolist(), strict=True)}
+        self.worker.apply_changes(HiSparseMetadata(tables=new_tables))
+
+
+def make_impl(kind: type[SparseMLACpuImpl], case: Case) -> SparseMLACpuImpl:
+    """One layer's attention, with a selection of its own."""
+    top_k = torch.empty(case.batch, case.top_k, dtype=torch.int32)
+    args = (case.num_heads, ROW, ROW**-0.5, 1, None, None, "auto", None, "decoder", None)
+    return kind(*args, topk_indices_buffer=top_k, kv_lora_rank=KV_LORA_RANK)
+
+
+def common_metadata(block_table: torch.Tensor, newest: int) -> CommonAttentionMetadata:
+    """One decode token per request."""
+    batch = len(block_table)
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.full((batch,), newest + 1, dtype=torch.int32),
+        num_reqs=batch,
+        num_actual_tokens=batch,
+        max_query_len=1,
+        max_seq_len=newest + 1,
+        block_table_tensor=block_table,
+        slot_mapping=torch.empty(0),
+    )
+
+
+def layer_inputs(impls: list[SparseMLACpuImpl], caches: list[torch.Tensor], inputs: StepInputs) -> zip:
+    return zip(impls, caches, inputs.queries, inputs.new_rows, inputs.top_k, strict=True)
+
+
+def run_layer(
+    impl: SparseMLACpuImpl,
+    cache: torch.Tensor,
+    query: torch.Tensor,
+    new_rows: torch.Tensor,
+    top_k: torch.Tensor,
+    slots: torch.Tensor,
+    metadata: Any,
+) -> torch.Tensor:
+    """What vLLM's attention layer calls: write the step's rows, then attend."""
+    impl.topk_indices_buffer.copy_(top_k)
+    impl.do_kv_cache_update(new_rows[:, :KV_LORA_RANK], new_rows[:, None, KV_LORA_RANK:], cache, slots)
+    return impl.forward_mqa(query, cache, metadata, None)[0]
+
+
+def measure(case: Case, warmup: int) -> dict[str, Any]:
+    """Run one case; returns its row."""
+    torch.manual_seed(0)
+    size = (case.num_layers, case.batch, case.num_blocks, BLOCK_SIZE, ROW)
+    rows = torch.randn(size, dtype=case.dtype)
+    hot, full, inputs = HotKV(case, rows), FullKV(case, rows), Inputs(case)
+    del rows
+    hot_samples, full_samples = Samples(), Samples()
+    difference = 0.0
+    name = f"batch {case.batch}, top_k {case.top_k}, {case.dtype}".replace("torch.", "")
+    for step in track(case.num_steps, name):
+        if step == warmup:
+            hot_samples, full_samples = Samples(), Samples()
+            hot.worker.take_stats()
+        step_inputs = inputs.next_step()
+        found = hot_samples.measure(lambda given=step_inputs: hot.step(given))
+        expected = full_samples.measure(lambda given=step_inputs: full.step(given))
+        difference = max(difference, compare(found, expected))
+    hot.worker.hot_buffer.check_integrity()
+    return describe(case) | costs(case, hot, hot_samples, full_samples) | {"max_abs_difference": difference}
+
+
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Largest difference of a step's outputs.
+
+    Raises:
+        AssertionError: the outputs do not agree.
+    """
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    return max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
+
+
+def describe(case: Case) -> dict[str, Any]:
+    return {
+        "batch": case.batch,
+        "top_k": case.top_k,
+        "device_buffer_size": 2 * case.top_k,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "context": case.context,
+        "overlap": case.overlap,
+        "num_layers": case.num_layers,
+        "num_heads": case.num_heads,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def costs(case: Case, hot: HotKV, hot_samples: Samples, full_samples: Samples) -> dict[str, Any]:
+    """Times, their ratio step by step, and bytes moved."""
+    num_steps = len(hot_samples.wall)
+    counters = hot.worker.take_stats().data["counters"]
+    return {
+        "hot": hot_samples.summary(),
+        "full": full_samples.summary(),
+        "wall_ratio": spread(a / b for a, b in zip(hot_samples.wall, full_samples.wall, strict=True)),
+        "cpu_ratio": spread(a / b for a, b in zip(hot_samples.cpu, full_samples.cpu, strict=True)),
+        "misses_per_selection": round(counters["cache_misses"] / (num_steps * case.num_layers * case.batch), 1),
+        "host_to_device_bytes_per_step": counters["host_to_device_bytes"] // num_steps,
+        "device_to_host_bytes_per_step": counters["device_to_host_bytes"] // num_steps,
+    }
+
+
+@app.command()
+def cpu_decode(
+    ctx: typer.Context,
+    batch: Annotated[list[int], typer.Option(min=1, help="Requests; repeatable.")] = [8, 4, 1],  # noqa: B006
+    top_k: Annotated[list[int], typer.Option(min=1, help="Selected rows; repeatable.")] = [256, 2048],  # noqa: B006
+    dtype: Annotated[list[str], typer.Option(help="float32 or bfloat16; repeatable.")] = ["float32", "bfloat16"],  # noqa: B006
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a request.")] = 16384,
+    overlap: Annotated[float, typer.Option(min=0, max=1, help="Share of a selection kept in the next step.")] = 0.85,
+    num_layers: Annotated[int, typer.Option(min=1, help="Attention layers.")] = 3,
+    num_heads: Annotated[int, typer.Option(min=1, help="Query heads; the tiny models have 8.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Measured decode steps.")] = 40,
+    warmup: Annotated[int, typer.Option(min=0, help="Decode steps before them, which fill the buffers.")] = 12,
+    output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "cpu" / "cpu_decode.json",
+) -> None:
+    """Time a decode step's attention with hot buffers and with the full KV."""
+    rows = []
+    for one_dtype, one_top_k, one_batch in product(dtype, top_k, batch):
+        sizes = (one_batch, one_top_k, DTYPES[one_dtype], context, overlap, num_layers, num_heads, warmup + steps)
+        rows.append(measure(Case(*sizes), warmup))
+    write_result(output, ctx, "benchmarks.cpu_decode", rows)
+    show("Milliseconds per step: median (p10-p90), wall clock", [printed(row) for row in rows])
+
+
+def printed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for the terminal."""
+
+    def text(times: dict[str, float]) -> str:
+        return f"{times['median']:.2f} ({times['p10']:.2f}-{times['p90']:.2f})"
+
+    return {
+        "batch": row["batch"],
+        "top_k": row["top_k"],
+        "dtype": row["dtype"],
+        "hot": text(row["hot"]["wall_ms"]),
+        "full": text(row["full"]["wall_ms"]),
+        "ratio": text(row["wall_ratio"]),
+        "ratio (CPU time)": text(row["cpu_ratio"]),
+        "misses": row["misses_per_selection"],
+    }
+
+
+if __name__ == "__main__":
+    app()
