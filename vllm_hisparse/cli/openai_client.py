@@ -1,0 +1,135 @@
+"""A streaming client of vLLM's completions API that keeps token ids."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+
+class CompletionError(RuntimeError):
+    """A request that failed: says which server answered what."""
+
+
+@dataclass
+class Completion:
+    """What came back for one prompt."""
+
+    response_id: str = ""  # vLLM's internal request id starts with it
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    first_token_s: float = 0.0  # seconds from sending to the first token
+    total_s: float = 0.0  # seconds from sending to the end
+
+    def add_chunk(self, chunk: dict[str, Any]) -> int:
+        """Append a chunk of the stream; returns its number of tokens."""
+        self.response_id = self.response_id or chunk["id"]
+        num_before = len(self.token_ids)
+        for choice in chunk["choices"]:
+            self.token_ids += choice["token_ids"]
+            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
+            self.text += choice["text"]
+            self.finish_reason = choice["finish_reason"]
+        return len(self.token_ids) - num_before
+
+
+class OpenAIClient:
+    """Greedy completions of token-id prompts; an async context manager.
+
+    Args:
+        model: the served model's name.
+        timeout_s: seconds for one request, from sending to its end.
+    """
+
+    def __init__(self, model: str, *, timeout_s: float = 300.0):
+        self._model = model
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=timeout_s), connector=aiohttp.TCPConnector(limit=0)
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def complete(
+        self,
+        base_url: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Completion:
+        """Generate exactly max_tokens tokens.
+
+        Args:
+            on_tokens: called with the number of tokens of each chunk.
+
+        Raises:
+            CompletionError: the server refused, broke off, or sent another number of tokens.
+        """
+        completion = Completion()
+        started = time.monotonic()
+        try:
+            async with self._session.post(
+                f"{base_url}/v1/completions", json=self._body(prompt_ids, max_tokens)
+            ) as reply:
+                if reply.status != 200:
+                    raise CompletionError(f"{base_url} answered {reply.status}: {(await reply.text())[:2000]}")
+                async for line in reply.content:
+                    num_tokens = _add_event(completion, line)
+                    if num_tokens and not completion.first_token_s:
+                        completion.first_token_s = time.monotonic() - started
+                    if num_tokens and on_tokens is not None:
+                        on_tokens(num_tokens)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CompletionError(f"{base_url} broke off: {type(error).__name__} {error}") from error
+        completion.total_s = time.monotonic() - started
+        if len(completion.token_ids) != max_tokens:
+            raise CompletionError(f"{base_url} sent {len(completion.token_ids)} of {max_tokens} tokens")
+        return completion
+
+    async def metrics(self, base_url: str) -> dict[str, float]:
+        """Prometheus samples by name, added up over their labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        async with self._session.get(f"{base_url}/metrics") as reply:
+            text = await reply.text()
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        return totals
+
+    def _body(self, prompt_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "stream": True,
+        }
+
+
+def _add_event(completion: Completion, line: bytes) -> int:
+    """Append one line of the event stream; returns its number of tokens."""
+    data = line.decode().removeprefix("data:").strip()
+    if not data or data == "[DONE]":
+        return 0
+    event = json.loads(data)
+    if "error" in event:
+        raise CompletionError(f"stream ended with an error: {event['error']}")
+    return completion.add_chunk(event)

@@ -1,0 +1,268 @@
+"""Child processes of a local deployment: ports, health, logs, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+LOOPBACK = "127.0.0.1"
+# NOTE: below the kernel's range of ephemeral ports, where an outgoing connection of anyone could take a port
+# between its choice here and the start of the server.
+PORTS = range(20000, 32000)
+POLL_S = 0.25
+HEALTH_REQUEST_TIMEOUT_S = 5.0
+TAIL_BYTES = 64 * 1024
+ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
+# "(Worker pid=7) INFO 01-31 12:00:00 [file.py:1] text" of vLLM, "2026-01-31 12:00:00  INFO a::b: c.rs:1: text" of the
+# router.
+LOG_PREFIX = re.compile(
+    r"^(\(\w+ pid=\d+\)\s*)?((INFO|DEBUG|WARNING|ERROR) \S+ \S+ \[\S+\]\s*|\S+ \S+\s+[A-Z]+ \S+: \S+:\d+:\s*)?"
+)
+ERROR_LINE = re.compile(r"^\s*([\w.]*(Error|Exception)\b: .*)")
+
+
+class ProcessError(RuntimeError):
+    """A process that ended or did not become healthy: says which and why, with the end of its log."""
+
+    def __init__(self, process: EngineProcess, reason: str):
+        self.name = process.name
+        self.log_path = process.log_path
+        self.log_tail = process.log_tail()
+        self.first_error = process.first_error()
+        super().__init__(f"{process.name} {reason}")
+
+    def details(self) -> str:
+        """The message with the first error of the log, its last lines and its path."""
+        cause = [f"first error in its log: {self.first_error}"] if self.first_error else []
+        return "\n".join([str(self), *cause, f"end of {self.log_path}:", *(f"  {line}" for line in self.log_tail)])
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct loopback ports that nothing listens on."""
+    sockets: list[socket.socket] = []
+    try:
+        for port in random.sample(PORTS, len(PORTS)):
+            if len(sockets) == count:
+                break
+            candidate = socket.socket()
+            sockets.append(candidate)
+            try:
+                candidate.bind((LOOPBACK, port))
+            except OSError:
+                sockets.pop().close()
+        if len(sockets) < count:
+            raise RuntimeError(f"only {len(sockets)} of {count} ports are free in {PORTS.start}-{PORTS.stop - 1}")
+        return [bound.getsockname()[1] for bound in sockets]
+    finally:
+        for bound in sockets:
+            bound.close()
+
+
+class EngineProcess:
+    """A server in a process group of its own, with a log file.
+
+    Args:
+        name: how messages call it.
+        command: program and arguments.
+        log_path: stdout and stderr together; overwritten at start.
+        env: variables on top of this process's own.
+        health_url: answers 200 once the server is ready; None: ready as soon as it runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        health_url: str | None = None,
+    ):
+        self.name = name
+        self.command = list(command)
+        self.log_path = log_path
+        self.env = dict(env or {})
+        self.health_url = health_url
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, which is the process group's id too; None before the start."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._child is None else self._child.poll()
+
+    def start(self) -> None:
+        """Start it; returns at once."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
+                start_new_session=True,
+            )
+
+    def is_healthy(self) -> bool:
+        """Whether it runs and its health URL answers 200."""
+        if self._child is None or self.exit_code is not None:
+            return False
+        if self.health_url is None:
+            return True
+        try:
+            with urllib.request.urlopen(self.health_url, timeout=HEALTH_REQUEST_TIMEOUT_S) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def send_signal(self, signum: int) -> None:
+        """Signal every process of its group, also those that outlived the first one."""
+        if self.pid is None or self.is_gone():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signum)
+
+    def is_gone(self) -> bool:
+        """Whether no process of its group runs any more."""
+        if self._child is None:
+            return True
+        self._child.poll()  # reaps it
+        return not any(_group_members(self._child.pid))
+
+    def log_tail(self, num_lines: int = 25) -> list[str]:
+        """The last lines of the log."""
+        return self._log_lines()[-num_lines:]
+
+    def last_log_line(self) -> str:
+        """The last line of the log without time, level and source."""
+        lines = self._log_lines()
+        return LOG_PREFIX.sub("", lines[-1]) if lines else ""
+
+    def first_error(self) -> str | None:
+        """The first exception in the log: what follows it is usually a consequence."""
+        lines = self._log_lines(max_bytes=None)
+        errors = (ERROR_LINE.match(LOG_PREFIX.sub("", line)) for line in lines)
+        return next((error[1] for error in errors if error), None)
+
+    def _log_lines(self, max_bytes: int | None = TAIL_BYTES) -> list[str]:
+        if not self.log_path.is_file():
+            return []
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(0 if max_bytes is None else max(0, size - max_bytes))
+            text = ANSI_CODE.sub("", log.read().decode(errors="replace"))
+        return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+class ProcessGroup:
+    """Processes that live and die together; a context manager.
+
+    Leaving the block stops all of them: at its end, on an exception, Ctrl-C, SIGTERM or SIGHUP.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, *, grace_s: float = 15.0):
+        self.grace_s = grace_s
+        self.processes: list[EngineProcess] = []
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        atexit.register(self.stop)
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGHUP):
+                self._previous_handlers[signum] = signal.signal(signum, _exit_on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
+        self._previous_handlers.clear()
+        atexit.unregister(self.stop)
+
+    def start(self, process: EngineProcess) -> EngineProcess:
+        """Start a process as a member."""
+        self.processes.append(process)
+        process.start()
+        return process
+
+    def check(self) -> None:
+        """Raise if a member has ended.
+
+        Raises:
+            ProcessError: the first member that has ended.
+        """
+        for process in self.processes:
+            if process.exit_code is not None:
+                raise ProcessError(process, f"ended with exit code {process.exit_code}")
+
+    def wait_healthy(self, timeout_s: float, on_wait: Callable[[EngineProcess], None] | None = None) -> None:
+        """Wait until every member is healthy.
+
+        Args:
+            timeout_s: seconds for all of them together.
+            on_wait: called several times a second with a member that is not healthy yet.
+
+        Raises:
+            ProcessError: a member has ended, or was not healthy in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        waiting = list(self.processes)
+        while waiting := [process for process in waiting if not process.is_healthy()]:
+            self.check()
+            if time.monotonic() > deadline:
+                raise ProcessError(waiting[0], f"was not healthy after {timeout_s:g} s")
+            if on_wait is not None:
+                on_wait(waiting[0])
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """End every member and all their children: SIGTERM, and SIGKILL for what is left after the grace time."""
+        try:
+            self._signal_and_wait(signal.SIGTERM, self.grace_s)
+        finally:  # a second Ctrl-C does not wait, but leaves nothing behind either
+            self._signal_and_wait(signal.SIGKILL, self.grace_s)
+
+    def _signal_and_wait(self, signum: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.send_signal(signum)
+        while not all(process.is_gone() for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 5)
+
+
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _group_members(group_id: int) -> Iterator[int]:
+    """Ids of the processes of a group, zombies left out."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # ended meanwhile
+            continue
+        if int(group) == group_id and state not in "ZX":
+            yield int(stat.parent.name)
