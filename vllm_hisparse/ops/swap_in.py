@@ -116,11 +116,11 @@ def resolve(
 def _lookup(positions: torch.Tensor, top_k: torch.Tensor, valid: torch.Tensor, num_positions: int) -> torch.Tensor:
     """Slot of each selected position, or -1: [batch, k] int64."""
     batch, num_slots = positions.shape
-    table = torch.full((batch, num_positions + 1), -1, dtype=torch.int64, device=positions.device)
-    slot_ids = torch.arange(num_slots, device=positions.device).expand(batch, -1)
+    table = torch.full((batch, num_positions + 1), -1, dtype=torch.int32, device=positions.device)
+    slot_ids = torch.arange(num_slots, dtype=torch.int32, device=positions.device).expand(batch, -1)
     table.scatter_(1, torch.where(positions >= 0, positions, num_positions).long(), slot_ids)
     table[:, num_positions] = -1
-    return table.gather(1, torch.where(valid, top_k, num_positions).long())
+    return table.gather(1, torch.where(valid, top_k, num_positions).long()).long()
 
 
 def gather(
@@ -141,7 +141,8 @@ def gather(
     """
     rows, positions, slots = resolved.miss_rows, resolved.miss_positions, resolved.miss_slots
     block_size, rows_per_block = host_rows.shape[1], hot_rows.shape[1]
-    source = host_rows[host_tables[rows, positions // block_size].long(), positions % block_size]
+    host_ids = host_tables[rows, positions // block_size].long() * block_size + positions % block_size
+    source = host_rows.flatten(0, 1).index_select(0, host_ids)  # copies whole rows, where indexing copies elements
     hot_rows[hot_tables[rows, slots // rows_per_block].long(), slots % rows_per_block] = source.to(hot_rows.device)
 
 
