@@ -171,9 +171,12 @@ class HotKV:
 
     def _device_caches(self, case: Case) -> dict[str, torch.Tensor]:
         """Hot rows as vLLM lays them out, all layers of a block side by side; indexer keys that nothing reads."""
-        layout = self.groups.layout
-        rows = torch.full((self.hot_table.numel(), case.num_layers, layout.rows_per_hot_block, ROW), torch.nan)
-        hot = dict(zip(self._names, rows.to(case.dtype).split(1, dim=1), strict=True))
+        layout, element_bytes = self.groups.layout, case.dtype.itemsize
+        num_blocks, rows = self.hot_table.numel(), layout.rows_per_hot_block
+        block_elements = layout.device_block_bytes // element_bytes  # wider than the hot rows where keys take more
+        memory = torch.full((num_blocks, block_elements), torch.nan, dtype=case.dtype)
+        layers = memory[:, : case.num_layers * rows * ROW].view(num_blocks, case.num_layers, rows, ROW)
+        hot = dict(zip(self._names, layers.split(1, dim=1), strict=True))
         keys = torch.empty(1, 1, BLOCK_SIZE, layout.indexer_row_bytes, dtype=torch.uint8)
         return hot | dict.fromkeys(self.groups.indexer_group.layer_names, keys)
 

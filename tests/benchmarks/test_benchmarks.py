@@ -1,0 +1,74 @@
+"""The CPU benchmarks run in a tiny configuration and write a valid result; speed is not asserted."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+SPREAD = {"median", "p10", "p90", "max"}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run a benchmark with options; returns its result file's content."""
+    monkeypatch.syspath_prepend(ROOT)
+
+    def run_benchmark(name: str, *options: str) -> dict[str, Any]:
+        app = importlib.import_module(f"benchmarks.{name}").app
+        output = tmp_path / f"{name}.json"
+        CliRunner().invoke(app, [*options, "--output", str(output)], catch_exceptions=False)
+        result = json.loads(output.read_text())
+        check_frame(result, name)
+        assert str(tmp_path) not in output.read_text()
+        return result
+
+    return run_benchmark
+
+
+def check_frame(result: dict[str, Any], name: str) -> None:
+    assert set(result) == {"command", "date", "hardware", "versions", "rows"}
+    assert result["command"].startswith(f"python -m benchmarks.{name} --")
+    assert set(result["hardware"]) == {"cpu", "num_cores", "memory_gib"}
+    assert {"python", "torch"} <= set(result["versions"])
+
+
+def check_times(times: dict[str, dict[str, float]]) -> None:
+    for clock in ("wall_ms", "cpu_ms"):
+        assert set(times[clock]) == SPREAD
+        assert 0 <= times[clock]["p10"] <= times[clock]["median"] <= times[clock]["p90"] <= times[clock]["max"]
+
+
+def test_scheduler(run) -> None:
+    options = ("--num-requests", "3", "--num-tokens", "300", "--num-tokens", "70", "--steps", "130", "--warmup", "2")
+    rows = run("scheduler", *options)["rows"]
+    assert [row["num_tokens"] for row in rows] == [300, 70]
+    for row in rows:
+        for phase in ("total", "allocate", "build_connector_meta", "take_stats", "pickle"):
+            check_times(row[phase])
+        assert row["metadata_bytes"]["max"] > row["metadata_bytes"]["p10"] > 0  # a new block has to be told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cpu_decode(run, dtype: str) -> None:
+    options = {"batch": 2, "top-k": 16, "dtype": dtype, "context": 100, "num-layers": 2, "steps": 4, "warmup": 2}
+    rows = run("cpu_decode", *(part for name, value in options.items() for part in (f"--{name}", str(value))))["rows"]
+    assert [(row["batch"], row["top_k"], row["dtype"]) for row in rows] == [(2, 16, dtype)]
+    check_times(rows[0]["hot"])
+    check_times(rows[0]["full"])
+    assert set(rows[0]["wall_ratio"]) == set(rows[0]["cpu_ratio"]) == SPREAD
+    assert 0 < rows[0]["misses_per_selection"] <= 16
+    assert rows[0]["host_to_device_bytes_per_step"] > 0
+    assert rows[0]["device_to_host_bytes_per_step"] == 2 * 2 * 576 * (4 if dtype == "float32" else 2)
+
+
+def test_cpu_decode_compares_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark refuses to report times of a wrong result."""
+    monkeypatch.syspath_prepend(ROOT)
+    cpu_decode = importlib.import_module("benchmarks.cpu_decode")
+    with pytest.raises(AssertionError):
+        cpu_decode.compare([torch.zeros(2)], [torch.ones(2)])
