@@ -101,10 +101,10 @@ class HotBufferManager(CircularBufferManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
+        self.release_parked()
         state = self.states.get(request_id)
         if state is not None and num_tokens <= state.num_reserved_tokens:
             return 0
-        self.release_parked()
         if self._host_fits(request_id, state, num_tokens):
             self.waiting_for_host.discard(request_id)
             return 0 if state else self.kv_cache_spec.blocks_per_request
