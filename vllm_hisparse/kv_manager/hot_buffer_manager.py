@@ -111,15 +111,6 @@ class HotBufferManager(CircularBufferManager):
         self.waiting_for_host.add(request_id)
         return self.block_pool.num_gpu_blocks + 1  # NOTE: more than there can be: vLLM waits or preempts.
 
-    def add_local_computed_blocks(
-        self,
-        request_id: str,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
-    ) -> None:
-        self._admit(request_id)
-
     def allocate_external_computed_blocks(
         self,
         request_id: str,
@@ -127,7 +118,9 @@ class HotBufferManager(CircularBufferManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Nothing left to do: admission reserved the whole sequence."""
+        # NOTE: not in `add_local_computed_blocks`, which runs before every group has touched the blocks of its prefix
+        # hit: hot blocks could be taken from those.
+        self._admit(request_id)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         state = self.states.get(request_id)
