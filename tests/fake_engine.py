@@ -1,0 +1,284 @@
+"""vLLM's scheduling steps in small: real `KVCacheManager` and requests, our scheduler half, a worker made of dicts.
+
+Every KV row is represented by the prefix it belongs to, so that a row in the wrong place is noticed.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.connector.metadata import HiSparseMetadata
+from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
+from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.hot_buffer_manager import register_hot_buffer_manager
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 32
+NUM_HOT_BLOCKS = 2
+
+register_hot_buffer_manager()
+init_none_hash(sha256)
+
+
+def mla_spec(head_size: int, dtype: torch.dtype = torch.bfloat16) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+        state_content_bytes=head_size * dtype.itemsize,
+    )
+
+
+def make_kv_cache_config(num_blocks: int, hot_first: bool = False, num_layers: int = 2) -> KVCacheConfig:
+    hot = HotBufferSpec.from_mla_spec(mla_spec(12), rows_per_block=3, blocks_per_request=NUM_HOT_BLOCKS)
+    groups = [
+        KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8)),
+        KVCacheGroupSpec([f"layers.{i}.attn" for i in range(num_layers)], hot),
+    ]
+    pages = {group.layer_names[0]: group.kv_cache_spec.page_size_bytes for group in groups}
+    block_bytes = num_layers * max(pages.values())
+    tensors = [
+        KVCacheTensor(num_blocks * block_bytes, group.layer_names, pages[group.layer_names[0]], block_bytes)
+        for group in groups
+    ]
+    return KVCacheConfig(num_blocks, tensors, groups[::-1] if hot_first else groups)
+
+
+def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **sampling) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    return Request(request_id, prompt, params, None, block_hasher=hasher)
+
+
+class FakeWorker:
+    """Does with dicts what the worker half does with tensors; a row is the tuple of tokens up to its own."""
+
+    def __init__(self):
+        self.main_rows: dict[tuple[int, int], tuple] = {}  # (host block, offset)
+        self.host_keys: dict[tuple[int, int], tuple] = {}
+        self.device_keys: dict[tuple[int, int], tuple] = {}  # (device block, offset)
+        self.tables: dict[int, list[int]] = {}
+
+    def copy_block(self, source: dict, source_id: int, target: dict, target_id: int) -> None:
+        for offset in range(BLOCK_SIZE):
+            target[target_id, offset] = source.get((source_id, offset), ("never written",))
+
+    def apply(self, metadata: HiSparseMetadata) -> None:
+        for device_id, host_id in metadata.tail_saves:
+            self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
+        for handle in metadata.released:
+            del self.tables[handle]
+        for handle, (first, host_ids) in metadata.tables.items():
+            assert (handle in self.tables) == (first > 0), "a table starts at 0, once"
+            table = self.tables.setdefault(handle, [])
+            assert len(table) == first, "a delta must continue the table"
+            assert host_ids, "an empty delta need not travel"
+            table.extend(host_ids)
+        for host_id, device_id in metadata.restores:
+            self.copy_block(self.host_keys, host_id, self.device_keys, device_id)
+
+    def forward(self, handle: int, device_ids: list[int], tokens: list[int], first: int, last: int) -> None:
+        """Compute positions [first, last): reads every earlier row, on the host and in the indexer cache."""
+        table = self.tables[handle]
+        for position in range(last):
+            block, offset = divmod(position, BLOCK_SIZE)
+            row = tuple(tokens[: position + 1])
+            if position >= first:
+                self.main_rows[table[block], offset] = row
+                self.device_keys[device_ids[block], offset] = row
+            assert self.main_rows.get((table[block], offset)) == row, f"host row {position} holds another prefix"
+            assert self.device_keys.get((device_ids[block], offset)) == row, f"indexer key {position} is wrong"
+
+    def finish(self, metadata: HiSparseMetadata) -> None:
+        for device_id, host_id in metadata.saves:
+            self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
+
+
+class FakeEngine:
+    """First come, first served; the newest running request is preempted first."""
+
+    def __init__(
+        self,
+        num_device_blocks: int = 33,
+        num_host_blocks: int = 24,
+        hot_first: bool = False,
+        enable_caching: bool = True,
+        log_request_stats: bool = False,
+        transport=None,
+    ):
+        kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first)
+        self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
+        config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats)
+        self.groups = DeviceGroups.from_config(kv_cache_config)
+        self.connector = HiSparseSchedulerConnector(config, self.groups, num_host_blocks, enable_caching, transport)
+        self.connector.bind(self.kv)
+        self.hot = self.connector.hot_manager
+        self.host_pool = self.connector.host_pool
+        self.worker = FakeWorker()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.deferred: list[tuple[str, list]] = []  # ended requests whose device blocks a step in flight may write
+        self.defer_frees = False
+        self.ended: set[str] = set()
+        self.log: list[HiSparseMetadata] = []
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **sampling) -> Request:
+        request = make_request(request_id, prompt, max_tokens, **sampling)
+        self.connector.on_new_request(request)
+        self.waiting.append(request)
+        return request
+
+    def step(self, budget: int = 8) -> HiSparseMetadata:
+        """Schedule, run and update; returns what the worker was told."""
+        scheduled = self.schedule(budget)
+        metadata = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
+        self.log.append(metadata)
+        self.worker.apply(metadata)
+        batch = [request for request in self.running if request.request_id in scheduled]
+        for request in batch:
+            first, last = request.num_computed_tokens, request.num_computed_tokens + scheduled[request.request_id]
+            self.worker.forward(*self.tables_of(request), request.all_token_ids[:], first, last)
+            request.num_computed_tokens = last
+        self.worker.finish(metadata)
+        for request in batch:
+            self.update(request)
+        self.connector.take_stats()
+        return metadata
+
+    def tables_of(self, request: Request) -> tuple[int, list[int]]:
+        device = self.kv.get_block_ids(request.request_id)
+        return device[self.groups.hot_group_id][0], device[self.groups.indexer_group_id]
+
+    def schedule(self, budget: int) -> dict[str, int]:
+        scheduled: dict[str, int] = {}
+        num_running = len(self.running)
+        for request in list(self.running):
+            num_tokens = min(budget, request.num_tokens - request.num_computed_tokens)
+            if request not in self.running or not num_tokens:
+                continue
+            while request in self.running and self.kv.allocate_slots(request, num_tokens) is None:
+                self.preempt(self.running[-1])
+            if request in self.running:
+                scheduled[request.request_id] = num_tokens
+                budget -= num_tokens
+        while self.waiting and budget and len(self.running) >= num_running:
+            num_tokens = self.admit(self.waiting[0], budget)
+            if not num_tokens:
+                break
+            scheduled[self.waiting[0].request_id] = num_tokens
+            budget -= num_tokens
+            self.running.append(self.waiting.pop(0))
+        return scheduled
+
+    def admit(self, request: Request, budget: int) -> int:
+        blocks, num_local, _ = self.kv.get_computed_blocks(request)
+        num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+        assert not is_async
+        if request.skip_reading_prefix_cache:
+            assert num_external == 0
+        num_tokens = min(budget, request.num_tokens - num_local - num_external)
+        allocated = self.kv.allocate_slots(
+            request,
+            num_tokens,
+            num_new_computed_tokens=num_local,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=num_external,
+            has_scheduled_reqs=bool(self.running),
+        )
+        if allocated is None:
+            return 0
+        self.connector.update_state_after_alloc(request, self.kv.get_blocks(request.request_id), num_external)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_local + num_external
+        return num_tokens
+
+    def update(self, request: Request) -> None:
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        request.append_output_token_ids(sum(request.all_token_ids) % 2)
+        if request.num_output_tokens >= request.max_tokens or request.num_tokens >= MAX_MODEL_LEN:
+            self.running.remove(request)
+            self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.insert(0, request)
+
+    def abort(self, request: Request) -> None:
+        (self.running if request in self.running else self.waiting).remove(request)
+        self.finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        request.status = status
+        self.connector.request_finished(request)
+        if self.defer_frees:
+            self.deferred.append((request.request_id, self.kv.pop_blocks_for_free(request)))
+        else:
+            self.kv.free(request)
+            self.ended.add(request.request_id)
+
+    def drain(self) -> None:
+        """The step in flight is over: return the blocks that it might have written."""
+        for request_id, blocks in self.deferred:
+            self.kv.block_pool.free_blocks(reversed(blocks))
+            self.ended.add(request_id)
+        self.deferred.clear()
+
+    def run_to_end(self, max_steps: int = 400) -> None:
+        while self.running or self.waiting:
+            assert max_steps, "no progress"
+            self.step()
+            max_steps -= 1
+
+    def check_integrity(self) -> None:
+        """Check both pools: nothing lost, nothing owned twice."""
+        self.host_pool.check_integrity()
+        pool = self.kv.block_pool
+        num_refs = [0] * pool.num_gpu_blocks
+        hot_ids: list[int] = []
+        for manager in self.kv.coordinator.single_type_managers:
+            for blocks in manager.req_to_blocks.values():
+                for block in blocks:
+                    num_refs[block.block_id] += 1
+                if manager is self.hot:
+                    hot_ids += [block.block_id for block in blocks]
+        for _, blocks in self.deferred:
+            for block in blocks:
+                num_refs[block.block_id] += 1
+        owned = {i for i, refs in enumerate(num_refs) if refs}
+        assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
+        assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block is shared"
+        admitted = {request.request_id for request in self.running}
+        assert set(self.hot.states) == admitted
+        parked = {request_id for _, request_id in self.hot._parked}
+        assert set(self.host_pool._requests) == admitted | parked, "host and hot blocks come and go together"
+        for request_id, state in self.hot.states.items():
+            assert state.handle == self.hot.req_to_blocks[request_id][0].block_id
+            assert len(self.host_pool.block_ids(request_id)) * BLOCK_SIZE == state.num_reserved_tokens
+
+    def check_idle(self) -> None:
+        """Check that nothing is left behind once every request has ended."""
+        self.drain()
+        self.connector.take_stats()
+        self.check_integrity()
+        assert self.host_pool.num_used == 0, "host blocks without an owner"
+        assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
+        for leftover in (self.hot.requests, self.hot.states, self.hot.matches, self.hot.changed, self.hot._parked):
+            assert not leftover
+        assert not self.hot.waiting_for_host
+        self.step()
+        assert not self.worker.tables, "the worker was not told of released requests"

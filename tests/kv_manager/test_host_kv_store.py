@@ -1,0 +1,96 @@
+import mmap
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.host_kv_store import FREE_MEMORY_SHARE, HostKVStore, check_free_memory
+from vllm_hisparse.layout import KVLayout
+
+NUM_BLOCKS = 7
+MAIN, INDEXER = ["m0", "m1", "m2"], ["i0", "i1"]
+LAYOUT = KVLayout(row_bytes=24, indexer_row_bytes=20, num_layers=3, num_indexer_layers=2, block_size=3)
+
+
+def make_store(dtype: torch.dtype = torch.bfloat16) -> HostKVStore:
+    return HostKVStore(LAYOUT, NUM_BLOCKS, MAIN, INDEXER, dtype, "host_pool_gib=1.0")
+
+
+def views(store: HostKVStore) -> list[torch.Tensor]:
+    return [*store.main_kv.values(), *store.indexer_keys.values()]
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 12), (torch.float32, 6), (torch.uint8, 24)])
+def test_shapes(dtype: torch.dtype, elements: int) -> None:
+    store = make_store(dtype)
+    assert {name: tuple(tensor.shape) for name, tensor in store.main_kv.items()} == dict.fromkeys(
+        MAIN, (NUM_BLOCKS, 3, elements)
+    )
+    assert {name: tuple(tensor.shape) for name, tensor in store.indexer_keys.items()} == dict.fromkeys(
+        INDEXER, (NUM_BLOCKS, 60)
+    )
+    assert all(tensor.dtype == dtype for tensor in store.main_kv.values())
+    assert all(tensor.is_contiguous() for tensor in views(store))
+
+
+def test_one_page_aligned_allocation_without_gaps_or_overlaps() -> None:
+    store = make_store()
+    ranges = sorted((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in views(store))
+    assert ranges[0][0] % mmap.PAGESIZE == 0
+    for (start, size), (next_start, _) in zip(ranges, ranges[1:], strict=False):
+        assert start + size == next_start
+    assert sum(size for _, size in ranges) == NUM_BLOCKS * LAYOUT.host_block_bytes
+
+
+def test_views_do_not_overlap() -> None:
+    store = make_store()
+    patterns = []
+    for index, tensor in enumerate(views(store)):
+        raw = tensor.view(torch.uint8)
+        pattern = (torch.arange(raw.numel()) * 7 + 31 * index).remainder(251).to(torch.uint8).view(raw.shape)
+        raw.copy_(pattern)
+        patterns.append(pattern)
+    for tensor, pattern in zip(views(store), patterns, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), pattern)
+
+
+def device_caches(num_blocks: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(0, 256, (num_blocks, 60), dtype=torch.uint8, generator=generator) for name in INDEXER}
+
+
+def test_saved_keys_come_back_in_other_device_blocks() -> None:
+    store, caches = make_store(), device_caches()
+    host_before = {name: tensor.clone() for name, tensor in store.indexer_keys.items()}
+    assert store.save_indexer_keys(caches, [(4, 1), (2, 6)]) == 2 * LAYOUT.indexer_block_bytes
+    restored = {name: torch.zeros_like(cache) for name, cache in caches.items()}
+    assert store.restore_indexer_keys(restored, [(6, 0), (1, 3)]) == 2 * LAYOUT.indexer_block_bytes
+    for name in INDEXER:
+        assert torch.equal(restored[name][[0, 3]], caches[name][[2, 4]])
+        assert not restored[name][[1, 2, 4]].any()
+        untouched = [0, 2, 3, 4, 5]
+        assert torch.equal(store.indexer_keys[name][untouched], host_before[name][untouched])
+
+
+def test_nothing_to_copy() -> None:
+    store, caches = make_store(), device_caches()
+    assert store.save_indexer_keys(caches, []) == store.restore_indexer_keys(caches, []) == 0
+
+
+def test_refuses_more_than_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = NUM_BLOCKS * LAYOUT.host_block_bytes
+    available = num_bytes
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    with pytest.raises(HiSparseConfigError, match=r"host_pool_gib: got 1\.0, expected .* at most .* GiB .* Lower it"):
+        make_store()
+    available = int(num_bytes / FREE_MEMORY_SHARE) + 2
+    make_store()
+
+
+def test_names_the_option_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    check_free_memory(2**29, "host_to_device_ratio=2.5")
+    with pytest.raises(HiSparseConfigError, match=r"^host_to_device_ratio: got 2\.5, .* not 8\.0 GiB"):
+        check_free_memory(2**33, "host_to_device_ratio=2.5")

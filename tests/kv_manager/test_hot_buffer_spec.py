@@ -1,0 +1,52 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_hisparse.kv_manager.hot_buffer_manager import HotBufferManager, register_hot_buffer_manager
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+
+
+def mla_spec(head_size: int = 576, dtype: torch.dtype = torch.bfloat16) -> MLAAttentionSpec:
+    content_bytes = head_size * dtype.itemsize
+    return MLAAttentionSpec(
+        block_size=64, num_kv_heads=1, head_size=head_size, dtype=dtype, state_content_bytes=content_bytes
+    )
+
+
+@pytest.mark.parametrize("rows_per_block", [1, 3, 7, 64, 100])
+def test_a_block_holds_rows_of_the_replaced_layer(rows_per_block: int) -> None:
+    spec = HotBufferSpec.from_mla_spec(mla_spec(), rows_per_block, blocks_per_request=5)
+    assert spec.block_size == 64
+    assert spec.num_states == rows_per_block
+    assert spec.state_content_size_bytes == 1152
+    assert spec.page_size_bytes == rows_per_block * 1152
+    assert spec.max_memory_usage_bytes(None) == 5 * spec.page_size_bytes
+    assert (spec.dtype, spec.head_size, spec.num_kv_heads) == (torch.bfloat16, 576, 1)
+    assert not spec.uses_slot_mapping and not spec.dcp_sharded
+
+
+@pytest.mark.parametrize(("max_len", "width"), [(1, 5), (320, 5), (321, 6), (6400, 100)])
+def test_block_table_is_wide_enough_for_positions(max_len: int, width: int) -> None:
+    spec = HotBufferSpec.from_mla_spec(mla_spec(), 7, blocks_per_request=5)
+    assert spec.max_num_blocks_per_req(SimpleNamespace(), max_len) == width
+
+
+def test_stays_apart_from_the_indexer_group() -> None:
+    specs = {"attn": HotBufferSpec.from_mla_spec(mla_spec(), 7, 5), "indexer": mla_spec(132, torch.uint8)}
+    assert not isinstance(specs["attn"], FullAttentionSpec)
+    assert not is_kv_cache_spec_uniform(specs)
+    assert UniformTypeKVCacheSpecs.from_specs(specs) is None
+
+
+def test_vllm_finds_the_manager_and_keeps_its_own() -> None:
+    register_hot_buffer_manager()
+    register_hot_buffer_manager()
+    hot = HotBufferSpec.from_mla_spec(mla_spec(), 7, 5)
+    assert KVCacheSpecRegistry.get_manager_class(hot) is HotBufferManager
+    assert issubclass(KVCacheSpecRegistry.get_manager_class(mla_spec()), FullAttentionManager)
+    assert KVCacheSpecRegistry.get_manager_class(mla_spec()) is not HotBufferManager
