@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import HiSparseMetadata
+from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_manager import register_hot_buffer_manager
@@ -126,10 +127,12 @@ class FakeEngine:
         self.worker = FakeWorker()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.loading: list[Request] = []
         self.deferred: list[tuple[str, list]] = []  # ended requests whose device blocks a step in flight may write
         self.defer_frees = False
         self.ended: set[str] = set()
         self.log: list[HiSparseMetadata] = []
+        self.stats = HiSparseStats()
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **sampling) -> Request:
         request = make_request(request_id, prompt, max_tokens, **sampling)
@@ -151,7 +154,7 @@ class FakeEngine:
         self.worker.finish(metadata)
         for request in batch:
             self.update(request)
-        self.connector.take_stats()
+        self.stats.aggregate(self.connector.take_stats())
         return metadata
 
     def tables_of(self, request: Request) -> tuple[int, list[int]]:
@@ -180,26 +183,45 @@ class FakeEngine:
         return scheduled
 
     def admit(self, request: Request, budget: int) -> int:
-        blocks, num_local, _ = self.kv.get_computed_blocks(request)
-        num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
-        assert not is_async
-        if request.skip_reading_prefix_cache:
-            assert num_external == 0
-        num_tokens = min(budget, request.num_tokens - num_local - num_external)
+        """Try to admit a request; returns its tokens of this step, 0 if it has to wait or to load first."""
+        blocks, num_local, num_external, is_async = self.kv.empty_kv_cache_blocks, 0, 0, False
+        if not request.num_computed_tokens:
+            blocks, num_local, _ = self.kv.get_computed_blocks(request)
+            num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+        num_computed = request.num_computed_tokens + num_local + num_external
+        num_tokens = 0 if is_async else min(budget, request.num_tokens - num_computed)
         allocated = self.kv.allocate_slots(
             request,
             num_tokens,
             num_new_computed_tokens=num_local,
             new_computed_blocks=blocks,
             num_external_computed_tokens=num_external,
+            delay_cache_blocks=is_async,
             has_scheduled_reqs=bool(self.running),
         )
         if allocated is None:
             return 0
         self.connector.update_state_after_alloc(request, self.kv.get_blocks(request.request_id), num_external)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_local + num_external
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS if is_async else RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed
+        if is_async:
+            self.waiting.remove(request)
+            self.loading.append(request)
         return num_tokens
+
+    def receive(self, request: Request) -> None:
+        """A remote load ends: the prompt's rows are in the host pool, its keys in the indexer cache."""
+        device_ids = self.tables_of(request)[1]
+        for position in range(request.num_computed_tokens):
+            block, offset = divmod(position, BLOCK_SIZE)
+            row = tuple(request.all_token_ids[: position + 1])
+            self.worker.main_rows[self.host_pool.block_ids(request.request_id)[block], offset] = row
+            self.worker.device_keys[device_ids[block], offset] = row
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        self.kv.cache_blocks(request, request.num_computed_tokens)
+        request.status = RequestStatus.WAITING
+        self.loading.remove(request)
+        self.waiting.insert(0, request)
 
     def update(self, request: Request) -> None:
         if request.num_computed_tokens < request.num_tokens:
@@ -262,7 +284,7 @@ class FakeEngine:
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
         assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block is shared"
-        admitted = {request.request_id for request in self.running}
+        admitted = {request.request_id for request in self.running + self.loading}
         assert set(self.hot.states) == admitted
         parked = {request_id for _, request_id in self.hot._parked}
         assert set(self.host_pool._requests) == admitted | parked, "host and hot blocks come and go together"

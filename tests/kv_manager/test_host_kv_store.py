@@ -1,4 +1,5 @@
 import mmap
+from itertools import pairwise
 from types import SimpleNamespace
 
 import psutil
@@ -39,7 +40,7 @@ def test_one_page_aligned_allocation_without_gaps_or_overlaps() -> None:
     store = make_store()
     ranges = sorted((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in views(store))
     assert ranges[0][0] % mmap.PAGESIZE == 0
-    for (start, size), (next_start, _) in zip(ranges, ranges[1:], strict=False):
+    for (start, size), (next_start, _) in pairwise(ranges):
         assert start + size == next_start
     assert sum(size for _, size in ranges) == NUM_BLOCKS * LAYOUT.host_block_bytes
 

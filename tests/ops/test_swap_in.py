@@ -135,7 +135,7 @@ class Simulation:
     def selection(self, newest: int) -> list[int]:
         """Distinct positions up to `newest`, the newest in or out, -1 in any place."""
         num_selected = min(self.random.randint(0, self.shape.top_k), newest + 1)
-        recent = [p for p in range(max(newest - 5, 0), newest + 1)]
+        recent = list(range(max(newest - 5, 0), newest + 1))
         pool = recent if self.random.random() < 0.4 else list(range(newest + 1))
         selected = self.random.sample(pool, min(num_selected, len(pool)))
         selected += [-1] * (self.shape.top_k - len(selected))

@@ -1,0 +1,125 @@
+import functools
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+
+from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, HiSparsePromMetrics, HiSparseStats
+
+LABELS = ["model_name", "engine"]
+
+
+def nixl_stats(num_transfers: int) -> NixlKVConnectorStats:
+    stats = NixlKVConnectorStats()
+    for _ in range(num_transfers):
+        for values in stats.data.values():
+            values.append(1.0)
+    return stats
+
+
+def test_starts_empty_and_resets() -> None:
+    stats = HiSparseStats()
+    assert stats.is_empty()
+    for change in (lambda: stats.add(transfers=1), lambda: stats.set_gauges(host_blocks_used=0)):
+        change()
+        assert not stats.is_empty()
+        stats.reset()
+        assert stats.is_empty()
+    stats.add_nixl(nixl_stats(1))
+    assert not stats.is_empty()
+
+
+def test_counters_add_up_and_the_latest_gauge_wins() -> None:
+    stats = HiSparseStats()
+    stats.add(cache_hits=3, cache_misses=1)
+    stats.add(cache_hits=4)
+    stats.set_gauges(host_blocks_used=5, host_blocks_free=9)
+    stats.set_gauges(host_blocks_used=2)
+    assert stats.data["counters"] == {"cache_hits": 7, "cache_misses": 1}
+    assert stats.data["gauges"] == {"host_blocks_used": 2, "host_blocks_free": 9}
+
+
+def test_aggregate_adds_counters_takes_gauges_and_joins_nixl() -> None:
+    worker, scheduler = HiSparseStats(), HiSparseStats()
+    worker.add(cache_hits=3, host_to_device_bytes=10)
+    worker.add_nixl(nixl_stats(2))
+    scheduler.add(resumed_requests=1, host_to_device_bytes=5)
+    scheduler.set_gauges(host_blocks_used=4)
+    scheduler.add_nixl(nixl_stats(1))
+    before = pickle.dumps(scheduler.data)
+    total = worker.aggregate(scheduler)
+    assert total.data["counters"] == {"cache_hits": 3, "host_to_device_bytes": 15, "resumed_requests": 1}
+    assert total.data["gauges"] == {"host_blocks_used": 4}
+    assert all(len(values) == 3 for values in total.data["nixl"].values())
+    assert pickle.dumps(scheduler.data) == before
+
+
+def test_aggregate_with_nothing_changes_nothing() -> None:
+    stats = HiSparseStats()
+    stats.add(cache_hits=3)
+    stats.set_gauges(host_blocks_used=4)
+    stats.add_nixl(nixl_stats(1))
+    before = pickle.dumps(stats.data)
+    assert pickle.dumps(stats.aggregate(HiSparseStats()).data) == before
+
+
+def test_travels_as_plain_data() -> None:
+    stats = HiSparseStats()
+    stats.add(cache_hits=3)
+    stats.add_nixl(nixl_stats(1))
+    assert HiSparseStats(pickle.loads(pickle.dumps(stats.data))).data == stats.data
+
+
+def test_reduces_to_a_log_line() -> None:
+    stats = HiSparseStats()
+    stats.add(cache_hits=867, cache_misses=133, host_to_device_bytes=3 * 2**20, transfers=2, transfer_failures=1)
+    stats.set_gauges(host_blocks_used=4, requests_waiting_for_host_memory=6)
+    figures = stats.reduce()
+    assert figures["Hot-buffer hit rate (%)"] == 86.7
+    assert figures["Host to device (MB)"] == 3.0
+    assert (figures["Host blocks used"], figures["Requests waiting for host memory"]) == (4, 6)
+    assert (figures["Transfers"], figures["Failed transfers"]) == (2, 1)
+    assert HiSparseStats().reduce()["Hot-buffer hit rate (%)"] == 0.0
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> HiSparsePromMetrics:
+    types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
+    return HiSparsePromMetrics(config, types, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
+
+
+def test_exports_every_name_with_its_engine(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
+    for index, name in enumerate(COUNTERS):
+        assert registry.get_sample_value(f"vllm:hisparse_{name}_total", {"model_name": "m", "engine": "1"}) == 0
+        data = {"counters": {name: index + 1}, "gauges": {}, "nixl": {}}
+        metrics.observe(data, 1)
+        metrics.observe(data, 1)
+    for index, name in enumerate(GAUGES):
+        metrics.observe({"counters": {}, "gauges": {name: 99}, "nixl": {}}, 1)
+        metrics.observe({"counters": {}, "gauges": {name: index}, "nixl": {}}, 1)
+    for engine, factor in (("0", 0), ("1", 1)):
+        labels = {"model_name": "m", "engine": engine}
+        for index, name in enumerate(COUNTERS):
+            value = registry.get_sample_value(f"vllm:hisparse_{name}_total", labels)
+            assert value == 2 * (index + 1) * factor
+        for index, name in enumerate(GAUGES):
+            assert registry.get_sample_value(f"vllm:hisparse_{name}", labels) == index * factor
+
+
+def test_keeps_the_names_of_vllms_own_hisparse() -> None:
+    assert {"cache_hits", "cache_misses", "host_to_device_bytes"} <= COUNTERS.keys()
+    assert all(text.endswith(".") for text in (*COUNTERS.values(), *GAUGES.values()))
+
+
+def test_observes_nixl_stats(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
+    metrics.observe({"counters": {}, "gauges": {}, "nixl": nixl_stats(3).data}, 0)
+    labels = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("vllm:nixl_xfer_time_seconds_count", labels) == 3

@@ -1,0 +1,71 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, indexer_row_bytes, mla_row_bytes
+
+LAYOUTS = st.builds(
+    KVLayout,
+    row_bytes=st.integers(1, 2000),
+    indexer_row_bytes=st.integers(1, 300),
+    num_layers=st.integers(1, 70),
+    num_indexer_layers=st.integers(1, 70),
+    block_size=st.sampled_from([1, 3, 64]),
+)
+
+
+def test_rows_of_the_real_models() -> None:
+    """DeepSeek-V3.2 and GLM-5: 512 latent and 64 rotary elements, indexer keys of 128 fp8 and a scale."""
+    assert mla_row_bytes(512, 64, 2) == 1152
+    assert indexer_row_bytes(128) == 132
+    assert indexer_row_bytes(256) == 264
+    assert FP8_DS_MLA_ROW_BYTES == 512 + 4 * 4 + 64 * 2
+
+
+def test_sizes_of_deepseek_v32() -> None:
+    layout = KVLayout(1152, 132, num_layers=61, num_indexer_layers=61)
+    assert layout.block_size == 64
+    assert layout.rows_per_hot_block == 7  # 7 * 1152 = 8064 of 64 * 132 = 8448 bytes
+    assert layout.device_block_bytes == 61 * 8448
+    assert layout.main_block_bytes == 61 * 64 * 1152
+    assert layout.indexer_block_bytes == 61 * 64 * 132
+    assert layout.host_block_bytes == 61 * 64 * 1284
+    assert layout.num_hot_blocks(4096) == 586  # 4097 rows of 7
+    assert layout.num_blocks(16384) == 256
+    assert layout.hot_request_bytes(16384, 4096) == (586 + 256) * 61 * 8448
+    assert layout.full_request_bytes(16384) == layout.host_request_bytes(16384) == 16384 * 61 * 1284
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (64, 1), (65, 2)])
+def test_blocks_are_rounded_up(num_tokens: int, num_blocks: int) -> None:
+    assert KVLayout(1152, 132, 1, 1).num_blocks(num_tokens) == num_blocks
+
+
+@pytest.mark.parametrize(("rows", "num_blocks"), [(6, 1), (7, 2), (13, 2), (14, 3)])
+def test_hot_blocks_hold_the_newest_row_too(rows: int, num_blocks: int) -> None:
+    assert KVLayout(1152, 132, 1, 1).num_hot_blocks(rows) == num_blocks
+
+
+@given(layout=LAYOUTS, rows=st.integers(1, 5000))
+def test_hot_blocks_waste_less_than_a_block(layout: KVLayout, rows: int) -> None:
+    held = layout.num_hot_blocks(rows) * layout.rows_per_hot_block
+    assert rows + 1 <= held < rows + 1 + layout.rows_per_hot_block
+
+
+@given(layout=LAYOUTS)
+def test_a_device_block_fits_either_group(layout: KVLayout) -> None:
+    hot_bytes = layout.num_layers * layout.rows_per_hot_block * layout.row_bytes
+    assert layout.rows_per_hot_block >= 1
+    assert layout.device_block_bytes >= max(hot_bytes, layout.indexer_block_bytes)
+    assert layout.device_block_bytes in (hot_bytes, layout.indexer_block_bytes)
+    if layout.row_bytes <= layout.block_size * layout.indexer_row_bytes:
+        wasted = layout.block_size * layout.indexer_row_bytes - layout.rows_per_hot_block * layout.row_bytes
+        assert 0 <= wasted < layout.row_bytes
+
+
+@given(layout=LAYOUTS, num_tokens=st.integers(0, 10000))
+def test_host_bytes_cover_every_token(layout: KVLayout, num_tokens: int) -> None:
+    per_token = layout.num_layers * layout.row_bytes + layout.num_indexer_layers * layout.indexer_row_bytes
+    assert layout.host_block_bytes == layout.block_size * per_token
+    excess = layout.host_request_bytes(num_tokens) - num_tokens * per_token
+    assert 0 <= excess < layout.host_block_bytes
