@@ -18,7 +18,10 @@ BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SPECIAL_TOKENS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
 VOCAB_SIZE = 512
 # Attention scores get this standard deviation, so that a head reads a handful of rows instead of averaging them all.
-SCORE_STD = 2.0
+SCORE_STD = 3.0
+# What a layer adds to the residual stream, so that one rounding that changes a selection or a route stays small.
+RESIDUAL_GAIN = 0.3
+EXPERT_GAIN = 0.03
 # Logits get this standard deviation: the best token stands out, but with a probability well below 1.
 LOGIT_STD = 4.0
 
@@ -225,7 +228,7 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
     yield f"{prefix}.kv_a_proj_with_mqa.weight", Weight((kv_rank + rope, hidden))
     yield f"{prefix}.kv_a_layernorm.weight", Weight((kv_rank,), constant=1.0)
     yield f"{prefix}.kv_b_proj.weight", Weight((heads * (nope + v_dim), kv_rank))
-    yield f"{prefix}.o_proj.weight", Weight((hidden, heads * v_dim))
+    yield f"{prefix}.o_proj.weight", Weight((hidden, heads * v_dim), gain=RESIDUAL_GAIN)
 
 
 def indexer_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -237,10 +240,12 @@ def indexer_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, 
     yield f"{prefix}.weights_proj.weight", Weight((heads, hidden))
 
 
-def mlp_weights(hidden: int, intermediate: int, prefix: str) -> Iterator[tuple[str, Weight]]:
+def mlp_weights(
+    hidden: int, intermediate: int, prefix: str, gain: float = RESIDUAL_GAIN
+) -> Iterator[tuple[str, Weight]]:
     yield f"{prefix}.gate_proj.weight", Weight((intermediate, hidden))
     yield f"{prefix}.up_proj.weight", Weight((intermediate, hidden))
-    yield f"{prefix}.down_proj.weight", Weight((hidden, intermediate))
+    yield f"{prefix}.down_proj.weight", Weight((hidden, intermediate), gain=gain)
 
 
 def moe_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -248,7 +253,7 @@ def moe_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weig
     yield f"{prefix}.gate.weight", Weight((experts, hidden))
     yield f"{prefix}.gate.e_score_correction_bias", Weight((experts,), constant=0.0, fp32=True)
     for expert in range(experts):
-        yield from mlp_weights(hidden, intermediate, f"{prefix}.experts.{expert}")
+        yield from mlp_weights(hidden, intermediate, f"{prefix}.experts.{expert}", EXPERT_GAIN)
     yield from mlp_weights(hidden, intermediate * config["n_shared_experts"], f"{prefix}.shared_experts")
 
 

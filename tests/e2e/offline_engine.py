@@ -1,0 +1,176 @@
+"""Runs one offline engine in a process of its own: `python offline_engine.py job.json result.json`.
+
+A job names engine arguments and phases; each phase is a batch of prompts run to completion, or a script of requests
+that are aborted on the way. The result holds tokens, logprobs and what the pools looked like after each phase.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def sampling_params(max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=2)
+
+
+def completion(output: Any) -> dict[str, Any]:
+    best = output.outputs[0]
+    logprobs = [step[token].logprob for step, token in zip(best.logprobs, best.token_ids, strict=True)]
+    margins = []
+    for step in best.logprobs:
+        first, second, *_ = sorted((entry.logprob for entry in step.values()), reverse=True)
+        margins.append(first - second)
+    return {
+        "tokens": list(best.token_ids),
+        "margins": margins,
+        "logprobs": logprobs,
+        "num_cached_tokens": output.num_cached_tokens,
+        "finish_reason": best.finish_reason,
+    }
+
+
+class Recorder:
+    """Adds up both halves' counters, and keeps the largest value of each gauge, over the engine's life."""
+
+    def __init__(self, *halves: Any):
+        self.counters: Counter[str] = Counter()
+        self.peaks: dict[str, int] = {}
+        self.halves = halves
+        for half in halves:
+            half.take_stats = self._recorded(half.take_stats)
+
+    def flush(self) -> None:
+        for half in self.halves:
+            half.take_stats()
+
+    def _recorded(self, take_stats: Any) -> Any:
+        def record() -> Any:
+            stats = take_stats()
+            self.counters.update(stats.data["counters"])
+            for name, value in stats.data["gauges"].items():
+                self.peaks[name] = max(value, self.peaks.get(name, 0))
+            return stats
+
+        return record
+
+
+def pools(core: Any) -> dict[str, Any]:
+    """State of every pool after the requests have ended; raises when one is inconsistent."""
+    manager = core.scheduler.kv_cache_manager
+    hot = core.scheduler.connector.scheduler.hot_manager
+    hot.release_parked()
+    hot.host_pool.check_integrity()
+    return {
+        "device_blocks_used": manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks(),
+        "host_blocks_used": hot.host_pool.num_used,
+        "host_blocks_cached": hot.host_pool.num_cached,
+        "states": len(hot.states),
+        "requests": len(hot.requests),
+        "waiting_for_host": len(hot.waiting_for_host),
+    }
+
+
+def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
+    outputs = llm.generate(prompts, sampling_params(phase["max_tokens"]), use_tqdm=False)
+    return [completion(output) for output in outputs]
+
+
+def run_aborts(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
+    """Start all prompts, abort each after its own number of steps, finish the rest."""
+    engine = llm.llm_engine
+    steps_left = {str(i): steps for i, steps in enumerate(phase["abort_after"])}
+    internal_ids = {}
+    for name, prompt in zip(steps_left, phase["prompts"], strict=True):
+        internal_ids[name] = engine.add_request(
+            name, {"prompt_token_ids": prompt}, sampling_params(phase["max_tokens"])
+        )
+    finished = {}
+    step = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = completion(output)
+        step += 1
+        engine.abort_request([name for name, steps in steps_left.items() if steps == step])
+    return [finished.get(name, {"tokens": None}) for name in steps_left]
+
+
+def scheduler_core(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def drain(llm: Any) -> None:
+    """One more step of the core, so that the worker hears of the requests that ended."""
+    core = scheduler_core(llm)
+    core.model_executor.execute_model(core.scheduler.schedule())
+
+
+def owned_rows(worker: Any) -> int:
+    """Rows of the hot buffer still owned; raises when it is inconsistent."""
+    worker.hot_buffer.check_integrity()
+    return len(worker.hot_buffer._row_by_handle)
+
+
+def poison(scheduler: Any, worker: Any) -> None:
+    """Fill KV that nobody has written with NaN: whoever reads it shows it.
+
+    Host blocks are poisoned again whenever the pool hands them out.
+    """
+    for rows in (*worker.store.main_kv.values(), *worker.hot_rows.values()):
+        rows.fill_(float("nan"))
+    take = scheduler.host_pool._take
+
+    def take_poisoned() -> int:
+        block_id = take()
+        for rows in worker.store.main_kv.values():
+            rows[block_id] = float("nan")
+        return block_id
+
+    scheduler.host_pool._take = take_poisoned
+
+
+def record_engine(llm: Any, recorder: Recorder) -> dict[str, Any]:
+    """Pools, counters and peaks after a phase."""
+    recorder.flush()
+    record: dict[str, Any] = {"pools": pools(scheduler_core(llm))}
+    drain(llm)
+    record["worker_rows"] = owned_rows(recorder.halves[1])
+    return {**record, "counters": dict(recorder.counters), "peaks": dict(recorder.peaks)}
+
+
+def make_recorder(llm: Any) -> Recorder | None:
+    """None where the engine has no connector or runs in another process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return None
+    halves = scheduler_core(llm).scheduler.connector.scheduler, get_kv_transfer_group().worker
+    poison(*halves)
+    return Recorder(*halves)
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    llm = LLM(**job["engine"])
+    recorder = make_recorder(llm)
+    phases = []
+    for phase in job["phases"]:
+        run = run_aborts if "abort_after" in phase else run_phase
+        record: dict[str, Any] = {"completions": run(llm, phase)}
+        if recorder is not None:
+            record |= record_engine(llm, recorder)
+        phases.append(record)
+    return {"phases": phases}
+
+
+if __name__ == "__main__":
+    job_path, result_path = map(Path, sys.argv[1:])
+    result_path.write_text(json.dumps(main(json.loads(job_path.read_text()))))

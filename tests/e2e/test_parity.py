@@ -1,0 +1,66 @@
+"""Greedy tokens and logprobs equal to a full-KV engine's on the same weights."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import BATCHING_TOLERANCE, TOP_K, assert_pools_empty, assert_same, engine_args, hot_args, make_prompt
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 64
+HOT_ROWS = 320
+LENGTHS = [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, TOP_K - 1, TOP_K, TOP_K + 1, HOT_ROWS - 2, HOT_ROWS, 777, 2001]
+MAX_TOKENS = 12
+
+
+def phase(lengths: list[int] = LENGTHS) -> dict:
+    return {"prompts": [make_prompt(length) for length in lengths], "max_tokens": MAX_TOKENS}
+
+
+def test_fp32_chunked_prefill_and_eviction(run, reference):
+    record = run(hot_args(), [phase()])[0]
+    assert_same(record["completions"], reference(LENGTHS, MAX_TOKENS))
+    assert_pools_empty(record)
+    assert record["counters"]["cache_misses"] > 0
+    assert record["counters"]["cache_hits"] > record["counters"]["cache_misses"]
+
+
+def test_short_sequences_copy_nothing(run, reference):
+    lengths = [5, BLOCK, TOP_K, HOT_ROWS - MAX_TOKENS]
+    record = run(hot_args(), [phase(lengths)])[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS))
+    assert record["counters"]["cache_misses"] == 0
+    assert record["counters"]["host_to_device_bytes"] == 0
+
+
+@pytest.mark.parametrize("options", [{"device_buffer_size": TOP_K}, {"eviction_policy": "fifo"}])
+def test_smallest_buffer_and_fifo(run, reference, options):
+    record = run(hot_args(options=options), [phase()])[0]
+    assert_same(record["completions"], reference(LENGTHS, MAX_TOKENS))
+    assert_pools_empty(record)
+
+
+def test_glm_architecture(run, reference):
+    lengths = [65, 777, 1500]
+    record = run(hot_args("glm"), [phase(lengths)])[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS, model="glm"))
+    assert record["counters"]["cache_misses"] > 0
+
+
+def test_bf16(run, reference):
+    """bf16 rounds each layer's input to 8 bits, so the order of a batch's matrix products may show: 0.02 in logprobs."""
+    lengths = [65, 400, 777, 2001]
+    record = run(hot_args(dtype="bfloat16"), [phase(lengths)])[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS, dtype="bfloat16"), tolerance=0.02)
+
+
+def test_engine_and_worker_in_separate_processes(run, reference):
+    lengths = [65, 400, 2001]
+    record = run(hot_args(), [phase(lengths)], in_process=False)[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS))
+
+
+def test_full_kv_alone_shows_the_batching_tolerance(run, reference):
+    """What another batching does to full KV itself: same tokens, logprobs as far apart as we allow elsewhere."""
+    record = run(engine_args(enable_prefix_caching=False, max_num_batched_tokens=300), [phase()])[0]
+    assert_same(record["completions"], reference(LENGTHS, MAX_TOKENS), BATCHING_TOLERANCE)

@@ -1,0 +1,240 @@
+"""Prefill and decode apart: stock vLLM with NIXL on one side, the host pool on the other, real servers in between."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from conftest import MODELS, make_prompt
+
+from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+
+pytestmark = pytest.mark.e2e
+
+START_TIMEOUT_S = 300
+SETTLE_TIMEOUT_S = 60
+OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
+DO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Server:
+    """One engine and its base URL."""
+
+    process: EngineProcess
+    url: str
+
+    def complete(self, prompt: list[int], max_tokens: int = 8, transfer: dict | None = None, **extra: Any) -> dict:
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "return_token_ids": True,
+            **({"kv_transfer_params": transfer} if transfer else {}),
+            **extra,
+        }
+        return requests.post(f"{self.url}/v1/completions", json=body, timeout=SETTLE_TIMEOUT_S * 3).json()
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples."""
+        text = requests.get(f"{self.url}/metrics", timeout=30).text
+        samples = re.findall(rf"^vllm:{name}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        assert samples, f"{name} is not exported"
+        return sum(map(float, samples))
+
+    def wait_empty(self) -> None:
+        """Wait until no request holds a block in either pool.
+
+        NOTE: an idle engine reports nothing, so a tiny request stirs it.
+        """
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self.complete(make_prompt(3), 2)["choices"]
+            time.sleep(0.3)
+            if self.metric("hisparse_host_blocks_used") == self.metric("num_requests_running") == 0:
+                break
+        assert self.metric("hisparse_host_blocks_used") == 0
+        assert self.metric("hisparse_requests_waiting_for_host_memory") == 0
+        assert self.metric("kv_cache_usage_perc") == 0
+
+
+def tokens_of(reply: dict) -> tuple[list[int], list[float]]:
+    choice = reply["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def assert_same(reply: dict, expected: dict) -> None:
+    (tokens, logprobs), (full_tokens, full_logprobs) = tokens_of(reply), tokens_of(expected)
+    assert tokens == full_tokens
+    assert max(abs(a - b) for a, b in zip(logprobs, full_logprobs, strict=True)) <= TOLERANCE
+
+
+class Cluster:
+    """A prefill server and two decode servers, one for each of vLLM's policies for failed loads."""
+
+    def __init__(self, group: ProcessGroup, log_dir: Path):
+        self.group, self.log_dir = group, log_dir
+        self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
+        self.decode = self.start("decode", hisparse_connector(**OPTIONS), 1)
+        recompute = {**hisparse_connector(**OPTIONS), "kv_load_failure_policy": "recompute"}
+        self.recompute = self.start("recompute", recompute, 1)
+        group.wait_healthy(START_TIMEOUT_S)
+
+    def start(self, name: str, connector: dict, core: int) -> Server:
+        port, side_port = free_ports(2)
+        args = ["--max-num-seqs", "8", "--max-num-batched-tokens", "512"]
+        if name == "prefill":
+            args.append("--no-enable-prefix-caching")  # it is the reference too
+        process = vllm_engine(name, MODELS / "dsv32", self.log_dir, port, connector, side_port, [core], args)
+        return Server(self.group.start(process), f"http://{LOOPBACK}:{port}")
+
+    def prefilled(self, prompt: list[int]) -> dict:
+        """Transfer parameters of a prompt that the prefill server has computed."""
+        return self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
+
+    def kill_prefill(self) -> None:
+        self.prefill.process.send_signal(signal.SIGKILL)
+        while not self.prefill.process.is_gone():
+            time.sleep(0.1)
+
+    def restart_prefill(self) -> None:
+        self.group.processes.remove(self.prefill.process)
+        self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
+        self.group.wait_healthy(START_TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ProcessGroup() as group:
+        yield Cluster(group, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 2001])
+def test_prompt_lengths(cluster: Cluster, num_tokens: int):
+    prompt = make_prompt(num_tokens, seed=1)
+    before = cluster.decode.metric("hisparse_transfer_bytes_to_host")
+    reply = cluster.decode.complete(prompt, transfer=cluster.prefilled(prompt))
+    assert_same(reply, cluster.prefill.complete(prompt))
+    num_blocks = -(-num_tokens // 64)
+    received = cluster.decode.metric("hisparse_transfer_bytes_to_host") - before
+    assert received == num_blocks * 64 * 576 * 4 * 4  # rows of 576 floats, 4 layers
+    cluster.decode.wait_empty()
+
+
+def test_concurrent_requests(cluster: Cluster):
+    prompts = [make_prompt(700 + 111 * i, seed=2) for i in range(5)]
+
+    def serve(prompt: list[int]) -> dict:
+        return cluster.decode.complete(prompt, 12, cluster.prefilled(prompt))
+
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        replies = list(executor.map(serve, prompts))
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert tokens_of(reply)[0] == tokens_of(cluster.prefill.complete(prompt, 12))[0]
+    assert cluster.decode.metric("hisparse_cache_misses") > 0
+    cluster.decode.wait_empty()
+
+
+def test_next_turn_pulls_only_what_is_new(cluster: Cluster):
+    first = make_prompt(1000, seed=3)
+    reply = cluster.decode.complete(first, 30, cluster.prefilled(first))
+    prompt = first + tokens_of(reply)[0] + make_prompt(200, seed=4)
+    before = cluster.decode.metric("hisparse_transfer_bytes_to_host")
+    reply = cluster.decode.complete(prompt, transfer=cluster.prefilled(prompt))
+    assert_same(reply, cluster.prefill.complete(prompt))
+    pulled = (cluster.decode.metric("hisparse_transfer_bytes_to_host") - before) / (64 * 576 * 4 * 4)
+    assert pulled == 20 - 16, "1230 tokens are 20 blocks, 16 of them are in the host prefix cache"
+    cluster.decode.wait_empty()
+
+
+def test_client_disconnects(cluster: Cluster):
+    """Clients that leave in the middle of the stream, and right after they asked."""
+    for num_chunks in (3, 0):
+        prompt = make_prompt(1500 + num_chunks, seed=5)
+        transfer = cluster.prefilled(prompt)
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body["kv_transfer_params"] = transfer
+        with requests.post(f"{cluster.decode.url}/v1/completions", json=body, stream=True, timeout=60) as stream:
+            lines = stream.iter_lines()
+            for _ in range(num_chunks):
+                next(lines)
+        cluster.decode.wait_empty()
+
+
+def test_incomplete_transfer_parameters_are_computed_here(cluster: Cluster):
+    prompt = make_prompt(300, seed=6)
+    reply = cluster.decode.complete(prompt, transfer={"do_remote_prefill": True, "remote_host": LOOPBACK})
+    assert_same(reply, cluster.prefill.complete(prompt))
+
+
+def test_prompt_longer_than_max_model_len(cluster: Cluster):
+    reply = cluster.decode.complete(make_prompt(9000))
+    assert reply["error"]["code"] == 400
+
+
+def test_prefill_engine_dies_before_the_transfer(cluster: Cluster):
+    """Killed after it computed the prompts: `fail` ends the request with an error, `recompute` answers all the same."""
+    prompts = [make_prompt(900, seed=7), make_prompt(1000, seed=7)]
+    for prompt, server in zip(prompts, (cluster.decode, cluster.recompute), strict=True):
+        server.complete(prompt[:100], transfer=cluster.prefilled(prompt[:100]))  # both know the prefill engine
+    expected = cluster.prefill.complete(prompts[1])
+    transfers = [cluster.prefilled(prompt) for prompt in prompts]
+    cluster.kill_prefill()
+    failed = cluster.decode.complete(prompts[0], transfer=transfers[0])
+    assert "choices" not in failed or failed["choices"][0]["finish_reason"] == "error"
+    assert cluster.decode.metric("hisparse_transfer_failures") >= 1
+    assert_same(cluster.recompute.complete(prompts[1], transfer=transfers[1]), expected)
+    for server in (cluster.decode, cluster.recompute):
+        server.wait_empty()
+
+
+def test_prefill_engine_dies_unknown(cluster: Cluster):
+    """A prefill engine that was never met is gone already: the handshake fails, the request ends, others go on."""
+    cluster.restart_prefill()
+    prompt = make_prompt(500, seed=8)
+    expected, transfer = cluster.prefill.complete(prompt), cluster.prefilled(prompt)
+    cluster.kill_prefill()
+    failed = cluster.decode.complete(prompt, transfer=transfer)
+    assert "choices" not in failed or failed["choices"][0]["finish_reason"] == "error"
+    assert_same(cluster.recompute.complete(prompt, transfer=transfer), expected)
+    for server in (cluster.decode, cluster.recompute):
+        server.wait_empty()
+
+
+def test_prefill_engine_dies_during_and_after_the_transfer(cluster: Cluster):
+    """Killed while several pulls run: every request is answered or ends with an error; decoding ones are not touched."""
+    cluster.restart_prefill()
+    prompts = [make_prompt(2500 + i, seed=9) for i in range(4)]
+    expected = {tuple(prompt): tokens_of(cluster.prefill.complete(prompt, 40))[0] for prompt in prompts}
+    transfers = [cluster.prefilled(prompt) for prompt in prompts]
+    replies: dict[int, dict] = {}
+
+    def serve(index: int) -> None:
+        replies[index] = cluster.decode.complete(prompts[index], 40, transfers[index])
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.15)
+    cluster.kill_prefill()
+    for thread in threads:
+        thread.join()
+    for index, prompt in enumerate(prompts):
+        choice = replies[index].get("choices", [{"finish_reason": "error"}])[0]
+        if choice["finish_reason"] != "error":
+            assert choice["token_ids"] == expected[tuple(prompt)]
+    cluster.decode.wait_empty()

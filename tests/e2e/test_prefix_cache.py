@@ -1,0 +1,62 @@
+"""Prefixes found in the host pool are served from it: across turns, and after the device forgot them."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import BATCHING_TOLERANCE, assert_pools_empty, assert_same, engine_args, hot_args, make_prompt
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 10
+
+
+def turns(first: list[list[int]], replies: list[list[int]]) -> list[list[int]]:
+    """The next turn's prompts: prompt, reply and a new question."""
+    return [prompt + reply + make_prompt(41, seed=7) for prompt, reply in zip(first, replies, strict=True)]
+
+
+def conversation(run, engine: dict, num_filler: int) -> list[dict]:
+    """Two turns of two conversations with other prompts in between; the second turn repeats the first's replies."""
+    first = [make_prompt(650), make_prompt(1021)]
+    filler = [make_prompt(900, seed=100 + i) for i in range(num_filler)]
+    replies = [done["tokens"] for done in run(engine, [{"prompts": first, "max_tokens": MAX_TOKENS}])[0]["completions"]]
+    phases = [first, filler, turns(first, replies), first]
+    return run(engine, [{"prompts": prompts, "max_tokens": MAX_TOKENS} for prompts in phases if prompts])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Full KV with vLLM's own prefix cache, which computes the same chunks."""
+    from conftest import run_engine
+
+    directory = tmp_path_factory.mktemp("full")
+    return conversation(lambda *args: run_engine(directory, *args), engine_args(), num_filler=0)
+
+
+def test_turns_hit_on_device(run, expected):
+    records = conversation(run, hot_args(), num_filler=0)
+    for record, full in zip(records, expected, strict=True):
+        assert_same(record["completions"], full["completions"])
+        assert_pools_empty(record)
+    # 650 + 10 and 1021 + 10 tokens are 10 and 16 whole blocks; the newest token of a reply has no KV yet.
+    assert [done["num_cached_tokens"] for done in records[1]["completions"]] == [640, 1024]
+    assert records[2]["pools"]["host_blocks_cached"] > 0
+
+
+def test_turns_restored_from_host(run, expected):
+    """So few device blocks that the indexer keys of the first turn are gone: they come back by copy."""
+    engine = hot_args(num_gpu_blocks_override=2 * (107 + 18) + 1, max_model_len=1100)
+    records = conversation(run, engine, num_filler=6)
+    for record, full in zip([records[0], *records[2:]], expected, strict=True):
+        assert_same(record["completions"], full["completions"], BATCHING_TOLERANCE)
+        assert_pools_empty(record)
+    counters = [record["counters"].get("host_prefix_tokens", 0) for record in records]
+    assert counters[2] - counters[1] >= 640 + 1024 - 64, "the second turn was served from the host"
+
+
+def test_caching_disabled(run, expected):
+    records = conversation(run, hot_args(enable_prefix_caching=False), num_filler=0)
+    for record, full in zip(records, expected, strict=True):
+        assert_same(record["completions"], full["completions"], BATCHING_TOLERANCE)
+    assert records[-1]["counters"].get("host_prefix_tokens", 0) == 0
+    assert records[-1]["pools"]["host_blocks_cached"] == 0
