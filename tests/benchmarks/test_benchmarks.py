@@ -27,7 +27,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert str(tmp_path) not in output.read_text()
         return result
 
-    return run_benchmark
+    num_threads = torch.get_num_threads()
+    yield run_benchmark
+    torch.set_num_threads(num_threads)
 
 
 def check_frame(result: dict[str, Any], name: str) -> None:
