@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,7 +65,7 @@ class HotBufferManager(CircularBufferManager):
         self.released: list[int] = []
         self.tail_saves: list[tuple[int, int]] = []
         self.waiting_for_host: set[str] = set()
-        self._parked: deque[tuple[KVCacheBlock, str]] = deque()
+        self._parked: list[tuple[KVCacheBlock, str]] = []
 
     def bind(self, host_pool: HostBlockPool) -> None:
         """Attach the host pool; called once, before the first request."""
@@ -158,9 +157,12 @@ class HotBufferManager(CircularBufferManager):
         NOTE: vLLM returns device blocks late when a step in flight may still write them; host blocks follow, because
         that step writes them too. vLLM asks this manager before it hands out any block, so none is missed.
         """
-        while self._parked and self._parked[0][0].ref_cnt == 0:
-            _, request_id = self._parked.popleft()
-            self.host_pool.free(request_id)
+        parked, self._parked = self._parked, []
+        for block, request_id in parked:
+            if block.ref_cnt:
+                self._parked.append((block, request_id))
+            else:
+                self.host_pool.free(request_id)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended; its blocks follow through `pop_blocks_for_free`."""
