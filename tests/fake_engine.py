@@ -104,6 +104,39 @@ class FakeWorker:
             self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
 
 
+class FakeTransport:
+    """Pulls the prompts of `remote` requests."""
+
+    def __init__(self):
+        self.remote: set[str] = set()
+        self.started: list[tuple] = []
+        self.finished: list[str] = []
+
+    def on_new_request(self, request: Request) -> None:
+        if request.request_id.startswith("remote"):
+            self.remote.add(request.request_id)
+
+    def is_remote(self, request: Request) -> bool:
+        return request.request_id in self.remote
+
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return request.num_prompt_tokens - num_computed_tokens if self.is_remote(request) else 0
+
+    def start(self, request, host_ids, num_shared, device_blocks, num_external_tokens) -> None:
+        device_ids = [block.block_id for block in device_blocks]
+        self.started.append((request.request_id, list(host_ids), num_shared, device_ids, num_external_tokens))
+        self.remote.discard(request.request_id)
+
+    def build_connector_meta(self, scheduler_output) -> str:
+        return "transport metadata"
+
+    def update_connector_output(self, output) -> None:
+        self.last_output = output
+
+    def request_finished(self, request: Request) -> None:
+        self.finished.append(request.request_id)
+
+
 class FakeEngine:
     """First come, first served; the newest running request is preempted first."""
 
@@ -128,6 +161,7 @@ class FakeEngine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
+        self.received: set[str] = set()  # waiting, but they hold blocks
         self.deferred: list[tuple[str, list]] = []  # ended requests whose device blocks a step in flight may write
         self.defer_frees = False
         self.ended: set[str] = set()
@@ -173,6 +207,7 @@ class FakeEngine:
             if request in self.running:
                 scheduled[request.request_id] = num_tokens
                 budget -= num_tokens
+        self.waiting.sort(key=lambda request: request.request_id not in self.received)
         while self.waiting and budget and len(self.running) >= num_running:
             num_tokens = self.admit(self.waiting[0], budget)
             if not num_tokens:
@@ -185,7 +220,7 @@ class FakeEngine:
     def admit(self, request: Request, budget: int) -> int:
         """Try to admit a request; returns its tokens of this step, 0 if it has to wait or to load first."""
         blocks, num_local, num_external, is_async = self.kv.empty_kv_cache_blocks, 0, 0, False
-        if not request.num_computed_tokens:
+        if request.request_id not in self.received:
             blocks, num_local, _ = self.kv.get_computed_blocks(request)
             num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
         num_computed = request.num_computed_tokens + num_local + num_external
@@ -204,6 +239,7 @@ class FakeEngine:
         self.connector.update_state_after_alloc(request, self.kv.get_blocks(request.request_id), num_external)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS if is_async else RequestStatus.RUNNING
         request.num_computed_tokens = num_computed
+        self.received.discard(request.request_id)
         if is_async:
             self.waiting.remove(request)
             self.loading.append(request)
@@ -211,6 +247,11 @@ class FakeEngine:
 
     def receive(self, request: Request) -> None:
         """A remote load ends: the prompt's rows are in the host pool, its keys in the indexer cache."""
+        if request.is_finished():
+            self.loading.remove(request)
+            self.kv.free(request)
+            self.ended.add(request.request_id)
+            return
         device_ids = self.tables_of(request)[1]
         for position in range(request.num_computed_tokens):
             block, offset = divmod(position, BLOCK_SIZE)
@@ -220,6 +261,7 @@ class FakeEngine:
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self.kv.cache_blocks(request, request.num_computed_tokens)
         request.status = RequestStatus.WAITING
+        self.received.add(request.request_id)
         self.loading.remove(request)
         self.waiting.insert(0, request)
 
@@ -240,7 +282,12 @@ class FakeEngine:
         self.waiting.insert(0, request)
 
     def abort(self, request: Request) -> None:
+        if request in self.loading:  # its blocks come back when the load has ended
+            request.status = RequestStatus.FINISHED_ABORTED
+            self.connector.request_finished(request)
+            return
         (self.running if request in self.running else self.waiting).remove(request)
+        self.received.discard(request.request_id)
         self.finish(request, RequestStatus.FINISHED_ABORTED)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
@@ -260,8 +307,10 @@ class FakeEngine:
         self.deferred.clear()
 
     def run_to_end(self, max_steps: int = 400) -> None:
-        while self.running or self.waiting:
+        while self.running or self.waiting or self.loading:
             assert max_steps, "no progress"
+            for request in list(self.loading):
+                self.receive(request)
             self.step()
             max_steps -= 1
 
@@ -284,7 +333,7 @@ class FakeEngine:
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
         assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block is shared"
-        admitted = {request.request_id for request in self.running + self.loading}
+        admitted = {request.request_id for request in self.running + self.loading} | self.received
         assert set(self.hot.states) == admitted
         parked = {request_id for _, request_id in self.hot._parked}
         assert set(self.host_pool._requests) == admitted | parked, "host and hot blocks come and go together"

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine
+from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine, FakeTransport
 from vllm.v1.request import Request
 
 from vllm_hisparse.connector import request_log
@@ -298,39 +298,6 @@ def test_growth_beyond_the_host_pool_preempts_and_both_finish() -> None:
 
 
 # Transfers
-
-
-class FakeTransport:
-    """Pulls the prompts of `remote` requests."""
-
-    def __init__(self):
-        self.remote: set[str] = set()
-        self.started: list[tuple] = []
-        self.finished: list[str] = []
-
-    def on_new_request(self, request: Request) -> None:
-        if request.request_id.startswith("remote"):
-            self.remote.add(request.request_id)
-
-    def is_remote(self, request: Request) -> bool:
-        return request.request_id in self.remote
-
-    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return request.num_prompt_tokens - num_computed_tokens if self.is_remote(request) else 0
-
-    def start(self, request, host_ids, num_shared, device_blocks, num_external_tokens) -> None:
-        device_ids = [block.block_id for block in device_blocks]
-        self.started.append((request.request_id, list(host_ids), num_shared, device_ids, num_external_tokens))
-        self.remote.discard(request.request_id)
-
-    def build_connector_meta(self, scheduler_output) -> str:
-        return "transport metadata"
-
-    def update_connector_output(self, output) -> None:
-        self.last_output = output
-
-    def request_finished(self, request: Request) -> None:
-        self.finished.append(request.request_id)
 
 
 def test_a_remote_prompt_is_pulled_into_host_and_device_blocks() -> None:

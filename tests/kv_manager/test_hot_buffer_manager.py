@@ -1,5 +1,5 @@
 import pytest
-from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, FakeEngine
+from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, FakeEngine, FakeTransport
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,7 +16,7 @@ class HotBufferManagerMachine(RuleBasedStateMachine):
         enable_caching=st.sampled_from([True, True, False]),
     )
     def start(self, **options) -> None:
-        self.engine = FakeEngine(**options)
+        self.engine = FakeEngine(transport=FakeTransport(), **options)
         self.num_requests = 0
 
     @rule(
@@ -25,11 +25,15 @@ class HotBufferManagerMachine(RuleBasedStateMachine):
         own_tokens=st.integers(0, 6),
         max_tokens=st.integers(1, 12),
         skip=st.sampled_from([None, None, None, True]),
+        name=st.sampled_from(["local", "local", "remote"]),
     )
-    def add_request(self, stem: int, stem_tokens: int, own_tokens: int, max_tokens: int, skip: bool | None) -> None:
+    def add_request(
+        self, stem: int, stem_tokens: int, own_tokens: int, max_tokens: int, skip: bool | None, name: str
+    ) -> None:
         self.num_requests += 1
+        skip = None if name == "remote" else skip
         prompt = [10 * stem + i for i in range(stem_tokens)] + [100 * self.num_requests + i for i in range(own_tokens)]
-        self.engine.add(f"r{self.num_requests}", prompt or [0], max_tokens, skip_reading_prefix_cache=skip)
+        self.engine.add(f"{name}{self.num_requests}", prompt or [0], max_tokens, skip_reading_prefix_cache=skip)
 
     @rule(budget=st.integers(1, 24))
     def step(self, budget: int) -> None:
@@ -37,18 +41,27 @@ class HotBufferManagerMachine(RuleBasedStateMachine):
         ended = set(engine.ended)
         engine.step(budget)
         held = ended & set(engine.host_pool._requests)
-        assert engine.deferred or not held, f"host blocks of {held} outlived their hot blocks"
+        assert not held, f"host blocks of {held} outlived their hot blocks"
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         self.engine.preempt(data.draw(st.sampled_from(self.engine.running)))
 
-    @precondition(lambda self: self.engine.running or self.engine.waiting)
+    @precondition(lambda self: self.engine.loading)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        self.engine.receive(data.draw(st.sampled_from(self.engine.loading)))
+
+    def alive(self) -> list:
+        loading = [request for request in self.engine.loading if not request.is_finished()]
+        return self.engine.running + self.engine.waiting + loading
+
+    @precondition(lambda self: self.alive())
     @rule(data=st.data(), defer=st.booleans())
     def abort(self, data: st.DataObject, defer: bool) -> None:
         self.engine.defer_frees = defer
-        self.engine.abort(data.draw(st.sampled_from(self.engine.running + self.engine.waiting)))
+        self.engine.abort(data.draw(st.sampled_from(self.alive())))
 
     @rule(defer=st.booleans())
     def finish_early_or_late(self, defer: bool) -> None:
@@ -61,7 +74,7 @@ class HotBufferManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self) -> None:
-        if not self.engine.running:
+        if not self.engine.running and not self.engine.loading:
             self.engine.kv.reset_prefix_cache()
         self.engine.connector.reset_cache()
 
@@ -109,5 +122,22 @@ def test_host_blocks_follow_hot_blocks_that_another_request_takes_at_once() -> N
     engine.step(budget=6)
     assert len(engine.running) == 2
     engine.abort(engine.running[0])
+    engine.step(budget=8)
+    assert set(engine.host_pool._requests) == {"prefill"}
+
+
+def test_host_blocks_need_not_wait_for_those_of_requests_that_ended_earlier() -> None:
+    engine = FakeEngine()
+    for name, num_tokens in (("in_flight", 2), ("idle", 2), ("prefill", 30)):
+        engine.add(name, list(range(num_tokens)))
+    engine.step(budget=6)
+    in_flight, idle, _ = engine.running
+    engine.defer_frees = True
+    engine.abort(in_flight)
+    engine.defer_frees = False
+    engine.abort(idle)
+    engine.step(budget=8)
+    assert set(engine.host_pool._requests) == {"in_flight", "prefill"}
+    engine.drain()
     engine.step(budget=8)
     assert set(engine.host_pool._requests) == {"prefill"}
