@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessError, ProcessGroup, free_ports
+from vllm_hisparse.cli.processes import CALM_NICENESS, LOOPBACK, EngineProcess, ProcessError, ProcessGroup, free_ports
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
@@ -113,6 +113,24 @@ def test_a_member_that_ends_is_an_error_with_its_cause(tmp_path: Path) -> None:
     assert caught.value.log_tail[-1] == "RuntimeError: see above"
 
 
+def test_first_error_includes_its_continuation(tmp_path: Path) -> None:
+    process = python(tmp_path, SLEEP)
+    process.log_path.parent.mkdir()
+    process.log_path.write_text("x.ValidationError: 1 error\n  Value error, top_k: got 7\nRuntimeError: see above\n")
+    assert process.first_error() == "x.ValidationError: 1 error Value error, top_k: got 7"
+    process.log_path.write_text("no Error here\n")
+    assert process.first_error() is None
+
+
+def test_log_tail_leaves_out_noise(tmp_path: Path) -> None:
+    process = python(tmp_path, SLEEP)
+    process.log_path.parent.mkdir()
+    process.log_path.write_text(
+        'cause\n\nnanobind: leaked 4 instances!\n - leaked type "x"\n - ... skipped remainder\n'
+    )
+    assert process.log_tail() == ["cause"]
+
+
 def test_log_lines_lose_prefix_and_colour(tmp_path: Path) -> None:
     process = python(tmp_path, SLEEP)
     process.log_path.parent.mkdir()
@@ -170,6 +188,27 @@ def test_stop_without_start_and_twice(tmp_path: Path) -> None:
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), ProcessGroup() as group:
         group.start(EngineProcess("missing", [str(tmp_path / "missing")], tmp_path / "missing.log"))
+
+
+def test_calms_only_threads_that_never_sleep(tmp_path: Path) -> None:
+    code = f"""
+    import threading, time
+    def poll():
+        while True:
+            pass
+    threading.Thread(target=poll, daemon=True).start()
+    print(threading.get_native_id(), threading.enumerate()[1].native_id, flush=True)
+    {SLEEP}
+    """
+    process = python(tmp_path, code)
+    assert process.calm_polling_threads() == 0
+    with ProcessGroup() as group:
+        group.start(process)
+        wait_until(process.last_log_line)
+        sleeping, polling = map(int, process.last_log_line().split())
+        wait_until(process.calm_polling_threads)
+        assert os.getpriority(os.PRIO_PROCESS, polling) == CALM_NICENESS
+        assert os.getpriority(os.PRIO_PROCESS, sleeping) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -78,7 +78,8 @@ def demo_command(
         console.print(f"[bold red]Demo failed:[/] {escape(details)}", soft_wrap=True)
         raise typer.Exit(1) from None
     report.write(out)
-    console.print(request_table(report), verdict(report), f"[dim]Figures: {out}[/]", soft_wrap=True)
+    console.print(request_table(report))
+    console.print(verdict(report), f"[dim]Figures: {out}[/]", sep="\n")
     if report.problems():
         console.print(f"[dim]Logs: {LOG_DIR}[/]")
         raise typer.Exit(1)
@@ -117,20 +118,24 @@ def run_demo(options: DemoOptions, stages: Stages) -> Report:
 
 
 def random_prompts(options: DemoOptions, vocab_size: int) -> list[list[int]]:
-    """Random token ids; all prompts differ in length."""
+    """Random token ids; all prompts differ in length, and most are on the short side, as users' are."""
     rng = random.Random(options.seed)
-    lengths = rng.sample(range(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS + 1), options.num_requests)
-    return [rng.choices(range(len(SPECIAL_TOKENS), vocab_size), k=length) for length in lengths]
+    lengths: set[int] = set()
+    while len(lengths) < options.num_requests:
+        lengths.add(MIN_PROMPT_TOKENS + round((MAX_PROMPT_TOKENS - MIN_PROMPT_TOKENS) * rng.random() ** 2))
+    return [rng.choices(range(len(SPECIAL_TOKENS), vocab_size), k=length) for length in sorted(lengths)]
 
 
 def start(group: ProcessGroup, deployment: Deployment, stages: Stages) -> None:
     """Start both engines and, once they are healthy, the router."""
-    steps = {"start the engines": (deployment.prefill, deployment.decode), "start the router": (deployment.router,)}
-    for title, processes in steps.items():
+    engines, router = (deployment.prefill, deployment.decode), deployment.router
+    for title, processes in {"start the engines": engines, "start the router": (router,)}.items():
         with stages.stage(title) as update:
             for process in processes:
                 group.start(process)
             group.wait_healthy(HEALTH_TIMEOUT_S, lambda waiting: update(f"{waiting.name}: {waiting.last_log_line()}"))
+    for engine in engines:
+        engine.calm_polling_threads()
 
 
 def run_requests(
@@ -145,9 +150,9 @@ def run_requests(
     try:
         return asyncio.run(watched(group, complete_all(base_url, prompts, max_tokens, update)))
     except CompletionError as error:
-        group.check()
-        paths = ", ".join(str(process.log_path) for process in group.processes)
-        raise DemoError(f"{error}\nlogs: {paths}") from error
+        group.check(within_s=5)
+        ends = (f"{process.log_path}: {process.last_log_line()}" for process in group.processes)
+        raise DemoError("\n".join([str(error), "last lines of the logs:", *ends])) from error
 
 
 async def complete_all(
@@ -179,8 +184,10 @@ async def watched(group: ProcessGroup, work: Coroutine[Any, Any, list[Completion
 
 
 async def read_metrics(base_url: str) -> dict[str, float]:
+    """The connector's Prometheus samples."""
     async with OpenAIClient(MODEL_NAME) as client:
-        return await client.metrics(base_url)
+        samples = await client.metrics(base_url)
+    return {name: samples[name] for name in samples if name.startswith("vllm:hisparse_") and "_created" not in name}
 
 
 def collect_stats(

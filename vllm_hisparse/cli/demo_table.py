@@ -8,31 +8,33 @@ from rich.table import Table
 from vllm_hisparse.cli.demo_report import Report, RequestRow
 
 MIB = 2**20
+CAPTION = (
+    "same: tokens as with full KV; hits: selected rows found in the hot buffer; hot, full MiB: device KV with a hot "
+    "buffer and with full KV; host MiB: KV received straight into host memory; first, total s: time to tokens"
+)
 
 
 def request_table(report: Report) -> Table:
     """One line per request."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for header in ("request", "prompt tokens", "tokens as full KV", "hot-buffer hits"):
-        table.add_column(header, justify="right")
-    for header in ("device KV", "with full KV", "straight to host", "first token", "total"):
-        table.add_column(header, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", pad_edge=False)
+    for header in ("#", "prompt", "same", "hits", "hot MiB", "full MiB", "host MiB", "first s", "total s"):
+        table.add_column(header, justify="right", no_wrap=True)
     for row in report.rows:
         table.add_row(*cells(row))
     return table
 
 
 def cells(row: RequestRow) -> list[str]:
-    same = f"[green]{row.output_tokens} of {row.output_tokens}[/]"
-    differs = f"[red]{row.first_difference} of {row.output_tokens}[/]"
+    """One request: its number, tokens of the prompt, tokens as with full KV, and so on."""
+    num_same = row.output_tokens if row.first_difference is None else row.first_difference
     return [
         str(row.request),
         str(row.prompt_tokens),
-        same if row.identical else differs,
+        f"[{'green' if row.identical else 'red'}]{num_same}/{row.output_tokens}[/]",
         f"{row.hit_rate:.1%}",
-        *(f"{size / MIB:.1f} MiB" for size in (row.device_bytes, row.full_bytes, row.nixl_bytes_to_host)),
-        f"{row.first_token_s:.1f} s",
-        f"{row.total_s:.1f} s",
+        *(f"{size / MIB:.1f}" for size in (row.device_bytes, row.full_bytes, row.nixl_bytes_to_host)),
+        f"{row.first_token_s:.1f}",
+        f"{row.total_s:.1f}",
     ]
 
 

@@ -63,8 +63,9 @@ class Deployment:
         require_packages()
         prefill_port, decode_port, router_port, prometheus_port, *side_ports = free_ports(6)
         prefill_cores, decode_cores = split_cores(sorted(os.sched_getaffinity(0)))
-        # Without a prefix cache the prefill engine computes every prompt anew, so that it can serve as a reference.
-        prefill_args = [*engine_args, "--no-enable-prefix-caching"]
+        # The prefill engine is the full-KV reference too: it computes every prompt anew, and one at a time, because
+        # another split into chunks rounds differently and can flip a selected position.
+        prefill_args = [*engine_args, "--no-enable-prefix-caching", "--max-num-seqs", "1"]
         urls = [f"http://{LOOPBACK}:{port}" for port in (prefill_port, decode_port, router_port)]
         return cls(
             vllm_engine(

@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 # between its choice here and the start of the server.
 PORTS = range(20000, 32000)
 POLL_S = 0.25
+CALM_NICENESS = 10  # about a tenth of the CPU time of a thread that computes
 HEALTH_REQUEST_TIMEOUT_S = 5.0
 TAIL_BYTES = 64 * 1024
 ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -31,6 +32,8 @@ ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
 LOG_PREFIX = re.compile(
     r"^(\(\w+ pid=\d+\)\s*)?((INFO|DEBUG|WARNING|ERROR) \S+ \S+ \[\S+\]\s*|\S+ \S+\s+[A-Z]+ \S+: \S+:\d+:\s*)?"
 )
+# What vLLM's processes print at every start and end, and what says nothing about a failure.
+NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\. skipped)|resource_tracker|\] Route: /")
 ERROR_LINE = re.compile(r"^\s*([\w.]*(Error|Exception)\b: .*)")
 
 
@@ -147,8 +150,27 @@ class EngineProcess:
         self._child.poll()  # reaps it
         return not any(_group_members(self._child.pid))
 
-    def log_tail(self, num_lines: int = 25) -> list[str]:
-        """The last lines of the log."""
+    def calm_polling_threads(self) -> int:
+        """Lower the priority of the threads that poll without pause; returns how many there are.
+
+        NOTE: call it while the server is idle. NIXL's progress thread never sleeps, and it runs on the cores that the
+        engine computes on: on a small machine it would take half of them.
+        """
+        if self.pid is None:
+            return 0
+        before = dict(_thread_usage(self.pid))
+        time.sleep(POLL_S)
+        num_calmed = 0
+        for thread, (run_ns, num_sleeps) in _thread_usage(self.pid):
+            run_ns_before, num_sleeps_before = before.get(thread, (run_ns, num_sleeps))
+            if num_sleeps == num_sleeps_before and run_ns > run_ns_before:
+                num_calmed += 1
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, thread, CALM_NICENESS)
+        return num_calmed
+
+    def log_tail(self, num_lines: int = 15) -> list[str]:
+        """The last lines of the log that say something."""
         return self._log_lines()[-num_lines:]
 
     def last_log_line(self) -> str:
@@ -158,9 +180,11 @@ class EngineProcess:
 
     def first_error(self) -> str | None:
         """The first exception in the log: what follows it is usually a consequence."""
-        lines = self._log_lines(max_bytes=None)
-        errors = (ERROR_LINE.match(LOG_PREFIX.sub("", line)) for line in lines)
-        return next((error[1] for error in errors if error), None)
+        lines = [LOG_PREFIX.sub("", line) for line in self._log_lines(max_bytes=None)]
+        for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
+            if error := ERROR_LINE.match(line):
+                return error[1] + (f" {next_line.strip()}" if next_line.startswith(" ") else "")
+        return None
 
     def _log_lines(self, max_bytes: int | None = TAIL_BYTES) -> list[str]:
         if not self.log_path.is_file():
@@ -169,7 +193,7 @@ class EngineProcess:
             size = log.seek(0, os.SEEK_END)
             log.seek(0 if max_bytes is None else max(0, size - max_bytes))
             text = ANSI_CODE.sub("", log.read().decode(errors="replace"))
-        return [line.rstrip() for line in text.splitlines() if line.strip()]
+        return [line.rstrip() for line in text.splitlines() if line.strip() and not NOISE.search(line)]
 
 
 class ProcessGroup:
@@ -208,15 +232,23 @@ class ProcessGroup:
         process.start()
         return process
 
-    def check(self) -> None:
+    def check(self, within_s: float = 0.0) -> None:
         """Raise if a member has ended.
+
+        Args:
+            within_s: seconds to wait for one that is about to end.
 
         Raises:
             ProcessError: the first member that has ended.
         """
-        for process in self.processes:
-            if process.exit_code is not None:
-                raise ProcessError(process, f"ended with exit code {process.exit_code}")
+        deadline = time.monotonic() + within_s
+        while True:
+            for process in self.processes:
+                if process.exit_code is not None:
+                    raise ProcessError(process, f"ended with exit code {process.exit_code}")
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_S)
 
     def wait_healthy(self, timeout_s: float, on_wait: Callable[[EngineProcess], None] | None = None) -> None:
         """Wait until every member is healthy.
@@ -266,3 +298,16 @@ def _group_members(group_id: int) -> Iterator[int]:
             continue
         if int(group) == group_id and state not in "ZX":
             yield int(stat.parent.name)
+
+
+def _thread_usage(group_id: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Nanoseconds of CPU time and number of voluntary sleeps of every thread of a group, by thread id."""
+    for process in _group_members(group_id):
+        for thread in Path(f"/proc/{process}/task").glob("*"):
+            try:
+                run_ns = int((thread / "schedstat").read_text().split()[0])
+                status = (thread / "status").read_text()
+            except OSError:  # ended meanwhile
+                continue
+            sleeps = re.search(r"^voluntary_ctxt_switches:\s*(\d+)$", status, re.MULTILINE)
+            yield int(thread.name), (run_ns, int(sleeps[1]) if sleeps else 0)

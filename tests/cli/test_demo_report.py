@@ -1,0 +1,80 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from vllm_hisparse.cli.demo_report import Report, RequestRow, RequestStats, find_stats, kv_layout, make_row, parse_stats
+from vllm_hisparse.cli.openai_client import Completion
+
+CONFIG = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+ROUTED_ID = "cmpl-___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_{}"
+LOG = """\
+(EngineCore pid=7) INFO 01-31 12:00:00 [request_log.py:60] HiSparse request cmpl-a-0-1f: prompt_tokens=2000, hits=30, \
+misses=10, transfer_bytes_to_host=100, transfer_bytes_to_device=20
+INFO: something else
+(EngineCore pid=7) INFO 01-31 12:00:01 [request_log.py:60] HiSparse request cmpl-b-0-2e: prompt_tokens=2001, hits=0, \
+misses=0, transfer_bytes_to_host=0, transfer_bytes_to_device=0
+"""
+STATS = RequestStats("cmpl-a-0-1f", 2000, 30, 10, 100, 20)
+METRICS = {"vllm:hisparse_cache_hits_total": 30.0, "vllm:hisparse_cache_misses_total": 10.0}
+RECEIVED = {**METRICS, "vllm:hisparse_transfer_bytes_to_host_total": 100.0}
+
+
+def completion(tokens: Sequence[int], logprobs: Sequence[float]) -> Completion:
+    return Completion(response_id="cmpl-a", token_ids=list(tokens), logprobs=list(logprobs), total_s=1.0)
+
+
+def row(tokens: Sequence[int] = (1, 2, 3)) -> RequestRow:
+    reference = completion([1, 2, 3], [-1.0, -1.0, -1.0])
+    layout = kv_layout(CONFIG, 4)
+    return make_row(0, completion(tokens, [-1.0, -1.5, -9.0]), reference, STATS, layout, 512)
+
+
+def test_parses_the_lines_of_finished_requests() -> None:
+    assert parse_stats(LOG) == [STATS, RequestStats("cmpl-b-0-2e", 2001, 0, 0, 0, 0)]
+
+
+def test_finds_stats_by_id_then_by_unique_length() -> None:
+    routed = [replace(STATS, request_id=ROUTED_ID.format(name) + "-0-1f") for name in ("aa", "ab")]
+    assert find_stats(routed, ROUTED_ID.format("ab"), 1) is routed[1]
+    assert find_stats(routed, "cmpl-unknown", 2000) is None
+    assert find_stats([routed[0], replace(STATS, prompt_tokens=7)], "cmpl-unknown", 7) is not None
+    assert find_stats([], "cmpl-a", 2000) is None
+
+
+def test_row_of_the_same_tokens() -> None:
+    same = row()
+    assert same.identical and same.first_difference is None
+    assert same.max_logprob_difference == 8.0
+    assert same.hit_rate == 0.75
+    layout = kv_layout(CONFIG, 4)
+    assert (layout.row_bytes, layout.indexer_row_bytes) == (2304, 132)
+    assert same.device_bytes == layout.hot_request_bytes(2003, 512)
+    assert same.full_bytes == layout.full_request_bytes(2003)
+
+
+def test_row_of_other_tokens_compares_logprobs_before_the_difference() -> None:
+    other = row([1, 2, 4])
+    assert not other.identical
+    assert other.first_difference == 2
+    assert other.max_logprob_difference == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rows", "metrics", "problem"),
+    [
+        ([row(), row([1, 2, 4])], RECEIVED, "other tokens than with full KV in requests 0"),
+        ([row()], METRICS, "no KV was received in host memory"),
+        ([row()], {**RECEIVED, "vllm:hisparse_transfer_failures_total": 2.0}, "2 KV transfers failed"),
+    ],
+)
+def test_problems(rows: list[RequestRow], metrics: dict[str, float], problem: str) -> None:
+    assert Report(rows, metrics, {}).problems() == [problem]
+
+
+def test_report_without_problems() -> None:
+    report = Report([row(), row()], RECEIVED, {})
+    assert report.problems() == []
+    assert report.hit_rate == 0.75
+    assert report.device_bytes_per_request == row().device_bytes
+    assert report.to_json()["nixl_bytes_to_host"] == 100
