@@ -20,7 +20,7 @@ demo: setup ## run the prefill/decode demo
 	@$(BIN)/vllm-hisparse demo $(ARGS)
 
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(BIN)/ruff check .

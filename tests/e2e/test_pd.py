@@ -92,11 +92,16 @@ class Cluster:
         self.decode = self.start("decode", hisparse_connector(**OPTIONS), 1)
         recompute = {**hisparse_connector(**OPTIONS), "kv_load_failure_policy": "recompute"}
         self.recompute = self.start("recompute", recompute, 1)
-        group.wait_healthy(START_TIMEOUT_S)
+        self.settle()
+
+    def settle(self) -> None:
+        self.group.wait_healthy(START_TIMEOUT_S)
+        for process in self.group.processes:
+            process.calm_polling_threads()
 
     def start(self, name: str, connector: dict, core: int) -> Server:
         port, side_port = free_ports(2)
-        args = ["--max-num-seqs", "8", "--max-num-batched-tokens", "512"]
+        args = ["--max-num-seqs", "1" if name == "prefill" else "8", "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
         process = vllm_engine(name, MODELS / "dsv32", self.log_dir, port, connector, side_port, [core], args)
@@ -114,7 +119,7 @@ class Cluster:
     def restart_prefill(self) -> None:
         self.group.processes.remove(self.prefill.process)
         self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
-        self.group.wait_healthy(START_TIMEOUT_S)
+        self.settle()
 
 
 @pytest.fixture(scope="module")

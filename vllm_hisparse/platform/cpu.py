@@ -50,3 +50,9 @@ class HiSparseCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
             custom_ops.append("-rotary_embedding")
+
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        # NOTE: vLLM's NIXL worker moves its main thread to the last core of every node listed here, away from the cores
+        # it was given: with few cores all engines would compute on the same one.
+        return []
