@@ -347,6 +347,7 @@ class FakeEngine:
         self.connector.take_stats()
         self.check_integrity()
         assert self.host_pool.num_used == 0, "host blocks without an owner"
+        assert not self.host_pool._preempted, "blocks kept for requests that ended"
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
         for leftover in (self.hot.requests, self.hot.states, self.hot.matches, self.hot.changed, self.hot._parked):
             assert not leftover

@@ -288,6 +288,24 @@ def test_a_request_that_the_host_cannot_take_waits() -> None:
     engine.check_idle()
 
 
+def test_an_aborted_request_waits_no_longer() -> None:
+    engine = FakeEngine(num_device_blocks=60, num_host_blocks=8)
+    engine.add("a", list(range(24)))
+    waiting = engine.add("b", list(range(50, 74)))
+    engine.step(budget=60)
+    engine.abort(waiting)
+    assert engine.connector.take_stats().data["gauges"]["requests_waiting_for_host_memory"] == 0
+
+
+def test_an_aborted_preempted_request_keeps_nothing_on_the_host() -> None:
+    engine = FakeEngine()
+    request, _, _ = preempted(engine, 11)
+    engine.abort(request)
+    gauges = engine.connector.take_stats().data["gauges"]
+    assert (gauges["host_blocks_used"], gauges["host_blocks_cached"]) == (0, 2)  # the full blocks serve others
+    engine.check_idle()
+
+
 def test_growth_beyond_the_host_pool_preempts_and_both_finish() -> None:
     engine = FakeEngine(num_device_blocks=60, num_host_blocks=MAX_MODEL_LEN // BLOCK_SIZE)
     requests = [engine.add(name, [ord(name)] * 14, max_tokens=16) for name in "ab"]
