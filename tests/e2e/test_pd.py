@@ -112,11 +112,13 @@ class Cluster:
         return self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
 
     def kill_prefill(self) -> None:
+        """Kill it, if it still runs."""
         self.prefill.process.send_signal(signal.SIGKILL)
         while not self.prefill.process.is_gone():
             time.sleep(0.1)
 
     def restart_prefill(self) -> None:
+        self.kill_prefill()
         self.group.processes.remove(self.prefill.process)
         self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
         self.settle()

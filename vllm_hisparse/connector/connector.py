@@ -142,9 +142,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.transfer_results(finished_req_ids)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.failed_block_ids()
-
     def get_handshake_metadata(self):
         return self.worker.transport.handshake_metadata() if self.worker.transport else None
 

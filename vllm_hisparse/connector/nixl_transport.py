@@ -163,10 +163,12 @@ class NixlWorkerTransport:
         self.connector.start_load_kv(forward_context)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self.connector.get_transfer_results(finished_req_ids)
-
-    def failed_block_ids(self) -> set[int]:
-        return self.connector.get_block_ids_with_load_errors()
+        """Requests whose pull finished or failed."""
+        results = self.connector.get_transfer_results(finished_req_ids)
+        # NOTE: the connector names the first group's blocks of a failed request too; vLLM accepts block ids from models
+        # with one group only, and `failed_recving` says it all.
+        self.connector.get_block_ids_with_load_errors()
+        return results
 
     def take_stats(self) -> NixlKVConnectorStats | None:
         return self.connector.get_kv_connector_stats()

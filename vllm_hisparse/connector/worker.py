@@ -123,9 +123,6 @@ class HiSparseWorkerConnector:
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()
 
-    def failed_block_ids(self) -> set[int]:
-        return self.transport.failed_block_ids() if self.transport else set()
-
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
         released, self._released = self._released, []
         return HiSparseWorkerMetadata(released) if released else None
