@@ -97,7 +97,7 @@ def test_refuses_unknown_options(name: str) -> None:
         ("device_buffer_size", -1, "greater than 0"),
         ("host_pool_gib", "2", "a valid number"),
         ("host_pool_gib", 0, "greater than 0"),
-        ("host_pool_gib", float("nan"), "greater than 0"),
+        ("host_pool_gib", float("nan"), "finite number"),
         ("host_to_device_ratio", -2.0, "greater than 0"),
         ("algorithm", "quest", "'dsa'"),
         ("algorithm_options", [], "a valid dictionary"),
@@ -193,3 +193,9 @@ def test_sizes_the_host_pool(options: dict[str, float], num_blocks: int, size_op
 
 def test_an_integer_is_a_size() -> None:
     assert HiSparseConfig.from_extra_config({"host_pool_gib": 2}).num_host_blocks(2**30, 0) == 2
+
+
+@pytest.mark.parametrize("option", ["host_pool_gib", "host_to_device_ratio"])
+def test_infinite_pool_is_refused(option):
+    with pytest.raises(HiSparseConfigError, match=option):
+        HiSparseConfig.from_extra_config({option: float("inf")})

@@ -41,7 +41,7 @@ class HiSparseConfig(BaseModel):
     `top_k`, `device_buffer_size` and `host_to_device_ratio` mean what they mean in SGLang's `--hisparse-config`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     top_k: int | None = Field(default=None, gt=0)
     """Rows attended per query and layer. A DSA model: its `index_topk`, the default."""

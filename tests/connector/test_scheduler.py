@@ -454,3 +454,14 @@ def test_no_log_unless_asked(lines: list[str]) -> None:
     engine.abort(request)
     report(engine, engine.step(), (3, 4))
     assert lines == [] and engine.connector.request_log is None
+
+
+def test_log_forgets_a_request_aborted_during_its_transfer():
+    engine = FakeEngine(log_request_stats=True, transport=FakeTransport())
+    request = engine.add("remote", list(range(10)))
+    engine.step()
+    engine.abort(request)
+    engine.connector.update_connector_output(
+        SimpleNamespace(finished_recving={"remote"}, failed_recving=None, kv_connector_worker_meta=None)
+    )
+    assert not engine.connector.request_log._stats

@@ -48,7 +48,7 @@ def test_glm_architecture(run, reference):
 
 
 def test_bf16(run, reference):
-    """bf16 rounds each layer's input to 8 bits, so the order of a batch's matrix products may show: 0.02 in logprobs."""
+    """bf16 rounds each layer's input to 8 bits, so the order of sums may show: 0.02 in logprobs."""
     lengths = [65, 400, 777, 2001]
     record = run(hot_args(dtype="bfloat16"), [phase(lengths)])[0]
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, dtype="bfloat16"), tolerance=0.02)

@@ -223,7 +223,7 @@ def test_prefill_engine_dies_unknown(cluster: Cluster):
 
 
 def test_prefill_engine_dies_during_and_after_the_transfer(cluster: Cluster):
-    """Killed while several pulls run: every request is answered or ends with an error; decoding ones are not touched."""
+    """Killed while several pulls run: every request is answered or ends with an error; decoding ones go on."""
     cluster.restart_prefill()
     prompts = [make_prompt(2500 + i, seed=9) for i in range(4)]
     expected = {tuple(prompt): tokens_of(cluster.prefill.complete(prompt, 40))[0] for prompt in prompts}

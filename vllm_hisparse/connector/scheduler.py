@@ -187,7 +187,7 @@ class HiSparseSchedulerConnector:
         to_host = transfer.num_host_blocks * self.layout.main_block_bytes
         to_device = transfer.num_device_blocks * self.layout.indexer_block_bytes
         self.stats.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
-        if self.request_log:
+        if self.request_log and request_id in self.hot_manager.requests:
             self.request_log.received(request_id, to_host, to_device)
 
     def _add_changes(self, metadata: HiSparseMetadata, request: Request, state: RequestBlocks, num_tokens: int) -> None:
