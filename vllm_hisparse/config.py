@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-ALGORITHMS = ("dsa",)
-EVICTION_POLICIES = ("lru", "fifo")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 
