@@ -20,7 +20,9 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
     """A `VllmConfig` of a DSA model with index_topk 256; `changes` are `section__option=value`."""
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector=CONNECTOR_NAME, kv_connector_extra_config=GIB if extra_config is None else extra_config
+            kv_connector=CONNECTOR_NAME,
+            kv_role="kv_consumer",
+            kv_connector_extra_config=GIB if extra_config is None else extra_config,
         ),
         model_config=SimpleNamespace(model="some/model", use_mla=True, hf_text_config=SimpleNamespace(index_topk=256)),
         parallel_config=SimpleNamespace(**dict.fromkeys(PARALLEL_OPTIONS, 1)),
@@ -153,6 +155,12 @@ def test_refuses_models_without_an_indexer(changes: dict[str, Any]) -> None:
 def test_refuses_parallelism(option: str) -> None:
     message = refusal(**{f"parallel_config__{option}": 2})
     check_parts(message, f"--{option.replace('_', '-')}", "2", "1 in this release", "Start more decode instances")
+
+
+def test_refuses_the_prefill_role():
+    message = refusal(kv_transfer_config__kv_role="kv_producer")
+    assert "kv_role: got 'kv_producer', expected kv_consumer" in message
+    assert "NixlConnector" in message
 
 
 def test_refuses_speculative_decoding() -> None:

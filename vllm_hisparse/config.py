@@ -169,6 +169,14 @@ def _model_top_k(config: HiSparseConfig, vllm_config: VllmConfig) -> int:
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:
+    role = vllm_config.kv_transfer_config.kv_role
+    if role == "kv_producer":
+        raise HiSparseConfigError(
+            "kv_role",
+            role,
+            "kv_consumer (decode side) or kv_both (one instance)",
+            f"Prefill instances run stock vLLM with NixlConnector, without {CONNECTOR_NAME}.",
+        )
     parallel = vllm_config.parallel_config
     for option in (
         "tensor_parallel_size",

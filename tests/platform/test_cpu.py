@@ -10,7 +10,7 @@ from vllm_hisparse.platform.cpu import FULL_KV_BACKEND, HOT_BUFFER_BACKEND, HiSp
 
 
 def engine(connector: str | None = None, dsa: bool = True, custom_ops: tuple[str, ...] = ()) -> SimpleNamespace:
-    transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config={})
+    transfer = SimpleNamespace(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config={})
     return SimpleNamespace(
         kv_transfer_config=transfer if connector else None,
         model_config=SimpleNamespace(

@@ -48,6 +48,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
+        _check_device(vllm_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
         groups = DeviceGroups.from_config(kv_cache_config)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)
@@ -175,20 +176,20 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         return HiSparsePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+def _check_device(vllm_config: VllmConfig) -> None:
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise HiSparseConfigError(
+            "device", device, "cpu in this release", f"Remove {CONNECTOR_NAME}, or use the CPU build of vLLM."
+        )
+
+
 def _num_host_blocks(vllm_config: VllmConfig, config: HiSparseConfig, groups: DeviceGroups) -> int:
     """Blocks of the host pool, at least one request of `max_model_len`.
 
     Raises:
-        HiSparseConfigError: the role is not the decode side's, or the pool is too small.
+        HiSparseConfigError: the pool is too small.
     """
-    role = vllm_config.kv_transfer_config.kv_role
-    if role == "kv_producer":
-        raise HiSparseConfigError(
-            "kv_role",
-            role,
-            "kv_consumer (decode side) or kv_both (one instance)",
-            f"Prefill instances run stock vLLM with NixlConnector, without {CONNECTOR_NAME}.",
-        )
     layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
     num_blocks = config.num_host_blocks(layout.host_block_bytes, groups.device_kv_bytes)
     needed_bytes = layout.host_request_bytes(max_model_len)
