@@ -22,10 +22,11 @@ VOCABULARY = range(3, 500)
 MAX_MODEL_LEN = 4096
 TOP_K = 256
 
-# Logprobs where the engines cannot run the same batches: matrix products of other shapes round differently, and the
-# indexer's fp8 keys, its cut at the top-k and the experts' routing turn the last bit into another choice. Full KV
-# against full KV with another chunk size differs as much (test_parity.py).
-BATCHING_TOLERANCE = 0.2
+# Mean logprob difference of a request where the engines cannot run the same batches: matrix products of other shapes
+# round differently, and the indexer's fp8 keys, its cut at the top-k and the experts' routing turn the last bit into
+# another choice, which a few tokens show. Full KV against full KV with another chunk size does so too (test_parity.py).
+BATCHING_TOLERANCE = 0.05
+TIE_MARGIN = 0.5  # between the two best tokens, for such a choice to swap them
 
 BASE_ENGINE = {
     "max_model_len": MAX_MODEL_LEN,
@@ -104,20 +105,30 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[di
 
 
 def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-4) -> None:
-    """Identical greedy tokens and logprobs within `tolerance`, request by request.
+    """Identical greedy tokens, and every logprob within `tolerance`, request by request."""
+    assert len(got) == len(expected)
+    for index, (ours, full) in enumerate(zip(got, expected, strict=True)):
+        assert ours["tokens"] == full["tokens"], f"request {index}"
+        worst = max(abs(a - b) for a, b in zip(ours["logprobs"], full["logprobs"], strict=True))
+        assert worst <= tolerance, f"request {index}: logprobs differ by {worst}"
 
-    A request may leave the expected tokens only at a tie: where the two best tokens of the full-KV engine are so close
-    that the tolerance can swap them. What follows is another text and is not compared.
+
+def assert_same_but_rounding(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Identical greedy tokens up to a tie, and logprobs within `BATCHING_TOLERANCE` in the mean, request by request.
+
+    After a tie another text follows, which is not compared. At most one request in five may meet one.
     """
     assert len(got) == len(expected)
+    num_ties = 0
     for index, (ours, full) in enumerate(zip(got, expected, strict=True)):
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, ours["tokens"], full["tokens"])))
         if same < len(full["tokens"]):
-            margin = full["margins"][same]
-            assert margin <= 2 * tolerance, f"request {index}: token {same} differs and is no tie (margin {margin})"
+            num_ties += 1
+            assert full["margins"][same] <= TIE_MARGIN, f"request {index}: token {same} differs and is no tie"
         pairs = zip(ours["logprobs"][:same], full["logprobs"][:same], strict=True)
-        worst = max((abs(a - b) for a, b in pairs), default=0.0)
-        assert worst <= tolerance, f"request {index}: logprobs differ by {worst}"
+        mean = sum(abs(a - b) for a, b in pairs) / max(same, 1)
+        assert mean <= BATCHING_TOLERANCE, f"request {index}: logprobs differ by {mean} in the mean"
+    assert num_ties <= len(got) // 5 + 1
 
 
 def assert_pools_empty(record: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import BATCHING_TOLERANCE, assert_pools_empty, assert_same, hot_args, make_prompt
+from conftest import assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ def test_requests_wait_for_host_memory(run, reference):
     lengths, max_tokens = [700, 800, 900, 1000, 1100], 8
     engine = hot_args(options=pool_of(24), max_model_len=1500)  # one request takes 11 to 18 blocks
     record = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens}])[0]
-    assert_same(record["completions"], reference(lengths, max_tokens), BATCHING_TOLERANCE)
+    assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
     assert_pools_empty(record)
     assert record["peaks"]["requests_waiting_for_host_memory"] > 0
     assert record["peaks"]["host_blocks_used"] <= 24
@@ -34,7 +34,7 @@ def test_host_pool_exhausted_while_decoding(run, reference):
     lengths, max_tokens = [500, 510], 150  # 8 blocks each at admission, 11 at the end
     engine = hot_args(options=pool_of(18), max_model_len=1024)
     record = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens}])[0]
-    assert_same(record["completions"], reference(lengths, max_tokens), BATCHING_TOLERANCE)
+    assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1
     assert record["counters"]["recomputed_tokens"] < 512, "most of the preempted request's KV stays on the host"
@@ -49,11 +49,12 @@ def test_preempted_request_keeps_its_host_blocks(run, reference, enable_prefix_c
         num_gpu_blocks_override=needed_at_start + 1, max_model_len=1024, enable_prefix_caching=enable_prefix_caching
     )
     record = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens}])[0]
-    assert_same(record["completions"], reference(lengths, max_tokens), BATCHING_TOLERANCE)
+    assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1
     assert record["counters"]["recomputed_tokens"] == 0
-    assert record["counters"]["host_prefix_tokens"] > 0
+    if not enable_prefix_caching:  # else the device's prefix cache may still hold all of it
+        assert record["counters"]["host_prefix_tokens"] > 0
 
 
 def test_many_long_requests_compete(run, reference):
@@ -61,7 +62,7 @@ def test_many_long_requests_compete(run, reference):
     lengths, max_tokens = [400 + 37 * i for i in range(10)], 40
     engine = hot_args(options=pool_of(44), num_gpu_blocks_override=4 * (HOT_BLOCKS + 11) + 1, max_model_len=1024)
     record = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens}])[0]
-    assert_same(record["completions"], reference(lengths, max_tokens), BATCHING_TOLERANCE)
+    assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
     assert_pools_empty(record)
 
 
@@ -71,5 +72,5 @@ def test_aborted_requests_give_everything_back(run, reference):
     engine = hot_args(options=pool_of(40), max_model_len=2048)
     records = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens, "abort_after": abort_after}])
     finished = [record for record in records[0]["completions"] if record["tokens"] is not None]
-    assert_same(finished, reference([700, 65], max_tokens), BATCHING_TOLERANCE)
+    assert_same_but_rounding(finished, reference([700, 65], max_tokens))
     assert_pools_empty(records[0])
