@@ -45,7 +45,7 @@ class HostKVStore:
         dtype: torch.dtype,
         size_option: str,
     ):
-        self.layout, self.num_blocks = layout, num_blocks
+        self.layout = layout
         num_bytes = num_blocks * layout.host_block_bytes
         check_free_memory(num_bytes, size_option)
         self._memory = mmap.mmap(-1, num_bytes)  # NOTE: page-aligned, as cudaHostRegister and NIXL want it.
