@@ -63,9 +63,9 @@ def test_bf16(run, reference):
 
 
 def test_engine_and_worker_in_separate_processes(run, reference):
-    lengths = [65, 400, 2001]
-    record = run(hot_args(), [phase(lengths)], in_process=False)[0]
-    assert_same(record["completions"], reference(lengths, MAX_TOKENS))
+    """One request: how several share the first step's token budget depends on when each crosses to the engine."""
+    record = run(hot_args(), [phase([2001])], in_process=False)[0]
+    assert_same(record["completions"], reference([2001], MAX_TOKENS))
 
 
 def test_full_kv_alone_shows_the_batching_tolerance(run, reference):
