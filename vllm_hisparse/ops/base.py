@@ -1,0 +1,209 @@
+"""Swap-in operations: what they work on, and what every implementation of them provides."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class HotRows:
+    """The hot blocks of one layer as flat rows.
+
+    Row `offset` of device block `block` is flat row `block * block_stride_rows + offset`; rows between two blocks
+    belong to other layers.
+
+    Attributes:
+        rows: [num_rows, row elements], contiguous rows.
+        rows_per_block: rows of this layer in a block.
+        block_stride_rows: rows from one block to the next.
+    """
+
+    rows: torch.Tensor
+    rows_per_block: int
+    block_stride_rows: int
+
+    @classmethod
+    def from_cache(cls, cache: torch.Tensor) -> HotRows:
+        """View a layer's cache, [num_blocks, rows_per_block, row elements] with any stride of whole rows, as rows."""
+        num_blocks, rows_per_block, width = cache.shape
+        stride, rest = divmod(cache.stride(0), width)
+        assert rest == 0, "the block stride is not a whole number of rows"
+        num_rows = (num_blocks - 1) * stride + rows_per_block
+        return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Which position each hot slot of one layer holds, least recently used first.
+
+    Entry j of a request: slot `slots[j]` holds position `positions[j]`, or nothing where that is -1. While a sequence
+    is no longer than the buffer, a slot holds only the position of its own number.
+
+    Attributes:
+        slots: [num_requests, num_slots] int32, a permutation of the slots in each row.
+        positions: [num_requests, num_slots] int32.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """Where the decoding requests of a step keep their rows. Static device tensors: a CUDA graph may read them.
+
+    Attributes:
+        state_rows: [num_device_blocks] int32 row of the hot buffer's state that belongs to a request's first hot
+            block; -1 elsewhere.
+        hot_tables: [batch, >= hot blocks per request] int32 device blocks. A row whose first block is of no request is
+            padding.
+        seq_lens: [batch] int32 tokens of each request, the newest one included.
+        host_tables: [num_requests, max blocks] int32 host blocks of each row of the state.
+        block_size: tokens of a host block.
+    """
+
+    state_rows: torch.Tensor
+    hot_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    host_tables: torch.Tensor
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Output of `resolve`, in static buffers of the largest batch.
+
+    Attributes:
+        hot_rows: [max_batch, top_k] int32 flat hot row of each selected position; -1 where there is none.
+        num_valid: [max_batch] int32 leading entries of `hot_rows` that contain every valid one.
+        miss_host_rows: [max_batch, top_k] int64 flat host rows to copy; the first `num_misses` count.
+        miss_hot_rows: [max_batch, top_k] int32 flat hot rows to copy them to.
+        num_misses: [max_batch] int32.
+    """
+
+    hot_rows: torch.Tensor
+    num_valid: torch.Tensor
+    miss_host_rows: torch.Tensor
+    miss_hot_rows: torch.Tensor
+    num_misses: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_batch: int, top_k: int, device: torch.device) -> Resolved:
+        """Empty buffers."""
+        matrix, vector = (max_batch, top_k), (max_batch,)
+        return cls(
+            torch.full(matrix, -1, dtype=torch.int32, device=device),
+            torch.zeros(vector, dtype=torch.int32, device=device),
+            torch.zeros(matrix, dtype=torch.int64, device=device),
+            torch.zeros(matrix, dtype=torch.int32, device=device),
+            torch.zeros(vector, dtype=torch.int32, device=device),
+        )
+
+
+class SwapInOps(ABC):
+    """Operations on hot rows and host rows. None allocates, waits for the device or reads a tensor's value.
+
+    The newest position of a request, `seq_lens - 1`, is hot by construction: in the slot of its own number while the
+    sequence is no longer than the buffer, in the reserved slot `num_slots` after that. It is never a victim, and counts
+    neither as a hit nor as a miss.
+    """
+
+    @abstractmethod
+    def resolve(
+        self,
+        residency: Residency,
+        tables: StepTables,
+        top_k: torch.Tensor,
+        hot_rows: HotRows,
+        counts: torch.Tensor,
+        out: Resolved,
+    ) -> None:
+        """Find hits, choose victims for the misses, update the residency.
+
+        The least recently used entries that are not hits of this step are the victims, in the order of the misses in
+        `top_k`. The new order: entries neither hit nor filled, filled ones, hits (LRU) - each part in its old order. With
+        FIFO eviction hits keep their place. While the sequence is no longer than the buffer, a miss fills the slot of
+        its own number and nothing is evicted.
+
+        Args:
+            residency: of one layer, updated in place; has at least as many slots as `top_k` has columns.
+            tables: of the step.
+            top_k: [batch, top_k] int32 distinct positions; -1 anywhere, and every other value outside [0, seq_len), is
+                padding.
+            hot_rows: of the layer.
+            counts: [num_requests, 2] int64 hits and misses, added to.
+            out: written for the first `batch` rows; padding rows get -1, 0 valid entries and no misses.
+        """
+
+    @abstractmethod
+    def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
+        """Copy missed rows to their hot slots.
+
+        Args:
+            host_rows: [num_host_rows, row elements] of the layer; pinned on CUDA. A row is a multiple of 16 bytes.
+            hot_rows, resolved, batch: as given to `resolve`.
+        """
+
+    @abstractmethod
+    def swap_in(
+        self,
+        residency: Residency,
+        tables: StepTables,
+        top_k: torch.Tensor,
+        host_rows: torch.Tensor,
+        hot_rows: HotRows,
+        counts: torch.Tensor,
+        out: Resolved,
+    ) -> None:
+        """`resolve`, then `gather`."""
+
+    @abstractmethod
+    def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+        """Flat hot row of each request's newest position: the slot mapping of a decode step.
+
+        Args:
+            tables: of the step; `state_rows` may be stale, so that only the hot block table decides.
+            num_slots: hot slots per request, the reserved one not counted.
+            hot_rows: of any layer.
+            out: [>= batch] int64, the first `batch` written; -1 where `seq_lens` is below 1.
+        """
+
+    @abstractmethod
+    def write_back(
+        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
+    ) -> None:
+        """Copy each request's newest row of all layers to the host.
+
+        Args:
+            hot_rows, host_rows: one entry per layer, as in `gather`.
+            tables: of the step; padding rows write nothing.
+            num_slots: hot slots per request, the reserved one not counted.
+        """
+
+    @abstractmethod
+    def stage_rows(
+        self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
+    ) -> None:
+        """Copy a request's first rows from the host, for queries of several tokens.
+
+        Args:
+            host_rows: as in `gather`.
+            host_table: [blocks] int32 host blocks of the request.
+            block_size: tokens of a host block.
+            staging: [num_rows, row elements], contiguous; positions [0, num_rows), written.
+        """
+
+    @abstractmethod
+    def save_rows(
+        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int
+    ) -> None:
+        """Copy new rows of a request to the host.
+
+        Args:
+            rows: [num_rows, row elements], contiguous; positions [first, first + num_rows).
+            host_rows, host_table, block_size: as in `stage_rows`.
+        """
