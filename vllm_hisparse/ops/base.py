@@ -61,7 +61,8 @@ class StepTables:
             block; -1 elsewhere.
         hot_tables: [batch, >= hot blocks per request] int32 device blocks. A row whose first block is of no request is
             padding.
-        seq_lens: [batch] int32 tokens of each request, the newest one included.
+        seq_lens: [batch] int32 tokens of each request, the newest one included. A row with less than 1 is padding, too:
+            vLLM pads a graph's batch so, and its row of `hot_tables` may be stale.
         host_tables: [num_requests, max blocks] int32 host blocks of each row of the state.
         block_size: tokens of a host block.
     """
