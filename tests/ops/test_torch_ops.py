@@ -1,0 +1,346 @@
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.registry import swap_in_ops
+from vllm_hisparse.ops.torch_ops import TorchSwapInOps
+
+ROW = 3  # elements of a row: request, position, a product of both
+
+
+def expected_row(request: int, position: int) -> list[float]:
+    return [float(request + 1), float(position), (request + 1) * 0.5 + position * 7.0]
+
+
+@dataclass
+class Shape:
+    """Sizes of one simulation.
+
+    Attributes:
+        top_k: entries of a selection. extra_slots: hot slots beyond top_k.
+        block_size: tokens per host block. rows_per_block: rows per hot block. gap: rows between two hot blocks.
+        refresh_hits: LRU or FIFO. start: tokens on the host before the first step; seeded: also in the hot buffer.
+    """
+
+    top_k: int
+    extra_slots: int
+    block_size: int
+    rows_per_block: int
+    gap: int
+    refresh_hits: bool
+    start: int
+    seeded: bool
+
+    @property
+    def num_slots(self) -> int:
+        return self.top_k + self.extra_slots
+
+
+SHAPES = st.builds(
+    Shape,
+    top_k=st.integers(1, 6),
+    extra_slots=st.sampled_from([0, 0, 1, 3, 8]),
+    block_size=st.sampled_from([1, 3, 4, 7]),
+    rows_per_block=st.sampled_from([1, 2, 3, 5, 7]),
+    gap=st.sampled_from([0, 1, 4]),
+    refresh_hits=st.booleans(),
+    start=st.sampled_from([0, 1, 5, 12, 20]),
+    seeded=st.booleans(),
+)
+
+
+class Model:
+    """One request's hot buffer as a dict, slot -> position or -1, in the order of use, oldest first."""
+
+    def __init__(self, num_slots: int, refresh_hits: bool):
+        self.num_slots, self.refresh_hits = num_slots, refresh_hits
+        self.entries = dict.fromkeys(range(num_slots), -1)
+
+    def slot_of(self, position: int, newest: int) -> int | None:
+        if position == newest:
+            return min(newest, self.num_slots)
+        return next((slot for slot, hot in self.entries.items() if hot == position), None)
+
+    def resolve(self, selected: list[int], newest: int) -> tuple[list[int], list[int]]:
+        """Apply one selection; returns the slot of each selected position and the positions missed."""
+        wanted = [position for position in selected if position not in (-1, newest)]
+        missed = [position for position in wanted if self.slot_of(position, newest) is None]
+        hits = {self.slot_of(position, newest) for position in wanted if position not in missed}
+        if newest < self.num_slots:
+            filled = {position: position for position in [*missed, newest]}
+        else:
+            victims = [slot for slot in self.entries if slot not in hits]
+            filled = dict(zip(victims, missed, strict=False))
+        moved = hits if self.refresh_hits else set()
+        kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in moved}
+        taken = {slot: filled[slot] for slot in self.entries if slot in filled}
+        self.entries = kept | taken | {slot: hot for slot, hot in self.entries.items() if slot in moved}
+        return [-1 if position < 0 else self.slot_of(position, newest) for position in selected], missed
+
+
+class Simulation:
+    """Tensors of several requests, poisoned with NaN wherever no request's row belongs."""
+
+    NUM_REQUESTS = 4
+
+    def __init__(self, shape: Shape, seed: int, num_tokens: int = 48):
+        self.shape, self.random = shape, random.Random(seed)
+        self.ops = TorchSwapInOps(shape.refresh_hits)
+        self.host_tables = self.tables(-(-num_tokens // shape.block_size))
+        self.hot_tables = self.tables(-(-(shape.num_slots + 1) // shape.rows_per_block))
+        self.host_rows = torch.full(((self.host_tables.max() + 4) * shape.block_size, ROW), float("nan"))
+        width = shape.rows_per_block + shape.gap
+        self.hot_storage = torch.full((self.hot_tables.max() + 4, width, ROW), float("nan"))
+        self.hot_rows = HotRows.from_cache(self.hot_storage[:, : shape.rows_per_block])
+        self.state_rows = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
+        self.state_rows[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
+        slots = torch.arange(shape.num_slots, dtype=torch.int32).repeat(self.NUM_REQUESTS, 1)
+        self.residency = Residency(slots, torch.full_like(slots, -1))
+        self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
+        self.expected_counts = self.counts.clone()
+        self.out = Resolved.allocate(self.NUM_REQUESTS + 1, shape.top_k, torch.device("cpu"))
+        self.models = [Model(shape.num_slots, shape.refresh_hits) for _ in range(self.NUM_REQUESTS)]
+        self.lengths = [min(max(shape.start - 2 * i, 0), num_tokens - 1) for i in range(self.NUM_REQUESTS)]
+        for request, length in enumerate(self.lengths):
+            self.seed(request, length)
+
+    def seed(self, request: int, length: int) -> None:
+        for position in range(length):
+            self.host_row(request, position).copy_(torch.tensor(expected_row(request, position)))
+            if self.shape.seeded and position < self.shape.num_slots:
+                self.hot_row(request, position).copy_(torch.tensor(expected_row(request, position)))
+                self.residency.positions[request, position] = position
+                self.models[request].entries[position] = position
+
+    def tables(self, num_blocks: int) -> torch.Tensor:
+        """Disjoint tables in random order; some blocks belong to nobody."""
+        num_used = self.NUM_REQUESTS * num_blocks
+        block_ids = self.random.sample(range(num_used + 5), num_used)
+        return torch.tensor(block_ids, dtype=torch.int32).view(self.NUM_REQUESTS, num_blocks)
+
+    def host_row(self, request: int, position: int) -> torch.Tensor:
+        return self.host_rows[self.host_index(request, position)]
+
+    def host_index(self, request: int, position: int) -> int:
+        block, offset = divmod(position, self.shape.block_size)
+        return self.host_tables[request, block].item() * self.shape.block_size + offset
+
+    def hot_row(self, request: int, slot: int) -> torch.Tensor:
+        block, offset = divmod(slot, self.shape.rows_per_block)
+        return self.hot_storage[self.hot_tables[request, block], offset]
+
+    def hot_index(self, request: int, slot: int) -> int:
+        block, offset = divmod(slot, self.shape.rows_per_block)
+        return self.hot_tables[request, block].item() * (self.shape.rows_per_block + self.shape.gap) + offset
+
+    def selection(self, newest: int) -> list[int]:
+        """Distinct positions up to `newest`, the newest in or out, -1 in any place."""
+        num_selected = min(self.random.randint(0, self.shape.top_k), newest + 1)
+        recent = list(range(max(newest - 5, 0), newest + 1))
+        pool = recent if self.random.random() < 0.4 else list(range(newest + 1))
+        selected = self.random.sample(pool, min(num_selected, len(pool)))
+        selected += [-1] * (self.shape.top_k - len(selected))
+        self.random.shuffle(selected)
+        return selected
+
+    def invalid(self, selected: list[int], newest: int) -> list[int]:
+        """The same selection with other ids that mean nothing."""
+        invalid = [-1, -2, newest + 1, newest + 1000, 2**31 - 1, -(2**31)]
+        return [self.random.choice(invalid) if position < 0 else position for position in selected]
+
+    def step_tables(self, requests: list[int]) -> StepTables:
+        """Tables of a batch with one row of padding at its end."""
+        seq_lens = [self.lengths[request] + 1 for request in requests]
+        nobody = torch.full_like(self.hot_tables[:1], self.random.choice([-1, 2**31 - 1, len(self.state_rows)]))
+        return StepTables(
+            self.state_rows,
+            torch.cat((self.hot_tables[requests], nobody)),
+            torch.tensor([*seq_lens, self.random.choice([0, 5])], dtype=torch.int32),
+            self.host_tables,
+            self.shape.block_size,
+        )
+
+    def run_step(self, requests: list[int], selections: list[list[int]] | None = None) -> list[list[int]]:
+        """One decode step of some requests, checked against the model; returns each request's missed positions."""
+        newest = [self.lengths[request] for request in requests]
+        selections = selections or [self.selection(position) for position in newest]
+        tables = self.step_tables(requests)
+        self.write_newest(requests, tables)
+        hot_before, host_before = self.hot_storage.clone(), self.host_rows.clone()
+        given = [self.invalid(*pair) for pair in zip(selections, newest, strict=True)]
+        top_k = torch.tensor([*given, [0] * self.shape.top_k], dtype=torch.int32)
+        self.out.hot_rows.fill_(77)
+        self.out.num_valid.fill_(77)
+        self.out.num_misses.fill_(77)
+        self.ops.swap_in(self.residency, tables, top_k, self.host_rows, self.hot_rows, self.counts, self.out)
+
+        missed = self.check_resolved(requests, selections, newest)
+        for row, request in enumerate(requests):
+            for index in self.out.miss_hot_rows[row, : len(missed[row])].tolist():
+                block, offset = divmod(index, self.hot_storage.shape[1])
+                hot_before[block, offset] = self.hot_storage[block, offset]
+            self.check_rows(request, selections[row], self.out.hot_rows[row].tolist())
+        assert torch.equal(self.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1)), "another row changed"
+        self.write_back(requests, tables, host_before)
+        return missed
+
+    def write_newest(self, requests: list[int], tables: StepTables) -> None:
+        newest = torch.full((len(requests) + 2,), 77)
+        stale = StepTables(torch.full_like(self.state_rows, -1), tables.hot_tables, tables.seq_lens, *self.host_args)
+        self.ops.newest_rows(stale, self.shape.num_slots, self.hot_rows, newest)
+        for row, request in enumerate(requests):
+            position = self.lengths[request]
+            assert newest[row] == self.hot_index(request, min(position, self.shape.num_slots))
+            self.hot_rows.rows[newest[row]] = torch.tensor(expected_row(request, position))
+        assert newest[-1] == 77
+
+    @property
+    def host_args(self) -> tuple[torch.Tensor, int]:
+        return self.host_tables, self.shape.block_size
+
+    def check_resolved(self, requests: list[int], selections: list[list[int]], newest: list[int]) -> list[list[int]]:
+        all_missed = []
+        for row, request in enumerate(requests):
+            model = self.models[request]
+            slots, missed = model.resolve(selections[row], newest[row])
+            hot_rows = [-1 if slot < 0 else self.hot_index(request, slot) for slot in slots]
+            num_valid = max((i + 1 for i, slot in enumerate(slots) if slot >= 0), default=0)
+            miss_hot_rows = [self.hot_index(request, model.slot_of(position, newest[row])) for position in missed]
+            assert self.out.hot_rows[row].tolist() == hot_rows
+            assert self.out.num_valid[row] == num_valid
+            assert self.out.num_misses[row] == len(missed)
+            assert self.out.miss_hot_rows[row, : len(missed)].tolist() == miss_hot_rows
+            assert self.out.miss_host_rows[row, : len(missed)].tolist() == [
+                self.host_index(request, position) for position in missed
+            ]
+            num_wanted = sum(position not in (-1, newest[row]) for position in selections[row])
+            self.expected_counts[request] += torch.tensor([num_wanted - len(missed), len(missed)])
+            all_missed.append(missed)
+        self.check_untouched(len(requests))
+        return all_missed
+
+    def check_untouched(self, batch: int) -> None:
+        """The padding row means nothing, no row after it is written, and no other request's state changed."""
+        assert self.out.hot_rows[batch].tolist() == [-1] * self.shape.top_k
+        assert self.out.num_valid[batch] == self.out.num_misses[batch] == 0
+        assert (self.out.hot_rows[batch + 1 :] == 77).all() and (self.out.num_misses[batch + 1 :] == 77).all()
+        assert torch.equal(self.counts, self.expected_counts)
+        assert self.residency.slots.tolist() == [list(model.entries) for model in self.models]
+        assert self.residency.positions.tolist() == [list(model.entries.values()) for model in self.models]
+
+    def check_rows(self, request: int, selected: list[int], hot_rows: list[int]) -> None:
+        for position, index in zip(selected, hot_rows, strict=True):
+            if position >= 0:
+                assert self.hot_rows.rows[index].tolist() == expected_row(request, position)
+
+    def write_back(self, requests: list[int], tables: StepTables, host_before: torch.Tensor) -> None:
+        layers = [self.hot_rows], [self.host_rows]
+        self.ops.write_back(*layers, tables, self.shape.num_slots)
+        for request in requests:
+            newest = self.lengths[request]
+            host_before[self.host_index(request, newest)] = torch.tensor(expected_row(request, newest))
+            self.lengths[request] += 1
+        assert torch.equal(self.host_rows.nan_to_num(-1), host_before.nan_to_num(-1)), "another row was written back"
+
+    def some_requests(self) -> list[int]:
+        return self.random.sample(range(self.NUM_REQUESTS), self.random.randint(1, self.NUM_REQUESTS))
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**32))
+def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
+    simulation = Simulation(shape, seed)
+    for _ in range(24):
+        simulation.run_step(simulation.some_requests())
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**32))
+def test_a_sequence_that_fits_never_misses(shape: Shape, seed: int) -> None:
+    shape.seeded, shape.start = True, min(shape.start, shape.num_slots)
+    simulation = Simulation(shape, seed)
+    while max(simulation.lengths) < shape.num_slots:
+        assert not any(simulation.run_step(simulation.some_requests()))
+
+
+@given(seed=st.integers(0, 2**32), top_k=st.integers(1, 6), refresh_hits=st.booleans())
+def test_a_buffer_of_top_k_slots_can_be_replaced_whole(seed: int, top_k: int, refresh_hits: bool) -> None:
+    simulation = Simulation(Shape(top_k, 0, 4, 3, 1, refresh_hits, start=30, seeded=True), seed)
+    even, odd = list(range(0, 2 * top_k, 2)), list(range(1, 2 * top_k, 2))
+    simulation.run_step([0], [even])
+    for selection in (odd, even, odd):
+        assert simulation.run_step([0], [selection]) == [selection]
+
+
+def test_only_the_newest_and_nothing_at_all() -> None:
+    simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=10, seeded=True), 0)
+    newest = simulation.lengths[0]
+    assert simulation.run_step([0, 1], [[-1, newest, -1], [-1, -1, -1]]) == [[], []]
+    assert simulation.out.hot_rows[0].tolist() == [-1, simulation.hot_index(0, 3), -1]
+    assert simulation.out.num_valid[:2].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(("refresh_hits", "evicted"), [(True, 1), (False, 0)])
+def test_lru_keeps_what_a_hit_refreshed_and_fifo_does_not(refresh_hits: bool, evicted: int) -> None:
+    simulation = Simulation(Shape(2, 1, 4, 3, 0, refresh_hits, start=20, seeded=False), 0)
+    for selection in ([0, -1], [1, -1], [2, -1], [0, -1], [5, -1]):
+        simulation.run_step([0], [selection])
+    assert sorted(simulation.residency.positions[0].tolist()) == sorted({0, 1, 2, 5} - {evicted})
+
+
+def test_a_request_that_resumes_with_an_empty_buffer_fills_the_slots_of_its_selections() -> None:
+    simulation = Simulation(Shape(4, 4, 4, 3, 0, True, start=4, seeded=False), 0)
+    for _ in range(10):
+        newest = simulation.lengths[0]
+        simulation.run_step([0], [[newest - 1, newest - 2, newest - 3, newest - 4]])
+
+
+def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
+    simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=20, seeded=False), 0)
+    simulation.host_tables[0, 0] = -1
+    simulation.host_tables[0, 1] = 2**30
+    tables = simulation.step_tables([0])
+    hot_before = simulation.hot_storage.clone()
+    top_k = torch.tensor([[2, 5, -1], [-1, -1, -1]], dtype=torch.int32)
+    args = simulation.host_rows, simulation.hot_rows, simulation.counts, simulation.out
+    simulation.ops.swap_in(simulation.residency, tables, top_k, *args)
+    assert simulation.out.num_misses.tolist()[:2] == [2, 0]
+    assert simulation.out.miss_host_rows[0, :2].tolist() == [-1, 2**32 + 1]
+    assert torch.equal(simulation.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("stale", [0, -3])
+def test_newest_rows_of_padding(stale: int) -> None:
+    simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=20, seeded=False), 0)
+    tables = StepTables(
+        simulation.state_rows,
+        simulation.hot_tables[:1],
+        torch.tensor([stale], dtype=torch.int32),
+        *simulation.host_args,
+    )
+    out = torch.full((2,), 77)
+    simulation.ops.newest_rows(tables, 3, simulation.hot_rows, out)
+    assert out.tolist() == [-1, 77]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8])
+def test_rows_keep_their_bits(dtype: torch.dtype) -> None:
+    """Staged and saved rows keep their bits, whatever dtype says that they are."""
+    generator = torch.Generator().manual_seed(0)
+    host = torch.randint(0, 256, (5 * 4, 6 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+    table, ops = torch.tensor([3, 0, 4], dtype=torch.int32), TorchSwapInOps(True)
+    staging = torch.zeros(10, 6, dtype=dtype)
+    ops.stage_rows(host, table, 4, staging)
+    order = [12, 13, 14, 15, 0, 1, 2, 3, 16, 17]
+    assert torch.equal(staging.view(torch.uint8), host[order].view(torch.uint8))
+    saved = torch.zeros_like(host)
+    ops.save_rows(staging[3:], 3, saved, table, 4)
+    assert torch.equal(saved[order[3:]].view(torch.uint8), host[order[3:]].view(torch.uint8))
+    assert not saved[order[:3]].view(torch.uint8).any()
+
+
+def test_the_cpu_gets_the_torch_operations() -> None:
+    assert isinstance(swap_in_ops(torch.device("cpu"), True), TorchSwapInOps)
