@@ -131,7 +131,11 @@ class FullKV:
         common = common_metadata(self.block_table, inputs.newest)
         slots = self.block_table[:, inputs.newest // BLOCK_SIZE] * BLOCK_SIZE + inputs.newest % BLOCK_SIZE
         metadata = self.builder.build(0, common)
-        return [run_layer(*args, slots, metadata) for args in layer_inputs(self.impls, self.caches, inputs)]
+        outputs = []
+        for impl, cache, query, new_rows, top_k in layer_inputs(self.impls, self.caches, inputs):
+            impl.do_kv_cache_update(*split_rows(new_rows), cache, slots)
+            outputs.append(attend(impl, cache, query, top_k, metadata))
+        return outputs
 
 
 class HotKV:
@@ -162,23 +166,25 @@ class HotKV:
     def step(self, inputs: StepInputs) -> list[torch.Tensor]:
         """One step's attention with the write-back; returns the output of each layer."""
         metadata = self.builder.build(0, common_metadata(self.hot_table, inputs.newest))
-        caches = list(self.worker.hot_rows.values())
-        slots = torch.empty(0)  # not read: the hot group has no slot mapping
-        outputs = [run_layer(*args, slots, metadata) for args in layer_inputs(self.impls, caches, inputs)]
+        outputs = []
+        for impl, _, query, new_rows, top_k in layer_inputs(self.impls, self.impls, inputs):
+            impl.set_new_rows(*split_rows(new_rows))
+            outputs.append(attend(impl, None, query, top_k, metadata))
         self.worker.bind_metadata(HiSparseMetadata())
         self.worker.finish_step()
         return outputs
 
     def _device_caches(self, case: Case) -> dict[str, torch.Tensor]:
-        """Hot rows as vLLM lays them out, all layers of a block side by side; indexer keys that nothing reads."""
+        """Hot rows and indexer keys in the same blocks, as vLLM lays them out: all layers of a block side by side."""
         layout, element_bytes = self.groups.layout, case.dtype.itemsize
         num_blocks, rows = self.hot_table.numel(), layout.rows_per_hot_block
         block_elements = layout.device_block_bytes // element_bytes  # wider than the hot rows where keys take more
         memory = torch.full((num_blocks, block_elements), torch.nan, dtype=case.dtype)
         layers = memory[:, : case.num_layers * rows * ROW].view(num_blocks, case.num_layers, rows, ROW)
         hot = dict(zip(self._names, layers.split(1, dim=1), strict=True))
-        keys = torch.empty(1, 1, BLOCK_SIZE, layout.indexer_row_bytes, dtype=torch.uint8)
-        return hot | dict.fromkeys(self.groups.indexer_group.layer_names, keys)
+        keys = memory.view(torch.uint8)[:, : layout.indexer_block_bytes]
+        keys = keys.view(num_blocks, case.num_layers, BLOCK_SIZE, layout.indexer_row_bytes)
+        return hot | dict(zip(self.groups.indexer_group.layer_names, keys.split(1, dim=1), strict=True))
 
     def _fill_host(self, case: Case, rows: torch.Tensor) -> None:
         tables = torch.randperm(case.batch * case.num_blocks).view(case.batch, -1)
@@ -213,22 +219,20 @@ def common_metadata(block_table: torch.Tensor, newest: int) -> CommonAttentionMe
     )
 
 
-def layer_inputs(impls: list[SparseMLACpuImpl], caches: list[torch.Tensor], inputs: StepInputs) -> zip:
+def layer_inputs(impls: list[SparseMLACpuImpl], caches: list[Any], inputs: StepInputs) -> zip:
     return zip(impls, caches, inputs.queries, inputs.new_rows, inputs.top_k, strict=True)
 
 
-def run_layer(
-    impl: SparseMLACpuImpl,
-    cache: torch.Tensor,
-    query: torch.Tensor,
-    new_rows: torch.Tensor,
-    top_k: torch.Tensor,
-    slots: torch.Tensor,
-    metadata: Any,
+def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent and rotary part, as the model hands them over."""
+    return rows[:, :KV_LORA_RANK], rows[:, None, KV_LORA_RANK:]
+
+
+def attend(
+    impl: SparseMLACpuImpl, cache: torch.Tensor | None, query: torch.Tensor, top_k: torch.Tensor, metadata: Any
 ) -> torch.Tensor:
-    """What vLLM's attention layer calls: write the step's rows, then attend."""
+    """One layer's attention over a given selection."""
     impl.topk_indices_buffer.copy_(top_k)
-    impl.do_kv_cache_update(new_rows[:, :KV_LORA_RANK], new_rows[:, None, KV_LORA_RANK:], cache, slots)
     return impl.forward_mqa(query, cache, metadata, None)[0]
 
 

@@ -28,6 +28,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         parallel_config=SimpleNamespace(**dict.fromkeys(PARALLEL_OPTIONS, 1)),
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
     )
     for path, value in changes.items():

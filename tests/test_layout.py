@@ -26,13 +26,13 @@ def test_sizes_of_deepseek_v32() -> None:
     layout = KVLayout(1152, 132, num_layers=61, num_indexer_layers=61)
     assert layout.block_size == 64
     assert layout.rows_per_hot_block == 7  # 7 * 1152 = 8064 of 64 * 132 = 8448 bytes
-    assert layout.device_block_bytes == 61 * 8448
+    assert layout.device_block_bytes == 448 * 1152  # 61 * 8448 bytes in whole rows
     assert layout.main_block_bytes == 61 * 64 * 1152
     assert layout.indexer_block_bytes == 61 * 64 * 132
     assert layout.host_block_bytes == 61 * 64 * 1284
     assert layout.num_hot_blocks(4096) == 586  # 4097 rows of 7
     assert layout.num_blocks(16384) == 256
-    assert layout.hot_request_bytes(16384, 4096) == (586 + 256) * 61 * 8448
+    assert layout.hot_request_bytes(16384, 4096) == (586 + 256) * 448 * 1152
     assert layout.full_request_bytes(16384) == layout.host_request_bytes(16384) == 16384 * 61 * 1284
 
 
@@ -57,7 +57,8 @@ def test_a_device_block_fits_either_group(layout: KVLayout) -> None:
     hot_bytes = layout.num_layers * layout.rows_per_hot_block * layout.row_bytes
     assert layout.rows_per_hot_block >= 1
     assert layout.device_block_bytes >= max(hot_bytes, layout.indexer_block_bytes)
-    assert layout.device_block_bytes in (hot_bytes, layout.indexer_block_bytes)
+    assert layout.device_block_bytes - max(hot_bytes, layout.indexer_block_bytes) < layout.row_bytes
+    assert layout.device_block_bytes % layout.row_bytes == 0
     if layout.row_bytes <= layout.block_size * layout.indexer_row_bytes:
         wasted = layout.block_size * layout.indexer_row_bytes - layout.rows_per_hot_block * layout.row_bytes
         assert 0 <= wasted < layout.row_bytes

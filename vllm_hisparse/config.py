@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = {
+    "cpu": ("auto", "bfloat16", "float16", "float32"),
+    "cuda": ("auto", "bfloat16", "fp8", "fp8_ds_mla"),
+}  # by device
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 
 # Options of vLLM's NixlConnector that share `kv_connector_extra_config` with ours.
@@ -196,11 +199,14 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         raise HiSparseConfigError(
             "--speculative-config", vllm_config.speculative_config.method, "none in this release", "Remove it."
         )
-    if vllm_config.cache_config.cache_dtype not in KV_CACHE_DTYPES:
+    device = vllm_config.device_config.device_type
+    if device not in KV_CACHE_DTYPES:
+        raise HiSparseConfigError("device", device, " or ".join(KV_CACHE_DTYPES), f"Remove {CONNECTOR_NAME}.")
+    if vllm_config.cache_config.cache_dtype not in KV_CACHE_DTYPES[device]:
         raise HiSparseConfigError(
             "--kv-cache-dtype",
             vllm_config.cache_config.cache_dtype,
-            f"one of {', '.join(KV_CACHE_DTYPES)}",
+            f"one of {', '.join(KV_CACHE_DTYPES[device])} on {device}",
             "Remove it to keep the KV in the model's dtype.",
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

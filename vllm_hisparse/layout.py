@@ -51,9 +51,10 @@ class KVLayout:
 
     @property
     def device_block_bytes(self) -> int:
-        """Bytes of one block of vLLM's device pool."""
+        """Bytes from one block of vLLM's device pool to the next: whole rows, which kernels address by number."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
-        return max(hot, self.num_indexer_layers * self.block_size * self.indexer_row_bytes)
+        widest = max(hot, self.num_indexer_layers * self.block_size * self.indexer_row_bytes)
+        return -(-widest // self.row_bytes) * self.row_bytes
 
     @property
     def main_block_bytes(self) -> int:

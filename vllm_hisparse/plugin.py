@@ -25,6 +25,8 @@ def register() -> None:
     register_hot_buffer_manager()
     if current_platform.is_cpu():
         _register_cpu_layers()
+    elif current_platform.is_cuda():
+        _register_cuda_models()
 
 
 def _register_cpu_layers() -> None:
@@ -35,3 +37,10 @@ def _register_cpu_layers() -> None:
 
     if sparse_mla_cpu.BACKEND_NAME not in AttentionBackendEnum.__members__:
         register_backend(sparse_mla_cpu.BACKEND_NAME, FULL_KV_BACKEND)
+
+
+def _register_cuda_models() -> None:
+    from vllm import ModelRegistry
+
+    for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+        ModelRegistry.register_model(name, f"vllm_hisparse.attention.dsa_models_cuda:{name}")

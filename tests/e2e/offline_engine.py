@@ -118,19 +118,32 @@ def owned_rows(worker: Any) -> int:
     return len(worker.hot_buffer._row_by_handle)
 
 
+def hot_cache(hot: Any) -> Any:
+    """The hot blocks of one layer without what lies between them."""
+    num_blocks, width = -(-len(hot.rows) // hot.block_stride_rows), hot.rows.shape[1]
+    size = (num_blocks, hot.rows_per_block, width)
+    return hot.rows.as_strided(size, (hot.block_stride_rows * width, width, 1))
+
+
+def nan_of(rows: Any) -> float:
+    """A value that reads as NaN: quantised rows are bytes."""
+    return float("nan") if rows.is_floating_point() else 0x7F
+
+
 def poison(scheduler: Any, worker: Any) -> None:
     """Fill KV that nobody has written with NaN: whoever reads it shows it.
 
     Host blocks are poisoned again whenever the pool hands them out.
     """
-    for rows in (*worker.store.main_kv.values(), *worker.hot_rows.values()):
-        rows.fill_(float("nan"))
+    hot_caches = [hot_cache(impl.hot) for impl in worker.impls]
+    for rows in (*worker.store.main_kv.values(), *hot_caches):
+        rows.fill_(nan_of(rows))
     take = scheduler.host_pool._take
 
     def take_poisoned() -> int:
         block_id = take()
         for rows in worker.store.main_kv.values():
-            rows[block_id] = float("nan")
+            rows[block_id] = nan_of(rows)
         return block_id
 
     scheduler.host_pool._take = take_poisoned

@@ -11,16 +11,16 @@ from vllm_hisparse.kv_manager.host_kv_store import FREE_MEMORY_SHARE, HostKVStor
 from vllm_hisparse.layout import KVLayout
 
 NUM_BLOCKS = 7
-MAIN, INDEXER = ["m0", "m1", "m2"], ["i0", "i1"]
+MAIN = ["m0", "m1", "m2"]
 LAYOUT = KVLayout(row_bytes=24, indexer_row_bytes=20, num_layers=3, num_indexer_layers=2, block_size=3)
 
 
 def make_store(dtype: torch.dtype = torch.bfloat16) -> HostKVStore:
-    return HostKVStore(LAYOUT, NUM_BLOCKS, MAIN, INDEXER, dtype, "host_pool_gib=1.0")
+    return HostKVStore(LAYOUT, NUM_BLOCKS, MAIN, dtype, "host_pool_gib=1.0")
 
 
 def views(store: HostKVStore) -> list[torch.Tensor]:
-    return [*store.main_kv.values(), *store.indexer_keys.values()]
+    return [*store.main_kv.values(), store.indexer_keys]
 
 
 @pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 12), (torch.float32, 6), (torch.uint8, 24)])
@@ -29,9 +29,7 @@ def test_shapes(dtype: torch.dtype, elements: int) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in store.main_kv.items()} == dict.fromkeys(
         MAIN, (NUM_BLOCKS, 3, elements)
     )
-    assert {name: tuple(tensor.shape) for name, tensor in store.indexer_keys.items()} == dict.fromkeys(
-        INDEXER, (NUM_BLOCKS, 60)
-    )
+    assert store.indexer_keys.shape == (NUM_BLOCKS, 120)
     assert all(tensor.dtype == dtype for tensor in store.main_kv.values())
     assert all(tensor.is_contiguous() for tensor in views(store))
 
@@ -57,27 +55,27 @@ def test_views_do_not_overlap() -> None:
         assert torch.equal(tensor.view(torch.uint8), pattern)
 
 
-def device_caches(num_blocks: int = 5) -> dict[str, torch.Tensor]:
+def device_cache(num_blocks: int = 5) -> torch.Tensor:
+    """Blocks of two layers' keys, with something else between them."""
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randint(0, 256, (num_blocks, 60), dtype=torch.uint8, generator=generator) for name in INDEXER}
+    return torch.randint(0, 256, (num_blocks, 130), dtype=torch.uint8, generator=generator)[:, :120]
 
 
 def test_saved_keys_come_back_in_other_device_blocks() -> None:
-    store, caches = make_store(), device_caches()
-    host_before = {name: tensor.clone() for name, tensor in store.indexer_keys.items()}
-    assert store.save_indexer_keys(caches, [(4, 1), (2, 6)]) == 2 * LAYOUT.indexer_block_bytes
-    restored = {name: torch.zeros_like(cache) for name, cache in caches.items()}
+    store, cache = make_store(), device_cache()
+    host_before = store.indexer_keys.clone()
+    assert store.save_indexer_keys(cache, [(4, 1), (2, 6)]) == 2 * LAYOUT.indexer_block_bytes
+    restored = torch.zeros_like(cache)
     assert store.restore_indexer_keys(restored, [(6, 0), (1, 3)]) == 2 * LAYOUT.indexer_block_bytes
-    for name in INDEXER:
-        assert torch.equal(restored[name][[0, 3]], caches[name][[2, 4]])
-        assert not restored[name][[1, 2, 4]].any()
-        untouched = [0, 2, 3, 4, 5]
-        assert torch.equal(store.indexer_keys[name][untouched], host_before[name][untouched])
+    assert torch.equal(restored[[0, 3]], cache[[2, 4]])
+    assert not restored[[1, 2, 4]].any()
+    untouched = [0, 2, 3, 4, 5]
+    assert torch.equal(store.indexer_keys[untouched], host_before[untouched])
 
 
 def test_nothing_to_copy() -> None:
-    store, caches = make_store(), device_caches()
-    assert store.save_indexer_keys(caches, []) == store.restore_indexer_keys(caches, []) == 0
+    store, cache = make_store(), device_cache()
+    assert store.save_indexer_keys(cache, []) == store.restore_indexer_keys(cache, []) == 0
 
 
 def test_refuses_more_than_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,24 +5,42 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hisparse.kv_manager.hot_buffer import DecodeBatch, HotBuffer
+from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.ops.base import HotRows, Resolved
 
 NUM_REQUESTS, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 6, 2, 9
+BLOCK_SIZE, NUM_HANDLES, TOP_K = 4, 60, 4
+SHAPE = HotBufferShape(NUM_REQUESTS, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES)
+ROWS_PER_BLOCK = NUM_SLOTS + 1  # so that the hot block is the handle
+HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
+HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
 
 
 def make_buffer(refresh_hits: bool = True) -> HotBuffer:
-    return HotBuffer(NUM_REQUESTS, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS, refresh_hits)
+    return HotBuffer(SHAPE, torch.device("cpu"), refresh_hits)
 
 
-def make_batch(buffer: HotBuffer, handles: list[int], newest: list[int]) -> DecodeBatch:
-    requests = torch.tensor(buffer.rows_of(handles))
-    tables = buffer.host_tables[requests]
-    return DecodeBatch(torch.arange(len(handles)), requests, torch.tensor(newest), tables, tables, buffer.next_step())
+def hot_tables(*handles: int) -> torch.Tensor:
+    return torch.tensor(handles, dtype=torch.int32)[:, None]
 
 
-def select(buffer: HotBuffer, layer: int, batch: DecodeBatch, *selections: list[int]):
-    buffer.admit(layer, batch)
-    return buffer.resolve(layer, batch, torch.tensor(selections, dtype=torch.int32))
+def row_of(buffer: HotBuffer, handle: int) -> int:
+    return int(buffer.rows_of(hot_tables(handle)))
+
+
+def decode(buffer: HotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
+    """One layer of one step: (handle, newest position, selection) of each request."""
+    handles, newest, selections = zip(*requests, strict=True)
+    buffer.begin_decode(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1, len(requests), HOT)
+    padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
+    return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32), HOST_ROWS, HOT)
+
+
+def released(buffer: HotBuffer, handle: int) -> tuple[int, int]:
+    buffer.release(handle)
+    [(name, hits, misses)] = buffer.take_released()
+    assert name == handle
+    return hits, misses
 
 
 def test_tables_grow_by_deltas() -> None:
@@ -31,90 +49,96 @@ def test_tables_grow_by_deltas() -> None:
     buffer.extend_table(41, 0, [5])
     buffer.extend_table(40, 2, [8])
     buffer.check_integrity()
-    first, second = buffer.rows_of([40, 41])
-    assert buffer.host_tables[first].tolist() == [7, 3, 8] + [-1] * 6
-    assert buffer.host_tables[second].tolist() == [5] + [-1] * 8
+    assert buffer.host_tables[row_of(buffer, 40)].tolist() == [7, 3, 8] + [-1] * 6
+    assert buffer.host_tables[row_of(buffer, 41)].tolist() == [5] + [-1] * 8
 
 
-def test_handles_of_no_request_have_no_row() -> None:
+def test_handles_of_no_request_share_the_row_of_none() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [7])
-    assert buffer.rows_of([0, 40, 99])[::2] == [-1, -1]
+    assert buffer.rows_of(hot_tables(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
+    assert buffer.host_tables[NUM_REQUESTS].tolist() == [-1] * MAX_BLOCKS
 
 
 def test_as_many_requests_as_rows_and_reuse_after_release() -> None:
     buffer = make_buffer()
     for handle in range(NUM_REQUESTS):
         buffer.extend_table(handle, 0, [handle])
-    assert sorted(buffer.rows_of(range(NUM_REQUESTS))) == list(range(NUM_REQUESTS))
+    assert sorted(buffer.rows_of(hot_tables(*range(NUM_REQUESTS))).tolist()) == list(range(NUM_REQUESTS))
     with pytest.raises(IndexError):
-        buffer.extend_table(99, 0, [1])
+        buffer.extend_table(50, 0, [1])
     buffer.release(2)
-    buffer.extend_table(99, 0, [1])
+    buffer.extend_table(50, 0, [1])
     buffer.check_integrity()
 
 
 def test_a_released_row_is_empty_for_its_next_request() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2, 3])
-    row = buffer.rows_of([40])[0]
-    batch = make_batch(buffer, [40], [10])
+    row = row_of(buffer, 40)
     for layer in range(NUM_LAYERS):
-        select(buffer, layer, batch, [2, 5, -1])
-    assert buffer.release(40) == (0, 4)
+        decode(buffer, layer, (40, 10, [2, 5]))
+    assert released(buffer, 40) == (0, 4)
+    assert row_of(buffer, 40) == NUM_REQUESTS
     buffer.check_integrity()
-    buffer.extend_table(40, 0, [4])
-    assert buffer.rows_of([40]) == [row]
+    buffer.extend_table(41, 0, [4])
+    assert row_of(buffer, 41) == row
     assert buffer.host_tables[row].tolist() == [4] + [-1] * 8
     for residency in buffer.residency:
-        assert (residency.positions[row] == -1).all() and not residency.last_used[row].any()
-    assert buffer.release(40) == (0, 0)
+        assert (residency.positions[row] == -1).all()
+        assert residency.slots[row].tolist() == list(range(NUM_SLOTS))
+    assert released(buffer, 41) == (0, 0)
 
 
 def test_layers_are_independent() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2, 3])
-    batch = make_batch(buffer, [40], [10])
-    select(buffer, 0, batch, [2, 5])
-    assert select(buffer, 1, batch, [2, 4]).num_misses.tolist() == [2]
-    assert select(buffer, 0, make_batch(buffer, [40], [11]), [2, 5]).num_misses.tolist() == [0]
+    decode(buffer, 0, (40, 10, [2, 5]))
+    assert decode(buffer, 1, (40, 10, [2, 4])).num_misses[0] == 2
+    assert decode(buffer, 0, (40, 11, [2, 5])).num_misses[0] == 0
 
 
 def test_counts_hits_and_misses_by_request_and_in_all() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2, 3])
     buffer.extend_table(50, 0, [4, 5, 6])
-    select(buffer, 0, make_batch(buffer, [40, 50], [10, 8]), [2, 5, 10], [1, 2, 3])
+    decode(buffer, 0, (40, 10, [2, 5, 10]), (50, 8, [1, 2, 3]))
     assert buffer.take_counts() == (0, 5)
-    select(buffer, 0, make_batch(buffer, [50], [9]), [1, 2, 7])
+    decode(buffer, 0, (50, 9, [1, 2, 7]))
     assert buffer.take_counts() == (2, 1)
     assert buffer.take_counts() == (0, 0)
-    assert buffer.release(40) == (0, 2)
-    assert buffer.release(50) == (2, 4)
+    buffer.release(50)
+    buffer.release(40)
+    assert buffer.take_released() == [(50, 2, 4), (40, 0, 2)]
+    assert buffer.take_released() == []
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "fits"), [(0, 3, 3), (2, 6, 4), (4, 9, 2), (6, 9, 0), (8, 20, 0), (0, 20, 6)]
-)
-def test_prefill_seeds_the_slots_of_its_positions(first: int, last: int, fits: int) -> None:
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (2, 6), (0, 6)])
+def test_prefill_seeds_the_slots_of_its_positions(first: int, last: int) -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2])
-    row = buffer.rows_of([40])[0]
-    assert buffer.admit_prefill(1, row, first, last, buffer.next_step()) == fits
+    row = buffer.rows_of(hot_tables(40))
+    buffer.seed(1, row, first, last)
     expected = [slot if first <= slot < last else -1 for slot in range(NUM_SLOTS)]
-    assert buffer.residency[1].positions[row].tolist() == expected
-    assert buffer.residency[1].last_used[row].tolist() == [int(position >= 0) for position in expected]
+    assert buffer.residency[1].positions[int(row)].tolist() == expected
     assert (buffer.residency[0].positions == -1).all()
     buffer.check_integrity()
+
+
+def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:
+    buffer = make_buffer()
+    for newest, slot in [(0, 0), (5, 5), (6, 6), (20, 6)]:
+        buffer.begin_decode(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32), 1, HOT)
+        assert buffer.newest_rows[0] == 3 * ROWS_PER_BLOCK + slot
 
 
 @pytest.mark.parametrize("refresh_hits", [True, False])
 def test_eviction_policy_reaches_resolve(refresh_hits: bool) -> None:
     buffer = make_buffer(refresh_hits)
-    buffer.extend_table(40, 0, [1, 2, 3])
+    buffer.extend_table(40, 0, [1, 2, 3, 4, 5, 6, 7])
     for newest, selection in enumerate([[0, 1], [2, 3], [4, 5], [0, 1], [6, 7]], start=20):
-        select(buffer, 0, make_batch(buffer, [40], [newest]), selection)
-    hot = set(buffer.residency[0].positions[buffer.rows_of([40])[0]].tolist())
+        decode(buffer, 0, (40, newest, selection))
+    hot = set(buffer.residency[0].positions[row_of(buffer, 40)].tolist())
     assert hot == ({0, 1, 4, 5, 6, 7} if refresh_hits else {2, 3, 4, 5, 6, 7})
 
 
@@ -125,7 +149,7 @@ def test_random_requests_never_share_or_lose_rows(seed: int, refresh_hits: bool)
     for _ in range(30):
         if len(lengths) < NUM_REQUESTS and source.random() < 0.3:
             handle = source.choice([h for h in range(20) if h not in lengths])
-            buffer.extend_table(handle, 0, [handle])
+            buffer.extend_table(handle, 0, [handle] * MAX_BLOCKS)
             lengths[handle] = source.randint(0, 12)
         elif lengths and source.random() < 0.2:
             handle = source.choice(list(lengths))
@@ -133,30 +157,11 @@ def test_random_requests_never_share_or_lose_rows(seed: int, refresh_hits: bool)
             del lengths[handle]
         elif lengths:
             handles = source.sample(list(lengths), source.randint(1, len(lengths)))
-            batch = make_batch(buffer, handles, [lengths[handle] for handle in handles])
-            selections = []
+            requests = []
             for handle in handles:
-                chosen = source.sample(range(lengths[handle] + 1), min(lengths[handle] + 1, 4))
-                selections.append(chosen + [-1] * (4 - len(chosen)))
+                newest = lengths[handle]
+                requests.append((handle, newest, source.sample(range(newest + 1), min(newest + 1, TOP_K))))
                 lengths[handle] += 1
             for layer in range(NUM_LAYERS):
-                select(buffer, layer, batch, *selections)
-        buffer.check_integrity()
-        assert set(buffer._row_by_handle) == set(lengths)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda buffer: buffer._free_rows.pop(),
-        lambda buffer: buffer._free_rows.append(buffer.rows_of([40])[0]),
-        lambda buffer: buffer.residency[1].positions[buffer.rows_of([40])[0], :2].fill_(3),
-        lambda buffer: buffer.residency[0].positions[buffer._free_rows[0], 0].fill_(3),
-    ],
-)
-def test_check_integrity_finds_damage(damage) -> None:
-    buffer = make_buffer()
-    buffer.extend_table(40, 0, [1])
-    damage(buffer)
-    with pytest.raises(AssertionError):
+                decode(buffer, layer, *requests)
         buffer.check_integrity()

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import MLAAttention
-from vllm.v1.attention.backend import (
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder
+from vllm_hisparse.attention.hot_mla import HotMLAImpl
 from vllm_hisparse.attention.sparse_mla_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
-from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.kv_manager.hot_buffer import DecodeBatch, HotBuffer
-from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.layout import KVLayout, indexer_row_bytes
-from vllm_hisparse.ops import swap_in
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -32,13 +19,13 @@ class PrefillChunk:
 
     Attributes:
         tokens: its tokens in the step's batch.
-        request: row of the hot buffer's state.
+        row: [1] int64 row of the hot buffer's state.
         first: position of its first token.
         hot_table: [hot blocks per request] int32. host_table: [blocks] int32.
     """
 
     tokens: slice
-    request: int
+    row: torch.Tensor
     first: int
     hot_table: torch.Tensor
     host_table: torch.Tensor
@@ -46,11 +33,14 @@ class PrefillChunk:
 
 @dataclass
 class HotMLACpuMetadata(SparseMLACpuMetadata):
-    """One step's batch, split into requests that decode and requests that prefill."""
+    """One step's batch, split into requests that decode and requests that prefill.
 
-    decode: DecodeBatch | None = None
+    Attributes:
+        decode_tokens: [decoding requests] int64 row of each one's token in the step's batch.
+    """
+
+    decode_tokens: torch.Tensor | None = None
     prefill_chunks: tuple[PrefillChunk, ...] = ()
-    step: int = 0
 
 
 class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
@@ -58,61 +48,39 @@ class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotMLACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
-        hot_buffer = self._hot_buffer()
-        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
-        lengths = common.seq_lens[:num_reqs].tolist()
+        starts = common.query_start_loc_cpu[: num_reqs + 1]
         hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
-        rows = hot_buffer.rows_of(hot_tables[:, 0].tolist())
-        known = [i for i, row in enumerate(rows) if row >= 0 and starts[i + 1] > starts[i]]
-        decodes = [i for i in known if starts[i + 1] - starts[i] == 1]
-        step = hot_buffer.next_step()
-        hot_buffer.decode_batch = self._decode_batch(decodes, starts, lengths, rows, hot_tables, step)
-        chunks = tuple(
-            PrefillChunk(
-                slice(starts[i], starts[i + 1]),
-                rows[i],
-                lengths[i] - (starts[i + 1] - starts[i]),
-                hot_tables[i],
-                hot_buffer.host_tables[rows[i]],
-            )
-            for i in known
-            if starts[i + 1] - starts[i] > 1
+        rows = self._impl.hot_buffer.rows_of(hot_tables)
+        known, query_lens = rows < self._impl.hot_buffer.shape.num_requests, torch.diff(starts)
+        decodes = (known & (query_lens == 1)).nonzero()[:, 0]
+        self._impl.hot_buffer.begin_decode(
+            hot_tables[decodes], common.seq_lens[:num_reqs][decodes], len(decodes), self._impl.hot
         )
+        chunks = [
+            self._chunk(i, starts, common.seq_lens, hot_tables, rows)
+            for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()
+        ]
         return HotMLACpuMetadata(
             common.num_actual_tokens,
             common.block_table_tensor,
             request_of_token=torch.empty(0),
             num_decodes=num_reqs,
             num_decode_tokens=common.num_actual_tokens,
-            decode=hot_buffer.decode_batch,
-            prefill_chunks=chunks,
-            step=step,
+            decode_tokens=starts[:-1][decodes].long(),
+            prefill_chunks=tuple(chunks),
         )
 
-    def _hot_buffer(self) -> HotBuffer:
-        layer = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
-        return layer.impl.hot_buffer
+    @property
+    def _impl(self) -> HotMLACpuImpl:
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
 
-    def _decode_batch(
-        self,
-        decodes: list[int],
-        starts: list[int],
-        lengths: list[int],
-        rows: list[int],
-        hot_tables: torch.Tensor,
-        step: int,
-    ) -> DecodeBatch | None:
-        if not decodes:
-            return None
-        requests = torch.tensor([rows[i] for i in decodes])
-        return DecodeBatch(
-            torch.tensor([starts[i] for i in decodes]),
-            requests,
-            torch.tensor([lengths[i] - 1 for i in decodes]),
-            hot_tables[decodes].clone(),
-            self._hot_buffer().host_tables[requests],
-            step,
-        )
+    def _chunk(
+        self, index: int, starts: torch.Tensor, seq_lens: torch.Tensor, hot_tables: torch.Tensor, rows: torch.Tensor
+    ) -> PrefillChunk:
+        tokens = slice(int(starts[index]), int(starts[index + 1]))
+        first = int(seq_lens[index]) - (tokens.stop - tokens.start)
+        host_table = self._impl.hot_buffer.host_tables[rows[index]]
+        return PrefillChunk(tokens, rows[index, None], first, hot_tables[index], host_table)
 
 
 class HotMLACpuBackend(SparseMLACpuBackend):
@@ -130,38 +98,8 @@ class HotMLACpuBackend(SparseMLACpuBackend):
         return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 
 
-class HotMLAAttention(MLAAttention):
-    """`MLAAttention` whose KV cache is a hot buffer."""
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        spec = super().get_kv_cache_spec(vllm_config)
-        config = HiSparseConfig.from_vllm_config(vllm_config)
-        index_head_dim = vllm_config.model_config.hf_text_config.index_head_dim
-        layout = KVLayout(spec.state_content_size_bytes, indexer_row_bytes(index_head_dim), 1, 1, spec.block_size)
-        return HotBufferSpec.from_mla_spec(spec, layout.rows_per_hot_block, layout.num_hot_blocks(config.rows))
-
-
-class HotMLACpuImpl(SparseMLACpuImpl):
-    """Attends over hot rows when a request decodes, over host rows when it prefills.
-
-    `bind` is called once, when the connector has allocated the host pool.
-    """
-
-    def bind(self, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor) -> None:
-        """Attach storage.
-
-        Args:
-            hot_buffer: state shared by all layers.
-            layer_index: this layer's index in it.
-            host_rows: [num_host_blocks, block_size, row elements].
-        """
-        self.hot_buffer, self.layer_index, self.host_rows = hot_buffer, layer_index, host_rows
-
-    def do_kv_cache_update(
-        self, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any
-    ) -> None:
-        """Keep the step's rows for `forward_mqa`, which knows whose they are."""
-        self._new_rows = self.concat_rows(kv_c, k_pe)
+class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
+    """Attends over hot rows when a request decodes, over host rows when it prefills."""
 
     def forward_mqa(
         self,
@@ -171,53 +109,37 @@ class HotMLACpuImpl(SparseMLACpuImpl):
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, None]:
         query = torch.cat(q, -1) if isinstance(q, tuple) else q
-        hot_rows = kv_c_and_k_pe_cache
+        new_rows = self.concat_rows(*self.new_rows).to(self.hot.rows.dtype)
         out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
         for chunk in attn_metadata.prefill_chunks:
-            out[chunk.tokens] = self._prefill(query[chunk.tokens], hot_rows, chunk, attn_metadata.step)
-        if attn_metadata.decode is not None:
-            out[attn_metadata.decode.tokens] = self._decode(query, hot_rows, attn_metadata.decode)
+            out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
+        decodes = attn_metadata.decode_tokens
+        if len(decodes):
+            out[decodes] = self._decode(query[decodes], new_rows[decodes], self.topk_indices_buffer[decodes])
         return out, None
 
-    def _decode(self, query: torch.Tensor, hot_rows: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
         """Write the newest rows, swap in what is missing, attend over hot rows only."""
-        rows_per_block = hot_rows.shape[1]
-        newest_slots = self.hot_buffer.admit(self.layer_index, batch)
-        blocks = batch.hot_tables.gather(1, (newest_slots // rows_per_block)[:, None])[:, 0].long()
-        hot_rows[blocks, newest_slots % rows_per_block] = self._new_rows[batch.tokens].to(hot_rows.dtype)
+        self.hot.rows[self.hot_buffer.newest_rows[: len(query)]] = new_rows
+        resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
+        selected = resolved.hot_rows[: len(query)]
+        return self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])
 
-        resolved = self.hot_buffer.resolve(self.layer_index, batch, self.topk_indices_buffer[batch.tokens])
-        swap_in.gather(hot_rows, batch.hot_tables, self.host_rows, batch.host_tables, resolved)
-
-        def rows_of(tokens: slice) -> torch.Tensor:
-            slots = resolved.slots[tokens].clamp_min(0)
-            blocks = batch.hot_tables[tokens].gather(1, slots // rows_per_block).long()
-            return hot_rows[blocks, slots % rows_per_block]
-
-        return self.attend(query[batch.tokens], resolved.slots >= 0, rows_of)
-
-    def _prefill(self, query: torch.Tensor, hot_rows: torch.Tensor, chunk: PrefillChunk, step: int) -> torch.Tensor:
+    def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
         """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
-        rows = self._new_rows[chunk.tokens].to(hot_rows.dtype)
-        self._write_host_rows(rows, chunk)
-        self._seed_hot_rows(rows, hot_rows, chunk, step)
+        block_size = self.hot_buffer.shape.block_size
+        self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_table, block_size)
+        self._seed(new_rows, chunk)
         positions = self.topk_indices_buffer[chunk.tokens].long()
-        block_size = self.host_rows.shape[1]
 
         def rows_of(tokens: slice) -> torch.Tensor:
             selected = positions[tokens].clamp_min(0)
-            return self.host_rows[chunk.host_table[selected // block_size].long(), selected % block_size]
+            return self.host_rows[chunk.host_table[selected // block_size].long() * block_size + selected % block_size]
 
         return self.attend(query, positions >= 0, rows_of)
 
-    def _write_host_rows(self, rows: torch.Tensor, chunk: PrefillChunk) -> None:
-        positions = torch.arange(chunk.first, chunk.first + len(rows))
-        block_size = self.host_rows.shape[1]
-        self.host_rows[chunk.host_table[positions // block_size].long(), positions % block_size] = rows
-
-    def _seed_hot_rows(self, rows: torch.Tensor, hot_rows: torch.Tensor, chunk: PrefillChunk, step: int) -> None:
-        last = chunk.first + len(rows)
-        num_rows = self.hot_buffer.admit_prefill(self.layer_index, chunk.request, chunk.first, last, step)
-        slots = torch.arange(chunk.first, chunk.first + num_rows)
-        rows_per_block = hot_rows.shape[1]
-        hot_rows[chunk.hot_table[slots // rows_per_block].long(), slots % rows_per_block] = rows[:num_rows]
+    def _seed(self, new_rows: torch.Tensor, chunk: PrefillChunk) -> None:
+        last = min(chunk.first + len(new_rows), self.hot_buffer.num_slots)
+        if last > chunk.first:
+            self.hot.rows[self.hot.flat_rows(chunk.hot_table, chunk.first, last)] = new_rows[: last - chunk.first]
+            self.hot_buffer.seed(self.layer_index, chunk.row, chunk.first, last)

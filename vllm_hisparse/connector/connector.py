@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
 from vllm_hisparse.connector.nixl_transport import NixlSchedulerTransport, NixlWorkerTransport
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
@@ -48,7 +48,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
-        _check_device(vllm_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
         groups = DeviceGroups.from_config(kv_cache_config)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)
@@ -174,14 +173,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> HiSparsePromMetrics:
         return HiSparsePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _check_device(vllm_config: VllmConfig) -> None:
-    device = vllm_config.device_config.device_type
-    if device != "cpu":
-        raise HiSparseConfigError(
-            "device", device, "cpu in this release", f"Remove {CONNECTOR_NAME}, or use the CPU build of vLLM."
-        )
 
 
 def _num_host_blocks(vllm_config: VllmConfig, config: HiSparseConfig, groups: DeviceGroups) -> int:

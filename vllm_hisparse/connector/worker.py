@@ -14,8 +14,7 @@ from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_transport import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
-from vllm_hisparse.ops import swap_in
+from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,25 +40,12 @@ class HiSparseWorkerConnector:
         num_host_blocks: int,
         transport: NixlWorkerTransport | None,
     ):
+        self.config, self.vllm_config = config, vllm_config
         self.groups, self.layout, self.transport = groups, groups.layout, transport
-        self.attention_layers = vllm_config.compilation_config.static_forward_context
         self.store = HostKVStore(
-            self.layout,
-            num_host_blocks,
-            groups.hot_group.layer_names,
-            groups.indexer_group.layer_names,
-            groups.hot_spec.dtype,
-            config.size_option,
-        )
-        self.hot_buffer = HotBuffer(
-            vllm_config.scheduler_config.max_num_seqs,
-            config.rows,
-            self.layout.num_layers,
-            cdiv(vllm_config.model_config.max_model_len, self.layout.block_size),
-            refresh_hits=config.eviction_policy == "lru",
+            self.layout, num_host_blocks, groups.hot_group.layer_names, groups.hot_spec.dtype, config.size_option
         )
         self.stats = HiSparseStats()
-        self._released: list[tuple[int, int, int]] = []
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach storage to the attention layers.
@@ -67,11 +53,17 @@ class HiSparseWorkerConnector:
         Args:
             kv_caches: layer -> [num_blocks, 1, rows, row elements], as vLLM allocated them.
         """
-        self.hot_rows = {name: kv_caches[name].squeeze(1) for name in self.groups.hot_group.layer_names}
+        hot_caches = {name: kv_caches[name].squeeze(1) for name in self.groups.hot_group.layer_names}
         indexer_caches = {name: kv_caches[name] for name in self.groups.indexer_group.layer_names}
-        self.indexer_keys = {name: cache.squeeze(1).flatten(1) for name, cache in indexer_caches.items()}
-        for index, name in enumerate(self.hot_rows):
-            self.attention_layers[name].impl.bind(self.hot_buffer, index, self.store.main_kv[name])
+        self.indexer_keys = _block_view(list(indexer_caches.values()))
+        device = self.indexer_keys.device
+        self.store.attach(device)
+        shape = self._shape(num_device_blocks=len(self.indexer_keys))
+        self.hot_buffer = HotBuffer(shape, device, refresh_hits=self.config.eviction_policy == "lru")
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.impls = [layers[name].impl for name in hot_caches]
+        for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
+            impl.bind(self.hot_buffer, index, self.store.main_kv[name], hot_caches[name])
         if self.transport:
             self.transport.register(self.store.main_kv, indexer_caches)
 
@@ -82,7 +74,7 @@ class HiSparseWorkerConnector:
         """
         saved_bytes = self.store.save_indexer_keys(self.indexer_keys, metadata.tail_saves)
         for handle in metadata.released:
-            self._released.append((handle, *self.hot_buffer.release(handle)))
+            self.hot_buffer.release(handle)
         for handle, (first, host_ids) in metadata.tables.items():
             self.hot_buffer.extend_table(handle, first, host_ids)
         restored_bytes = self.store.restore_indexer_keys(self.indexer_keys, metadata.restores)
@@ -105,26 +97,23 @@ class HiSparseWorkerConnector:
     def finish_step(self) -> None:
         """Bring what the forward produced to the host: newest rows and full indexer blocks."""
         saved_bytes = self.store.save_indexer_keys(self.indexer_keys, self.metadata.saves)
-        batch = self.hot_buffer.decode_batch
-        if batch is not None:
-            for name, hot_rows in self.hot_rows.items():
-                swap_in.write_back(
-                    hot_rows,
-                    batch.hot_tables,
-                    self.store.main_kv[name],
-                    batch.host_tables,
-                    batch.newest,
-                    self.hot_buffer.num_slots,
-                )
-            saved_bytes += len(batch.requests) * self.layout.num_layers * self.layout.row_bytes
-            self.hot_buffer.decode_batch = None
+        hot_buffer = self.hot_buffer
+        if hot_buffer.decode_tables is not None:
+            hot_buffer.ops.write_back(
+                [impl.hot for impl in self.impls],
+                [impl.host_rows for impl in self.impls],
+                hot_buffer.decode_tables,
+                hot_buffer.num_slots,
+            )
+            saved_bytes += hot_buffer.num_decodes * self.layout.num_layers * self.layout.row_bytes
+            hot_buffer.decode_tables = None
         self.stats.add(device_to_host_bytes=saved_bytes)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()
 
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
-        released, self._released = self._released, []
+        released = self.hot_buffer.take_released()
         return HiSparseWorkerMetadata(released) if released else None
 
     def take_stats(self) -> HiSparseStats:
@@ -138,5 +127,32 @@ class HiSparseWorkerConnector:
         return stats
 
     def shutdown(self) -> None:
+        """NOTE: in this order: nobody reads or writes the host memory any more when it is unpinned."""
         if self.transport:
             self.transport.shutdown()
+        self.store.close()
+
+    def _shape(self, num_device_blocks: int) -> HotBufferShape:
+        assert self.config.top_k is not None
+        return HotBufferShape(
+            num_requests=self.vllm_config.scheduler_config.max_num_seqs,
+            num_slots=self.config.rows,
+            num_layers=self.layout.num_layers,
+            top_k=self.config.top_k,
+            max_blocks=cdiv(self.vllm_config.model_config.max_model_len, self.layout.block_size),
+            block_size=self.layout.block_size,
+            num_device_blocks=num_device_blocks,
+        )
+
+
+def _block_view(caches: list[torch.Tensor]) -> torch.Tensor:
+    """The caches of all layers as whole blocks: [num_blocks, bytes of a block in all layers] uint8.
+
+    Args:
+        caches: one per layer, [num_blocks, 1, block_size, row bytes] uint8; side by side inside each block.
+    """
+    first, layer_bytes = caches[0], caches[0][0].numel()
+    for index, cache in enumerate(caches):
+        assert cache.data_ptr() == first.data_ptr() + index * layer_bytes, "layers do not lie side by side in a block"
+    size = (len(first), len(caches) * layer_bytes)
+    return first.as_strided(size, (first.stride(0), 1))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.pinned_memory import PinnedMemory
 from vllm_hisparse.layout import KVLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 FREE_MEMORY_SHARE = 0.95  # of the memory the system reports as available
 
@@ -24,26 +21,20 @@ class HostKVStore:
     Args:
         layout: byte sizes.
         num_blocks: host blocks.
-        main_layers, indexer_layers: layer names.
+        main_layers: layer names.
         dtype: element type of a main row.
         size_option: the option that asked for this size, for the error message.
 
     Attributes:
         main_kv: layer -> [num_blocks, block_size, row elements] of `dtype`.
-        indexer_keys: layer -> [num_blocks, block_size * indexer row bytes] uint8.
+        indexer_keys: [num_blocks, bytes of the indexer keys of all layers] uint8.
 
     Raises:
         HiSparseConfigError: the host has less free memory.
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        num_blocks: int,
-        main_layers: Sequence[str],
-        indexer_layers: Sequence[str],
-        dtype: torch.dtype,
-        size_option: str,
+        self, layout: KVLayout, num_blocks: int, main_layers: Sequence[str], dtype: torch.dtype, size_option: str
     ):
         self.layout = layout
         num_bytes = num_blocks * layout.host_block_bytes
@@ -51,39 +42,50 @@ class HostKVStore:
         self._memory = mmap.mmap(-1, num_bytes)  # NOTE: page-aligned, as cudaHostRegister and NIXL want it.
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         main_bytes = layout.block_size * layout.row_bytes * num_blocks
-        keys_bytes = layout.block_size * layout.indexer_row_bytes * num_blocks
-        keys_start = main_bytes * len(main_layers)
         self.main_kv = {
             name: flat[i * main_bytes : (i + 1) * main_bytes].view(dtype).view(num_blocks, layout.block_size, -1)
             for i, name in enumerate(main_layers)
         }
-        self.indexer_keys = {
-            name: flat[keys_start + i * keys_bytes : keys_start + (i + 1) * keys_bytes].view(num_blocks, -1)
-            for i, name in enumerate(indexer_layers)
-        }
+        self.indexer_keys = flat[len(main_layers) * main_bytes :].view(num_blocks, -1)
+        self._pinned: PinnedMemory | None = None
+        self._flat, self._device_keys = flat, self.indexer_keys
 
-    def save_indexer_keys(self, caches: dict[str, torch.Tensor], pairs: Iterable[tuple[int, int]]) -> int:
+    def attach(self, device: torch.device) -> None:
+        """Let the device read and write the store: pins the memory, except for the CPU."""
+        if device.type != "cpu":
+            self._pinned = PinnedMemory(self._flat)
+            self._device_keys = self._pinned.device_view(self.indexer_keys)
+
+    def save_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> int:
         """Copy (device, host) blocks of all layers to the host; returns the bytes copied.
 
         Args:
-            caches: layer -> [num_device_blocks, block_size * indexer row bytes] uint8.
+            cache: [num_device_blocks, bytes of the indexer keys of all layers] uint8.
             pairs: block ids.
         """
         if not pairs:
             return 0
-        device_ids, host_ids = torch.tensor(pairs).unbind(1)
-        for name, cache in caches.items():
-            self.indexer_keys[name][host_ids] = cache[device_ids].to("cpu")
+        device_ids, host_ids = self._ids(pairs, cache.device)
+        self._device_keys.index_copy_(0, host_ids, cache.index_select(0, device_ids))
         return len(pairs) * self.layout.indexer_block_bytes
 
-    def restore_indexer_keys(self, caches: dict[str, torch.Tensor], pairs: Iterable[tuple[int, int]]) -> int:
+    def restore_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> int:
         """Copy (host, device) blocks of all layers to the device; returns the bytes copied."""
         if not pairs:
             return 0
-        host_ids, device_ids = torch.tensor(pairs).unbind(1)
-        for name, cache in caches.items():
-            cache[device_ids] = self.indexer_keys[name][host_ids].to(cache.device)
+        host_ids, device_ids = self._ids(pairs, cache.device)
+        cache.index_copy_(0, device_ids, self._device_keys.index_select(0, host_ids))
         return len(pairs) * self.layout.indexer_block_bytes
+
+    def close(self) -> None:
+        """Unpin the memory, once the device is done with it."""
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
+    def _ids(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor(pairs, pin_memory=self._pinned is not None).to(device, non_blocking=True)
+        return ids[:, 0].contiguous(), ids[:, 1].contiguous()
 
 
 def check_free_memory(num_bytes: int, size_option: str) -> None:

@@ -1,4 +1,4 @@
-"""Hot buffer: residency, recency, host block tables and statistics of the running requests (worker side)."""
+"""Hot buffer: residency, host block tables and statistics of the running requests (worker side)."""
 
 from __future__ import annotations
 
@@ -7,126 +7,181 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_hisparse.ops import swap_in
-from vllm_hisparse.ops.swap_in import Residency, Resolved
+from vllm_hisparse.kv_manager.count_snapshot import CountSnapshot
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.registry import swap_in_ops
 
 
 @dataclass(frozen=True)
-class DecodeBatch:
-    """The requests that decode one token in this step.
+class HotBufferShape:
+    """Sizes of all hot buffers.
 
     Attributes:
-        tokens: [batch] int64 row of each request's token in the step's token batch.
-        requests: [batch] int64 rows of the hot buffer's state.
-        newest: [batch] int64 position of each request's token.
-        hot_tables: [batch, hot blocks per request] int32 device blocks.
-        host_tables: [batch, blocks] int32 host blocks.
-        step: recency of this step.
+        num_requests: requests that may run at once.
+        num_slots: hot rows per request and layer, `device_buffer_size`; the newest-row slot is not counted.
+        num_layers: layers with a hot buffer.
+        top_k: entries of a selection.
+        max_blocks: host blocks of the longest request.
+        block_size: tokens of a host block.
+        num_device_blocks: blocks of vLLM's device pool.
     """
 
-    tokens: torch.Tensor
-    requests: torch.Tensor
-    newest: torch.Tensor
-    hot_tables: torch.Tensor
-    host_tables: torch.Tensor
-    step: int
+    num_requests: int
+    num_slots: int
+    num_layers: int
+    top_k: int
+    max_blocks: int
+    block_size: int
+    num_device_blocks: int
 
 
 class HotBuffer:
     """State of all hot buffers. A request has one row, found by its handle (its first hot block).
 
+    Everything a step reads lies in static tensors, so that a CUDA graph may replay it; changes are enqueued on the
+    current stream and never wait for the device.
+
     Args:
-        num_requests: requests that may run at once.
-        num_slots: hot rows per request and layer, `device_buffer_size`.
-        num_layers: layers with a hot buffer.
-        max_blocks: host blocks of the longest request.
+        shape: sizes.
+        device: where the hot rows are.
         refresh_hits: True for LRU eviction, False for FIFO.
+
+    Attributes:
+        ops: swap-in operations of the device.
+        host_tables: [num_requests + 1, max_blocks] int32 host blocks, -1 beyond. The last row is of no request: steps
+            that vLLM runs without requests (profiling, padding) use it.
+        state_rows: [num_device_blocks] int32 row of each handle, -1 elsewhere.
+        counts: [num_requests, 2] int64 hits and misses, never reset.
+        newest_rows: [num_requests] int64 flat hot row of each decoding request's newest position.
+        resolved: output of the last `swap_in`.
+        decode_tables: of the running step, or None; its newest rows are not on the host yet.
     """
 
-    def __init__(self, num_requests: int, num_slots: int, num_layers: int, max_blocks: int, refresh_hits: bool):
-        self.num_slots, self.refresh_hits = num_slots, refresh_hits
-        self.residency = [
-            Residency(
-                torch.full((num_requests, num_slots), -1, dtype=torch.int32),
-                torch.zeros((num_requests, num_slots), dtype=torch.int32),
-            )
-            for _ in range(num_layers)
-        ]
-        self.host_tables = torch.full((num_requests, max_blocks), -1, dtype=torch.int32)
-        self.num_hits = torch.zeros(num_requests, dtype=torch.int64)
-        self.num_misses = torch.zeros(num_requests, dtype=torch.int64)
-        self.step = 0
-        self.decode_batch: DecodeBatch | None = None  # of the running step; its newest rows are not on the host yet
-        self._new_counts = torch.zeros(2, dtype=torch.int64)
-        self._free_rows = list(reversed(range(num_requests)))
+    def __init__(self, shape: HotBufferShape, device: torch.device, refresh_hits: bool):
+        self.shape, self.num_slots = shape, shape.num_slots
+        self.ops = swap_in_ops(device, refresh_hits)
+        num_rows = shape.num_requests + 1
+        self.pin_memory = device.type != "cpu"
+        self._slot_order = torch.arange(shape.num_slots, dtype=torch.int32, device=device)
+        self._slots = self._slot_order.repeat(shape.num_layers, num_rows, 1)
+        self._positions = torch.full_like(self._slots, -1)
+        self.residency = [Residency(self._slots[i], self._positions[i]) for i in range(shape.num_layers)]
+        self.host_tables = torch.full((num_rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
+        self.state_rows = torch.full((shape.num_device_blocks,), -1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros((shape.num_requests, 2), dtype=torch.int64, device=device)
+        self.newest_rows = torch.full((shape.num_requests,), -1, dtype=torch.int64, device=device)
+        self.resolved = Resolved.allocate(shape.num_requests, shape.top_k, device)
+        self.decode_tables: StepTables | None = None
+        self.num_decodes = 0
+        self._free_rows = list(reversed(range(shape.num_requests)))
         self._row_by_handle: dict[int, int] = {}
+        self._counted_before = [(0, 0)] * shape.num_requests
+        self._released: list[tuple[int, int, CountSnapshot]] = []
+        self._total: CountSnapshot | None = None
+        self._reported = (0, 0)
+        self._staging: torch.Tensor | None = None
 
     def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
         """Append host blocks to a request's table; `first` 0 starts a request with an empty buffer."""
         if first == 0:
-            self._row_by_handle[handle] = self._free_rows.pop()
+            row = self._row_by_handle[handle] = self._free_rows.pop()
+            self.state_rows[handle] = row
         row = self._row_by_handle[handle]
-        self.host_tables[row, first : first + len(host_ids)] = torch.tensor(host_ids, dtype=torch.int32)
+        ids = torch.tensor(host_ids, dtype=torch.int32, pin_memory=self.pin_memory)
+        self.host_tables[row, first : first + len(host_ids)].copy_(ids, non_blocking=True)
 
-    def release(self, handle: int) -> tuple[int, int]:
-        """Forget a request; returns its hits and misses."""
+    def release(self, handle: int) -> None:
+        """Forget a request; `take_released` reports its hits and misses."""
         row = self._row_by_handle.pop(handle)
-        counts = int(self.num_hits[row]), int(self.num_misses[row])
-        for residency in self.residency:
-            residency.positions[row] = -1
-            residency.last_used[row] = 0
+        self._released.append((handle, row, CountSnapshot(self.counts[row])))
+        self.state_rows[handle] = -1
+        self._slots[:, row] = self._slot_order
+        self._positions[:, row] = -1
         self.host_tables[row] = -1
-        self.num_hits[row] = self.num_misses[row] = 0
         self._free_rows.append(row)
-        return counts
 
-    def rows_of(self, handles: Sequence[int]) -> list[int]:
-        """State row of each handle; -1 for block tables of no request (profiling, padding)."""
-        return [self._row_by_handle.get(handle, -1) for handle in handles]
-
-    def next_step(self) -> int:
-        """Begin a step; returns its recency."""
-        self.step += 1
-        return self.step
-
-    def admit(self, layer: int, batch: DecodeBatch) -> torch.Tensor:
-        """Make room for the newest rows; returns their slots, [batch] int64."""
-        swap_in.admit_newest(self.residency[layer], batch.requests, batch.newest, batch.step)
-        return swap_in.newest_slot(batch.newest, self.num_slots)
-
-    def admit_prefill(self, layer: int, row: int, first: int, last: int, step: int) -> int:
-        """Record that positions [first, last) were written to the slots of the same number; returns how many fit."""
-        num_rows = max(min(last, self.num_slots) - first, 0)
-        positions = torch.arange(first, first + num_rows, dtype=torch.int32)
-        self.residency[layer].positions[row, first : first + num_rows] = positions
-        self.residency[layer].last_used[row, first : first + num_rows] = step
-        return num_rows
-
-    def resolve(self, layer: int, batch: DecodeBatch, top_k: torch.Tensor) -> Resolved:
-        """Resolve one layer's selection and count hits and misses."""
-        resolved = swap_in.resolve(
-            self.residency[layer], batch.requests, top_k, batch.newest, batch.step, self.refresh_hits
-        )
-        self.num_hits[batch.requests] += resolved.num_hits
-        self.num_misses[batch.requests] += resolved.num_misses
-        self._new_counts += torch.stack((resolved.num_hits.sum(), resolved.num_misses.sum()))
-        return resolved
+    def take_released(self) -> list[tuple[int, int, int]]:
+        """Handle, hits and misses of released requests, in order; those whose counts have not arrived come later."""
+        taken = []
+        while self._released and self._released[0][2].ready:
+            handle, row, snapshot = self._released.pop(0)
+            hits, misses = snapshot.values
+            before = self._counted_before[row]
+            self._counted_before[row] = (hits, misses)
+            taken.append((handle, hits - before[0], misses - before[1]))
+        return taken
 
     def take_counts(self) -> tuple[int, int]:
-        """Hits and misses of all requests since the last call."""
-        hits, misses = self._new_counts.tolist()
-        self._new_counts.zero_()
-        return hits, misses
+        """Hits and misses of all requests since they were last reported; a device's counts arrive one call later."""
+        if self._total is None:
+            self._total = CountSnapshot(self.counts.sum(0))
+        if not self._total.ready:
+            return 0, 0
+        before, self._reported, self._total = self._reported, self._total.values, None
+        return self._reported[0] - before[0], self._reported[1] - before[1]
+
+    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int, hot: HotRows) -> None:
+        """Say which requests decode one token in this step.
+
+        Args:
+            hot_tables, seq_lens: as in `StepTables`, graph padding included.
+            num_decodes: requests without padding.
+            hot: hot rows of any layer.
+        """
+        tables = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.shape.block_size)
+        self.ops.newest_rows(tables, self.num_slots, hot, self.newest_rows)
+        self.decode_tables, self.num_decodes = tables, num_decodes
+
+    def swap_in(self, layer: int, top_k: torch.Tensor, host_rows: torch.Tensor, hot: HotRows) -> Resolved:
+        """Make one layer's selection hot.
+
+        Args:
+            layer: index of the layer.
+            top_k: [batch, top_k] int32 of the decoding requests, padding included.
+            host_rows: [num_host_rows, row elements] of the layer.
+            hot: hot rows of the layer.
+        """
+        assert self.decode_tables is not None
+        self.ops.swap_in(self.residency[layer], self.decode_tables, top_k, host_rows, hot, self.counts, self.resolved)
+        return self.resolved
+
+    def rows_of(self, hot_tables: torch.Tensor) -> torch.Tensor:
+        """State row of each hot block table, [batch] int64; the row of no request where there is none."""
+        rows = self.state_rows[hot_tables[:, 0].long()].long()
+        return torch.where(rows < 0, self.shape.num_requests, rows)
+
+    def seed(self, layer: int, row: torch.Tensor, first: int, last: int) -> None:
+        """Record that slots [first, last) hold the positions of the same number.
+
+        Args:
+            layer: index of the layer.
+            row: [1] int64 state row.
+            first, last: positions, none beyond the buffer.
+        """
+        slots, positions = self._slots[layer, row], self._positions[layer, row]
+        self._positions[layer, row] = torch.where((slots >= first) & (slots < last), slots, positions)
+
+    def staging(self, hot: HotRows) -> torch.Tensor:
+        """Device memory for the longest request in one layer, shared: [max_blocks, block_size, row elements].
+
+        Args:
+            hot: hot rows of any layer, for dtype and width.
+        """
+        if self._staging is None:
+            size = (self.shape.max_blocks, self.shape.block_size, hot.rows.shape[1])
+            self._staging = hot.rows.new_zeros(size)
+        return self._staging
 
     def check_integrity(self) -> None:
-        """Check that every row is free or owned and that no position is hot twice.
+        """Check that every row is free or owned and that no position or slot occurs twice. Waits for the device.
 
         Raises:
             AssertionError: the first violation.
         """
         owned = list(self._row_by_handle.values())
-        assert sorted(owned + self._free_rows) == list(range(len(self.num_hits))), "a row is lost or owned twice"
+        assert sorted(owned + self._free_rows) == list(range(self.shape.num_requests)), "a row is lost or owned twice"
         for residency in self.residency:
+            assert (residency.slots.sort(-1).values == self._slot_order).all(), "a slot is lost"
             for row in owned:
                 hot = residency.positions[row][residency.positions[row] >= 0]
                 assert len(hot.unique()) == len(hot), "a position is hot twice"

@@ -36,6 +36,7 @@ class HotBufferSpec(AttentionSpec):
             state_content_bytes=spec.state_content_bytes,
             tokens_per_state=Fraction(spec.block_size, rows_per_block),
             dcp_sharded=False,
+            block_stride_alignment=spec.state_content_size_bytes,
             blocks_per_request=blocks_per_request,
         )
 

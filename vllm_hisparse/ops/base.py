@@ -35,6 +35,12 @@ class HotRows:
         num_rows = (num_blocks - 1) * stride + rows_per_block
         return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
 
+    def flat_rows(self, hot_table: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Flat rows of slots [first, last) of the request with this hot block table: [last - first] int64."""
+        slots = torch.arange(first, last, device=hot_table.device)
+        blocks = hot_table[slots // self.rows_per_block].long()
+        return blocks * self.block_stride_rows + slots % self.rows_per_block
+
 
 @dataclass(frozen=True)
 class Residency:
@@ -126,9 +132,9 @@ class SwapInOps(ABC):
         """Find hits, choose victims for the misses, update the residency.
 
         The least recently used entries that are not hits of this step are the victims, in the order of the misses in
-        `top_k`. The new order: entries neither hit nor filled, filled ones, hits (LRU) - each part in its old order. With
-        FIFO eviction hits keep their place. While the sequence is no longer than the buffer, a miss fills the slot of
-        its own number and nothing is evicted.
+        `top_k`. The new order: entries neither hit nor filled, filled ones, hits, each part in its old order. With FIFO
+        eviction hits keep their place. While the sequence is no longer than the buffer, a miss fills the slot of its
+        own number and nothing is evicted.
 
         Args:
             residency: of one layer, updated in place; has at least as many slots as `top_k` has columns.
@@ -193,7 +199,7 @@ class SwapInOps(ABC):
 
         Args:
             host_rows: as in `gather`.
-            host_table: [blocks] int32 host blocks of the request.
+            host_table: [blocks] int32 host blocks of the request; rows of a negative block are skipped.
             block_size: tokens of a host block.
             staging: [num_rows, row elements], contiguous; positions [0, num_rows), written.
         """

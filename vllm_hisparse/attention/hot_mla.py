@@ -1,0 +1,68 @@
+"""MLA layers whose KV cache is a hot buffer; the full KV is in the host pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import MLAAttention
+
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.layout import KVLayout, indexer_row_bytes
+from vllm_hisparse.ops.base import HotRows
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+class HotBufferLayer:
+    """Mixin of an `MLAAttention`: asks vLLM for hot blocks instead of full-KV blocks."""
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = super().get_kv_cache_spec(vllm_config)
+        config = HiSparseConfig.from_vllm_config(vllm_config)
+        index_head_dim = vllm_config.model_config.hf_text_config.index_head_dim
+        layout = KVLayout(spec.state_content_size_bytes, indexer_row_bytes(index_head_dim), 1, 1, spec.block_size)
+        return HotBufferSpec.from_mla_spec(spec, layout.rows_per_hot_block, layout.num_hot_blocks(config.rows))
+
+
+class HotMLAAttention(HotBufferLayer, MLAAttention):
+    """`MLAAttention` of vLLM's generic model classes over a hot buffer."""
+
+    def forward_impl(self, q: torch.Tensor, k_c_normed: torch.Tensor, k_pe: torch.Tensor, *args: Any, **kwargs: Any):
+        # NOTE: not through the KV cache update, whose Python code a piecewise CUDA graph does not replay.
+        self.impl.set_new_rows(k_c_normed, k_pe)
+        return super().forward_impl(q, k_c_normed, k_pe, *args, **kwargs)
+
+
+class HotMLAImpl:
+    """Mixin of an MLA implementation: storage of one layer.
+
+    `bind` is called once, when vLLM has allocated the layer's cache.
+    """
+
+    def bind(self, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        """Attach storage.
+
+        Args:
+            hot_buffer: state shared by all layers.
+            layer_index: this layer's index in it.
+            host_rows: [num_host_blocks, block_size, row elements].
+            cache: [num_device_blocks, rows per hot block, row elements].
+        """
+        self.hot_buffer, self.layer_index = hot_buffer, layer_index
+        self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache)
+
+    def set_new_rows(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> None:
+        """Hand over the step's new rows before `forward_mqa`, which knows whose they are.
+
+        Args:
+            kv_c: [tokens, kv_lora_rank]. k_pe: [tokens, 1, qk_rope_head_dim] or [tokens, qk_rope_head_dim].
+        """
+        self.new_rows = kv_c, k_pe
+
+    def do_kv_cache_update(self, *args: Any) -> None:
+        """Nothing to do: `forward_mqa` writes the rows."""

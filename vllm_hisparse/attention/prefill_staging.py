@@ -1,0 +1,166 @@
+"""Prefill on CUDA: the history of requests with several query tokens, staged from the host for one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
+from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.ops.base import HotRows
+
+
+@dataclass
+class PrefillRequest:
+    """One request of a group.
+
+    Attributes:
+        first, last: positions of its query tokens, half-open.
+        first_row: staging row of its position 0.
+        hot_table: [1, hot blocks per request] int32.
+        row: [1] int64 row of the hot buffer's state, set by the first layer.
+        host_table: [blocks] int32 host blocks, set by the first layer.
+    """
+
+    first: int
+    last: int
+    first_row: int
+    hot_table: torch.Tensor
+    row: torch.Tensor | None = None
+    host_table: torch.Tensor | None = None
+
+
+@dataclass
+class PrefillGroup:
+    """Requests whose histories fit in the staging memory together.
+
+    Attributes:
+        tokens: their tokens in the step's batch.
+        requests: in the batch's order.
+        slots: [tokens] int64 staging row of each token.
+        metadata: vLLM's metadata over the staged block tables.
+    """
+
+    tokens: slice
+    requests: list[PrefillRequest]
+    slots: torch.Tensor
+    metadata: Any
+
+
+class PrefillStaging:
+    """Device memory for the KV of whole requests in one layer, shared by all layers.
+
+    Args:
+        cache: [blocks, block_size, row elements]; the longest request must fit.
+    """
+
+    def __init__(self, cache: torch.Tensor):
+        self.cache, self.num_blocks, self.rows = cache, len(cache), cache.flatten(0, 1)
+
+    def groups(
+        self,
+        common: CommonAttentionMetadata,
+        first_request: int,
+        build: Callable[[CommonAttentionMetadata], Any],
+    ) -> list[PrefillGroup]:
+        """Split the requests from `first_request` on into groups.
+
+        Args:
+            common: the step's batch.
+            first_request: first prefilling request.
+            build: vLLM's metadata from a part of the batch.
+        """
+        starts = common.query_start_loc_cpu.tolist()
+        seq_lens = common.seq_lens_cpu_upper_bound.tolist()
+        groups, first = [], first_request
+        while first < common.num_reqs and starts[first + 1] > starts[first]:
+            last, num_blocks = first + 1, cdiv(seq_lens[first], BLOCK_SIZE)
+            while last < common.num_reqs and starts[last + 1] > starts[last]:
+                num_blocks += cdiv(seq_lens[last], BLOCK_SIZE)
+                if num_blocks > self.num_blocks:
+                    break
+                last += 1
+            groups.append(self._group(common, first, last, starts, seq_lens, build))
+            first = last
+        return groups
+
+    def load(self, group: PrefillGroup, hot_buffer: HotBuffer, host_rows: torch.Tensor) -> None:
+        """Copy what came before the query tokens from the host."""
+        for request in group.requests:
+            if request.row is None:
+                # NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
+                request.row = hot_buffer.rows_of(request.hot_table)
+                request.host_table = hot_buffer.host_tables[request.row].flatten()
+            history = self.rows[request.first_row : request.first_row + request.first]
+            hot_buffer.ops.stage_rows(host_rows, request.host_table, BLOCK_SIZE, history)
+
+    def store(
+        self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
+    ) -> None:
+        """Bring the query tokens' rows to the host, and to the hot buffer as far as they fit."""
+        for request in group.requests:
+            first, last = request.first, request.last
+            rows = self.rows[request.first_row + first : request.first_row + last]
+            hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, BLOCK_SIZE)
+            last = min(last, hot_buffer.num_slots)
+            if last > first:
+                hot.rows.index_copy_(0, hot.flat_rows(request.hot_table[0], first, last), rows[: last - first])
+                hot_buffer.seed(layer_index, request.row, first, last)
+
+    def _group(
+        self,
+        common: CommonAttentionMetadata,
+        first: int,
+        last: int,
+        starts: list[int],
+        seq_lens: list[int],
+        build: Callable[[CommonAttentionMetadata], Any],
+    ) -> PrefillGroup:
+        requests, num_blocks = [], 0
+        for index in range(first, last):
+            begin = seq_lens[index] - (starts[index + 1] - starts[index])
+            hot_table = common.block_table_tensor[index, None]
+            requests.append(PrefillRequest(begin, seq_lens[index], num_blocks * BLOCK_SIZE, hot_table))
+            num_blocks += cdiv(seq_lens[index], BLOCK_SIZE)
+        device = self.rows.device
+        slots = [torch.arange(r.first_row + r.first, r.first_row + r.last, device=device) for r in requests]
+        block_table = self._block_table(requests)
+        part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
+        return PrefillGroup(slice(starts[first], starts[last]), requests, torch.cat(slots), build(part))
+
+    def _block_table(self, requests: list[PrefillRequest]) -> torch.Tensor:
+        """[requests, blocks] int32 staging blocks."""
+        first_blocks = torch.tensor([r.first_row // BLOCK_SIZE for r in requests], dtype=torch.int32)
+        columns = torch.arange(max(cdiv(r.last, BLOCK_SIZE) for r in requests), dtype=torch.int32)
+        table = (first_blocks[:, None] + columns).clamp_max(self.num_blocks - 1)
+        return table.pin_memory().to(self.rows.device, non_blocking=True)
+
+
+def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
+    """The part of a batch with requests [first, last)."""
+    if first == 0 and last == common.num_reqs:
+        return common
+    starts = common.query_start_loc_cpu[first : last + 1]
+    start, end = int(starts[0]), int(starts[-1])
+    upper = common.seq_lens_cpu_upper_bound[first:last]
+    return common.replace(
+        query_start_loc=common.query_start_loc[first : last + 1] - start,
+        query_start_loc_cpu=starts - start,
+        seq_lens=common.seq_lens[first:last],
+        seq_lens_cpu_upper_bound=upper,
+        num_reqs=last - first,
+        num_actual_tokens=end - start,
+        max_query_len=int(torch.diff(starts).max()),
+        max_seq_len=int(upper.max()),
+        block_table_tensor=common.block_table_tensor[first:last],
+        slot_mapping=common.slot_mapping[start:end],
+        positions=None if common.positions is None else common.positions[start:end],
+        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[first:last],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
