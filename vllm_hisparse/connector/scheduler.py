@@ -119,6 +119,8 @@ class HiSparseSchedulerConnector:
         """Forget a request; its blocks come back through the managers."""
         if self.request_log:
             self.request_log.ended(request.request_id, request.num_prompt_tokens)
+        if request.request_id in self.hot_manager.states:
+            self._publish(request, self.hot_manager.states[request.request_id])
         self.hot_manager.forget(request.request_id)
         if self.transport:
             self.transport.request_finished(request)
@@ -203,8 +205,16 @@ class HiSparseSchedulerConnector:
         device_blocks = self.indexer_manager.req_to_blocks[request_id]
         for index in range(state.num_saved_blocks, num_full):
             metadata.saves.append((device_blocks[index].block_id, host_ids[index]))
-            # NOTE: published only now: a hit in a later step restores after this step's save.
-            if self.enable_caching:
-                self.host_pool.register(request_id, index, request.block_hashes[index])
         state.num_saved_blocks = max(state.num_saved_blocks, num_full)
         state.tail_block_id = device_blocks[num_full].block_id if tail else None
+        self._publish(request, state)
+
+    def _publish(self, request: Request, state: RequestBlocks) -> None:
+        """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.
+
+        NOTE: with async scheduling a block's last token, and so its hash, comes a step after the block was filled.
+        """
+        last = min(state.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
+        for index in range(state.num_published_blocks, last):
+            self.host_pool.register(request.request_id, index, request.block_hashes[index])
+        state.num_published_blocks = max(state.num_published_blocks, last)

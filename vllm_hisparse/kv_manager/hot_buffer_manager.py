@@ -34,6 +34,7 @@ class RequestBlocks:
         next_event: number of tokens at which a block becomes full or a new one is begun.
         num_sent_blocks: host blocks the worker knows; 0 before the request first runs.
         num_saved_blocks: leading blocks whose indexer keys are on the host.
+        num_published_blocks: leading blocks that the host prefix cache knows.
         tail_block_id: device indexer block of the tokens after the last full block, or None.
     """
 
@@ -43,6 +44,7 @@ class RequestBlocks:
     next_event: int = 0
     num_sent_blocks: int = 0
     num_saved_blocks: int = 0
+    num_published_blocks: int = 0
     tail_block_id: int | None = None
 
 
@@ -188,6 +190,7 @@ class HotBufferManager(CircularBufferManager):
             num_reserved_tokens=len(block_ids) * self.block_size,
             num_matched_tokens=match.num_tokens,
             num_saved_blocks=match.num_tokens // self.block_size,
+            num_published_blocks=match.num_tokens // self.block_size,
         )
         return state
 
