@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -99,12 +100,18 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def write_result(path: Path, ctx: typer.Context, module: str, rows: list[dict[str, Any]]) -> None:
+def write_result(
+    path: Path,
+    ctx: typer.Context,
+    module: str,
+    rows: list[dict[str, Any]],
+    extra_hardware: dict[str, Any] | None = None,
+) -> None:
     """Write a benchmark's result: the command, when, on what, with which versions, and the rows."""
     result = {
         "command": command(ctx, module),
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": hardware(),
+        "hardware": hardware() | (extra_hardware or {}),
         "versions": versions(),
         "rows": rows,
     }
@@ -130,6 +137,14 @@ def hardware() -> dict[str, str | int | float]:
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
+
+
+def gpu_hardware() -> dict[str, str | float]:
+    """The CUDA device and its driver."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    name, driver = subprocess.check_output(query, text=True).strip().split(", ")
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return {"gpu": name, "gpu_memory_gib": round(memory / 2**30, 1), "driver": driver}
 
 
 def versions() -> dict[str, str]:

@@ -35,6 +35,59 @@ def completion(output: Any) -> dict[str, Any]:
     }
 
 
+class RowCheck:
+    """Compares hot rows with the host pool every few steps: what a slot says it holds must be there, byte by byte."""
+
+    def __init__(self, worker: Any, every: int, corrupt: bool):
+        self.num_steps, self.num_rows, self.num_wrong = 0, 0, 0
+        finish = worker.finish_step
+
+        def checked() -> None:
+            tables = worker.hot_buffer.decode_tables
+            if corrupt and tables is not None and self.num_steps == every - 1:
+                self.corrupt(worker, tables)
+            finish()
+            self.num_steps += 1
+            if tables is not None and self.num_steps % every == 0:
+                self.check(worker, tables)
+
+        worker.finish_step = checked
+
+    def requests(self, worker: Any, tables: Any) -> list[tuple[Any, int]]:
+        """Hot block table and state row of each decoding request."""
+        rows = worker.hot_buffer.rows_of(tables.hot_tables).tolist()
+        known = worker.hot_buffer.shape.num_requests
+        return [(table.long(), row) for table, row in zip(tables.hot_tables, rows, strict=True) if row < known]
+
+    def flat(self, impl: Any, table: Any, slots: Any) -> Any:
+        blocks = table[slots // impl.hot.rows_per_block]
+        return blocks * impl.hot.block_stride_rows + slots % impl.hot.rows_per_block
+
+    def check(self, worker: Any, tables: Any) -> None:
+        import torch
+
+        for table, row in self.requests(worker, tables):
+            host_table = tables.host_tables[row].cpu().long()
+            for impl, residency in zip(worker.impls, worker.hot_buffer.residency, strict=True):
+                held = residency.positions[row] >= 0
+                slots, positions = residency.slots[row][held].long(), residency.positions[row][held].cpu().long()
+                hot = impl.hot.rows[self.flat(impl, table, slots)].cpu()
+                host = impl.host_rows[
+                    host_table[positions // tables.block_size] * tables.block_size + positions % tables.block_size
+                ]
+                same = (hot.view(torch.uint8) == host.view(torch.uint8)).all(-1)
+                self.num_rows += len(same)
+                self.num_wrong += int((~same).sum())
+
+    def corrupt(self, worker: Any, tables: Any) -> None:
+        """Shift one hot row of one layer by one element: the check must find it."""
+        table, row = self.requests(worker, tables)[0]
+        impl, residency = worker.impls[0], worker.hot_buffer.residency[0]
+        slot = residency.slots[row][-1:].long()
+        rows = self.flat(impl, table, slot)
+        impl.hot.rows[rows] = impl.hot.rows[rows].roll(1, -1)
+
+
 class Recorder:
     """Adds up both halves' counters, and keeps the largest value of each gauge, over the engine's life."""
 
@@ -174,12 +227,15 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
     llm = LLM(**job["engine"])
     recorder = make_recorder(llm)
+    check = RowCheck(recorder.halves[1], **job["row_check"]) if "row_check" in job else None
     phases = []
     for phase in job["phases"]:
         run = run_aborts if "abort_after" in phase else run_phase
         record: dict[str, Any] = {"completions": run(llm, phase)}
         if recorder is not None:
             record |= record_engine(llm, recorder)
+        if check is not None:
+            record |= {"checked_rows": check.num_rows, "wrong_rows": check.num_wrong}
         phases.append(record)
     return {"phases": phases}
 

@@ -1,0 +1,237 @@
+"""Decode throughput on a GPU: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
+
+Each system runs in one engine of its own; every case submits all its requests at once. Only steps in which every
+scheduled request decodes one token are counted, so that the figures are those of a decode instance: how fast prompts
+are prefilled does not enter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.common import RESULTS, gpu_hardware, show, write_result
+
+app = typer.Typer(add_completion=False)
+
+SYSTEMS = ("full", "vllm_native", "ours")
+COUNTERS = ("cache_hits", "cache_misses", "host_to_device_bytes")
+PREFIX = "vllm:hisparse_"  # vLLM's native HiSparse and this plugin export the same names
+VOCABULARY = range(3, 500)
+TOKEN_BYTES = {"bfloat16": 1152 + 132, "fp8": 656 + 132}  # main KV and indexer key, of one layer
+CHUNK_TOKENS = 16384
+
+
+@dataclass
+class StepClock:
+    """Times of the steps in which every request decodes one token.
+
+    Attributes:
+        seconds: from the output of the step before to this step's output.
+        tokens: requests of the step.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def attach(self, scheduler: Any) -> None:
+        """Watch a scheduler's steps."""
+        last: dict[str, Any] = {"time": 0.0, "decodes": False}
+        update = scheduler.update_from_output
+
+        def timed(scheduler_output: Any, model_output: Any) -> Any:
+            counts = scheduler_output.num_scheduled_tokens.values()
+            now, decodes = time.perf_counter(), bool(counts) and max(counts) == 1
+            if decodes and last["decodes"]:
+                self.seconds.append(now - last["time"])
+                self.tokens.append(len(counts))
+            last.update(time=now, decodes=decodes)
+            return update(scheduler_output, model_output)
+
+        scheduler.update_from_output = timed
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Throughput, inter-token latency over all tokens, and the most requests of one step."""
+        if not self.seconds:
+            return {"tokens_per_s": None, "itl_ms_p50": None, "itl_ms_p99": None, "running_max": 0, "steps": 0}
+        latencies = np.repeat(np.array(self.seconds) * 1e3, self.tokens)
+        p10, p50, p90, p99 = np.percentile(latencies, (10, 50, 90, 99)).round(3).tolist()
+        return {
+            "tokens_per_s": round(sum(self.tokens) / sum(self.seconds), 1),
+            "itl_ms_p10": p10,
+            "itl_ms_p50": p50,
+            "itl_ms_p90": p90,
+            "itl_ms_p99": p99,
+            "running_max": max(self.tokens),
+            "steps": len(self.seconds),
+        }
+
+
+def counters() -> dict[str, float]:
+    """Totals of the hot-buffer counters that the engine of this process exports."""
+    from prometheus_client import REGISTRY
+
+    totals = dict.fromkeys(COUNTERS, 0.0)
+    for metric in REGISTRY.collect():
+        name = metric.name.removeprefix(PREFIX)
+        if metric.name.startswith(PREFIX) and name in totals:
+            totals[name] += sum(s.value for s in metric.samples if s.name.endswith("_total"))
+    return totals
+
+
+def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; the same for every system but for where the KV lives."""
+    args: dict[str, Any] = {
+        "model": job["model"],
+        "max_model_len": max(job["contexts"]) + job["max_tokens"] + 64,
+        "hf_overrides": {"max_position_embeddings": 1 << 18},
+        "dtype": "bfloat16",
+        "kv_cache_dtype": {"bfloat16": "auto", "fp8": "fp8"}[job["kv_dtype"]],
+        "kv_cache_memory_bytes": int(job["device_kv_gib"] * 2**30),
+        "max_num_seqs": max(job["max_num_seqs"], 1),
+        "max_num_batched_tokens": CHUNK_TOKENS,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if system == "vllm_native":
+        args["kv_transfer_config"] = {
+            "kv_connector": "HiSparseConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_pool_gib": job["host_pool_gib"]},
+        }
+        args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
+    elif system == "ours":
+        options = {"host_pool_gib": job["host_pool_gib"], "device_buffer_size": job["device_buffer_size"]}
+        args["kv_transfer_config"] = {
+            "kv_connector": "HiSparseHostConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options,
+        }
+    return args
+
+
+def run_system(system: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run all cases of one system in this process; yields their rows, that of a warm-up first."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**engine_args(system, job))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    for context, requests in [(512, 2), *job["cases"]]:
+        source = random.Random(context)
+        prompts = [{"prompt_token_ids": source.choices(VOCABULARY, k=context)} for _ in range(requests)]
+        clock, before = StepClock(), counters()
+        update = scheduler.update_from_output
+        clock.attach(scheduler)
+        params = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
+        llm.generate(prompts, params, use_tqdm=False)
+        scheduler.update_from_output = update
+        yield describe(system, job, context, requests) | clock.summary() | moved(before, counters())
+
+
+def describe(system: str, job: dict[str, Any], context: int, requests: int) -> dict[str, Any]:
+    names = ("kv_dtype", "device_kv_gib", "device_buffer_size", "max_tokens")
+    return {"system": system, "model": job["model_name"], "context": context, "requests": requests} | {
+        name: job[name] for name in names
+    }
+
+
+def moved(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """Hit rate and bytes of one case; None where the system counts none."""
+    hits, misses, num_bytes = (after[name] - before[name] for name in COUNTERS)
+    found = hits + misses
+    return {
+        "hit_rate": round(hits / found, 4) if found else None,
+        "h2d_bytes": int(num_bytes) if found else None,
+    }
+
+
+def make_cases(contexts: list[int], oversubscription: list[float], job: dict[str, Any]) -> list[tuple[int, int]]:
+    """(context, requests): so many that full KV would need that multiple of the device memory."""
+    token_bytes = TOKEN_BYTES[job["kv_dtype"]] * job["num_layers"]
+    cases = []
+    for context, factor in product(contexts, oversubscription):
+        fit = job["device_kv_gib"] * 2**30 / (token_bytes * (context + job["max_tokens"]))
+        cases.append((context, max(1, round(factor * fit))))
+    return cases
+
+
+def run_child(system: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run one system in a process of its own; returns the rows it finished."""
+    with TemporaryDirectory() as directory:
+        job_path, rows_path = Path(directory) / "job.json", Path(directory) / "rows.json"
+        job_path.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "benchmarks.decode", "child", system, str(job_path), str(rows_path)]
+        # The engine in this process, so that its scheduler can be watched.
+        code = subprocess.call(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        if code:
+            typer.echo(f"{system} failed with exit code {code}", err=True)
+        return json.loads(rows_path.read_text()) if rows_path.exists() else []
+
+
+@app.command(hidden=True)
+def child(system: str, job_path: Path, rows_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for row in run_system(system, json.loads(job_path.read_text())):
+        rows.append(row)
+        rows_path.write_text(json.dumps(rows[1:]))
+        typer.echo(json.dumps(row), err=True)
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    context: Annotated[list[int], typer.Option(min=1, help="Prompt tokens; repeatable.")] = [12000, 32000, 64000],  # noqa: B006
+    oversubscription: Annotated[
+        list[float], typer.Option(help="Full KV of all requests over the device memory for KV; repeatable.")
+    ] = [1, 2, 4, 8],  # noqa: B006
+    system: Annotated[list[str], typer.Option(help=f"{', '.join(SYSTEMS)}; repeatable.")] = list(SYSTEMS),  # noqa: B006
+    kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
+    device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV.")] = 1.0,
+    host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV.")] = 24.0,
+    device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 256,
+    num_layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
+    model_dir: Annotated[Path, typer.Option(help="Where the model is made.")] = Path("build/models/bench"),
+    output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "decode.json",
+) -> None:
+    """Measure decode throughput of several systems on the same model and prompts."""
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    make_model("dsv32", model_dir, num_layers=num_layers, num_heads=64, index_n_heads=64, index_topk=2048)
+    job: dict[str, Any] = {
+        "model": str(model_dir),
+        "model_name": f"deepseek_v32, {num_layers} layers, 64 heads, index_topk 2048, random weights",
+        "num_layers": num_layers,
+        "contexts": context,
+        "kv_dtype": kv_dtype,
+        "device_kv_gib": device_kv_gib,
+        "host_pool_gib": host_pool_gib,
+        "device_buffer_size": device_buffer_size,
+        "max_tokens": max_tokens,
+    }
+    job["cases"] = make_cases(context, oversubscription, job)
+    job["max_num_seqs"] = max(requests for _, requests in job["cases"])
+    rows: list[dict[str, Any]] = []
+    for name in system:
+        rows += run_child(name, job)
+        write_result(output, ctx, "benchmarks.decode run", rows, gpu_hardware())
+    columns = ("system", "context", "requests", "tokens_per_s", "itl_ms_p50", "itl_ms_p99", "running_max", "hit_rate")
+    show("Decode", [{name: row.get(name) for name in columns} for row in rows])
+
+
+if __name__ == "__main__":
+    app()

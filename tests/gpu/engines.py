@@ -1,0 +1,112 @@
+"""Engines on the GPU for the tests: each runs in a process of its own; several run side by side on one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+ENGINE = Path(__file__).parent.parent / "e2e" / "offline_engine.py"
+VOCABULARY = range(3, 500)
+DEVICE_KV_BYTES = 4 << 30
+HOST_POOL_GIB = 8.0
+DEVICE_BUFFER_SIZE = 4096
+START_TIMEOUT_S = 400
+# Rounding moves a logprob by this much in the mean; where the two best tokens are closer than a tie, it may swap them.
+MEAN_TOLERANCE = 0.05
+TIE_MARGIN = 0.5
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """A prompt of its own for every (length, seed)."""
+    return random.Random(num_tokens * 1000 + seed).choices(VOCABULARY, k=num_tokens)
+
+
+def engine_args(model: Path, **overrides: Any) -> dict[str, Any]:
+    """A full-KV engine. Its prefill takes the same sparse kernels for every length, as hot buffers do."""
+    attention = {"sparse_mla_force_mqa": True, **overrides.pop("attention_config", {})}
+    args = {
+        "model": str(model),
+        "max_model_len": 33024,
+        "dtype": "bfloat16",
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": DEVICE_KV_BYTES,
+        "gpu_memory_utilization": 0.5,
+        "hf_overrides": {"max_position_embeddings": 1 << 18},
+        "seed": 0,
+        "attention_config": attention,
+    }
+    return {**args, **overrides}
+
+
+def hot_args(model: Path, options: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
+    """The same with the connector on one instance."""
+    extra = {"host_pool_gib": HOST_POOL_GIB, "device_buffer_size": DEVICE_BUFFER_SIZE, **(options or {})}
+    transfer = {
+        "kv_connector": "HiSparseHostConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    return engine_args(model, kv_transfer_config=transfer, **overrides)
+
+
+@dataclass
+class EngineRun:
+    """An engine that works off its phases in the background."""
+
+    process: subprocess.Popen
+    log: Path
+    result: Path
+
+    @classmethod
+    def start(
+        cls, directory: Path, name: str, engine: dict[str, Any], phases: list[dict[str, Any]], **job_options: Any
+    ) -> EngineRun:
+        """Start an engine; `job_options` as in tests/e2e/offline_engine.py."""
+        job, result, log = (directory / f"{name}.{suffix}" for suffix in ("job.json", "result.json", "log"))
+        job.write_text(json.dumps({"engine": engine, "phases": phases, **job_options}))
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        with log.open("w") as stream:
+            command = [sys.executable, str(ENGINE), str(job), str(result)]
+            process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment)
+        return cls(process, log, result)
+
+    def phases(self) -> list[dict[str, Any]]:
+        """Wait for the end; one record per phase."""
+        code = self.process.wait(START_TIMEOUT_S)
+        assert code == 0, "\n".join(self.log.read_text().splitlines()[-40:])
+        return json.loads(self.result.read_text())["phases"]
+
+
+def differences(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How far each request's completion agrees: tokens, mean logprob difference, margin where it leaves."""
+    found = []
+    for ours, full in zip(got, expected, strict=True):
+        same = sum(1 for _ in takewhile(bool, map(int.__eq__, ours["tokens"], full["tokens"])))
+        pairs = zip(ours["logprobs"][:same], full["logprobs"][:same], strict=True)
+        mean = sum(abs(a - b) for a, b in pairs) / max(same, 1)
+        margin = full["margins"][same] if same < len(full["tokens"]) else None
+        found.append({"same": same, "tokens": len(full["tokens"]), "mean_difference": mean, "margin": margin})
+    return found
+
+
+def assert_same_but_ties(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Identical greedy tokens up to a tie, logprobs within rounding in the mean."""
+    for index, found in enumerate(differences(got, expected)):
+        assert found["margin"] is None or found["margin"] <= TIE_MARGIN, f"request {index}: {found}"
+        assert found["mean_difference"] <= MEAN_TOLERANCE, f"request {index}: {found}"
+
+
+def assert_pools_empty(record: dict[str, Any]) -> None:
+    """Every block is back, in both pools and on the worker."""
+    in_use = {name: value for name, value in record["pools"].items() if name != "host_blocks_cached"}
+    assert in_use == dict.fromkeys(in_use, 0)
+    assert record["worker_rows"] == 0

@@ -1,0 +1,125 @@
+"""The same greedy tokens as full-KV vLLM on the GPU: kernels, CUDA graphs, chunked prefill, preemption, prefix reuse.
+
+Both engines choose the same tokens but for ties: the order in which a kernel adds up a selection, and the batches of a
+step, change the last bits of bf16 logits. Full KV with another chunk size differs from full KV in the same way; the
+report of a run shows both. Rows in the hot buffer are compared with the host pool byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineRun, assert_pools_empty, assert_same_but_ties, differences, engine_args, hot_args, make_prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTHS = [1, 63, 64, 65, 2047, 2048, 2049, 4094, 4097, 6000, 8191, 12000, 16384, 20001, 26000, 32000]
+MAX_TOKENS = 128
+PHASE = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
+ROW_CHECK = {"every": 40, "corrupt": False}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8", "attention_config": {"backend": "FLASHMLA_SPARSE"}},
+    "bf16_flashmla": {"attention_config": {"backend": "FLASHMLA_SPARSE"}},
+    "bf16_flash_attn": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE"}},
+}
+
+
+def backend(name: str) -> dict[str, Any]:
+    """Engine arguments of a backend; a fresh copy, because `engine_args` takes them apart."""
+    return json.loads(json.dumps(BACKENDS[name]))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    directory = tmp_path_factory.mktemp("models")
+    return make_model("dsv32", directory / "dsv32", num_layers=4, num_heads=64, index_n_heads=64, index_topk=2048)
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineRun]:
+    """Full KV and hot buffers for every backend, and full KV with smaller chunks; each group side by side."""
+    directory, started = tmp_path_factory.mktemp("runs"), {}
+    for name in BACKENDS:
+        started[f"{name}_full"] = EngineRun.start(
+            directory, f"{name}_full", engine_args(model, **backend(name)), [PHASE]
+        )
+        started[f"{name}_hot"] = EngineRun.start(
+            directory, f"{name}_hot", hot_args(model, **backend(name)), [PHASE], row_check=ROW_CHECK
+        )
+        started[f"{name}_chunks"] = EngineRun.start(
+            directory, f"{name}_chunks", engine_args(model, max_num_batched_tokens=4096, **backend(name)), [PHASE]
+        )
+        for run in started.values():
+            run.process.wait(400)
+    return started
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_parity_with_cuda_graphs(runs: dict[str, EngineRun], name: str) -> None:
+    full, hot, chunks = (runs[f"{name}_{kind}"].phases()[0] for kind in ("full", "hot", "chunks"))
+    report(name, {"hot": hot, "chunks": chunks}, full)
+    assert_same_but_ties(hot["completions"], full["completions"])
+    assert_pools_empty(hot)
+    assert hot["counters"]["cache_misses"] > 0
+    assert hot["checked_rows"] > 0
+    assert hot["wrong_rows"] == 0
+
+
+def test_a_wrong_row_is_found(model: Path, tmp_path: Path) -> None:
+    phase = {"prompts": [make_prompt(3000)], "max_tokens": 12}
+    row_check = {"every": 6, "corrupt": True}
+    engine = hot_args(model, enforce_eager=True)
+    record = EngineRun.start(tmp_path, "corrupt", engine, [phase], row_check=row_check).phases()[0]
+    assert record["wrong_rows"] == 1
+
+
+def test_preemption_and_prefix_reuse(model: Path, tmp_path: Path) -> None:
+    """A device pool too small for all requests; then a second turn of each, served from the host's prefix cache."""
+    lengths = [5000, 5100, 5200, 5300, 5400, 5500]
+    first = {"prompts": [make_prompt(length) for length in lengths], "max_tokens": 96}
+    again = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 32}
+    shared = {"enable_prefix_caching": True, "max_num_seqs": 8}
+    # 586 blocks of hot rows and 80 to 88 of indexer keys per request: five fit when they start.
+    engine = hot_args(model, num_gpu_blocks_override=5 * 668 + 5, **shared)
+    started = {
+        "hot": EngineRun.start(tmp_path, "hot", engine, [first, again], row_check=ROW_CHECK),
+        "full": EngineRun.start(tmp_path, "full", engine_args(model, **shared), [first, again]),
+    }
+    full, hot = started["full"].phases(), started["hot"].phases()
+    report("preemption", {"hot": hot[0]}, full[0])
+    report("prefix_reuse", {"hot": hot[1]}, full[1])
+    for ours, expected in zip(hot, full, strict=True):
+        assert_same_but_ties(ours["completions"], expected["completions"])
+        assert_pools_empty(ours)
+    assert hot[1]["counters"]["resumed_requests"] >= 1
+    assert hot[1]["counters"]["host_prefix_tokens"] > 0
+    assert min(done["num_cached_tokens"] for done in hot[1]["completions"]) >= 4992
+    assert hot[1]["wrong_rows"] == 0
+
+
+def test_glm_architecture_eager(tmp_path: Path) -> None:
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    glm = make_model("glm", tmp_path / "glm", num_layers=3, num_heads=64, index_n_heads=32, index_topk=2048)
+    phase = {"prompts": [make_prompt(length) for length in (65, 2500, 5000)], "max_tokens": 24}
+    full = EngineRun.start(tmp_path, "full", engine_args(glm, enforce_eager=True), [phase])
+    hot = EngineRun.start(tmp_path, "hot", hot_args(glm, enforce_eager=True), [phase], row_check=ROW_CHECK)
+    expected, got = full.phases()[0], hot.phases()[0]
+    report("glm", {"hot": got}, expected)
+    assert_same_but_ties(got["completions"], expected["completions"])
+
+
+def report(name: str, runs: dict[str, dict[str, Any]], full: dict[str, Any]) -> None:
+    """Write how far the runs agree with full KV to the folder of HISPARSE_TEST_REPORT, where that is set."""
+    folder = os.environ.get("HISPARSE_TEST_REPORT")
+    if folder:
+        found = {kind: differences(record["completions"], full["completions"]) for kind, record in runs.items()}
+        counters = {kind: record.get("counters") for kind, record in runs.items()}
+        (Path(folder) / f"{name}.json").write_text(json.dumps({"requests": found, "counters": counters}, indent=1))
