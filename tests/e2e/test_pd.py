@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 from conftest import MODELS, assert_same_but_rounding, make_prompt
+from servers import DO_PREFILL, Server, completion, tokens_of
 
 from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
 START_TIMEOUT_S = 300
 SETTLE_TIMEOUT_S = 60
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
-DO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TOLERANCE = 1e-4
 
 
-@dataclass
-class Server:
-    """One engine and its base URL."""
-
-    process: EngineProcess
-    url: str
-
-    def complete(self, prompt: list[int], max_tokens: int = 8, transfer: dict | None = None, **extra: Any) -> dict:
-        body = {
-            "model": MODEL_NAME,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 2,
-            "return_token_ids": True,
-            **({"kv_transfer_params": transfer} if transfer else {}),
-            **extra,
-        }
-        return requests.post(f"{self.url}/v1/completions", json=body, timeout=SETTLE_TIMEOUT_S * 3).json()
-
-    def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
-        text = requests.get(f"{self.url}/metrics", timeout=30).text
-        samples = re.findall(rf"^vllm:{name}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        assert samples, f"{name} is not exported"
-        return sum(map(float, samples))
+class DecodeServer(Server):
+    """A server that must hold no block once its requests have ended."""
 
     def wait_empty(self) -> None:
         """Wait until no request holds a block in either pool.
@@ -72,22 +44,10 @@ class Server:
         assert self.metric("kv_cache_usage_perc") == 0
 
 
-def tokens_of(reply: dict) -> tuple[list[int], list[float]]:
-    choice = reply["choices"][0]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-
 def assert_same(reply: dict, expected: dict) -> None:
     (tokens, logprobs), (full_tokens, full_logprobs) = tokens_of(reply), tokens_of(expected)
     assert tokens == full_tokens
     assert max(abs(a - b) for a, b in zip(logprobs, full_logprobs, strict=True)) <= TOLERANCE
-
-
-def completion(reply: dict) -> dict:
-    """A reply in the form of the offline engines' completions."""
-    tokens, logprobs = tokens_of(reply)
-    best = [sorted(step.values(), reverse=True) for step in reply["choices"][0]["logprobs"]["top_logprobs"]]
-    return {"tokens": tokens, "logprobs": logprobs, "margins": [first - second for first, second, *_ in best]}
 
 
 class Cluster:
@@ -106,13 +66,13 @@ class Cluster:
         for process in self.group.processes:
             process.calm_polling_threads()
 
-    def start(self, name: str, connector: dict, core: int) -> Server:
+    def start(self, name: str, connector: dict, core: int) -> DecodeServer:
         port, side_port = free_ports(2)
         args = ["--max-num-seqs", "8" if name == "decode" else "1", "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
         process = vllm_engine(name, MODELS / "dsv32", self.log_dir, port, connector, side_port, [core], args)
-        return Server(self.group.start(process), f"http://{LOOPBACK}:{port}")
+        return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
 
     def prefilled(self, prompt: list[int]) -> dict:
         """Transfer parameters of a prompt that the prefill server has computed."""

@@ -1,0 +1,56 @@
+"""What tests ask of a running OpenAI server of vLLM."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from vllm_hisparse.cli.deployment import MODEL_NAME
+from vllm_hisparse.cli.processes import EngineProcess
+
+REQUEST_TIMEOUT_S = 180
+DO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass
+class Server:
+    """One engine and its base URL."""
+
+    process: EngineProcess
+    url: str
+
+    def complete(self, prompt: list[int], max_tokens: int = 8, transfer: dict | None = None, **extra: Any) -> dict:
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            **({"kv_transfer_params": transfer} if transfer else {}),
+            **extra,
+        }
+        return requests.post(f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S).json()
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples."""
+        text = requests.get(f"{self.url}/metrics", timeout=30).text
+        samples = re.findall(rf"^vllm:{name}(?:_total)?(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        assert samples, f"{name} is not exported"
+        return sum(map(float, samples))
+
+
+def tokens_of(reply: dict) -> tuple[list[int], list[float]]:
+    choice = reply["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def completion(reply: dict) -> dict:
+    """A reply in the form of the offline engines' completions."""
+    tokens, logprobs = tokens_of(reply)
+    best = [sorted(step.values(), reverse=True) for step in reply["choices"][0]["logprobs"]["top_logprobs"]]
+    return {"tokens": tokens, "logprobs": logprobs, "margins": [first - second for first, second, *_ in best]}
