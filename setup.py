@@ -6,27 +6,46 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NVCC_FLAGS = ["-O3", "-std=c++17", "-shared", "-Xcompiler=-fPIC", "-gencode=arch=compute_90a,code=sm_90a"]
+ARCHITECTURES = ("80", "90", "100")  # machine code of each, and PTX of the last for newer ones
+
+
+def nvcc_flags() -> list[str]:
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+    targets.append(f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}")
+    # The runtime is linked in, so that the library depends on the driver alone.
+    return ["-O3", "-std=c++17", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "--threads=0", *targets]
 
 
 def cuda_extensions() -> list[Extension]:
     sources = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
     if sources and shutil.which("nvcc"):
-        return [Extension("vllm_hisparse._kernels", sources)]
+        return [Extension("vllm_hisparse._kernels", sources, depends=[str(p) for p in Path("csrc/cuda").glob("*.cuh")])]
     reason = "nvcc is not on PATH" if sources else "csrc/cuda holds no sources"
     print(f"vllm_hisparse: CUDA kernels skipped ({reason}); installing pure Python", file=sys.stderr)
     return []
 
 
 class NvccBuild(build_ext):
-    """Links all kernels into one plain shared library."""
+    """Links all kernels into one plain shared library, which no Python or torch release is tied to."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["nvcc", *NVCC_FLAGS, "-o", str(target), *ext.sources], check=True)
+        subprocess.run(["nvcc", *nvcc_flags(), "-o", str(target), *ext.sources], check=True)
 
 
-setup(ext_modules=cuda_extensions(), cmdclass={"build_ext": NvccBuild})
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python: the library is no Python extension."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+setup(ext_modules=cuda_extensions(), cmdclass={"build_ext": NvccBuild, "bdist_wheel": PlatformWheel})

@@ -19,7 +19,8 @@ HOST_POOL_GIB = 8.0
 DEVICE_BUFFER_SIZE = 4096
 START_TIMEOUT_S = 400
 # Rounding moves a logprob by this much in the mean; where the two best tokens are closer than a tie, it may swap them.
-MEAN_TOLERANCE = 0.05
+# Full KV with another chunk size differs from full KV by up to 0.08 on this model.
+MEAN_TOLERANCE = 0.1
 TIE_MARGIN = 0.5
 
 
@@ -39,7 +40,7 @@ def engine_args(model: Path, **overrides: Any) -> dict[str, Any]:
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": DEVICE_KV_BYTES,
-        "gpu_memory_utilization": 0.5,
+        "gpu_memory_utilization": 0.1,
         "hf_overrides": {"max_position_embeddings": 1 << 18},
         "seed": 0,
         "attention_config": attention,

@@ -1,0 +1,148 @@
+// What the kernels share: arguments as structs (mirrored in vllm_hisparse/ops/cuda_ops.py), tables, row copies.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace hisparse {
+
+constexpr int kNumThreads = 1024;
+constexpr int kWarpSize = 32;
+constexpr int kNumWarps = kNumThreads / kWarpSize;
+constexpr uint32_t kAllLanes = 0xffffffff;
+constexpr int kVectorBytes = 16;  // a lane's load or store
+constexpr int kLineBytes = 128;   // what one read over the link fetches at most
+
+// Hot rows of one layer: row `offset` of device block `block` is flat row `block * block_stride_rows + offset`.
+struct HotRows {
+    uint8_t* rows;  // [num_rows, row_bytes] on the device
+    int64_t num_rows;
+    int64_t row_bytes;  // multiple of kVectorBytes
+    int64_t block_stride_rows;
+    int32_t rows_per_block;
+};
+
+// Rows of one layer in the host pool.
+struct HostRows {
+    uint8_t* rows;  // [num_rows, row_bytes] in pinned host memory
+    int64_t num_rows;
+};
+
+struct Residency {
+    int32_t* slots;      // [num_requests, num_slots], least recently used first
+    int32_t* positions;  // [num_requests, num_slots], -1 where a slot is empty
+    int32_t num_requests;
+    int32_t num_slots;
+};
+
+struct StepTables {
+    const int32_t* state_rows;   // [num_device_blocks], -1 where a block is no request's first
+    const int32_t* hot_tables;   // [batch, num_hot_blocks], rows hot_table_stride apart
+    const int32_t* seq_lens;     // [batch]
+    const int32_t* host_tables;  // [num_requests, num_host_blocks], rows host_table_stride apart
+    int64_t hot_table_stride;
+    int64_t host_table_stride;
+    int32_t num_device_blocks;
+    int32_t num_hot_blocks;
+    int32_t num_requests;
+    int32_t num_host_blocks;
+    int32_t batch;
+    int32_t block_size;
+};
+
+struct Resolved {
+    int32_t* hot_rows;        // [batch, top_k]
+    int32_t* num_valid;       // [batch]
+    int64_t* miss_host_rows;  // [batch, top_k]
+    int32_t* miss_hot_rows;   // [batch, top_k]
+    int32_t* num_misses;      // [batch]
+    int32_t top_k;
+};
+
+// State row of a row of the batch; -1 where it is padding.
+__device__ inline int32_t state_row(const StepTables& tables, int batch_row) {
+    const int32_t block = tables.hot_tables[batch_row * tables.hot_table_stride];
+    const bool known = block >= 0 && block < tables.num_device_blocks;
+    const int32_t request = known ? tables.state_rows[block] : -1;
+    return request < tables.num_requests && tables.seq_lens[batch_row] > 0 ? request : -1;
+}
+
+// Flat row of `row` in a paged table; -1 where its block is none. `table`: [num_blocks].
+__device__ inline int64_t flat_row(
+    const int32_t* table, int32_t num_blocks, int32_t row, int32_t rows_per_block, int64_t block_stride_rows
+) {
+    const int32_t index = row / rows_per_block;
+    const int32_t block = index < num_blocks ? __ldg(table + index) : -1;
+    return block < 0 ? -1 : block * block_stride_rows + row % rows_per_block;
+}
+
+// Flat row of a hot slot. `slot` >= 0.
+__device__ inline int64_t flat_hot_row(
+    const StepTables& tables, const HotRows& hot, int batch_row, int32_t slot
+) {
+    const int32_t* table = tables.hot_tables + batch_row * tables.hot_table_stride;
+    return flat_row(table, tables.num_hot_blocks, slot, hot.rows_per_block, hot.block_stride_rows);
+}
+
+// Flat row of a position in the host pool. `position` >= 0.
+__device__ inline int64_t flat_host_row(const StepTables& tables, int32_t request, int32_t position) {
+    const int32_t* table = tables.host_tables + request * tables.host_table_stride;
+    return flat_row(table, tables.num_host_blocks, position, tables.block_size, tables.block_size);
+}
+
+// Hot slot of the newest position: of its own number while the sequence fits, else the reserved one.
+__device__ inline int32_t newest_slot(int32_t newest, int32_t num_slots) {
+    return newest < num_slots ? newest : num_slots;
+}
+
+__device__ inline bool in_range(int64_t row, int64_t num_rows) {
+    return row >= 0 && row < num_rows;
+}
+
+__device__ inline uint4 load_once(const uint4* source) {
+    uint4 value;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(source));
+    return value;
+}
+
+// Copy one row with a warp. The host side, `kHostIsSource` says which, is accessed line by line: a line that two
+// instructions share would cross the link twice.
+template <bool kHostIsSource>
+__device__ inline void copy_row(uint8_t* target, const uint8_t* source, int64_t row_bytes, int lane) {
+    constexpr int kUnroll = 4;
+    const auto host = reinterpret_cast<uintptr_t>(kHostIsSource ? source : target);
+    const int num_vectors = static_cast<int>(row_bytes / kVectorBytes);
+    const int skew = static_cast<int>(host % kLineBytes / kVectorBytes);
+    const auto from = reinterpret_cast<const uint4*>(source);
+    const auto to = reinterpret_cast<uint4*>(target);
+    for (int first = lane - skew; first < num_vectors; first += kUnroll * kWarpSize) {
+        uint4 values[kUnroll];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const int index = first + i * kWarpSize;
+            if (index >= 0 && index < num_vectors) values[i] = load_once(from + index);
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const int index = first + i * kWarpSize;
+            if (index >= 0 && index < num_vectors) __stcs(to + index, values[i]);
+        }
+    }
+}
+
+// Programmatic dependent launch: the next kernel may start, and wait for this one's results where it needs them.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ inline void wait_for_dependency() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace hisparse

@@ -1,0 +1,6 @@
+#include <cuda_runtime.h>
+
+// What an error code of the launchers means.
+extern "C" const char* hisparse_error_string(cudaError_t error) {
+    return cudaGetErrorString(error);
+}

@@ -1,0 +1,80 @@
+#include "gather.cuh"
+
+namespace hisparse {
+namespace {
+
+constexpr int kMaxBlocks = 64;  // enough in flight for the link; more take multiprocessors from other streams
+
+// Prefix sums of the misses: starts[i] is the first miss of request i, starts[batch] the number of all.
+// starts: [batch + 1] in shared memory. batch <= kNumThreads.
+__device__ inline void scan_misses(const int32_t* num_misses, int batch, int32_t* starts) {
+    __shared__ int32_t warp_sums[kNumWarps];
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const bool exists = threadIdx.x < batch;
+    int32_t sum = exists ? num_misses[threadIdx.x] : 0;
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    if (lane == kWarpSize - 1) warp_sums[warp] = sum;
+    __syncthreads();
+    sum += __reduce_add_sync(kAllLanes, lane < warp ? warp_sums[lane] : 0);
+    if (exists) starts[threadIdx.x + 1] = sum;
+    if (threadIdx.x == 0) starts[0] = 0;
+    __syncthreads();
+}
+
+// Request of a miss: the last one that starts at or before it.
+__device__ inline int request_of(const int32_t* starts, int batch, int miss) {
+    int low = 0, high = batch - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (starts[middle] <= miss) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+// One warp per row. Neighbouring misses go to different thread blocks, so that few misses use many multiprocessors.
+__global__ void __launch_bounds__(kNumThreads, 2) gather_kernel(
+    const HostRows host, const HotRows hot, const Resolved resolved, const int32_t batch
+) {
+    __shared__ int32_t starts[kNumThreads + 1];
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    wait_for_dependency();
+    scan_misses(resolved.num_misses, batch, starts);
+    for (int miss = warp * gridDim.x + blockIdx.x; miss < starts[batch]; miss += kNumWarps * gridDim.x) {
+        const int request = request_of(starts, batch, miss);
+        const int64_t at = static_cast<int64_t>(request) * resolved.top_k + miss - starts[request];
+        const int64_t source = resolved.miss_host_rows[at], target = resolved.miss_hot_rows[at];
+        if (!in_range(source, host.num_rows) || !in_range(target, hot.num_rows)) continue;
+        copy_row<true>(hot.rows + target * hot.row_bytes, host.rows + source * hot.row_bytes, hot.row_bytes, lane);
+    }
+}
+
+}  // namespace
+}  // namespace hisparse
+
+using namespace hisparse;
+
+extern "C" cudaError_t hisparse_gather(
+    const HostRows* host,
+    const HotRows* hot,
+    const Resolved* resolved,
+    int32_t batch,
+    bool after_resolve,
+    cudaStream_t stream
+) {
+    if (batch > kNumThreads) return cudaErrorInvalidValue;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = kMaxBlocks;
+    config.blockDim = kNumThreads;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = after_resolve ? 1 : 0;
+    return cudaLaunchKernelEx(&config, gather_kernel, *host, *hot, *resolved, batch);
+}

@@ -1,0 +1,27 @@
+#include "common.cuh"
+
+namespace hisparse {
+namespace {
+
+__global__ void __launch_bounds__(kNumThreads) newest_rows_kernel(
+    const StepTables tables, const int32_t num_slots, const HotRows hot, int64_t* out  // [>= batch]
+) {
+    const int batch_row = blockIdx.x * kNumThreads + threadIdx.x;
+    if (batch_row >= tables.batch) return;
+    const int32_t newest = tables.seq_lens[batch_row] - 1;
+    out[batch_row] = newest < 0 ? -1 : flat_hot_row(tables, hot, batch_row, newest_slot(newest, num_slots));
+}
+
+}  // namespace
+}  // namespace hisparse
+
+using namespace hisparse;
+
+// Flat hot row of each request's newest position: `SwapInOps.newest_rows`. out: [>= batch] on the device.
+extern "C" cudaError_t hisparse_newest_rows(
+    const StepTables* tables, int32_t num_slots, const HotRows* hot, int64_t* out, cudaStream_t stream
+) {
+    const int num_blocks = (tables->batch + kNumThreads - 1) / kNumThreads;
+    newest_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(*tables, num_slots, *hot, out);
+    return cudaGetLastError();
+}

@@ -1,0 +1,323 @@
+#include "resolve.cuh"
+
+namespace hisparse {
+namespace {
+
+constexpr int32_t kEmpty = -1;
+
+// Counts of entries or columns before some place. Each stays below 2^21: one 64-bit sum adds all three.
+struct Tally {
+    int32_t hits;
+    int32_t own;  // entries that take the position of their slot's number
+    int32_t misses;
+
+    __device__ uint64_t pack() const {
+        return static_cast<uint64_t>(hits) | static_cast<uint64_t>(own) << 21 | static_cast<uint64_t>(misses) << 42;
+    }
+    __device__ static Tally unpack(uint64_t packed) {
+        constexpr uint64_t kMask = (1 << 21) - 1;
+        return {
+            static_cast<int32_t>(packed & kMask),
+            static_cast<int32_t>(packed >> 21 & kMask),
+            static_cast<int32_t>(packed >> 42)
+        };
+    }
+};
+
+// Shared memory of one request. The lists of the misses take the place of the keys, which are no longer read by then.
+struct Scratch {
+    int32_t* keys;      // [2^bucket_bits] selected position or kEmpty; at least two buckets for each column
+    int32_t* chosen;    // [top_k] slot of a hit, else -1
+    uint16_t* columns;  // [2^bucket_bits] column of `top_k` that selects the key
+    int32_t* missed;    // [top_k] position of each miss, in the order of `top_k`
+    int32_t* victims;   // [top_k] slot that each takes
+    int bucket_bits;
+
+    __device__ Scratch(int32_t* memory, int top_k, int bucket_bits)
+        : keys(memory),
+          chosen(memory + (1 << bucket_bits)),
+          columns(reinterpret_cast<uint16_t*>(chosen + top_k)),
+          missed(memory),
+          victims(memory + top_k),
+          bucket_bits(bucket_bits) {}
+
+    __host__ static size_t num_bytes(int top_k, int bucket_bits) {
+        return (sizeof(int32_t) + sizeof(uint16_t)) * (size_t{1} << bucket_bits) + sizeof(int32_t) * top_k;
+    }
+    __device__ int num_buckets() const {
+        return 1 << bucket_bits;
+    }
+    __device__ uint32_t bucket(int32_t position) const {
+        return static_cast<uint32_t>(position) * 2654435769u >> (32 - bucket_bits);  // Fibonacci hashing
+    }
+    // NOTE: a position given twice keeps its first column; the search ends because half of the buckets stay empty.
+    __device__ void insert(int32_t position, int column) const {
+        for (uint32_t at = bucket(position);; at = (at + 1) & (num_buckets() - 1)) {
+            const int32_t found = atomicCAS(keys + at, kEmpty, position);
+            if (found == kEmpty) columns[at] = static_cast<uint16_t>(column);
+            if (found == kEmpty || found == position) return;
+        }
+    }
+    __device__ int find(int32_t position) const {
+        for (uint32_t at = bucket(position);; at = (at + 1) & (num_buckets() - 1)) {
+            if (keys[at] == position) return columns[at];
+            if (keys[at] == kEmpty) return -1;
+        }
+    }
+};
+
+// Sum over the warps before this one, and over all. `sums`: [kNumWarps] in shared memory.
+__device__ inline void scan_warps(const uint64_t* sums, int warp, int lane, Tally& before, Tally& total) {
+    uint64_t sum = sums[lane];
+#pragma unroll
+    for (int distance = 1; distance < kNumWarps; distance *= 2) {
+        const uint64_t other = __shfl_up_sync(kAllLanes, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    total = Tally::unpack(__shfl_sync(kAllLanes, sum, kNumWarps - 1));
+    const uint64_t previous = __shfl_sync(kAllLanes, sum, warp > 0 ? warp - 1 : 0);
+    before = Tally::unpack(warp > 0 ? previous : 0);
+}
+
+__device__ inline int rank_in(uint32_t mask, int lane) {
+    return __popc(mask & ((1u << lane) - 1));
+}
+
+// Padding: nothing is valid, nothing is missed.
+__device__ inline void resolve_padding(const Resolved& out, int batch_row) {
+    for (int column = threadIdx.x; column < out.top_k; column += kNumThreads) {
+        out.hot_rows[static_cast<int64_t>(batch_row) * out.top_k + column] = -1;
+    }
+    if (threadIdx.x == 0) out.num_valid[batch_row] = out.num_misses[batch_row] = 0;
+}
+
+// One thread block per request. Each warp takes a run of entries and a run of columns, kWarpSize at a time, so that
+// ballots give every order: nothing is sorted.
+template <int kEntryRounds, int kColumnRounds, bool kRefreshHits>
+__global__ void __launch_bounds__(kNumThreads) resolve_kernel(
+    const Residency residency,
+    const StepTables tables,
+    const int32_t* __restrict__ top_k,  // [batch, out.top_k], rows top_k_stride apart
+    const int64_t top_k_stride,
+    const HotRows hot,
+    int64_t* counts,  // [num_requests, 2]
+    const Resolved out,
+    const int bucket_bits
+) {
+    extern __shared__ int32_t memory[];
+    __shared__ uint64_t warp_sums[kNumWarps];
+    __shared__ int32_t num_valid;
+    launch_dependents();
+    const int batch_row = blockIdx.x;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int num_slots = residency.num_slots;
+    const Scratch scratch(memory, out.top_k, bucket_bits);
+
+    // Load the selection; empty the hash table.
+    const int column_rounds = (out.top_k + kNumThreads - 1) / kNumThreads;
+    const int first_column = warp * column_rounds * kWarpSize + lane;
+    int32_t selected[kColumnRounds];
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = first_column + i * kWarpSize;
+        const bool exists = i < column_rounds && column < out.top_k;
+        selected[i] = exists ? __ldg(top_k + batch_row * top_k_stride + column) : -1;
+    }
+    const int32_t request = state_row(tables, batch_row);
+    for (int at = threadIdx.x; at < scratch.num_buckets(); at += kNumThreads) scratch.keys[at] = kEmpty;
+    if (threadIdx.x == 0) num_valid = 0;
+    if (request < 0) return resolve_padding(out, batch_row);
+    const int32_t newest = tables.seq_lens[batch_row] - 1;
+    const bool fits = newest < num_slots;
+
+    // Load the entries; they arrive while the hash table is filled.
+    const int64_t first_state = static_cast<int64_t>(request) * num_slots;
+    const int entry_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
+    const int first_entry = warp * entry_rounds * kWarpSize + lane;
+    int32_t slots[kEntryRounds], positions[kEntryRounds];
+#pragma unroll
+    for (int i = 0; i < kEntryRounds; ++i) {
+        const int entry = first_entry + i * kWarpSize;
+        const bool exists = i < entry_rounds && entry < num_slots;
+        slots[i] = exists ? residency.slots[first_state + entry] : -1;
+        positions[i] = exists ? residency.positions[first_state + entry] : -1;
+    }
+    __syncthreads();
+
+    // Map each wanted position to its column.
+    int32_t last_valid = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = first_column + i * kWarpSize;
+        if (i >= column_rounds || column >= out.top_k) continue;
+        scratch.chosen[column] = -1;
+        if (selected[i] >= 0 && selected[i] < newest) scratch.insert(selected[i], column);
+        if (selected[i] >= 0 && selected[i] <= newest) last_valid = column + 1;
+    }
+    last_valid = __reduce_max_sync(kAllLanes, last_valid);
+    __syncthreads();
+    if (lane == 0 && last_valid > 0) atomicMax(&num_valid, last_valid);
+
+    // Find hits. A slot takes only the position of its own number while the sequence fits.
+    Tally sum{0, 0, 0};
+    uint32_t hit_bits = 0, own_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kEntryRounds; ++i) {
+        if (i >= entry_rounds) continue;
+        const int32_t key = fits ? slots[i] : positions[i];
+        const int column = key >= 0 ? scratch.find(key) : -1;
+        const bool hit = column >= 0 && positions[i] == key;
+        const bool own = fits && slots[i] >= 0 && ((column >= 0 && !hit) || slots[i] == newest);
+        if (hit) scratch.chosen[column] = slots[i];
+        hit_bits |= hit << i;
+        own_bits |= own << i;
+        sum.hits += __popc(__ballot_sync(kAllLanes, hit));
+        sum.own += __popc(__ballot_sync(kAllLanes, own));
+    }
+    __syncthreads();
+
+    // Count misses and fetch their host blocks.
+    uint32_t miss_bits = 0;
+    int64_t host_rows[kColumnRounds];
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = first_column + i * kWarpSize;
+        const bool wanted = selected[i] >= 0 && selected[i] < newest;
+        const bool missed = wanted && scratch.chosen[column] < 0;
+        host_rows[i] = missed ? flat_host_row(tables, request, selected[i]) : -1;
+        miss_bits |= missed << i;
+        sum.misses += __popc(__ballot_sync(kAllLanes, missed));
+    }
+    if (lane == 0) warp_sums[warp] = sum.pack();
+    __syncthreads();
+    Tally before, total;
+    scan_warps(warp_sums, warp, lane, before, total);
+
+    // List the misses in the order of `top_k`, and their victims in the order of the entries.
+    int misses_before = before.misses, others_before = warp * entry_rounds * kWarpSize - before.hits;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const bool missed = miss_bits >> i & 1;
+        const uint32_t mask = __ballot_sync(kAllLanes, missed);
+        if (missed) scratch.missed[misses_before + rank_in(mask, lane)] = selected[i];
+        misses_before += __popc(mask);
+    }
+#pragma unroll
+    for (int i = 0; i < kEntryRounds; ++i) {
+        if (i >= entry_rounds) continue;
+        const bool other = slots[i] >= 0 && !(hit_bits >> i & 1);
+        const uint32_t mask = __ballot_sync(kAllLanes, other);
+        const int rank = others_before + rank_in(mask, lane);
+        if (!fits && other && rank < total.misses) scratch.victims[rank] = slots[i];
+        others_before += __popc(mask);
+    }
+    __syncthreads();
+
+    // Write the hot rows in the order of `top_k`, and the misses.
+    const int64_t first_out = static_cast<int64_t>(batch_row) * out.top_k;
+    misses_before = before.misses;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = first_column + i * kWarpSize;
+        const bool missed = miss_bits >> i & 1;
+        const uint32_t mask = __ballot_sync(kAllLanes, missed);
+        const int rank = misses_before + rank_in(mask, lane);
+        misses_before += __popc(mask);
+        if (i >= column_rounds || column >= out.top_k) continue;
+        int32_t slot = scratch.chosen[column];
+        if (missed) slot = fits ? selected[i] : scratch.victims[rank];
+        if (selected[i] == newest) slot = newest_slot(newest, num_slots);
+        const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, batch_row, slot));
+        out.hot_rows[first_out + column] = row;
+        if (!missed) continue;
+        out.miss_hot_rows[first_out + rank] = row;
+        out.miss_host_rows[first_out + rank] = host_rows[i];
+    }
+
+    // Write the entries in their new order: kept ones, filled ones, hits.
+    const int num_filled = fits ? total.own : total.misses;
+    const int num_kept = num_slots - num_filled - (kRefreshHits ? total.hits : 0);
+    int hits_before = before.hits, own_before = before.own;
+    others_before = warp * entry_rounds * kWarpSize - before.hits;
+#pragma unroll
+    for (int i = 0; i < kEntryRounds; ++i) {
+        if (i >= entry_rounds) continue;
+        const bool exists = slots[i] >= 0, hit = hit_bits >> i & 1, own = own_bits >> i & 1;
+        const uint32_t hit_mask = __ballot_sync(kAllLanes, hit);
+        const uint32_t own_mask = __ballot_sync(kAllLanes, own);
+        const uint32_t other_mask = __ballot_sync(kAllLanes, exists && !hit);
+        const int hit_rank = hits_before + rank_in(hit_mask, lane);
+        const int other_rank = others_before + rank_in(other_mask, lane);
+        const int fill_rank = fits ? own_before + rank_in(own_mask, lane) : min(other_rank, num_filled);
+        const bool filled = fits ? own : !hit && other_rank < num_filled;
+        hits_before += __popc(hit_mask);
+        own_before += __popc(own_mask);
+        others_before += __popc(other_mask);
+        if (!exists) continue;
+        int entry = other_rank + (kRefreshHits ? 0 : hit_rank) - fill_rank;
+        if (filled) entry = num_kept + fill_rank;
+        if (kRefreshHits && hit) entry = num_kept + num_filled + hit_rank;
+        if (filled) positions[i] = fits ? slots[i] : scratch.missed[fill_rank];
+        residency.slots[first_state + entry] = slots[i];
+        residency.positions[first_state + entry] = positions[i];
+    }
+
+    if (threadIdx.x != 0) return;
+    out.num_valid[batch_row] = num_valid;
+    out.num_misses[batch_row] = total.misses;
+    atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request, total.hits);
+    atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request + 1, total.misses);
+}
+
+using Kernel = void (*)(Residency, StepTables, const int32_t*, int64_t, HotRows, int64_t*, Resolved, int);
+
+constexpr int kMaxColumnRounds = 4;
+
+// The smallest kernel whose rounds cover a request; null where none does.
+template <bool kRefreshHits>
+Kernel choose_kernel(int num_slots, int top_k) {
+    if (num_slots <= 4 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<4, 2, kRefreshHits>;
+    if (num_slots <= 8 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<8, 2, kRefreshHits>;
+    if (num_slots <= 16 * kNumThreads && top_k <= kMaxColumnRounds * kNumThreads) {
+        return resolve_kernel<16, kMaxColumnRounds, kRefreshHits>;
+    }
+    return nullptr;
+}
+
+// Twice as many buckets as columns, rounded up to a power of two.
+int bucket_bits_for(int top_k) {
+    int bits = 1;
+    while (1 << bits < 2 * top_k) ++bits;
+    return bits;
+}
+
+}  // namespace
+}  // namespace hisparse
+
+using namespace hisparse;
+
+extern "C" cudaError_t hisparse_resolve(
+    const Residency* residency,
+    const StepTables* tables,
+    const int32_t* top_k,
+    int64_t top_k_stride,
+    const HotRows* hot,
+    int64_t* counts,
+    const Resolved* out,
+    bool refresh_hits,
+    cudaStream_t stream
+) {
+    const Kernel kernel = refresh_hits ? choose_kernel<true>(residency->num_slots, out->top_k)
+                                       : choose_kernel<false>(residency->num_slots, out->top_k);
+    if (kernel == nullptr) return cudaErrorInvalidValue;
+    const int bucket_bits = bucket_bits_for(out->top_k);
+    // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
+    constexpr int kMaxTopK = kMaxColumnRounds * kNumThreads;
+    const size_t max_bytes = Scratch::num_bytes(kMaxTopK, bucket_bits_for(kMaxTopK));
+    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, max_bytes)) return error;
+    kernel<<<tables->batch, kNumThreads, Scratch::num_bytes(out->top_k, bucket_bits), stream>>>(
+        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, bucket_bits
+    );
+    return cudaGetLastError();
+}

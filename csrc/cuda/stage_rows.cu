@@ -1,0 +1,47 @@
+#include "common.cuh"
+
+namespace hisparse {
+namespace {
+
+constexpr int kMaxBlocks = 64;
+
+// One warp per row.
+__global__ void __launch_bounds__(kNumThreads) stage_rows_kernel(
+    const HostRows host,
+    const int32_t* __restrict__ host_table,  // [num_host_blocks]
+    const int32_t num_host_blocks,
+    const int32_t block_size,
+    uint8_t* staging,  // [num_rows, row_bytes] on the device
+    const int32_t num_rows,
+    const int64_t row_bytes
+) {
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    for (int row = blockIdx.x * kNumWarps + warp; row < num_rows; row += gridDim.x * kNumWarps) {
+        const int64_t source = flat_row(host_table, num_host_blocks, row, block_size, block_size);
+        if (!in_range(source, host.num_rows)) continue;
+        copy_row<true>(staging + row * row_bytes, host.rows + source * row_bytes, row_bytes, lane);
+    }
+}
+
+}  // namespace
+}  // namespace hisparse
+
+using namespace hisparse;
+
+// Copy a request's first rows from the host: `SwapInOps.stage_rows`. host_table: [num_host_blocks] on the device.
+extern "C" cudaError_t hisparse_stage_rows(
+    const HostRows* host,
+    const int32_t* host_table,
+    int32_t num_host_blocks,
+    int32_t block_size,
+    uint8_t* staging,
+    int32_t num_rows,
+    int64_t row_bytes,
+    cudaStream_t stream
+) {
+    const int num_blocks = (num_rows + kNumWarps - 1) / kNumWarps;
+    stage_rows_kernel<<<num_blocks < kMaxBlocks ? num_blocks : kMaxBlocks, kNumThreads, 0, stream>>>(
+        *host, host_table, num_host_blocks, block_size, staging, num_rows, row_bytes
+    );
+    return cudaGetLastError();
+}
