@@ -1,0 +1,451 @@
+"""The CUDA kernels against the torch reference, bit for bit; see tests/ops/test_torch_ops.py for the reference."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.registry import swap_in_ops
+from vllm_hisparse.ops.torch_ops import TorchSwapInOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+POISON = 0xFF  # NaN in every floating-point format
+INVALID = (-1, -2, 2**31 - 1, -(2**31))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one comparison.
+
+    Attributes:
+        batch, top_k, num_slots, row_bytes: of the operations.
+        block_size: tokens of a host block. rows_per_block: rows of a hot block. gap: rows between two hot blocks.
+        shortest, longest: tokens of the requests before the first step.
+        seeded: the buffers hold the first tokens before the first step.
+        steps: decode steps, one token each.
+    """
+
+    batch: int
+    top_k: int
+    num_slots: int
+    row_bytes: int = 16
+    block_size: int = 64
+    rows_per_block: int = 7
+    gap: int = 0
+    shortest: int = 1
+    longest: int = 3000
+    seeded: bool = True
+    steps: int = 6
+
+    @property
+    def num_host_blocks(self) -> int:
+        return -(-(self.longest + self.steps) // self.block_size)
+
+    @property
+    def num_hot_blocks(self) -> int:
+        return -(-(self.num_slots + 1) // self.rows_per_block)
+
+
+CASES = [
+    Case(1, 128, 128, longest=1),  # short sequences only
+    Case(4, 128, 512, row_bytes=656, rows_per_block=12, gap=5, shortest=505, longest=511),  # short, then long
+    Case(5, 200, 333, row_bytes=1152, block_size=16, gap=3),
+    Case(5, 200, 333, row_bytes=1152, block_size=16, gap=3, seeded=False),
+    Case(256, 128, 130, block_size=7, rows_per_block=1, gap=2, longest=500),
+    Case(64, 256, 1024, row_bytes=48, rows_per_block=5, gap=1),
+    Case(3, 1024, 1024, row_bytes=2064, block_size=1, rows_per_block=3),
+    Case(2, 1000, 2500, row_bytes=1168, block_size=37, rows_per_block=64, seeded=False),
+    Case(4, 2048, 4096, row_bytes=1152, shortest=4090, longest=20000),
+    Case(4, 2048, 4096, row_bytes=656, rows_per_block=12, gap=20, shortest=3000, longest=4200),
+    Case(2, 2048, 6144, row_bytes=656, rows_per_block=12, gap=11, longest=9000),
+    Case(3, 2048, 8192, row_bytes=32, shortest=8190, longest=30000),
+    Case(3, 4096, 4096, row_bytes=32, shortest=6000, longest=8000),
+    Case(2, 4096, 16384, row_bytes=16, shortest=16380, longest=40000),
+]
+
+
+def random_case(seed: int) -> Case:
+    choice = random.Random(seed)
+    top_k = choice.choice([128, 129, 255, 512, 1024, 1500])
+    num_slots = choice.randint(top_k, 4 * top_k)
+    return Case(
+        batch=choice.choice([1, 2, 3, 9, 17]),
+        top_k=top_k,
+        num_slots=num_slots,
+        row_bytes=16 * choice.randint(1, 130),
+        block_size=choice.choice([1, 3, 16, 64, 100]),
+        rows_per_block=choice.choice([1, 2, 7, 12, 33]),
+        gap=choice.randint(0, 9),
+        shortest=choice.choice([1, num_slots - 3]),
+        longest=num_slots + choice.choice([-2, 3, 2000]),
+        seeded=choice.random() < 0.5,
+    )
+
+
+@dataclass
+class State:
+    """Everything that the operations read and write, on one device."""
+
+    host_rows: torch.Tensor
+    hot_storage: torch.Tensor
+    residency: Residency
+    state_rows: torch.Tensor
+    host_tables: torch.Tensor
+    counts: torch.Tensor
+    out: Resolved
+    newest_rows: torch.Tensor
+    rows_per_block: int
+
+    @property
+    def hot(self) -> HotRows:
+        return HotRows.from_cache(self.hot_storage[:, : self.rows_per_block])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What must be equal, on the CPU."""
+        named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_rows")}
+        named |= {"slots": self.residency.slots, "positions": self.residency.positions}
+        named |= {name: getattr(self.out, name) for name in ("hot_rows", "num_valid", "num_misses")}
+        columns = torch.arange(self.out.hot_rows.shape[1], device=self.out.num_misses.device)
+        counted = columns < self.out.num_misses[:, None]
+        for name in ("miss_host_rows", "miss_hot_rows"):
+            named[name] = getattr(self.out, name).where(counted, -7)
+        return {name: tensor.cpu() for name, tensor in named.items()}
+
+    def to_cuda(self) -> "State":
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.cuda()
+
+        return State(
+            self.host_rows.clone().pin_memory(),
+            move(self.hot_storage),
+            Residency(move(self.residency.slots), move(self.residency.positions)),
+            move(self.state_rows),
+            move(self.host_tables),
+            move(self.counts),
+            Resolved(*(move(getattr(self.out, name)) for name in self.out.__dataclass_fields__)),
+            move(self.newest_rows),
+            self.rows_per_block,
+        )
+
+
+class Scenario:
+    """Requests of a case with their selections, step by step; poison wherever no request's row belongs."""
+
+    def __init__(self, case: Case, seed: int = 0):
+        self.case, self.random = case, random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.hot_tables = self.disjoint(case.num_hot_blocks)
+        self.lengths = [self.random.randint(case.shortest, case.longest) for _ in range(case.batch)]
+        self.lengths[0], self.lengths[-1] = case.longest, case.shortest
+        self.padding = {row for row in range(1, case.batch) if self.random.random() < 0.15}
+        self.last = [torch.zeros(0, dtype=torch.int32)] * case.batch
+        self.state = self.initial_state()
+
+    def disjoint(self, num_blocks: int) -> torch.Tensor:
+        """Tables of all requests in random order; some blocks belong to nobody."""
+        num_used = self.case.batch * num_blocks
+        block_ids = torch.randperm(num_used + 5, generator=self.generator)[:num_used]
+        return block_ids.int().view(self.case.batch, num_blocks)
+
+    def initial_state(self) -> State:
+        case = self.case
+        host_tables = self.disjoint(case.num_host_blocks)
+        host_rows = torch.full(((host_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8)
+        width = case.rows_per_block + case.gap
+        hot = torch.full((self.hot_tables.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
+        state_rows = torch.full((len(hot),), -1, dtype=torch.int32)
+        state_rows[self.hot_tables[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
+        slots = torch.stack([torch.randperm(case.num_slots, generator=self.generator) for _ in self.lengths]).int()
+        positions = torch.full_like(slots, -1)
+        out = Resolved.allocate(case.batch + 1, case.top_k, torch.device("cpu"))
+        counts, newest = torch.zeros(case.batch, 2, dtype=torch.int64), torch.full((case.batch + 1,), -5)
+        tables = torch.full_like(host_tables, -1)
+        state = State(
+            host_rows, hot, Residency(slots, positions), state_rows, tables, counts, out, newest, case.rows_per_block
+        )
+        for row, length in enumerate(self.lengths):
+            request = state_rows[self.hot_tables[row, 0]]
+            tables[request] = host_tables[row]
+            known = self.host_ids(host_tables[row], torch.arange(length))
+            host_rows[known] = self.bytes(len(known))
+            if case.seeded:
+                held = (slots[request] < length) & (slots[request] < case.num_slots)
+                positions[request] = slots[request].where(held, -1)
+                seeded = torch.arange(min(length, case.num_slots))
+                state.hot.rows[self.hot_ids(row, seeded)] = host_rows[self.host_ids(host_tables[row], seeded)]
+        return state
+
+    def bytes(self, num_rows: int) -> torch.Tensor:
+        size = (num_rows, self.case.row_bytes)
+        return torch.randint(0, POISON, size, dtype=torch.uint8, generator=self.generator)
+
+    def host_ids(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return table[positions // self.case.block_size].long() * self.case.block_size + positions % self.case.block_size
+
+    def hot_ids(self, row: int, slots: torch.Tensor) -> torch.Tensor:
+        blocks = self.hot_tables[row, slots // self.case.rows_per_block].long()
+        return blocks * (self.case.rows_per_block + self.case.gap) + slots % self.case.rows_per_block
+
+    def selection(self, row: int) -> torch.Tensor:
+        """Part of the last selection, other positions, most often the newest; invalid ids in any place."""
+        newest, top_k = self.lengths[row], self.case.top_k
+        last = self.last[row]
+        kept = last[torch.rand(len(last), generator=self.generator) < self.random.choice([0.0, 0.5, 0.85, 1.0])]
+        fresh = torch.randperm(newest + 1, generator=self.generator)[:top_k].int()
+        parts = [torch.tensor([newest], dtype=torch.int32)] * (self.random.random() < 0.8) + [kept, fresh]
+        ordered = list(dict.fromkeys(torch.cat(parts).tolist()))[: self.random.choice([top_k, top_k // 2, top_k, 0])]
+        self.last[row] = torch.tensor(ordered, dtype=torch.int32)
+        invalid = (*INVALID, newest + 1, newest + 100)
+        ordered += [self.random.choice(invalid) for _ in range(top_k - len(ordered))]
+        self.random.shuffle(ordered)
+        return torch.tensor(ordered, dtype=torch.int32)
+
+    def next_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hot tables, sequence lengths and selections of the next step, padding rows among them."""
+        hot_tables = self.hot_tables.clone()
+        top_k = torch.stack([self.selection(row) for row in range(self.case.batch)])
+        seq_lens = torch.tensor([length + 1 for length in self.lengths], dtype=torch.int32)
+        for row in self.padding:
+            if self.random.random() < 0.5:
+                seq_lens[row] = self.random.choice([0, -4])
+            else:
+                hot_tables[row, 0] = self.random.choice([*INVALID, len(self.state.state_rows)])
+        self.lengths = [length + (row not in self.padding) for row, length in enumerate(self.lengths)]
+        return hot_tables, seq_lens, top_k
+
+
+def assert_same(expected: State, found: State) -> None:
+    torch.cuda.synchronize()
+    others = found.tensors()
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(tensor, others[name]), f"{name} differs"
+
+
+def reset_out(out: Resolved) -> None:
+    for name in out.__dataclass_fields__:
+        getattr(out, name).fill_(-9)
+
+
+def tables_of(state: State, case: Case, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
+    return StepTables(state.state_rows, hot_tables, seq_lens, state.host_tables, case.block_size)
+
+
+def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
+    """All operations of a decode step: newest rows, swap-in, write-back."""
+    hot_tables, seq_lens, top_k = inputs
+    tables = tables_of(state, case, hot_tables, seq_lens)
+    ops.newest_rows(tables, case.num_slots, state.hot, state.newest_rows)
+    # Rows without a newest row overwrite one that no request owns.
+    spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
+    newest = state.newest_rows[: case.batch]
+    state.hot.rows[newest.where(newest >= 0, spare)] = new_rows
+    state.hot.rows[spare] = 0
+    if fused:
+        ops.swap_in(state.residency, tables, top_k, state.host_rows, state.hot, state.counts, state.out)
+    else:
+        ops.resolve(state.residency, tables, top_k, state.hot, state.counts, state.out)
+        ops.gather(state.host_rows, state.hot, state.out, case.batch)
+    ops.write_back([state.hot], [state.host_rows], tables, case.num_slots)
+
+
+def spare_block_is_free(scenario: Scenario) -> bool:
+    return len(scenario.state.hot_storage) - 1 not in scenario.hot_tables
+
+
+def compare(case: Case, refresh_hits: bool, seed: int = 0) -> None:
+    scenario = Scenario(case, seed)
+    assert spare_block_is_free(scenario)
+    reference, found = scenario.state, scenario.state.to_cuda()
+    torch_ops, cuda_ops = TorchSwapInOps(refresh_hits), swap_in_ops(torch.device("cuda"), refresh_hits)
+    for step in range(case.steps):
+        inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+        reset_out(reference.out)
+        reset_out(found.out)
+        run_step(torch_ops, reference, case, inputs, new_rows, fused=True)
+        run_step(cuda_ops, found, case, tuple(x.cuda() for x in inputs), new_rows.cuda(), fused=step % 2 == 0)
+        assert_same(reference, found)
+    assert reference.counts.any() or case.longest < 8
+
+
+@pytest.mark.parametrize("refresh_hits", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_agree(case: Case, refresh_hits: bool) -> None:
+    compare(case, refresh_hits)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_steps_agree(seed: int) -> None:
+    compare(random_case(seed), refresh_hits=seed % 3 != 0, seed=seed)
+
+
+def test_no_output_depends_on_what_was_there() -> None:
+    """The comparison sees a single wrong byte, wherever it is."""
+    case = Case(3, 128, 256, row_bytes=64, longest=600)
+    scenario = Scenario(case)
+    found = scenario.state.to_cuda()
+    assert_same(scenario.state, found)
+    for tensor in (found.host_rows, found.hot_storage, found.residency.slots, found.counts, found.out.num_valid):
+        value = tensor.view(-1)[-1].clone()
+        tensor.view(-1)[-1] += 1
+        with pytest.raises(AssertionError):
+            assert_same(scenario.state, found)
+        tensor.view(-1)[-1] = value
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_graph_replays_agree_with_eager_steps(batch: int) -> None:
+    case = Case(batch, 512, 1024, row_bytes=656, rows_per_block=12, gap=3, shortest=1000, longest=1100, steps=8)
+    scenario = Scenario(case)
+    scenario.padding = set()
+    reference, found = scenario.state, scenario.state.to_cuda()
+    ops, torch_ops = swap_in_ops(torch.device("cuda"), True), TorchSwapInOps(True)
+    inputs = scenario.next_step()
+    static, static_rows = tuple(x.cuda() for x in inputs), scenario.bytes(batch)
+    static_new = static_rows.cuda()
+    untouched = found.tensors()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_step(ops, found, case, static, static_new, fused=True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(tensor, untouched[name]) for name, tensor in found.tensors().items()), "capture ran work"
+    for _ in range(case.steps):
+        run_step(torch_ops, reference, case, inputs, static_rows, fused=True)
+        graph.replay()
+        assert_same(reference, found)
+        inputs, static_rows = scenario.next_step(), scenario.bytes(batch)
+        static_new.copy_(static_rows)
+        for target, source in zip(static, inputs, strict=True):
+            target.copy_(source)
+
+
+def test_the_current_stream_is_used() -> None:
+    """Work queued on the current stream before an operation is done before it, and the other way round."""
+    case = Case(8, 512, 1024, row_bytes=1152, shortest=2000, longest=4000, steps=1)
+    scenario = Scenario(case)
+    reference, found = scenario.state, scenario.state.to_cuda()
+    inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+    run_step(TorchSwapInOps(True), reference, case, inputs, new_rows, fused=True)
+    late = tuple(torch.full_like(x, -1, device="cuda") for x in inputs)
+    moved = tuple(x.cuda() for x in inputs)
+    new_rows = new_rows.cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        for target, source in zip(late, moved, strict=True):
+            target.copy_(source)
+        run_step(swap_in_ops(torch.device("cuda"), True), found, case, late, new_rows, fused=True)
+    assert_same(reference, found)
+
+
+def test_resolved_rows_outside_the_pools_are_not_copied() -> None:
+    case = Case(3, 128, 256, row_bytes=64, shortest=500, longest=600, seeded=False, steps=1)
+    scenario = Scenario(case)
+    scenario.padding = set()
+    scenario.state.host_tables[:, ::2] = torch.tensor([-1, -9, 2**31 - 1], dtype=torch.int32)[:, None]
+    reference, found = scenario.state, scenario.state.to_cuda()
+    inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+    run_step(TorchSwapInOps(True), reference, case, inputs, new_rows, fused=True)
+    run_step(
+        swap_in_ops(torch.device("cuda"), True), found, case, tuple(x.cuda() for x in inputs), new_rows.cuda(), True
+    )
+    assert_same(reference, found)
+
+
+def test_positions_given_twice_touch_no_memory_outside() -> None:
+    case = Case(4, 256, 256, row_bytes=64, shortest=500, longest=600, steps=1)
+    scenario = Scenario(case)
+    found = scenario.state.to_cuda()
+    hot_tables, seq_lens, top_k = scenario.next_step()
+    top_k[:] = 5
+    inputs = tuple(x.cuda() for x in (hot_tables, seq_lens, top_k))
+    run_step(swap_in_ops(torch.device("cuda"), True), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
+    torch.cuda.synchronize()
+    assert (found.residency.slots.sort(-1).values.cpu() == torch.arange(case.num_slots)).all()
+
+
+@pytest.mark.parametrize(("num_layers", "batch"), [(1, 1), (61, 64), (130, 3)])
+def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
+    case = Case(batch, 128, 128, row_bytes=656, block_size=16, rows_per_block=12, gap=2, longest=300)
+    scenarios = [Scenario(case) for _ in range(num_layers)]
+    hot_tables, seq_lens, _ = scenarios[0].next_step()
+    references = [scenario.state for scenario in scenarios]
+    for layer, state in enumerate(references):
+        state.hot_storage.copy_(torch.randint(0, 255, state.hot_storage.shape, dtype=torch.uint8))
+        state.hot_storage[0, 0, 0] = layer
+    found = [state.to_cuda() for state in references]
+    moved = hot_tables.cuda(), seq_lens.cuda()
+    for ops, states, given in (
+        (TorchSwapInOps(True), references, (hot_tables, seq_lens)),
+        (swap_in_ops(torch.device("cuda"), True), found, moved),
+    ):
+        hots, hosts = [state.hot for state in states], [state.host_rows for state in states]
+        ops.write_back(hots, hosts, tables_of(states[0], case, *given), case.num_slots)
+        ops.write_back(hots[::-1], hosts[::-1], tables_of(states[0], case, *given), case.num_slots)
+    for pair in zip(references, found, strict=True):
+        assert_same(*pair)
+
+
+@pytest.mark.parametrize("row_bytes", [16, 656, 1152, 4112])
+@pytest.mark.parametrize(("num_rows", "block_size"), [(0, 64), (1, 64), (63, 16), (777, 7), (3000, 64)])
+def test_stage_and_save(row_bytes: int, num_rows: int, block_size: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    num_blocks = num_rows // block_size + 3
+    table = torch.randperm(num_blocks + 4, generator=generator)[:num_blocks].int()
+    table[1] = -1
+    size = ((num_blocks + 4) * block_size, row_bytes)
+    host = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
+    rows = torch.randint(0, 255, (num_rows, row_bytes), dtype=torch.uint8, generator=generator)
+    pinned, staging = host.clone().pin_memory(), torch.full_like(rows, POISON)
+    cuda_staging, torch_ops, cuda_ops = staging.cuda(), TorchSwapInOps(True), swap_in_ops(torch.device("cuda"), True)
+    torch_ops.stage_rows(host, table, block_size, staging)
+    cuda_ops.stage_rows(pinned, table.cuda(), block_size, cuda_staging)
+    torch.cuda.synchronize()
+    assert torch.equal(staging, cuda_staging.cpu())
+    first = block_size + 1
+    torch_ops.save_rows(rows, first, host, table, block_size)
+    cuda_ops.save_rows(rows.cuda(), first, pinned, table.cuda(), block_size)
+    torch.cuda.synchronize()
+    assert torch.equal(host, pinned)
+
+
+def test_sizes_beyond_the_kernels_are_refused() -> None:
+    case = Case(1, 128, 128, longest=200)
+    state = Scenario(case).state.to_cuda()
+    inputs = tuple(x.cuda() for x in Scenario(case).next_step())
+    ops = swap_in_ops(torch.device("cuda"), True)
+    slots = torch.zeros(1, 16385, dtype=torch.int32, device="cuda")
+    large = replace(state, residency=Residency(slots, slots.clone()))
+    with pytest.raises(ValueError, match="16384 slots; got top_k 128, batch 1 and 16385 slots"):
+        run_step(ops, large, case, inputs, torch.zeros(1, case.row_bytes, dtype=torch.uint8, device="cuda"), True)
+
+
+def test_every_operation_is_launched_in_microseconds() -> None:
+    """No operation waits for the device: all return while it still sleeps."""
+    case = Case(4, 128, 128, row_bytes=64, longest=300, steps=1)
+    scenario = Scenario(case)
+    state, ops = scenario.state.to_cuda(), swap_in_ops(torch.device("cuda"), True)
+    inputs, rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(4).cuda()
+    tables = tables_of(state, case, *inputs[:2])
+    staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")
+    calls: list[Callable[[], None]] = [
+        lambda: ops.newest_rows(tables, case.num_slots, state.hot, state.newest_rows),
+        lambda: ops.swap_in(state.residency, tables, inputs[2], state.host_rows, state.hot, state.counts, state.out),
+        lambda: ops.write_back([state.hot], [state.host_rows], tables, case.num_slots),
+        lambda: ops.stage_rows(state.host_rows, state.host_tables[0], case.block_size, staging),
+        lambda: ops.save_rows(rows, 0, state.host_rows, state.host_tables[0], case.block_size),
+    ]
+    for call in calls:
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(400_000_000)
+        call()
+        done.record()
+        assert not done.query()
+    torch.cuda.synchronize()
