@@ -128,6 +128,8 @@ class CudaSwapInOps(SwapInOps):
         out: Resolved,
     ) -> None:
         _check_selection(residency, top_k, out)
+        if not len(top_k):
+            return
         selection = top_k.data_ptr(), top_k.stride(0)
         where = byref(_residency(residency)), byref(_step_tables(tables, len(top_k)))
         result = byref(_hot_rows(hot_rows)), counts.data_ptr(), byref(_resolved(out))
@@ -148,6 +150,8 @@ class CudaSwapInOps(SwapInOps):
         out: Resolved,
     ) -> None:
         _check_selection(residency, top_k, out)
+        if not len(top_k):
+            return
         selection = top_k.data_ptr(), top_k.stride(0)
         where = byref(_residency(residency)), byref(_step_tables(tables, len(top_k)))
         rows = byref(_host_rows(host_rows, hot_rows.rows)), byref(_hot_rows(hot_rows))
@@ -157,12 +161,15 @@ class CudaSwapInOps(SwapInOps):
     def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)
         assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= batch
-        where = byref(_step_tables(tables, batch)), num_slots, byref(_hot_rows(hot_rows))
-        self._launch("newest_rows", *where, out.data_ptr())
+        if batch:
+            where = byref(_step_tables(tables, batch)), num_slots, byref(_hot_rows(hot_rows))
+            self._launch("newest_rows", *where, out.data_ptr())
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
     ) -> None:
+        if not len(tables.seq_lens):
+            return
         where = byref(_step_tables(tables, len(tables.seq_lens))), num_slots
         for layers, num_layers, hot, num_host_rows in self._layer_groups(hot_rows, host_rows):
             self._launch("write_back", byref(layers), num_layers, byref(hot), num_host_rows, *where)
