@@ -198,6 +198,9 @@ def run(
     oversubscription: Annotated[
         list[float], typer.Option(help="Full KV of all requests over the device memory for KV; repeatable.")
     ] = [1, 2, 4, 8],  # noqa: B006
+    single: Annotated[list[int], typer.Option(min=1, help="Prompt tokens of a case with one request; repeatable.")] = [  # noqa: B006
+        16000
+    ],
     system: Annotated[list[str], typer.Option(help=f"{', '.join(SYSTEMS)}; repeatable.")] = list(SYSTEMS),  # noqa: B006
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
     device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV.")] = 1.0,
@@ -223,7 +226,7 @@ def run(
         "device_buffer_size": device_buffer_size,
         "max_tokens": max_tokens,
     }
-    job["cases"] = make_cases(context, oversubscription, job)
+    job["cases"] = [(length, 1) for length in single] + make_cases(context, oversubscription, job)
     job["max_num_seqs"] = max(requests for _, requests in job["cases"])
     rows: list[dict[str, Any]] = []
     for name in system:

@@ -72,7 +72,7 @@ def test_parity_with_cuda_graphs(runs: dict[str, EngineRun], name: str) -> None:
 
 def test_a_wrong_row_is_found(model: Path, tmp_path: Path) -> None:
     phase = {"prompts": [make_prompt(3000)], "max_tokens": 12}
-    row_check = {"every": 6, "corrupt": True}
+    row_check = {"every": 8, "corrupt": True}
     engine = hot_args(model, enforce_eager=True)
     record = EngineRun.start(tmp_path, "corrupt", engine, [phase], row_check=row_check).phases()[0]
     assert record["wrong_rows"] == 1

@@ -35,7 +35,7 @@ class Pair:
     def __init__(self, group: ProcessGroup, directory: Path, model: Path, kv_dtype: str):
         self.kv_dtype = kv_dtype
         args = ["--kv-cache-dtype", kv_dtype, "--attention-backend", "FLASHMLA_SPARSE", "--max-model-len", "33024"]
-        args += ["--hf-overrides", json.dumps({"max_position_embeddings": 1 << 18}), "--gpu-memory-utilization", "0.4"]
+        args += ["--hf-overrides", json.dumps({"max_position_embeddings": 1 << 18}), "--gpu-memory-utilization", "0.1"]
         args += ["--kv-cache-memory-bytes", str(1 << 30), "--dtype", "bfloat16", "--max-num-seqs", "8"]
         args += ["--attention-config", json.dumps({"sparse_mla_force_mqa": True})]
         self.args = ["--model", str(model), *args]
