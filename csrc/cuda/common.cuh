@@ -26,6 +26,7 @@ struct HotRows {
 struct HostRows {
     uint8_t* rows;  // [num_rows, row_bytes] in pinned host memory
     int64_t num_rows;
+    int64_t row_bytes;  // as on the device
 };
 
 struct Residency {
@@ -59,17 +60,36 @@ struct Resolved {
     int32_t top_k;
 };
 
-// State row of a row of the batch; -1 where it is padding.
-__device__ inline int32_t state_row(const StepTables& tables, int batch_row) {
-    const int32_t block = tables.hot_tables[batch_row * tables.hot_table_stride];
-    const bool known = block >= 0 && block < tables.num_device_blocks;
-    const int32_t request = known ? tables.state_rows[block] : -1;
-    return request < tables.num_requests && tables.seq_lens[batch_row] > 0 ? request : -1;
+// Divides non-negative numbers by the same divisor without a division.
+struct Divisor {
+    int32_t divisor;
+    uint32_t multiplier;  // ceil(2^(32 + shift) / divisor); 0 where the divisor is 1
+    uint32_t shift;
+
+    explicit Divisor(int32_t divisor) : divisor(divisor), multiplier(0), shift(0) {
+        if (divisor == 1) return;
+        while (int64_t{2} << shift < divisor) ++shift;
+        multiplier = static_cast<uint32_t>(((uint64_t{1} << (32 + shift)) + divisor - 1) / divisor);
+    }
+    __device__ friend int32_t operator/(int32_t number, const Divisor& by) {
+        return by.multiplier == 0 ? number : static_cast<int32_t>(__umulhi(number, by.multiplier) >> by.shift);
+    }
+    __device__ friend int32_t operator%(int32_t number, const Divisor& by) {
+        return number - number / by * by.divisor;
+    }
+};
+
+// State row of a row of the batch with this first hot block; -1 where it is padding.
+__device__ inline int32_t state_row(const StepTables& tables, int32_t first_block, int32_t seq_len) {
+    const bool known = first_block >= 0 && first_block < tables.num_device_blocks && seq_len > 0;
+    const int32_t request = known ? tables.state_rows[first_block] : -1;
+    return request < tables.num_requests ? request : -1;
 }
 
-// Flat row of `row` in a paged table; -1 where its block is none. `table`: [num_blocks].
+// Flat row of `row` in a paged table; -1 where its block is none. `table`: [num_blocks]; rows_per_block: any divisor.
+template <typename T>
 __device__ inline int64_t flat_row(
-    const int32_t* table, int32_t num_blocks, int32_t row, int32_t rows_per_block, int64_t block_stride_rows
+    const int32_t* table, int32_t num_blocks, int32_t row, const T& rows_per_block, int64_t block_stride_rows
 ) {
     const int32_t index = row / rows_per_block;
     const int32_t block = index < num_blocks ? __ldg(table + index) : -1;
@@ -77,17 +97,21 @@ __device__ inline int64_t flat_row(
 }
 
 // Flat row of a hot slot. `slot` >= 0.
+template <typename T>
 __device__ inline int64_t flat_hot_row(
-    const StepTables& tables, const HotRows& hot, int batch_row, int32_t slot
+    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int batch_row, int32_t slot
 ) {
     const int32_t* table = tables.hot_tables + batch_row * tables.hot_table_stride;
-    return flat_row(table, tables.num_hot_blocks, slot, hot.rows_per_block, hot.block_stride_rows);
+    return flat_row(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
 // Flat row of a position in the host pool. `position` >= 0.
-__device__ inline int64_t flat_host_row(const StepTables& tables, int32_t request, int32_t position) {
+template <typename T>
+__device__ inline int64_t flat_host_row(
+    const StepTables& tables, const T& block_size, int32_t request, int32_t position
+) {
     const int32_t* table = tables.host_tables + request * tables.host_table_stride;
-    return flat_row(table, tables.num_host_blocks, position, tables.block_size, tables.block_size);
+    return flat_row(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 
 // Hot slot of the newest position: of its own number while the sequence fits, else the reserved one.

@@ -66,6 +66,7 @@ extern "C" cudaError_t hisparse_gather(
     bool after_resolve,
     cudaStream_t stream
 ) {
+    if (batch == 0) return cudaSuccess;
     if (batch > kNumThreads) return cudaErrorInvalidValue;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -9,7 +9,9 @@ __global__ void __launch_bounds__(kNumThreads) newest_rows_kernel(
     const int batch_row = blockIdx.x * kNumThreads + threadIdx.x;
     if (batch_row >= tables.batch) return;
     const int32_t newest = tables.seq_lens[batch_row] - 1;
-    out[batch_row] = newest < 0 ? -1 : flat_hot_row(tables, hot, batch_row, newest_slot(newest, num_slots));
+    const int32_t slot = newest_slot(newest, num_slots);
+    const int64_t row = newest < 0 ? -1 : flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);
+    out[batch_row] = in_range(row, hot.num_rows) ? row : -1;
 }
 
 }  // namespace
@@ -21,6 +23,7 @@ using namespace hisparse;
 extern "C" cudaError_t hisparse_newest_rows(
     const StepTables* tables, int32_t num_slots, const HotRows* hot, int64_t* out, cudaStream_t stream
 ) {
+    if (tables->batch == 0) return cudaSuccess;
     const int num_blocks = (tables->batch + kNumThreads - 1) / kNumThreads;
     newest_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(*tables, num_slots, *hot, out);
     return cudaGetLastError();

@@ -3,8 +3,6 @@
 namespace hisparse {
 namespace {
 
-constexpr int32_t kEmpty = -1;
-
 // Counts of entries or columns before some place. Each stays below 2^21: one 64-bit sum adds all three.
 struct Tally {
     int32_t hits;
@@ -24,45 +22,53 @@ struct Tally {
     }
 };
 
-// Shared memory of one request. The lists of the misses take the place of the keys, which are no longer read by then.
+// Shared memory of one request: a hash table of the wanted columns, chained. The lists of the misses take the place of
+// the chains' heads, which are no longer read by then.
 struct Scratch {
-    int32_t* keys;      // [2^bucket_bits] selected position or kEmpty; at least two buckets for each column
+    static constexpr int kBucketsPerColumn = 4;  // at least
+    static constexpr int kEnd = -1;              // of a chain
+
+    int32_t* heads;     // [2^bucket_bits] column whose position falls in the bucket, or kEnd
+    int32_t* selected;  // [top_k]
     int32_t* chosen;    // [top_k] slot of a hit, else -1
-    uint16_t* columns;  // [2^bucket_bits] column of `top_k` that selects the key
+    int16_t* next;      // [top_k] next column of the chain, or kEnd
     int32_t* missed;    // [top_k] position of each miss, in the order of `top_k`
     int32_t* victims;   // [top_k] slot that each takes
-    int bucket_bits;
+    int num_buckets;
 
     __device__ Scratch(int32_t* memory, int top_k, int bucket_bits)
-        : keys(memory),
-          chosen(memory + (1 << bucket_bits)),
-          columns(reinterpret_cast<uint16_t*>(chosen + top_k)),
+        : heads(memory),
+          selected(memory + (1 << bucket_bits)),
+          chosen(selected + top_k),
+          next(reinterpret_cast<int16_t*>(chosen + top_k)),
           missed(memory),
           victims(memory + top_k),
-          bucket_bits(bucket_bits) {}
+          num_buckets(1 << bucket_bits) {}
 
-    __host__ static size_t num_bytes(int top_k, int bucket_bits) {
-        return (sizeof(int32_t) + sizeof(uint16_t)) * (size_t{1} << bucket_bits) + sizeof(int32_t) * top_k;
+    static int bucket_bits(int top_k) {
+        int bits = 2;
+        while (1 << bits < kBucketsPerColumn * top_k) ++bits;
+        return bits;
     }
-    __device__ int num_buckets() const {
-        return 1 << bucket_bits;
+    static size_t num_bytes(int top_k) {
+        const size_t column_bytes = 2 * sizeof(int32_t) + sizeof(int16_t);
+        return (sizeof(int32_t) << bucket_bits(top_k)) + column_bytes * top_k;
     }
-    __device__ uint32_t bucket(int32_t position) const {
-        return static_cast<uint32_t>(position) * 2654435769u >> (32 - bucket_bits);  // Fibonacci hashing
+
+    __device__ void clear() const {
+        const auto vectors = reinterpret_cast<int4*>(heads);
+        for (int i = threadIdx.x; i < num_buckets / 4; i += kNumThreads) vectors[i] = {kEnd, kEnd, kEnd, kEnd};
     }
-    // NOTE: a position given twice keeps its first column; the search ends because half of the buckets stay empty.
+    __device__ int32_t* head(int32_t position) const {
+        return heads + (position & (num_buckets - 1));
+    }
     __device__ void insert(int32_t position, int column) const {
-        for (uint32_t at = bucket(position);; at = (at + 1) & (num_buckets() - 1)) {
-            const int32_t found = atomicCAS(keys + at, kEmpty, position);
-            if (found == kEmpty) columns[at] = static_cast<uint16_t>(column);
-            if (found == kEmpty || found == position) return;
-        }
+        next[column] = static_cast<int16_t>(atomicExch(head(position), column));
     }
     __device__ int find(int32_t position) const {
-        for (uint32_t at = bucket(position);; at = (at + 1) & (num_buckets() - 1)) {
-            if (keys[at] == position) return columns[at];
-            if (keys[at] == kEmpty) return -1;
-        }
+        int column = *head(position);
+        while (column != kEnd && selected[column] != position) column = next[column];
+        return column;
     }
 };
 
@@ -102,6 +108,8 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     const HotRows hot,
     int64_t* counts,  // [num_requests, 2]
     const Resolved out,
+    const Divisor rows_per_block,
+    const Divisor block_size,
     const int bucket_bits
 ) {
     extern __shared__ int32_t memory[];
@@ -114,6 +122,8 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     const Scratch scratch(memory, out.top_k, bucket_bits);
 
     // Load the selection; empty the hash table.
+    const int32_t first_block = tables.hot_tables[batch_row * tables.hot_table_stride];
+    const int32_t newest = tables.seq_lens[batch_row] - 1;
     const int column_rounds = (out.top_k + kNumThreads - 1) / kNumThreads;
     const int first_column = warp * column_rounds * kWarpSize + lane;
     int32_t selected[kColumnRounds];
@@ -123,11 +133,10 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
         const bool exists = i < column_rounds && column < out.top_k;
         selected[i] = exists ? __ldg(top_k + batch_row * top_k_stride + column) : -1;
     }
-    const int32_t request = state_row(tables, batch_row);
-    for (int at = threadIdx.x; at < scratch.num_buckets(); at += kNumThreads) scratch.keys[at] = kEmpty;
     if (threadIdx.x == 0) num_valid = 0;
-    if (request < 0) return resolve_padding(out, batch_row);
-    const int32_t newest = tables.seq_lens[batch_row] - 1;
+    scratch.clear();
+    const int32_t request = state_row(tables, first_block, newest + 1);
+    if (request < 0 || request >= residency.num_requests) return resolve_padding(out, batch_row);
     const bool fits = newest < num_slots;
 
     // Load the entries; they arrive while the hash table is filled.
@@ -150,6 +159,7 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     for (int i = 0; i < kColumnRounds; ++i) {
         const int column = first_column + i * kWarpSize;
         if (i >= column_rounds || column >= out.top_k) continue;
+        scratch.selected[column] = selected[i];
         scratch.chosen[column] = -1;
         if (selected[i] >= 0 && selected[i] < newest) scratch.insert(selected[i], column);
         if (selected[i] >= 0 && selected[i] <= newest) last_valid = column + 1;
@@ -184,7 +194,7 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
         const int column = first_column + i * kWarpSize;
         const bool wanted = selected[i] >= 0 && selected[i] < newest;
         const bool missed = wanted && scratch.chosen[column] < 0;
-        host_rows[i] = missed ? flat_host_row(tables, request, selected[i]) : -1;
+        host_rows[i] = missed ? flat_host_row(tables, block_size, request, selected[i]) : -1;
         miss_bits |= missed << i;
         sum.misses += __popc(__ballot_sync(kAllLanes, missed));
     }
@@ -227,7 +237,7 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
         int32_t slot = scratch.chosen[column];
         if (missed) slot = fits ? selected[i] : scratch.victims[rank];
         if (selected[i] == newest) slot = newest_slot(newest, num_slots);
-        const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, batch_row, slot));
+        const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, rows_per_block, batch_row, slot));
         out.hot_rows[first_out + column] = row;
         if (!missed) continue;
         out.miss_hot_rows[first_out + rank] = row;
@@ -269,7 +279,8 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request + 1, total.misses);
 }
 
-using Kernel = void (*)(Residency, StepTables, const int32_t*, int64_t, HotRows, int64_t*, Resolved, int);
+using Kernel =
+    void (*)(Residency, StepTables, const int32_t*, int64_t, HotRows, int64_t*, Resolved, Divisor, Divisor, int);
 
 constexpr int kMaxColumnRounds = 4;
 
@@ -282,13 +293,6 @@ Kernel choose_kernel(int num_slots, int top_k) {
         return resolve_kernel<16, kMaxColumnRounds, kRefreshHits>;
     }
     return nullptr;
-}
-
-// Twice as many buckets as columns, rounded up to a power of two.
-int bucket_bits_for(int top_k) {
-    int bits = 1;
-    while (1 << bits < 2 * top_k) ++bits;
-    return bits;
 }
 
 }  // namespace
@@ -307,17 +311,18 @@ extern "C" cudaError_t hisparse_resolve(
     bool refresh_hits,
     cudaStream_t stream
 ) {
+    if (tables->batch == 0) return cudaSuccess;
     const Kernel kernel = refresh_hits ? choose_kernel<true>(residency->num_slots, out->top_k)
                                        : choose_kernel<false>(residency->num_slots, out->top_k);
     if (kernel == nullptr) return cudaErrorInvalidValue;
-    const int bucket_bits = bucket_bits_for(out->top_k);
     // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
-    constexpr int kMaxTopK = kMaxColumnRounds * kNumThreads;
-    const size_t max_bytes = Scratch::num_bytes(kMaxTopK, bucket_bits_for(kMaxTopK));
+    const size_t max_bytes = Scratch::num_bytes(kMaxColumnRounds * kNumThreads);
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, max_bytes)) return error;
-    kernel<<<tables->batch, kNumThreads, Scratch::num_bytes(out->top_k, bucket_bits), stream>>>(
-        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, bucket_bits
+    const Divisor rows_per_block(hot->rows_per_block), block_size(tables->block_size);
+    const int bucket_bits = Scratch::bucket_bits(out->top_k);
+    kernel<<<tables->batch, kNumThreads, Scratch::num_bytes(out->top_k), stream>>>(
+        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, rows_per_block, block_size, bucket_bits
     );
     return cudaGetLastError();
 }

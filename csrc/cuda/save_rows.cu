@@ -41,6 +41,7 @@ extern "C" cudaError_t hisparse_save_rows(
     int32_t block_size,
     cudaStream_t stream
 ) {
+    if (num_rows == 0) return cudaSuccess;
     const int num_blocks = (num_rows + kNumWarps - 1) / kNumWarps;
     save_rows_kernel<<<num_blocks < kMaxBlocks ? num_blocks : kMaxBlocks, kNumThreads, 0, stream>>>(
         rows, first, num_rows, row_bytes, *host, host_table, num_host_blocks, block_size

@@ -3,7 +3,7 @@
 namespace hisparse {
 namespace {
 
-constexpr int kMaxBlocks = 64;
+constexpr int kMaxBlocks = 132;
 
 // One warp per row.
 __global__ void __launch_bounds__(kNumThreads) stage_rows_kernel(
@@ -39,6 +39,7 @@ extern "C" cudaError_t hisparse_stage_rows(
     int64_t row_bytes,
     cudaStream_t stream
 ) {
+    if (num_rows == 0) return cudaSuccess;
     const int num_blocks = (num_rows + kNumWarps - 1) / kNumWarps;
     stage_rows_kernel<<<num_blocks < kMaxBlocks ? num_blocks : kMaxBlocks, kNumThreads, 0, stream>>>(
         *host, host_table, num_host_blocks, block_size, staging, num_rows, row_bytes

@@ -25,11 +25,12 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
 ) {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     for (int batch_row = blockIdx.x; batch_row < tables.batch; batch_row += gridDim.x) {
-        const int32_t request = state_row(tables, batch_row);
+        const int32_t seq_len = tables.seq_lens[batch_row];
+        const int32_t request = state_row(tables, tables.hot_tables[batch_row * tables.hot_table_stride], seq_len);
         if (request < 0) continue;
-        const int32_t newest = tables.seq_lens[batch_row] - 1;
-        const int64_t source = flat_hot_row(tables, hot, batch_row, newest_slot(newest, num_slots));
-        const int64_t target = flat_host_row(tables, request, newest);
+        const int32_t slot = newest_slot(seq_len - 1, num_slots);
+        const int64_t source = flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);
+        const int64_t target = flat_host_row(tables, tables.block_size, request, seq_len - 1);
         if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
             const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;
@@ -53,6 +54,7 @@ extern "C" cudaError_t hisparse_write_back(
     int32_t num_slots,
     cudaStream_t stream
 ) {
+    if (tables->batch == 0) return cudaSuccess;
     if (num_layers > kMaxLayers) return cudaErrorInvalidValue;
     const int num_blocks = tables->batch < kMaxBlocks ? tables->batch : kMaxBlocks;
     write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(

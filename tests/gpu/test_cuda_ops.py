@@ -358,6 +358,20 @@ def test_resolved_rows_outside_the_pools_are_not_copied() -> None:
     assert_same(reference, found)
 
 
+@pytest.mark.parametrize("refresh_hits", [True, False])
+def test_a_step_without_requests_does_nothing(refresh_hits: bool) -> None:
+    case = Case(2, 128, 256, row_bytes=64, longest=600, steps=1)
+    scenario = Scenario(case)
+    found = scenario.state.to_cuda()
+    hot_tables, seq_lens, top_k = (tensor[:0].cuda() for tensor in scenario.next_step())
+    tables, ops = tables_of(found, case, hot_tables, seq_lens), swap_in_ops(torch.device("cuda"), refresh_hits)
+    ops.newest_rows(tables, case.num_slots, found.hot, found.newest_rows)
+    ops.swap_in(found.residency, tables, top_k, found.host_rows, found.hot, found.counts, found.out)
+    ops.gather(found.host_rows, found.hot, found.out, 0)
+    ops.write_back([found.hot], [found.host_rows], tables, case.num_slots)
+    assert_same(scenario.state, found)
+
+
 def test_positions_given_twice_touch_no_memory_outside() -> None:
     case = Case(4, 256, 256, row_bytes=64, shortest=500, longest=600, steps=1)
     scenario = Scenario(case)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class _HotRows(Structure):
 
 
 class _HostRows(Structure):
-    _fields_ = [("rows", c_void_p), ("num_rows", c_int64)]
+    _fields_ = [("rows", c_void_p), ("num_rows", c_int64), ("row_bytes", c_int64)]
 
 
 class _Residency(Structure):
@@ -99,6 +99,29 @@ def _load_library() -> ctypes.CDLL:
     return library
 
 
+class _Kept:
+    """Arguments built for objects seen before: a step gets most of its tensors from the step before.
+
+    NOTE: an object is known by its id, so it is kept alive here, and its tensors must stay where they are.
+
+    Args:
+        build: makes the argument for an object.
+        capacity: objects kept; all are forgotten when another one comes.
+    """
+
+    def __init__(self, build: Callable[[Any], Structure], capacity: int):
+        self._build, self._capacity = build, capacity
+        self._kept: dict[int, tuple[Any, Structure]] = {}
+
+    def __call__(self, given: Any) -> Structure:
+        kept = self._kept.get(id(given))
+        if kept is None:
+            if len(self._kept) == self._capacity:
+                self._kept.clear()
+            kept = self._kept[id(given)] = given, self._build(given)
+        return kept[1]
+
+
 class CudaSwapInOps(SwapInOps):
     """Launches on the current stream; capturable in CUDA graphs, no scratch memory.
 
@@ -116,7 +139,10 @@ class CudaSwapInOps(SwapInOps):
         self.refresh_hits = refresh_hits
         self._library = _load_library()
         self._launchers = {name: getattr(self._library, f"hisparse_{name}") for name in _ARGUMENTS}
-        self._layers: tuple[tuple[int, ...], list[Any], Any] = ((), [], None)
+        self._hot_rows, self._host_rows = _Kept(_hot_rows, 1024), _Kept(_host_rows, 1024)
+        self._residency, self._resolved = _Kept(_residency, 1024), _Kept(_resolved, 8)
+        self._tables = _Kept(_step_tables, 2)
+        self._layers: tuple[tuple[int, ...], list[tuple], Any] = ((), [], None)
 
     def resolve(
         self,
@@ -127,17 +153,17 @@ class CudaSwapInOps(SwapInOps):
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
-        _check_selection(residency, top_k, out)
-        if not len(top_k):
-            return
-        selection = top_k.data_ptr(), top_k.stride(0)
-        where = byref(_residency(residency)), byref(_step_tables(tables, len(top_k)))
-        result = byref(_hot_rows(hot_rows)), counts.data_ptr(), byref(_resolved(out))
-        self._launch("resolve", *where, *selection, *result, self.refresh_hits)
+        self._launch(
+            "resolve",
+            *self._selection(residency, tables, top_k, out),
+            self._hot_rows(hot_rows),
+            counts.data_ptr(),
+            self._resolved(out),
+            self.refresh_hits,
+        )
 
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
-        host, hot = _host_rows(host_rows, hot_rows.rows), _hot_rows(hot_rows)
-        self._launch("gather", byref(host), byref(hot), byref(_resolved(resolved)), batch, False)
+        self._launch("gather", *self._rows(host_rows, hot_rows), self._resolved(resolved), batch, False)
 
     def swap_in(
         self,
@@ -149,73 +175,75 @@ class CudaSwapInOps(SwapInOps):
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
-        _check_selection(residency, top_k, out)
-        if not len(top_k):
-            return
-        selection = top_k.data_ptr(), top_k.stride(0)
-        where = byref(_residency(residency)), byref(_step_tables(tables, len(top_k)))
-        rows = byref(_host_rows(host_rows, hot_rows.rows)), byref(_hot_rows(hot_rows))
-        result = counts.data_ptr(), byref(_resolved(out))
-        self._launch("swap_in", *where, *selection, *rows, *result, self.refresh_hits)
+        self._launch(
+            "swap_in",
+            *self._selection(residency, tables, top_k, out),
+            *self._rows(host_rows, hot_rows),
+            counts.data_ptr(),
+            self._resolved(out),
+            self.refresh_hits,
+        )
 
     def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
-        batch = len(tables.seq_lens)
-        assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= batch
-        if batch:
-            where = byref(_step_tables(tables, batch)), num_slots, byref(_hot_rows(hot_rows))
-            self._launch("newest_rows", *where, out.data_ptr())
+        assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= len(tables.seq_lens)
+        self._launch("newest_rows", self._tables(tables), num_slots, self._hot_rows(hot_rows), out.data_ptr())
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
     ) -> None:
-        if not len(tables.seq_lens):
-            return
-        where = byref(_step_tables(tables, len(tables.seq_lens))), num_slots
-        for layers, num_layers, hot, num_host_rows in self._layer_groups(hot_rows, host_rows):
-            self._launch("write_back", byref(layers), num_layers, byref(hot), num_host_rows, *where)
-
-    def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[tuple]:
-        """Layers of each launch, as it takes them. Those of the last call are kept: layers stay where they are."""
-        kept = (*hot_rows, *host_rows)
-        key = tuple(map(id, kept))
-        if key != self._layers[0]:
-            pairs = list(zip(hot_rows, host_rows, strict=True))
-            starts = range(0, len(pairs), MAX_LAYERS)
-            self._layers = key, [_layer_rows(pairs[i : i + MAX_LAYERS]) for i in starts], kept
-        return self._layers[1]
+        for layers in self._layer_groups(hot_rows, host_rows):
+            self._launch("write_back", *layers, self._tables(tables), num_slots)
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
     ) -> None:
-        if len(staging):
-            host, table = _host_rows(host_rows, staging), _host_table(host_table, block_size)
-            self._launch("stage_rows", byref(host), *table, staging.data_ptr(), len(staging), _row_bytes(staging))
+        host, row_bytes = self._host_rows(host_rows), _row_bytes(staging)
+        assert host.row_bytes == row_bytes, "host and device rows are of different sizes"
+        table = _host_table(host_table, block_size)
+        self._launch("stage_rows", host, *table, staging.data_ptr(), len(staging), row_bytes)
 
     def save_rows(
         self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int
     ) -> None:
-        if len(rows):
-            source = rows.data_ptr(), first, len(rows), _row_bytes(rows)
-            host, table = _host_rows(host_rows, rows), _host_table(host_table, block_size)
-            self._launch("save_rows", *source, byref(host), *table)
+        host, row_bytes = self._host_rows(host_rows), _row_bytes(rows)
+        assert host.row_bytes == row_bytes, "host and device rows are of different sizes"
+        table = _host_table(host_table, block_size)
+        self._launch("save_rows", rows.data_ptr(), first, len(rows), row_bytes, host, *table)
+
+    def _selection(self, residency: Residency, tables: StepTables, top_k: torch.Tensor, out: Resolved) -> tuple:
+        """What both kinds of `resolve` start with, checked."""
+        entries, step = self._residency(residency), self._tables(tables)
+        (batch, width), row_stride = top_k.shape, top_k.stride(0)
+        assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"
+        assert len(out.hot_rows) >= batch == step.batch and self._resolved(out).top_k == width, "sizes differ"
+        if width > min(entries.num_slots, MAX_TOP_K) or entries.num_slots > MAX_SLOTS or batch > MAX_BATCH:
+            raise ValueError(
+                f"The CUDA kernels resolve up to {MAX_TOP_K} rows of {MAX_BATCH} requests in buffers of up to "
+                f"{MAX_SLOTS} slots; got top_k {width}, batch {batch} and {entries.num_slots} slots. Lower "
+                "device_buffer_size or the number of requests."
+            )
+        return entries, step, top_k.data_ptr(), row_stride
+
+    def _rows(self, host_rows: torch.Tensor, hot_rows: HotRows) -> tuple[_HostRows, _HotRows]:
+        host, hot = self._host_rows(host_rows), self._hot_rows(hot_rows)
+        assert host.row_bytes == hot.row_bytes, "host and device rows are of different sizes"
+        return host, hot
+
+    def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[tuple]:
+        """Layers of each launch of `write_back`; those of the last call are kept."""
+        given = (*hot_rows, *host_rows)
+        key = tuple(map(id, given))
+        if key != self._layers[0]:
+            pairs = [self._rows(host, hot) for hot, host in zip(hot_rows, host_rows, strict=True)]
+            groups = [_layer_rows(pairs[i : i + MAX_LAYERS]) for i in range(0, len(pairs), MAX_LAYERS)]
+            self._layers = key, groups, given
+        return self._layers[1]
 
     def _launch(self, name: str, *arguments: Any) -> None:
         error = self._launchers[name](*arguments, torch.cuda.current_stream().cuda_stream)
         if error:
             meaning = self._library.hisparse_error_string(error).decode()
             raise RuntimeError(f"hisparse_{name} failed: {meaning} (CUDA error {error})")
-
-
-def _check_selection(residency: Residency, top_k: torch.Tensor, out: Resolved) -> None:
-    batch, width = top_k.shape
-    num_slots = residency.slots.shape[1]
-    assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"
-    assert out.hot_rows.shape[1] == width and len(out.hot_rows) >= batch, "the output is of another size"
-    if width > min(num_slots, MAX_TOP_K) or num_slots > MAX_SLOTS or batch > MAX_BATCH:
-        raise ValueError(
-            f"The CUDA kernels resolve up to {MAX_TOP_K} rows of {MAX_BATCH} requests in buffers of up to {MAX_SLOTS} "
-            f"slots; got top_k {width}, batch {batch} and {num_slots} slots. Lower device_buffer_size or the batch."
-        )
 
 
 def _row_bytes(rows: torch.Tensor) -> int:
@@ -230,9 +258,8 @@ def _hot_rows(hot: HotRows) -> _HotRows:
     return _HotRows(rows.data_ptr(), len(rows), _row_bytes(rows), hot.block_stride_rows, hot.rows_per_block)
 
 
-def _host_rows(rows: torch.Tensor, device_rows: torch.Tensor) -> _HostRows:
-    assert _row_bytes(rows) == _row_bytes(device_rows), "host and device rows are of different sizes"
-    return _HostRows(rows.data_ptr(), len(rows))
+def _host_rows(rows: torch.Tensor) -> _HostRows:
+    return _HostRows(rows.data_ptr(), len(rows), _row_bytes(rows))
 
 
 def _residency(residency: Residency) -> _Residency:
@@ -241,7 +268,7 @@ def _residency(residency: Residency) -> _Residency:
     return _Residency(slots.data_ptr(), positions.data_ptr(), *slots.shape)
 
 
-def _step_tables(tables: StepTables, batch: int) -> _StepTables:
+def _step_tables(tables: StepTables) -> _StepTables:
     hot_tables, host_tables = tables.hot_tables, tables.host_tables
     assert hot_tables.stride(1) == host_tables.stride(1) == 1, "block tables must have contiguous rows"
     return _StepTables(
@@ -254,7 +281,7 @@ def _step_tables(tables: StepTables, batch: int) -> _StepTables:
         len(tables.state_rows),
         hot_tables.shape[1],
         *host_tables.shape,
-        batch,
+        len(tables.seq_lens),
         tables.block_size,
     )
 
@@ -270,14 +297,12 @@ def _host_table(host_table: torch.Tensor, block_size: int) -> tuple[int, int, in
     return host_table.data_ptr(), len(host_table), block_size
 
 
-def _layer_rows(pairs: list[tuple[HotRows, torch.Tensor]]) -> tuple[_LayerRows, int, _HotRows, int]:
+def _layer_rows(pairs: list[tuple[_HostRows, _HotRows]]) -> tuple[_LayerRows, int, _HotRows, int]:
     """Arguments of one launch of `write_back`: pointers, layers, the sizes that all of them have, host rows."""
-    layers = _LayerRows()
-    first = _hot_rows(pairs[0][0])
-    for index, (hot, host) in enumerate(pairs):
-        sizes = hot.block_stride_rows, hot.rows_per_block
-        assert sizes == (first.block_stride_rows, first.rows_per_block), "layers have different hot blocks"
-        assert _row_bytes(hot.rows) == first.row_bytes, "layers have different rows"
-        layers.hot[index], layers.host[index] = hot.rows.data_ptr(), _host_rows(host, hot.rows).rows
-        first.num_rows = min(first.num_rows, len(hot.rows))
-    return layers, len(pairs), first, min(len(host) for _, host in pairs)
+    layers, sizes = _LayerRows(), _HotRows.from_buffer_copy(pairs[0][1])
+    for index, (host, hot) in enumerate(pairs):
+        blocks = hot.row_bytes, hot.block_stride_rows, hot.rows_per_block
+        assert blocks == (sizes.row_bytes, sizes.block_stride_rows, sizes.rows_per_block), "layers are of unequal sizes"
+        layers.hot[index], layers.host[index] = hot.rows, host.rows
+        sizes.num_rows = min(sizes.num_rows, hot.num_rows)
+    return layers, len(pairs), sizes, min(host.num_rows for host, _ in pairs)
