@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -21,12 +21,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from vllm.utils.torch_utils import get_dtype_size
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
 
-from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import BLOCK_SIZE, KVLayout, indexer_row_bytes, mla_row_bytes
+
+if TYPE_CHECKING:
+    from vllm_hisparse.kv_manager.groups import DeviceGroups
 
 KV_LORA_RANK, ROPE_DIM, INDEX_DIM = 512, 64, 128  # elements of a KV row and of an indexer key, all DSA models
 RESULTS = Path(__file__).parent / "results"
@@ -58,6 +57,13 @@ class Samples:
 
 def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) -> DeviceGroups:
     """The KV cache groups of a DSA model: hot rows and indexer keys."""
+    # NOTE: here, so that the benchmarks of the kernels run without vLLM.
+    from vllm.utils.torch_utils import get_dtype_size
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
+
+    from vllm_hisparse.kv_manager.groups import DeviceGroups
+    from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+
     row_bytes = mla_row_bytes(KV_LORA_RANK, ROPE_DIM, get_dtype_size(dtype))
     layout = KVLayout(row_bytes, indexer_row_bytes(INDEX_DIM), num_layers, num_layers)
     mla = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=KV_LORA_RANK + ROPE_DIM, dtype=dtype)

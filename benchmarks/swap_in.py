@@ -1,0 +1,462 @@
+"""How long does one layer's swap-in take on a GPU: ours, vLLM's native HiSparse, and what the link allows?
+
+All systems replay the same selections from CUDA graphs, with the same host rows and hot buffers of the same size. A
+sample is the mean of a few consecutive steps, none of which repeats a selection. Before it is timed, every system's hot
+rows are compared with the host rows of the selection. `memcpy` and `bare_gather` move as many bytes, or the same rows,
+as ours does in each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.common import RESULTS, gpu_hardware, show, track, write_result
+from vllm_hisparse.layout import BLOCK_SIZE, FP8_DS_MLA_ROW_BYTES, INDEXER_QUANT_GROUP, indexer_row_bytes
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.registry import swap_in_ops
+
+app = typer.Typer(add_completion=False)
+
+SLEEP_CYCLES = 200_000  # so that a graph is launched before its start is recorded
+POISON = 0xFF
+DEVICE = torch.device("cuda")
+SIZES = (4096, 6144, 8192)
+NUM_WARMUP = 12  # steps after those that fill the buffers
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: `context` tokens per request, `overlap` in shares of a selection."""
+
+    batch: int
+    row_bytes: int
+    overlap: float
+    device_buffer_size: int
+    top_k: int
+    context: int
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Of one request; no request has block 0, which vLLM never gives away."""
+        return -(-self.context // BLOCK_SIZE)
+
+
+class Trace:
+    """Selections of consecutive steps. Whole new ones fill the buffers first; the last ones are timed.
+
+    Attributes:
+        warmup, timed: [batch, top_k] int32 each.
+    """
+
+    def __init__(self, case: Case, num_warmup: int, num_timed: int):
+        self.case = case
+        self._generator = torch.Generator(DEVICE).manual_seed(0)
+        num_fills = -(-case.device_buffer_size // case.top_k)
+        steps = [self._draw(None, 0.0) for _ in range(num_fills)]
+        for _ in range(num_warmup + num_timed):
+            steps.append(self._draw(steps[-1], case.overlap))
+        self.warmup, self.timed = steps[:-num_timed], steps[-num_timed:]
+
+    def _draw(self, last: torch.Tensor | None, overlap: float) -> torch.Tensor:
+        """Part of the last selection and other positions, in random order; never the newest."""
+        case = self.case
+        num_kept = round(overlap * case.top_k)
+        scores = self._random(case.context - 1)
+        if last is None:
+            return scores.argsort(1)[:, : case.top_k].int()
+        kept = last.gather(1, self._random(case.top_k).argsort(1)[:, :num_kept])
+        fresh = scores.scatter_(1, last.long(), 2.0).argsort(1)[:, : case.top_k - num_kept].int()
+        selected = torch.cat((kept, fresh), 1)
+        return selected.gather(1, self._random(case.top_k).argsort(1)).contiguous()
+
+    def _random(self, width: int) -> torch.Tensor:
+        return torch.rand(self.case.batch, width, device=DEVICE, generator=self._generator)
+
+
+class HostPool:
+    """Random rows in pinned host memory, and the same rows on the device to compare with."""
+
+    def __init__(self, num_bytes: int):
+        self._device = torch.randint(0, POISON, (num_bytes,), dtype=torch.uint8, device=DEVICE)
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).copy_(self._device)
+
+    def rows(self, row_bytes: int) -> torch.Tensor:
+        return self._host[: len(self._host) // row_bytes * row_bytes].view(-1, row_bytes)
+
+    def expected(self, row_bytes: int) -> torch.Tensor:
+        return self._device[: len(self._device) // row_bytes * row_bytes].view(-1, row_bytes)
+
+
+class Ours:
+    """This plugin's operations on the hot buffers of one layer."""
+
+    name = "ours"
+
+    def __init__(self, case: Case, host_rows: torch.Tensor, host_tables: torch.Tensor, num_outputs: int):
+        self.case, self.host_rows, self.host_tables = case, host_rows, host_tables
+        self.ops = swap_in_ops(DEVICE, refresh_hits=True)
+        index_bytes = BLOCK_SIZE * indexer_row_bytes(INDEXER_QUANT_GROUP)
+        rows_per_block = index_bytes // case.row_bytes
+        num_blocks = -(-(case.device_buffer_size + 1) // rows_per_block)
+        size = (case.batch * num_blocks, rows_per_block, case.row_bytes)
+        self.hot = HotRows.from_cache(torch.full(size, POISON, dtype=torch.uint8, device=DEVICE))
+        hot_tables = torch.randperm(size[0], device=DEVICE).view(case.batch, -1).int()
+        state_rows = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
+        state_rows[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
+        seq_lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=DEVICE)
+        self.tables = StepTables(state_rows, hot_tables, seq_lens, host_tables, BLOCK_SIZE)
+        slots = torch.arange(case.device_buffer_size, dtype=torch.int32, device=DEVICE).repeat(case.batch, 1)
+        self.residency = Residency(slots, torch.full_like(slots, -1))
+        self.state = [self.hot.rows, self.residency.slots, self.residency.positions]
+        self.counts = torch.zeros(case.batch, 2, dtype=torch.int64, device=DEVICE)
+        self.outputs = [Resolved.allocate(case.batch, case.top_k, DEVICE) for _ in range(num_outputs)]
+
+    def resolve(self, top_k: torch.Tensor, step: int) -> None:
+        self.ops.resolve(self.residency, self.tables, top_k, self.hot, self.counts, self.outputs[step])
+
+    def gather(self, top_k: torch.Tensor, step: int) -> None:
+        self.ops.gather(self.host_rows, self.hot, self.outputs[step], self.case.batch)
+
+    def swap_in(self, top_k: torch.Tensor, step: int) -> None:
+        out = self.outputs[step]
+        self.ops.swap_in(self.residency, self.tables, top_k, self.host_rows, self.hot, self.counts, out)
+
+    def found_rows(self, step: int) -> torch.Tensor:
+        """[batch, top_k, row_bytes]."""
+        return self.hot.rows[self.outputs[step].hot_rows.long()]
+
+    def num_misses(self, step: int) -> int:
+        return int(self.outputs[step].num_misses.sum())
+
+    def miss_rows(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host and hot rows of all misses."""
+        out = self.outputs[step]
+        counted = torch.arange(self.case.top_k, device=DEVICE) < out.num_misses[:, None]
+        return out.miss_host_rows[counted], out.miss_hot_rows[counted]
+
+
+class VllmNative:
+    """The operations of vLLM's HiSparse, called as its `HiSparseRuntime` calls them."""
+
+    name = "vllm_native"
+
+    def __init__(self, case: Case, host_rows: torch.Tensor, host_tables: torch.Tensor, num_outputs: int):
+        self.case, self.host_rows, self.host_tables = case, host_rows, host_tables
+        self.ops = torch.ops._C_cache_ops
+        num_blocks = -(-case.device_buffer_size // BLOCK_SIZE)
+        size = (case.batch * num_blocks + 1, BLOCK_SIZE, case.row_bytes)
+        self.hot = torch.full(size, POISON, dtype=torch.uint8, device=DEVICE)
+        self.hot_tables = torch.randperm(size[0] - 1, device=DEVICE).view(case.batch, -1).int() + 1
+        self.indices = torch.full((case.batch, case.device_buffer_size), -1, dtype=torch.int32, device=DEVICE)
+        order = torch.arange(case.device_buffer_size, dtype=torch.int16, device=DEVICE)
+        self.slots = order.repeat(case.batch, 1)
+        self.state = [self.hot, self.indices, self.slots]
+        self.requests = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
+        self.stats = torch.zeros(2, dtype=torch.uint64, device=DEVICE)
+        self.outputs = [self._output() for _ in range(num_outputs)]
+
+    def _output(self) -> dict[str, torch.Tensor]:
+        matrices = ("device_rows", "physical", "swap_host", "swap_device")
+        size = (self.case.batch, self.case.top_k)
+        found = {name: torch.full(size, -1, dtype=torch.int32, device=DEVICE) for name in matrices}
+        vectors = ("valid_counts", "swap_counts")
+        return found | {name: torch.zeros(size[:1], dtype=torch.int32, device=DEVICE) for name in vectors}
+
+    def resolve(self, top_k: torch.Tensor, step: int) -> None:
+        out = self.outputs[step]
+        self.ops.hisparse_resolve_residency(
+            self.host_rows,
+            self.hot,
+            self.hot_tables,
+            top_k,
+            out["device_rows"],
+            self.indices,
+            self.slots,
+            self.requests,
+            self.case.device_buffer_size,
+            self.case.top_k,
+            None,
+            self.stats,
+            out["physical"],
+            BLOCK_SIZE,
+            self.requests,
+            self.host_tables,
+            BLOCK_SIZE,
+            None,
+            out["valid_counts"],
+            out["swap_host"],
+            out["swap_device"],
+            out["swap_counts"],
+            None,
+            0,
+            0,
+        )
+
+    def gather(self, top_k: torch.Tensor, step: int) -> None:
+        out = self.outputs[step]
+        swaps = out["swap_host"], out["swap_device"], out["swap_counts"]
+        self.ops.hisparse_gather_compact(self.host_rows, self.hot, *swaps)
+
+    def swap_in(self, top_k: torch.Tensor, step: int) -> None:
+        self.resolve(top_k, step)
+        self.gather(top_k, step)
+
+    def found_rows(self, step: int) -> torch.Tensor:
+        return self.hot.view(-1, self.case.row_bytes)[self.outputs[step]["physical"].long()]
+
+    def num_misses(self, step: int) -> int:
+        return int(self.outputs[step]["swap_counts"].sum())
+
+
+class Limits:
+    """What the link allows: one copy of as many bytes, and a gather of the same rows without anything around it."""
+
+    def __init__(self, ours: Ours, num_steps: int):
+        self.host_rows, self.hot_rows = ours.host_rows, torch.empty_like(ours.hot.rows)
+        self.misses = [ours.miss_rows(step) for step in range(num_steps)]
+        self.row_vectors = ours.case.row_bytes // 16
+
+    def memcpy(self, top_k: torch.Tensor, step: int) -> None:
+        num_rows = len(self.misses[step][0])
+        self.hot_rows[:num_rows].copy_(self.host_rows[:num_rows], non_blocking=True)
+
+    def bare_gather(self, top_k: torch.Tensor, step: int) -> None:
+        host_ids, hot_ids = self.misses[step]
+        pointers = (tensor.data_ptr() for tensor in (self.host_rows, self.hot_rows, host_ids, hot_ids))
+        stream = torch.cuda.current_stream().cuda_stream
+        error = bare_gather_launcher()(*pointers, len(host_ids), self.row_vectors, stream)
+        assert error == 0, f"bare_gather failed: CUDA error {error}"
+
+
+@cache
+def bare_gather_launcher() -> Any:
+    """Compile and load bare_gather.cu for the machine's GPU."""
+    source, pointer, size = Path(__file__).with_suffix(".cu").with_stem("bare_gather"), ctypes.c_void_p, ctypes.c_int32
+    with TemporaryDirectory() as directory:
+        library = f"{directory}/bare_gather.so"
+        flags = ["-O3", "-std=c++17", "-shared", "-Xcompiler=-fPIC", "-arch=native", "-cudart=static"]
+        subprocess.run(["nvcc", *flags, "-o", library, str(source)], check=True)
+        launcher = ctypes.CDLL(library).bare_gather
+    launcher.argtypes = (pointer, pointer, pointer, pointer, size, size, pointer)
+    return launcher
+
+
+class Snapshot:
+    """A system's state, to start again from. Also empties the caches of residency that a real step finds cold."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self._pairs = [(tensor, tensor.clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        for tensor, value in self._pairs:
+            tensor.copy_(value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often steps are timed.
+
+    Attributes:
+        graph_steps: steps of one CUDA graph. num_graphs: graphs, each of other steps.
+        repeats: measured runs through all graphs; one more, before them, is not counted.
+    """
+
+    graph_steps: int
+    num_graphs: int
+    repeats: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.graph_steps * self.num_graphs
+
+    def time(
+        self, operation: Callable[[torch.Tensor, int], None], selections: list[torch.Tensor], snapshot: Snapshot
+    ) -> list[float]:
+        """Microseconds of a step: means over the steps of one graph, for each graph and repetition.
+
+        Args:
+            operation: called with a selection and the number of its step.
+            selections: of all steps.
+            snapshot: restored before every run through all steps.
+        """
+        graphs = []
+        for first in range(0, self.num_steps, self.graph_steps):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                for step in range(first, first + self.graph_steps):
+                    operation(selections[step], step)
+        samples = []
+        for _ in range(self.repeats + 1):
+            snapshot.restore()
+            samples += [self._replay(graph) for graph in graphs]
+        return samples[self.num_graphs :]
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1000 / self.graph_steps
+
+
+def check_rows(system: Ours | VllmNative, selected: torch.Tensor, step: int, expected: torch.Tensor) -> None:
+    """Compare the hot rows of a selection with the host's.
+
+    Args:
+        system: has swapped the selection in.
+        selected: [batch, top_k] int32 positions.
+        step: of the selection.
+        expected: [host rows, row_bytes].
+
+    Raises:
+        AssertionError: a row differs.
+    """
+    blocks = system.host_tables.gather(1, (selected // BLOCK_SIZE).long()).long()
+    rows = expected[blocks * BLOCK_SIZE + selected % BLOCK_SIZE]
+    assert torch.equal(system.found_rows(step), rows), f"{system.name} copied wrong rows"
+
+
+def measure(case: Case, pool: HostPool, systems: list[type], plan: Plan) -> Iterator[dict[str, Any]]:
+    """Rows of one case."""
+    torch.manual_seed(0)
+    trace = Trace(case, NUM_WARMUP, plan.num_steps)
+    num_blocks = case.batch * case.num_host_blocks
+    host_tables = (torch.randperm(num_blocks, device=DEVICE) + 1).view(case.batch, -1).int()
+    for kind in systems:
+        system = kind(case, pool.rows(case.row_bytes), host_tables, plan.num_steps)
+        for selected in trace.warmup:
+            system.swap_in(selected, 0)
+        yield from measure_system(system, trace, pool.expected(case.row_bytes), plan)
+
+
+def measure_system(
+    system: Ours | VllmNative, trace: Trace, expected: torch.Tensor, plan: Plan
+) -> Iterator[dict[str, Any]]:
+    """Rows of one system in one case; the limits of the link come with ours."""
+    snapshot = Snapshot(system.state)
+    for step, selected in enumerate(trace.timed):
+        system.swap_in(selected, step)
+        check_rows(system, selected, step, expected)
+    misses = sum(map(system.num_misses, range(plan.num_steps))) / plan.num_steps
+    operations = {(system.name, "gather"): system.gather}
+    if isinstance(system, Ours):
+        limits = Limits(system, plan.num_steps)
+        operations |= {("memcpy", "gather"): limits.memcpy, ("bare_gather", "gather"): limits.bare_gather}
+    operations |= {(system.name, "resolve"): system.resolve, (system.name, "swap_in"): system.swap_in}
+    for (name, op), operation in operations.items():
+        times = plan.time(operation, trace.timed, snapshot)
+        yield describe(trace.case, name, op, misses, times)
+    check_rows(system, trace.timed[-1], plan.num_steps - 1, expected)  # what the graphs of the last one left
+
+
+def describe(case: Case, system: str, op: str, misses: float, times: list[float]) -> dict[str, Any]:
+    p10, p50, p90 = np.percentile(times, (10, 50, 90)).round(2).tolist()
+    return {
+        "system": system,
+        "op": op,
+        "batch": case.batch,
+        "row_bytes": case.row_bytes,
+        "overlap": case.overlap,
+        "top_k": case.top_k,
+        "device_buffer_size": case.device_buffer_size,
+        "misses_per_request": round(misses / case.batch, 1),
+        "us_p10": p10,
+        "us_p50": p50,
+        "us_p90": p90,
+        "gb_per_s": None if op == "resolve" else round(misses * case.row_bytes / p50 / 1000, 2),
+    }
+
+
+def available_systems() -> list[type]:
+    """Ours, and vLLM's where its operations are installed."""
+    try:
+        import vllm._custom_ops  # noqa: F401
+
+        torch.ops._C_cache_ops.hisparse_resolve_residency  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        typer.echo(f"vllm_native is skipped: vLLM's HiSparse operations are not installed ({error})", err=True)
+        return [Ours]
+    return [Ours, VllmNative]
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    batch: Annotated[list[int], typer.Option(min=1, help="Requests; repeatable.")] = [1, 16, 64, 128],  # noqa: B006
+    row_bytes: Annotated[list[int], typer.Option(help="Bytes of a row; repeatable.")] = [1152, FP8_DS_MLA_ROW_BYTES],  # noqa: B006
+    overlap: Annotated[
+        list[float], typer.Option(min=0, max=1, help="Share of a selection kept in the next step; repeatable.")
+    ] = [0.5, 0.85, 0.95],  # noqa: B006
+    device_buffer_size: Annotated[list[int], typer.Option(help="Hot rows of a request; repeatable.")] = list(SIZES),  # noqa: B006
+    top_k: Annotated[int, typer.Option(min=1, help="Selected rows.")] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a request.")] = 16384,
+    graph_steps: Annotated[int, typer.Option(min=1, help="Steps of one CUDA graph; a sample is their mean.")] = 5,
+    num_graphs: Annotated[int, typer.Option(min=1, help="Graphs, each of other steps.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs through all graphs.")] = 10,
+    output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "swap_in.json",
+) -> None:
+    """Time swap-in of one layer."""
+    grid = list(product(row_bytes, batch, device_buffer_size, overlap))
+    systems, plan = available_systems(), Plan(graph_steps, num_graphs, repeats)
+    rows: list[dict[str, Any]] = []
+    pool = HostPool((max(batch) * -(-context // BLOCK_SIZE) + 1) * BLOCK_SIZE * max(row_bytes))
+    for index in track(len(grid), "swap-in"):
+        one_row, one_batch, one_size, one_overlap = grid[index]
+        case = Case(one_batch, one_row, one_overlap, one_size, top_k, context)
+        rows += measure(case, pool, systems, plan)
+    write_result(output, ctx, "benchmarks.swap_in run", rows, gpu_hardware())
+    columns = ("system", "op", "batch", "row_bytes", "overlap", "device_buffer_size", "us_p50", "gb_per_s")
+    chosen = [
+        row for row in rows if (row["overlap"], row["device_buffer_size"]) == (overlap[-1], device_buffer_size[0])
+    ]
+    show("Swap-in of one layer, microseconds", [{name: row[name] for name in columns} for row in chosen])
+
+
+@app.command()
+def plot(
+    result: Annotated[Path, typer.Option(help="Result file of `run`.")] = RESULTS / "h200" / "swap_in.json",
+    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/swap_in.png"),
+    overlap: Annotated[float, typer.Option(help="Share of a selection kept in the next step.")] = 0.85,
+    device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request.")] = 4096,
+) -> None:
+    """Draw a result: time of a swap-in by batch, for each row size."""
+    import matplotlib.pyplot as plt
+
+    rows = json.loads(result.read_text())["rows"]
+    rows = [row for row in rows if (row["overlap"], row["device_buffer_size"]) == (overlap, device_buffer_size)]
+    series = {"vllm_native": "swap_in", "ours": "swap_in", "bare_gather": "gather", "memcpy": "gather"}
+    sizes = sorted({row["row_bytes"] for row in rows}, reverse=True)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(5 * len(sizes), 4), sharey=True, squeeze=False)
+    for axis, size in zip(axes[0], sizes, strict=True):
+        for name, op in series.items():
+            line = [row for row in rows if (row["system"], row["op"], row["row_bytes"]) == (name, op, size)]
+            if line:
+                axis.plot([row["batch"] for row in line], [row["us_p50"] for row in line], "o-", label=name)
+        axis.set(title=f"{size}-byte rows", xlabel="requests", xscale="log", yscale="log")
+        axis.set_xticks(sorted({row["batch"] for row in rows}), sorted({row["batch"] for row in rows}))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("microseconds per layer")
+    axes[0][0].legend()
+    figure.suptitle(f"Swap-in, {overlap:.0%} overlap, {device_buffer_size} hot rows of {rows[0]['top_k']} selected")
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=120)
+
+
+if __name__ == "__main__":
+    app()
