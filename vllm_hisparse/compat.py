@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from vllm_hisparse.config import CONNECTOR_NAME
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 
 def uses_host_connector(vllm_config: VllmConfig) -> bool:
@@ -20,3 +22,19 @@ def is_dsa_model(vllm_config: VllmConfig) -> bool:
     """Whether the model has a DSA indexer."""
     model = vllm_config.model_config
     return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
+
+
+def cpu_attention_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """Which of its kernels vLLM's CPU attention takes for full KV; it decides how a block's keys are ordered."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(dtype, block_size, head_size)
+
+
+def copy_blocks_whole(connector: NixlPullConnector) -> None:
+    """Tell NIXL's worker half that blocks are the same on both sides.
+
+    NOTE: it says `use_mla` for that: with one rank on each side no block is cut by heads, whatever the model. Only then
+    does it map one remote KV cache group to several local ones and register host and device memory together.
+    """
+    connector.connector_worker.use_mla = True

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
+
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
 KV_CACHE_DTYPES = {
@@ -15,6 +20,7 @@ KV_CACHE_DTYPES = {
     "cuda": ("auto", "bfloat16", "fp8", "fp8_ds_mla"),
 }  # by device
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
+DEFAULT_TOP_K = 2048  # of a dense model
 
 # Options of vLLM's NixlConnector that share `kv_connector_extra_config` with ours.
 NIXL_OPTIONS = frozenset(
@@ -45,17 +51,19 @@ class HiSparseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     top_k: int | None = Field(default=None, gt=0)
-    """Rows attended per query and layer. A DSA model: its `index_topk`, the default."""
+    """Tokens attended per query and layer. A DSA model: its `index_topk`, the default."""
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer on the device. Default: 2x top_k."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
     """Bytes of the host pool over bytes of the device KV cache."""
     host_pool_gib: float | None = Field(default=None, gt=0)
     """Size of the host pool in GiB."""
-    algorithm: Literal["dsa"] = "dsa"
-    """What selects positions."""
+    algorithm: str = "dsa"
+    """What selects positions: a name of `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the algorithm; `dsa` has none."""
+    """Options of the algorithm."""
+    dense_layers: list[int] | None = None
+    """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
     eviction_policy: Literal["lru", "fifo"] = "lru"
     """Which hot rows make room for missed ones."""
     log_request_stats: bool = False
@@ -74,13 +82,7 @@ class HiSparseConfig(BaseModel):
         except ValidationError as error:
             raise _first_error(error) from None
         config._check_size_options()
-        if config.algorithm_options:
-            raise HiSparseConfigError(
-                "algorithm_options",
-                config.algorithm_options,
-                f"no options for algorithm '{config.algorithm}'",
-                "Remove algorithm_options.",
-            )
+        _check_algorithm(config)
         return config
 
     @classmethod
@@ -93,7 +95,31 @@ class HiSparseConfig(BaseModel):
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         _check_engine(vllm_config)
-        return config._for_model(_model_top_k(config, vllm_config))
+        return config._for_model(vllm_config)
+
+    @cached_property
+    def algorithm_class(self) -> type[SparseAlgorithm]:
+        return find_algorithm(self.algorithm)
+
+    @cached_property
+    def parsed_options(self) -> AlgorithmOptions:
+        """Options of the algorithm with its defaults."""
+        return self.algorithm_class.Options(**self.algorithm_options)
+
+    @property
+    def tokens_per_unit(self) -> int:
+        """Neighbouring rows that are hot or not together."""
+        return self.algorithm_class.unit_tokens(self.parsed_options)
+
+    @property
+    def dense_unit(self) -> int | None:
+        """`tokens_per_unit` of a dense model, whose KV heads select for themselves; None for a DSA model."""
+        return None if self.algorithm_class.model_family == "dsa" else self.tokens_per_unit
+
+    def make_algorithm(self, shape: AttentionShape, max_tokens: int) -> SparseAlgorithm:
+        """The algorithm, after the defaults are filled in."""
+        assert self.top_k is not None
+        return self.algorithm_class(self.parsed_options, shape, self.top_k, max_tokens)
 
     @property
     def rows(self) -> int:
@@ -131,21 +157,24 @@ class HiSparseConfig(BaseModel):
             "KV cache.",
         )
 
-    def _for_model(self, model_top_k: int) -> HiSparseConfig:
-        top_k = model_top_k if self.top_k is None else self.top_k
-        if top_k != model_top_k:
-            raise HiSparseConfigError(
-                "top_k", top_k, f"{model_top_k}, the model's index_topk", f"Remove top_k or set it to {model_top_k}."
-            )
+    def _for_model(self, vllm_config: VllmConfig) -> HiSparseConfig:
+        model, algorithm = vllm_config.model_config, self.algorithm_class
+        if algorithm.model_family == "dsa":
+            updates = {"top_k": _dsa_top_k(self, model), "dense_layers": []}
+        else:
+            _check_dense_model(self, model)
+            updates = {"top_k": _dense_top_k(self), "dense_layers": _dense_layers(self, model)}
+        top_k, unit = updates["top_k"], self.tokens_per_unit
         rows = BUFFER_TOP_K_RATIO * top_k if self.device_buffer_size is None else self.device_buffer_size
-        if rows < top_k:
+        if rows < top_k or rows % unit:
+            multiple = f", a multiple of {unit}" if unit > 1 else ""
             raise HiSparseConfigError(
                 "device_buffer_size",
                 rows,
-                f"at least top_k ({top_k})",
+                f"at least top_k ({top_k}){multiple}",
                 f"Remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows or raise it.",
             )
-        return self.model_copy(update={"top_k": top_k, "device_buffer_size": rows})
+        return self.model_copy(update={**updates, "device_buffer_size": rows})
 
 
 def _first_error(error: ValidationError) -> HiSparseConfigError:
@@ -158,17 +187,97 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
     return HiSparseConfigError(option, detail["input"], message, "Correct the value in kv_connector_extra_config.")
 
 
-def _model_top_k(config: HiSparseConfig, vllm_config: VllmConfig) -> int:
-    model_config = vllm_config.model_config
-    top_k = getattr(model_config.hf_text_config, "index_topk", None)
-    if top_k is None or not model_config.use_mla:
+def _check_algorithm(config: HiSparseConfig) -> None:
+    """Refuse an unknown algorithm, and options that it does not have or that are out of range."""
+    try:
+        algorithm = find_algorithm(config.algorithm)
+    except LookupError as error:
+        raise HiSparseConfigError("algorithm", config.algorithm, str(error), "Correct the name.") from None
+    try:
+        algorithm.Options(**config.algorithm_options)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        option = ".".join(str(part) for part in ("algorithm_options", *detail["loc"]))
+        message = detail["msg"].removeprefix("Input should be ")
+        if detail["type"] == "extra_forbidden":
+            known = ", ".join(algorithm.Options.model_fields) or "none"
+            message = f"no such option; '{config.algorithm}' has: {known}"
+        raise HiSparseConfigError(option, detail["input"], message, "Correct algorithm_options.") from None
+
+
+def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
+    model_top_k = getattr(model.hf_text_config, "index_topk", None)
+    if model_top_k is None or not model.use_mla:
+        dense = ", ".join(name for name in ALGORITHMS if name != "dsa")
         raise HiSparseConfigError(
             "algorithm",
             config.algorithm,
             "a model with a DSA indexer (index_topk in its config.json, such as DeepSeek-V3.2 or GLM-5)",
-            f"{model_config.model} has none: serve another model, or remove {CONNECTOR_NAME}.",
+            f"{model.model} has none: choose one of {dense} for a dense model, serve another model, or remove "
+            f"{CONNECTOR_NAME}.",
+        )
+    if config.dense_layers:
+        raise HiSparseConfigError(
+            "dense_layers", config.dense_layers, "none: a DSA model selects in every layer", "Remove it."
+        )
+    top_k = model_top_k if config.top_k is None else config.top_k
+    if top_k != model_top_k:
+        raise HiSparseConfigError(
+            "top_k", top_k, f"{model_top_k}, the model's index_topk", f"Remove top_k or set it to {model_top_k}."
         )
     return top_k
+
+
+def _check_dense_model(config: HiSparseConfig, model: ModelConfig) -> None:
+    """Refuse a model whose attention is not plain causal attention with keys for the algorithm to see."""
+    text_config = model.hf_text_config
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    reasons = {
+        "a model with multi-head latent attention": model.use_mla,
+        "an encoder or pooling model": model.runner_type != "generate" or model.is_encoder_decoder,
+        "a model with recurrent layers": model.is_hybrid or model.is_attention_free,
+        "a model with sliding window layers": (
+            model.get_sliding_window() is not None or layer_types != {"full_attention"}
+        ),
+    }
+    for kind, applies in reasons.items():
+        if applies:
+            raise HiSparseConfigError(
+                "algorithm",
+                config.algorithm,
+                f"a decoder with full attention in every layer, such as Llama or Qwen3; {model.model} is {kind}",
+                f"Serve another model, or remove {CONNECTOR_NAME}.",
+            )
+
+
+def _dense_top_k(config: HiSparseConfig) -> int:
+    top_k = DEFAULT_TOP_K if config.top_k is None else config.top_k
+    unit, least = config.tokens_per_unit, config.algorithm_class.min_budget(config.parsed_options)
+    if top_k < least or top_k % unit:
+        multiple = f", a multiple of {unit}" if unit > 1 else ""
+        raise HiSparseConfigError(
+            "top_k",
+            top_k,
+            f"at least {least}, what '{config.algorithm}' selects in any case{multiple}",
+            "Raise it, or lower the sinks, window or page of algorithm_options.",
+        )
+    return top_k
+
+
+def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
+    num_layers = model.hf_text_config.num_hidden_layers
+    layers = config.dense_layers
+    if layers is None:
+        layers = list(range(config.algorithm_class.num_dense_layers))
+    layers = sorted(set(layers))
+    if not set(layers) < set(range(num_layers)):
+        raise HiSparseConfigError(
+            "dense_layers",
+            layers,
+            f"layers from 0 to {num_layers - 1}, not all of them",
+            f"Name layers of {model.model}; at least one has to be sparse.",
+        )
+    return layers
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:
@@ -214,5 +323,5 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "--disable-hybrid-kv-cache-manager",
             True,
             "False",
-            "Remove it: hot buffer and indexer keys are two KV cache groups.",
+            "Remove it: hot rows and what the device keeps of every token are two KV cache groups.",
         )

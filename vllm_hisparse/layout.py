@@ -23,16 +23,26 @@ def indexer_row_bytes(index_head_dim: int) -> int:
     return index_head_dim + index_head_dim // INDEXER_QUANT_GROUP * INDEXER_SCALE_BYTES
 
 
+def gqa_row_bytes(num_kv_heads: int, head_size: int, element_bytes: int) -> int:
+    """Bytes of one token's keys and values of all KV heads."""
+    return num_kv_heads * 2 * head_size * element_bytes
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """Sizes of a DSA model's KV on host and device.
+    """Sizes of a model's KV on host and device.
+
+    "Indexer" stands for whatever the device keeps of every token beside the hot rows: the indexer keys of a DSA model,
+    the KV of a dense model's `dense_layers`.
 
     Args:
         row_bytes: one token's main KV in one layer.
         indexer_row_bytes: one token's indexer key in one layer.
         num_layers: layers with main KV.
-        num_indexer_layers: layers with an indexer.
+        num_indexer_layers: layers with an indexer; may be 0.
         block_size: tokens per host block and per indexer block.
+        tokens_per_unit: neighbouring rows that are hot or not together; divides `block_size`.
+        num_kv_heads: KV heads, each with a selection of its own; None: one selection for whole rows.
     """
 
     row_bytes: int
@@ -40,21 +50,45 @@ class KVLayout:
     num_layers: int
     num_indexer_layers: int
     block_size: int = BLOCK_SIZE
+    tokens_per_unit: int = 1
+    num_kv_heads: int | None = None
 
     @property
     def rows_per_hot_block(self) -> int:
-        """Hot rows in one device block: as many as fit in the bytes of an indexer block.
+        """Hot rows in one device block, whole units: as many as fit in the bytes of an indexer block.
 
         The two groups share vLLM's block pool, whose blocks are as wide as the widest group.
         """
-        return max(1, self.block_size * self.indexer_row_bytes // self.row_bytes)
+        if not self.num_indexer_layers:
+            return self.block_size
+        block_bytes = self.block_size * self.indexer_row_bytes * self.num_indexer_layers
+        num_units = max(1, block_bytes // (self.row_bytes * self.num_layers * self.tokens_per_unit))
+        # NOTE: vLLM cuts groups to equal numbers of layers when pages are of one size.
+        if self.num_layers != self.num_indexer_layers and self._is_page_of_both(num_units):
+            num_units = max(1, num_units - 1)
+        return num_units * self.tokens_per_unit
+
+    def _is_page_of_both(self, num_units: int) -> bool:
+        return num_units * self.tokens_per_unit * self.row_bytes == self.block_size * self.indexer_row_bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that one miss copies."""
+        return self.tokens_per_unit * self.row_bytes // (self.num_kv_heads or 1)
 
     @property
     def device_block_bytes(self) -> int:
-        """Bytes from one block of vLLM's device pool to the next: whole rows, which kernels address by number."""
+        """Bytes from one block of vLLM's device pool to the next."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
         widest = max(hot, self.num_indexer_layers * self.block_size * self.indexer_row_bytes)
-        return -(-widest // self.row_bytes) * self.row_bytes
+        return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
+
+    @property
+    def block_alignment_bytes(self) -> int:
+        """What device blocks are a multiple of: rows, or a KV head's rows of one block, have numbers to kernels."""
+        if self.num_kv_heads is None:
+            return self.row_bytes
+        return self.rows_per_hot_block * self.row_bytes // self.num_kv_heads
 
     @property
     def main_block_bytes(self) -> int:
@@ -76,8 +110,8 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def num_hot_blocks(self, device_buffer_size: int) -> int:
-        """Device blocks of one request's hot buffer, its newest-row slot included."""
-        return -(-(device_buffer_size + 1) // self.rows_per_hot_block)
+        """Device blocks of one request's hot buffer, the slot of its newest unit included."""
+        return -(-(device_buffer_size + self.tokens_per_unit) // self.rows_per_hot_block)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens` with a hot buffer."""

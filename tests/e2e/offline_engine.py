@@ -178,8 +178,13 @@ def hot_cache(hot: Any) -> Any:
     return hot.rows.as_strided(size, (hot.block_stride_rows * width, width, 1))
 
 
-def nan_of(rows: Any) -> float:
-    """A value that reads as NaN: quantised rows are bytes."""
+def poison_of(worker: Any, rows: Any) -> float:
+    """A value that reads as NaN: quantised rows are bytes.
+
+    vLLM's CPU kernel for dense models multiplies the rest of a block with weights of 0: there it is a large number.
+    """
+    if worker.config.dense_unit is not None:
+        return 1e4
     return float("nan") if rows.is_floating_point() else 0x7F
 
 
@@ -190,13 +195,13 @@ def poison(scheduler: Any, worker: Any) -> None:
     """
     hot_caches = [hot_cache(impl.hot) for impl in worker.impls]
     for rows in (*worker.store.main_kv.values(), *hot_caches):
-        rows.fill_(nan_of(rows))
+        rows.fill_(poison_of(worker, rows))
     take = scheduler.host_pool._take
 
     def take_poisoned() -> int:
         block_id = take()
         for rows in worker.store.main_kv.values():
-            rows[block_id] = nan_of(rows)
+            rows[block_id] = poison_of(worker, rows)
         return block_id
 
     scheduler.host_pool._take = take_poisoned

@@ -51,10 +51,10 @@ class HotMLAImpl:
             hot_buffer: state shared by all layers.
             layer_index: this layer's index in it.
             host_rows: [num_host_blocks, block_size, row elements].
-            cache: [num_device_blocks, rows per hot block, row elements].
+            cache: [num_device_blocks, 1, rows per hot block, row elements].
         """
         self.hot_buffer, self.layer_index = hot_buffer, layer_index
-        self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache)
+        self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
 
     def set_new_rows(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> None:
         """Hand over the step's new rows before `forward_mqa`, which knows whose they are.

@@ -1,4 +1,4 @@
-"""Writes tiny DSA models: random weights of useful scale, the KV row of the real models, a real tokenizer."""
+"""Writes tiny models: random weights of useful scale, the KV row of the real DSA models, a real tokenizer."""
 
 import hashlib
 import json
@@ -49,6 +49,16 @@ COMMON_CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 512,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+DSA_CONFIG: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -66,13 +76,6 @@ COMMON_CONFIG: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "index_head_dim": 128,
     "num_nextn_predict_layers": 0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -83,6 +86,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     "glm": {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "model_type": "glm_moe_dsa",
@@ -92,6 +107,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "indexer_rope_interleave": True,
     },
 }
+
+DENSE_VARIANTS = ("llama", "qwen3")
+HEADS_PER_KV_HEAD = 4  # of the dense variants
 
 Variant = StrEnum("Variant", list(VARIANTS))
 Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
@@ -142,16 +160,17 @@ def make_model(
 def model_config(
     variant: str, num_layers: int, num_heads: int, index_n_heads: int, index_topk: int, dtype: str
 ) -> dict[str, Any]:
-    return {
+    config = {
         **VARIANTS[variant],
         **COMMON_CONFIG,
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "index_n_heads": index_n_heads,
-        "index_topk": index_topk,
         "dtype": dtype,
     }
+    if variant in DENSE_VARIANTS:
+        return {**config, "num_key_value_heads": max(num_heads // HEADS_PER_KV_HEAD, 1)}
+    sizes = {"num_key_value_heads": num_heads, "index_n_heads": index_n_heads, "index_topk": index_topk}
+    return {**config, **DSA_CONFIG, **sizes}
 
 
 def model_key(config: dict[str, Any], seed: int) -> str:
@@ -208,9 +227,12 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", Weight((hidden,), constant=1.0)
         yield f"{prefix}.post_attention_layernorm.weight", Weight((hidden,), constant=1.0)
-        yield from attention_weights(config, f"{prefix}.self_attn")
-        yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
-        if layer < config["first_k_dense_replace"]:
+        if "index_topk" in config:
+            yield from attention_weights(config, f"{prefix}.self_attn")
+            yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
+        else:
+            yield from gqa_weights(config, f"{prefix}.self_attn")
+        if layer < config.get("first_k_dense_replace", config["num_hidden_layers"]):
             yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
         else:
             yield from moe_weights(config, f"{prefix}.mlp")
@@ -229,6 +251,19 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
     yield f"{prefix}.kv_a_layernorm.weight", Weight((kv_rank,), constant=1.0)
     yield f"{prefix}.kv_b_proj.weight", Weight((heads * (nope + v_dim), kv_rank))
     yield f"{prefix}.o_proj.weight", Weight((hidden, heads * v_dim), gain=RESIDUAL_GAIN)
+
+
+def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    hidden, size = config["hidden_size"], config["head_dim"]
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    has_norm = config["model_type"] == "qwen3"  # unit queries and keys: the gain goes where the norm cannot undo it
+    yield f"{prefix}.q_proj.weight", Weight((num_heads * size, hidden), gain=1.0 if has_norm else SCORE_STD)
+    yield f"{prefix}.k_proj.weight", Weight((num_kv_heads * size, hidden))
+    yield f"{prefix}.v_proj.weight", Weight((num_kv_heads * size, hidden))
+    yield f"{prefix}.o_proj.weight", Weight((hidden, num_heads * size), gain=RESIDUAL_GAIN)
+    if has_norm:
+        yield f"{prefix}.q_norm.weight", Weight((size,), constant=SCORE_STD)
+        yield f"{prefix}.k_norm.weight", Weight((size,), constant=1.0)
 
 
 def indexer_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -287,16 +322,18 @@ def unprintable_ids(tokenizer: "Tokenizer") -> list[int]:
 
 
 def make_model_command(
-    variant: Annotated[Variant, typer.Argument(help="dsv32: DeepSeek-V3.2; glm: GLM-5")],
+    variant: Annotated[Variant, typer.Argument(help="dsv32: DeepSeek-V3.2; glm: GLM-5; llama, qwen3: dense models")],
     out: Annotated[Path, typer.Option(help="Directory to write to.")],
-    layers: Annotated[int, typer.Option(min=2, help="Layers; the first is dense, the others are MoE.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
+    layers: Annotated[
+        int, typer.Option(min=2, help="Layers; the first of a DSA model is dense, the others are MoE.")
+    ] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads; four share a KV head in a dense model.")] = 8,
     index_heads: Annotated[int, typer.Option(min=1, help="Indexer heads.")] = 8,
     index_topk: Annotated[int, typer.Option(min=1, help="Positions selected per step.")] = 256,
     dtype: Annotated[Dtype, typer.Option(help="Data type of the weights.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
-    """Write a tiny DSA model with random weights and a tokenizer; nothing to do when it is there already."""
+    """Write a tiny model with random weights and a tokenizer; nothing to do when it is there already."""
     path = make_model(
         variant.value,
         out,

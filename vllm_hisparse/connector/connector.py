@@ -49,7 +49,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
-        groups = DeviceGroups.from_config(kv_cache_config)
+        groups = DeviceGroups.from_config(kv_cache_config, config.dense_unit)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
@@ -81,7 +81,8 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return (self.scheduler.groups.indexer_group_id,)
+        group_id = self.scheduler.groups.indexer_group_id
+        return () if group_id is None else (group_id,)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)

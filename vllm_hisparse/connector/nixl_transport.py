@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
+from vllm_hisparse.compat import copy_blocks_whole
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 
 if TYPE_CHECKING:
@@ -45,14 +46,12 @@ def _host_resident_config(kv_cache_config: KVCacheConfig, groups: DeviceGroups, 
         head_size=hot.head_size,
         dtype=hot.dtype,
         kv_quant_mode=hot.kv_quant_mode,
-        state_content_bytes=hot.state_content_bytes,
+        state_content_bytes=hot.row_bytes,
     )
+    device_groups = [groups.indexer_group] if groups.indexer_group else []
     return replace(
         kv_cache_config,
-        kv_cache_groups=[
-            KVCacheGroupSpec(groups.hot_group.layer_names, main, host_resident=True),
-            groups.indexer_group,
-        ],
+        kv_cache_groups=[KVCacheGroupSpec(groups.hot_group.layer_names, main, host_resident=True), *device_groups],
         hisparse_host_num_blocks=num_host_blocks,
     )
 
@@ -65,6 +64,7 @@ class NixlSchedulerTransport:
     ):
         config = _host_resident_config(kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.SCHEDULER, config)
+        self._no_blocks = tuple([] for _ in config.kv_cache_groups)
 
     def on_new_request(self, request: Request) -> None:
         self._check_params(request)
@@ -86,7 +86,7 @@ class NixlSchedulerTransport:
         request: Request,
         host_ids: Sequence[int],
         num_shared: int,
-        device_blocks: Sequence[KVCacheBlock],
+        device_blocks: Sequence[KVCacheBlock] | None,
         num_external_tokens: int,
     ) -> None:
         """Pull the prompt's KV.
@@ -95,23 +95,22 @@ class NixlSchedulerTransport:
             request: the request.
             host_ids: host blocks of the whole prompt; the first `num_shared` hold their KV already.
             num_shared: host blocks to leave alone.
-            device_blocks: indexer blocks of the whole prompt; hashed ones hold their keys already.
+            device_blocks: indexer blocks of the whole prompt; hashed ones hold their keys already. None: no indexer.
             num_external_tokens: tokens to pull; 0 only tells the prefill instance to let go.
         """
         host_blocks = [
             KVCacheBlock(block_id, _block_hash=_SHARED_BLOCK_HASH if index < num_shared else None)
             for index, block_id in enumerate(host_ids)
         ]
-        self.connector.update_state_after_alloc(
-            request, KVCacheBlocks((host_blocks, list(device_blocks))), num_external_tokens
-        )
+        blocks = (host_blocks,) if device_blocks is None else (host_blocks, list(device_blocks))
+        self.connector.update_state_after_alloc(request, KVCacheBlocks(blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.connector.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Request) -> None:
         """Tell the prefill instance about a request that ended before its KV was pulled."""
-        self.connector.request_finished_all_groups(request, ([], []))
+        self.connector.request_finished_all_groups(request, self._no_blocks)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.connector.update_connector_output(output)
@@ -142,6 +141,7 @@ class NixlWorkerTransport:
     ):
         config = _host_resident_config(kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.WORKER, config)
+        copy_blocks_whole(self.connector)
 
     def register(self, main_kv: dict[str, torch.Tensor], indexer_keys: dict[str, torch.Tensor]) -> None:
         """Register memory.

@@ -17,7 +17,10 @@ from vllm_hisparse.kv_manager.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.hot_buffer_manager import HotBufferManager, RequestBlocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -61,8 +64,9 @@ class HiSparseSchedulerConnector:
         """Find the two managers and give the hot one its host pool."""
         managers = kv_cache_manager.coordinator.single_type_managers
         self.hot_manager: HotBufferManager = managers[self.groups.hot_group_id]
-        self.indexer_manager = managers[self.groups.indexer_group_id]
-        self.hot_manager.bind(self.host_pool)
+        indexer_id = self.groups.indexer_group_id
+        self.indexer_manager = None if indexer_id is None else managers[indexer_id]
+        self.hot_manager.bind(self.host_pool, caps_device_hits=indexer_id is not None)
 
     def on_new_request(self, request: Request) -> None:
         self.hot_manager.requests[request.request_id] = request
@@ -161,10 +165,9 @@ class HiSparseSchedulerConnector:
         request_id, block_size = request.request_id, self.layout.block_size
         num_matched = self.hot_manager.states[request_id].num_matched_tokens
         first = (num_matched - num_external_tokens) // block_size
-        device_blocks = self.indexer_manager.req_to_blocks[request_id]
         host_ids = self.host_pool.block_ids(request_id)
-        for index in range(first, self.layout.num_blocks(num_matched)):
-            self._restores.append((host_ids[index], device_blocks[index].block_id))
+        for index, block in self._device_blocks(request_id, first, self.layout.num_blocks(num_matched)):
+            self._restores.append((host_ids[index], block.block_id))
         self.stats.add(host_prefix_tokens=num_external_tokens)
 
     def _record_resumption(self, request: Request) -> None:
@@ -175,11 +178,12 @@ class HiSparseSchedulerConnector:
         request_id = request.request_id
         state = self.hot_manager.states[request_id]
         host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
-        device_blocks = blocks.blocks[self.groups.indexer_group_id]
+        indexer_id = self.groups.indexer_group_id
+        device_blocks = None if indexer_id is None else blocks.blocks[indexer_id]
         num_shared = state.num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
-            num_device = sum(block.block_hash is None for block in device_blocks)
+            num_device = sum(block.block_hash is None for block in device_blocks or ())
             self._transfers[request_id] = _Transfer(len(host_ids) - num_shared, num_device)
 
     def _record_transfer(self, request_id: str, transfer: _Transfer, failed: bool) -> None:
@@ -202,11 +206,12 @@ class HiSparseSchedulerConnector:
             metadata.tables[state.handle] = (state.num_sent_blocks, host_ids[state.num_sent_blocks :])
             state.num_sent_blocks = len(host_ids)
         num_full, tail = divmod(num_tokens, self.layout.block_size)
-        device_blocks = self.indexer_manager.req_to_blocks[request_id]
-        for index in range(state.num_saved_blocks, num_full):
-            metadata.saves.append((device_blocks[index].block_id, host_ids[index]))
+        for index, block in self._device_blocks(request_id, state.num_saved_blocks, num_full):
+            metadata.saves.append((block.block_id, host_ids[index]))
         state.num_saved_blocks = max(state.num_saved_blocks, num_full)
-        state.tail_block_id = device_blocks[num_full].block_id if tail else None
+        state.tail_block_id = None
+        for _, block in self._device_blocks(request_id, num_full, num_full + bool(tail)):
+            state.tail_block_id = block.block_id
         self._publish(request, state)
 
     def _publish(self, request: Request, state: RequestBlocks) -> None:
@@ -218,3 +223,9 @@ class HiSparseSchedulerConnector:
         for index in range(state.num_published_blocks, last):
             self.host_pool.register(request.request_id, index, request.block_hashes[index])
         state.num_published_blocks = max(state.num_published_blocks, last)
+
+    def _device_blocks(self, request_id: str, first: int, last: int) -> Iterator[tuple[int, KVCacheBlock]]:
+        """Indexer blocks [first, last) of a request with their indices; none in a model without an indexer group."""
+        if self.indexer_manager is not None:
+            blocks = self.indexer_manager.req_to_blocks[request_id]
+            yield from ((index, blocks[index]) for index in range(first, last))

@@ -8,6 +8,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.utils.math_utils import cdiv
 
+from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
@@ -15,6 +16,7 @@ from vllm_hisparse.connector.nixl_transport import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,15 +53,14 @@ class HiSparseWorkerConnector:
         """Attach storage to the attention layers.
 
         Args:
-            kv_caches: layer -> [num_blocks, 1, rows, row elements], as vLLM allocated them.
+            kv_caches: layer -> [num_blocks, KV heads, rows, row elements], as vLLM allocated them.
         """
-        hot_caches = {name: kv_caches[name].squeeze(1) for name in self.groups.hot_group.layer_names}
-        indexer_caches = {name: kv_caches[name] for name in self.groups.indexer_group.layer_names}
-        self.indexer_keys = _block_view(list(indexer_caches.values()))
-        device = self.indexer_keys.device
-        self.store.attach(device)
-        shape = self._shape(num_device_blocks=len(self.indexer_keys))
-        self.hot_buffer = HotBuffer(shape, device, refresh_hits=self.config.eviction_policy == "lru")
+        hot_caches = {name: kv_caches[name] for name in self.groups.hot_group.layer_names}
+        indexer_caches = {name: kv_caches[name] for name in self.groups.indexer_layers}
+        any_cache = next(iter(hot_caches.values()))
+        self.indexer_keys = _block_view(list(indexer_caches.values()), any_cache)
+        self.store.attach(any_cache.device)
+        self.hot_buffer = self._make_hot_buffer(any_cache)
         layers = self.vllm_config.compilation_config.static_forward_context
         self.impls = [layers[name].impl for name in hot_caches]
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
@@ -97,16 +98,8 @@ class HiSparseWorkerConnector:
     def finish_step(self) -> None:
         """Bring what the forward produced to the host: newest rows and full indexer blocks."""
         saved_bytes = self.store.save_indexer_keys(self.indexer_keys, self.metadata.saves)
-        hot_buffer = self.hot_buffer
-        if hot_buffer.decode_tables is not None:
-            hot_buffer.ops.write_back(
-                [impl.hot for impl in self.impls],
-                [impl.host_rows for impl in self.impls],
-                hot_buffer.decode_tables,
-                hot_buffer.num_slots,
-            )
-            saved_bytes += hot_buffer.num_decodes * self.layout.num_layers * self.layout.row_bytes
-            hot_buffer.decode_tables = None
+        num_rows = self.hot_buffer.write_back([i.hot for i in self.impls], [i.host_rows for i in self.impls])
+        saved_bytes += num_rows * self.layout.num_layers * self.layout.row_bytes
         self.stats.add(device_to_host_bytes=saved_bytes)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -120,7 +113,7 @@ class HiSparseWorkerConnector:
         """Counters since the last call."""
         stats, self.stats = self.stats, HiSparseStats()
         hits, misses = self.hot_buffer.take_counts()
-        stats.add(cache_hits=hits, cache_misses=misses, host_to_device_bytes=misses * self.layout.row_bytes)
+        stats.add(cache_hits=hits, cache_misses=misses, host_to_device_bytes=misses * self.layout.unit_bytes)
         nixl_stats = self.transport.take_stats() if self.transport else None
         if nixl_stats is not None:
             stats.add_nixl(nixl_stats)
@@ -131,6 +124,23 @@ class HiSparseWorkerConnector:
         if self.transport:
             self.transport.shutdown()
         self.store.close()
+
+    def _make_hot_buffer(self, cache: torch.Tensor) -> HotBuffer:
+        """The hot buffer of the model's family.
+
+        Args:
+            cache: of any layer with hot rows, [num_blocks, KV heads, rows, row elements].
+        """
+        config, model, spec = self.config, self.vllm_config.model_config, self.groups.hot_spec
+        shape, refresh_hits = self._shape(len(cache)), config.eviction_policy == "lru"
+        if config.algorithm_class.model_family == "dsa":
+            return HotBuffer(shape, cache.device, refresh_hits)
+        num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
+        attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
+        algorithm = config.make_algorithm(attention, model.max_model_len)
+        head_stride, rest = divmod(cache.stride(0), cache.stride(1))
+        assert rest == 0, "the block stride is not a whole number of KV heads"
+        return PagedHotBuffer(algorithm, shape, head_stride, cache.device, refresh_hits)
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None
@@ -145,12 +155,16 @@ class HiSparseWorkerConnector:
         )
 
 
-def _block_view(caches: list[torch.Tensor]) -> torch.Tensor:
+def _block_view(caches: list[torch.Tensor], any_cache: torch.Tensor) -> torch.Tensor:
     """The caches of all layers as whole blocks: [num_blocks, bytes of a block in all layers] uint8.
 
     Args:
-        caches: one per layer, [num_blocks, 1, block_size, row bytes] uint8; side by side inside each block.
+        caches: one per layer, [num_blocks, KV heads, block_size, row elements]; side by side inside each block.
+        any_cache: says number and device of the blocks when there is no such layer.
     """
+    if not caches:
+        return torch.empty(len(any_cache), 0, dtype=torch.uint8, device=any_cache.device)
+    caches = [cache.view(torch.uint8) for cache in caches]
     first, layer_bytes = caches[0], caches[0][0].numel()
     for index, cache in enumerate(caches):
         assert cache.data_ptr() == first.data_ptr() + index * layer_bytes, "layers do not lie side by side in a block"

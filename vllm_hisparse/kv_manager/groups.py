@@ -1,11 +1,10 @@
-"""The two device KV cache groups of a DSA model with hot buffers: hot rows and indexer keys."""
+"""The device KV cache groups of a model with hot buffers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, iter_layer_specs
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
@@ -17,54 +16,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceGroups:
-    """Where vLLM put hot rows and indexer keys.
+    """Where vLLM put hot rows and what the device keeps of every token.
+
+    The latter, the indexer group, holds the indexer keys of a DSA model or the KV of a dense model's dense layers; a
+    dense model without dense layers has none.
 
     Attributes:
-        hot_group_id, indexer_group_id: positions in `KVCacheConfig.kv_cache_groups`.
-        hot_group, indexer_group: the groups; their layers run in model order.
-        hot_spec, indexer_spec: the spec of one layer.
+        hot_group_id, indexer_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
+        hot_group, indexer_group: the groups, or None; their layers run in model order.
+        hot_spec, indexer_spec: the spec of one layer, or None.
         device_kv_bytes: bytes of the device KV cache.
+        tokens_per_unit, num_kv_heads: as in `KVLayout`.
     """
 
     hot_group_id: int
-    indexer_group_id: int
+    indexer_group_id: int | None
     hot_group: KVCacheGroupSpec
-    indexer_group: KVCacheGroupSpec
+    indexer_group: KVCacheGroupSpec | None
     hot_spec: HotBufferSpec
-    indexer_spec: AttentionSpec
+    indexer_spec: AttentionSpec | None
     device_kv_bytes: int
+    tokens_per_unit: int = 1
+    num_kv_heads: int | None = None
 
     @classmethod
-    def from_config(cls, kv_cache_config: KVCacheConfig) -> DeviceGroups:
+    def from_config(cls, kv_cache_config: KVCacheConfig, tokens_per_unit: int | None = None) -> DeviceGroups:
         """Find the groups.
 
+        Args:
+            kv_cache_config: what vLLM planned.
+            tokens_per_unit: of a dense model's algorithm; None for a DSA model.
+
         Raises:
-            ValueError: the model's groups are not one of hot rows and one of indexer keys.
+            ValueError: the model's groups are not one of hot rows and at most one of another kind.
         """
         groups = kv_cache_config.kv_cache_groups
         specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
         hot_ids = [i for i, spec in enumerate(specs) if isinstance(spec, HotBufferSpec)]
-        if len(groups) != 2 or len(hot_ids) != 1:
+        if len(groups) > 2 or len(hot_ids) != 1:
             kinds = [type(spec).__name__ for spec in specs]
-            raise ValueError(f"expected one KV cache group of hot rows and one of indexer keys, got {kinds}")
+            raise ValueError(f"expected one KV cache group of hot rows and at most one other, got {kinds}")
         hot_id = hot_ids[0]
-        indexer_id = 1 - hot_id
+        indexer_id = 1 - hot_id if len(groups) == 2 else None
         return cls(
             hot_id,
             indexer_id,
             groups[hot_id],
-            groups[indexer_id],
+            None if indexer_id is None else groups[indexer_id],
             specs[hot_id],
-            specs[indexer_id],
+            None if indexer_id is None else specs[indexer_id],
             max(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
+            tokens_per_unit or 1,
+            specs[hot_id].num_kv_heads if tokens_per_unit else None,
         )
 
     @property
+    def indexer_layers(self) -> list[str]:
+        """Names of the indexer group's layers."""
+        return self.indexer_group.layer_names if self.indexer_group else []
+
+    @property
     def layout(self) -> KVLayout:
+        spec = self.indexer_spec
         return KVLayout(
-            row_bytes=self.hot_spec.state_content_size_bytes,
-            indexer_row_bytes=self.indexer_spec.head_size * get_dtype_size(self.indexer_spec.dtype),
+            row_bytes=self.hot_spec.row_bytes,
+            indexer_row_bytes=spec.page_size_bytes // spec.block_size if spec else 0,
             num_layers=len(self.hot_group.layer_names),
-            num_indexer_layers=len(self.indexer_group.layer_names),
-            block_size=self.indexer_spec.block_size,
+            num_indexer_layers=len(self.indexer_layers),
+            block_size=self.hot_spec.block_size,
+            tokens_per_unit=self.tokens_per_unit,
+            num_kv_heads=self.num_kv_heads,
         )

@@ -145,6 +145,18 @@ class HotBuffer:
         self.ops.swap_in(self.residency[layer], self.decode_tables, top_k, host_rows, hot, self.counts, self.resolved)
         return self.resolved
 
+    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> int:
+        """Copy the newest rows of the running step to the host; returns the requests that have one.
+
+        Args:
+            hot, host_rows: one entry per layer, as in `swap_in`.
+        """
+        if self.decode_tables is None:
+            return 0
+        self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
+        self.decode_tables = None
+        return self.num_decodes
+
     def rows_of(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """State row of each hot block table, [batch] int64; the row of no request where there is none."""
         rows = self.state_rows[hot_tables[:, 0].long()].long()

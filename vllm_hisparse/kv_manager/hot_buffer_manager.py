@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 # The host pool beside each device block pool: vLLM looks up prefix hits through a class method that sees the latter.
+# A model whose device blocks are all hot has no device hits to cap: everything is a hit of the connector.
 _HOST_POOLS: WeakKeyDictionary[BlockPool, HostBlockPool] = WeakKeyDictionary()
 
 
@@ -35,7 +36,7 @@ class RequestBlocks:
         num_sent_blocks: host blocks the worker knows; 0 before the request first runs.
         num_saved_blocks: leading blocks whose indexer keys are on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
-        tail_block_id: device indexer block of the tokens after the last full block, or None.
+        tail_block_id: device indexer block of the tokens after the last full block, or None (also without an indexer).
     """
 
     handle: int
@@ -69,10 +70,16 @@ class HotBufferManager(CircularBufferManager):
         self.waiting_for_host: set[str] = set()
         self._parked: list[tuple[KVCacheBlock, str]] = []
 
-    def bind(self, host_pool: HostBlockPool) -> None:
-        """Attach the host pool; called once, before the first request."""
+    def bind(self, host_pool: HostBlockPool, caps_device_hits: bool = True) -> None:
+        """Attach the host pool; called once, before the first request.
+
+        Args:
+            host_pool: the host pool.
+            caps_device_hits: whether another group keeps a device prefix cache.
+        """
         self.host_pool = host_pool
-        _HOST_POOLS[self.block_pool] = host_pool
+        if caps_device_hits:
+            _HOST_POOLS[self.block_pool] = host_pool
 
     @classmethod
     def find_longest_cache_hit(
@@ -88,8 +95,9 @@ class HotBufferManager(CircularBufferManager):
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Cap the device's prefix hit (the indexer group's) to what the host pool holds."""
-        match = _HOST_POOLS[block_pool].cached_prefix(block_hashes, max_length)
-        return tuple([] for _ in kv_cache_group_ids), match.num_tokens
+        host_pool = _HOST_POOLS.get(block_pool)
+        num_tokens = host_pool.cached_prefix(block_hashes, max_length).num_tokens if host_pool else 0
+        return tuple([] for _ in kv_cache_group_ids), num_tokens
 
     def get_num_blocks_to_allocate(
         self,
@@ -197,8 +205,7 @@ class HotBufferManager(CircularBufferManager):
     def _preempt(self, request: Request, state: RequestBlocks) -> None:
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         block_ids = self.host_pool.block_ids(request.request_id)
-        if num_tokens % self.block_size:
-            assert state.tail_block_id is not None
+        if num_tokens % self.block_size and state.tail_block_id is not None:
             self.tail_saves.append((state.tail_block_id, block_ids[num_tokens // self.block_size]))
         self.host_pool.preempt(request.request_id, num_tokens)
 

@@ -7,10 +7,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_hisparse.layout import KVLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,27 @@ class HotBufferSpec(AttentionSpec):
             block_stride_alignment=spec.state_content_size_bytes,
             blocks_per_request=blocks_per_request,
         )
+
+    @classmethod
+    def from_full_spec(cls, spec: FullAttentionSpec, layout: KVLayout, blocks_per_request: int) -> HotBufferSpec:
+        """Replace the full-KV spec of a dense model's sparse layer."""
+        return cls(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            dtype=spec.dtype,
+            kv_quant_mode=spec.kv_quant_mode,
+            tokens_per_state=Fraction(spec.block_size, layout.rows_per_hot_block),
+            dcp_sharded=False,
+            block_stride_alignment=layout.block_alignment_bytes,
+            blocks_per_request=blocks_per_request,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """One token's main KV."""
+        return self.num_heads * self.state_content_size_bytes
 
     @property
     def uses_slot_mapping(self) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 FULL_KV_BACKEND = "vllm_hisparse.attention.sparse_mla_cpu.SparseMLACpuBackend"
+DENSE_MODEL_BACKEND = "vllm_hisparse.attention.gqa_layers_cpu.GqaCpuBackend"
 HOT_BUFFER_BACKEND = "vllm_hisparse.attention.hot_mla_cpu.HotMLACpuBackend"
 
 
@@ -27,11 +28,14 @@ class HiSparseCpuPlatform(CpuPlatform):
         attn_selector_config: AttentionSelectorConfig,
         num_heads: int | None = None,
     ) -> str:
-        if not (attn_selector_config.use_sparse and attn_selector_config.use_mla):
-            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         from vllm.config import get_current_vllm_config
 
-        return HOT_BUFFER_BACKEND if uses_host_connector(get_current_vllm_config()) else FULL_KV_BACKEND
+        has_hot_buffers = uses_host_connector(get_current_vllm_config())
+        if attn_selector_config.use_sparse and attn_selector_config.use_mla:
+            return HOT_BUFFER_BACKEND if has_hot_buffers else FULL_KV_BACKEND
+        if has_hot_buffers and not attn_selector_config.use_mla:
+            return DENSE_MODEL_BACKEND
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

@@ -1,0 +1,189 @@
+"""What a sparse attention algorithm is: three duties over state in static tensors, and the facts it declares.
+
+Nothing here knows vLLM, paged memory or a device: an algorithm sees keys, queries and its own state, and answers with
+logical positions. The backend adaptors turn those into rows of the hot buffer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+State = dict[str, torch.Tensor]  # field name -> [num_requests, *StateField.shape], one State per layer
+
+
+class AlgorithmOptions(BaseModel):
+    """Options of an algorithm, with defaults and ranges; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention layer.
+
+    Attributes:
+        num_heads, num_kv_heads: query and KV heads; query heads of one KV head are neighbours and share a selection.
+        head_size: elements of a key.
+        dtype: element type of keys and queries.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateField:
+    """One tensor of an algorithm's state: `shape` per request, on the device of the hot buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to attend to. A unit is `tokens_per_unit` neighbouring positions.
+
+    Attributes:
+        units: [batch, num_kv_heads, k] int32, distinct; valid ones first, then -1.
+        counts: [batch, num_kv_heads] int32 valid units.
+    """
+
+    units: torch.Tensor
+    counts: torch.Tensor
+
+
+class SparseAlgorithm(ABC):
+    """Selects the positions that a decoding token attends to; one object serves all layers of one shape.
+
+    Shapes are static: they depend on the constructor's arguments alone. `retrieve_topk` never waits for the device, so
+    that a `graph_capturable` algorithm can run inside a CUDA graph.
+
+    Args:
+        options: checked options.
+        shape: the layers it serves.
+        budget: tokens a query may attend to, at least `min_budget`, a multiple of `tokens_per_unit`.
+        max_tokens: tokens of the longest request.
+
+    Attributes:
+        name: what users write in `algorithm`.
+        granularity: what it selects.
+        graph_capturable: whether update and retrieval of a decode step may be captured in a CUDA graph.
+        needs_whole_prompt: representations are built once, from all keys of the prompt, not chunk by chunk.
+        num_dense_layers: leading layers that the paper leaves dense; the default of `dense_layers`.
+        model_family: "dense" models have keys to look at; "dsa" models bring their own selector.
+    """
+
+    name: ClassVar[str]
+    granularity: ClassVar[Literal["token", "page"]]
+    graph_capturable: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[bool] = False
+    num_dense_layers: ClassVar[int] = 0
+    model_family: ClassVar[Literal["dense", "dsa"]] = "dense"
+
+    Options: ClassVar[type[AlgorithmOptions]] = AlgorithmOptions
+
+    def __init__(self, options: AlgorithmOptions, shape: AttentionShape, budget: int, max_tokens: int):
+        self.options, self.shape, self.max_tokens = options, shape, max_tokens
+        self.tokens_per_unit = self.unit_tokens(options)
+        self.max_units = -(-max_tokens // self.tokens_per_unit)
+        self.num_selected = min(budget // self.tokens_per_unit, self.max_units)
+
+    @classmethod
+    def unit_tokens(cls, options: AlgorithmOptions) -> int:
+        """Neighbouring positions that are selected, moved and evicted together."""
+        return 1
+
+    @classmethod
+    def min_budget(cls, options: AlgorithmOptions) -> int:
+        """Tokens that are selected whatever the query is."""
+        return cls.unit_tokens(options)
+
+    def state_fields(self) -> dict[str, StateField]:
+        """The state of one request in one layer."""
+        return {}
+
+    @property
+    def state_bytes_per_token(self) -> float:
+        """Device bytes of state per token and layer, of a request of `max_tokens`."""
+        return sum(field.num_bytes for field in self.state_fields().values()) / self.max_tokens
+
+    def allocate_state(self, num_requests: int, device: torch.device | str = "cpu") -> State:
+        """State of one layer; a request's row holds anything until `construct_representations` starts it at 0."""
+        return {
+            name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
+            for name, field in self.state_fields().items()
+        }
+
+    # An algorithm without state keeps the next two as they are.
+
+    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:  # noqa: B027
+        """Represent keys that a prefill, an import or the host pool has brought.
+
+        Called with growing `first`, starting a request at 0; the result does not depend on where chunks are cut.
+
+        Args:
+            state: one layer's.
+            row: the request's row of `state`.
+            keys: [num_tokens, num_kv_heads, head_size], positions [first, first + num_tokens).
+            first: 0, or what an earlier call ended with.
+        """
+
+    def update_representations(  # noqa: B027
+        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Represent one new token per request.
+
+        Args:
+            state: one layer's.
+            rows: [batch] int64 distinct rows of `state`.
+            keys: [batch, num_kv_heads, head_size].
+            positions: [batch] int64, the first position that is not represented yet.
+        """
+
+    @abstractmethod
+    def retrieve_topk(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Selection:
+        """Select the units that a token attends to; the unit of the newest token is always among them.
+
+        Args:
+            state: one layer's.
+            rows: [batch] int64 rows of `state`.
+            query: [batch, num_heads, head_size].
+            num_tokens: [batch] int64 represented tokens, the query's own included.
+        """
+
+    def select(self, scores: torch.Tensor, num_tokens: torch.Tensor, keep: torch.Tensor | None = None) -> Selection:
+        """The best units by score, at most `num_selected`.
+
+        Args:
+            scores: [batch, num_kv_heads, max_units]; anything beyond a request's tokens.
+            num_tokens: [batch] int64.
+            keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool units to select in any case, or None.
+        """
+        units = torch.arange(self.max_units, device=scores.device)
+        newest = (num_tokens - 1) // self.tokens_per_unit
+        always = (units == newest[:, None])[:, None]
+        if keep is not None:
+            always = always | keep.view(len(keep), -1, self.max_units)
+        scores = scores.float().masked_fill(always, float("inf"))
+        scores = scores.masked_fill((units > newest[:, None])[:, None], -float("inf"))
+        best = scores.topk(self.num_selected)
+        valid = best.values > -float("inf")
+        return Selection(best.indices.masked_fill(~valid, -1).int(), valid.sum(-1, dtype=torch.int32))
+
+    def group_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries by KV head: [batch, num_kv_heads, heads per KV head, head_size] float32."""
+        return query.float().view(len(query), self.shape.num_kv_heads, -1, self.shape.head_size)

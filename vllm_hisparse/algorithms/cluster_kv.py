@@ -1,0 +1,111 @@
+"""ClusterKV: keys clustered by direction, clusters scored by their centroids."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch.nn.functional import normalize
+
+from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.algorithms.kmeans import kmeans
+
+UNCLUSTERED = -1
+
+
+class ClusterKVOptions(AlgorithmOptions):
+    """Defaults of the paper, section V-A; the number of iterations is ours, it names none."""
+
+    sink_tokens: int = Field(default=16, ge=0, le=1024)
+    """First tokens, always attended and never clustered."""
+    tokens_per_cluster: int = Field(default=80, ge=1, le=4096)
+    """Prompt tokens per cluster: C0 = L / 80."""
+    update_interval: int = Field(default=320, ge=1, le=4096)
+    """Generated tokens that are clustered at a time; until then all of them are attended."""
+    clusters_per_update: int = Field(default=4, ge=1, le=1024)
+    """Clusters that an update adds."""
+    num_iterations: int = Field(default=10, ge=1, le=100)
+    """Iterations of k-means."""
+
+
+class ClusterKV(SparseAlgorithm):
+    """Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression", DAC 2025,
+    arXiv:2412.03213.
+
+    Section III: keys beyond the sinks are clustered by k-means under the distance D(i, j) = 1 - cos(k_i, k_j). A query
+    ranks clusters by q . c, where c is the mean of the cluster's keys, and takes whole clusters in that order until the
+    budget is full, the last one cut. Generated tokens are clustered among themselves, `update_interval` at a time. The
+    first two layers stay dense. Query heads that share a KV head share a selection, by the largest of their scores.
+    """
+
+    name = "cluster_kv"
+    granularity = "token"
+    needs_whole_prompt = True
+    num_dense_layers = 2
+    Options = ClusterKVOptions
+
+    @classmethod
+    def min_budget(cls, options: ClusterKVOptions) -> int:
+        return options.sink_tokens + options.update_interval
+
+    @property
+    def max_clusters(self) -> int:
+        options = self.options
+        num_updates = -(-self.max_tokens // options.update_interval)
+        return -(-self.max_tokens // options.tokens_per_cluster) + num_updates * options.clusters_per_update
+
+    def state_fields(self) -> dict[str, StateField]:
+        heads, size = self.shape.num_kv_heads, self.shape.head_size
+        return {
+            "labels": StateField((self.max_tokens, heads), torch.int32),
+            "centroids": StateField((self.max_clusters, heads, size), torch.float32),
+            "num_clusters": StateField((), torch.int64),
+            "pending_keys": StateField((self.options.update_interval, heads, size), self.shape.dtype),
+            "num_pending": StateField((), torch.int64),
+        }
+
+    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+        if first == 0:
+            state["labels"][row] = UNCLUSTERED
+            state["num_clusters"][row] = state["num_pending"][row] = 0
+        num_sinks = max(self.options.sink_tokens - first, 0)
+        clustered = keys[num_sinks:]
+        if len(clustered):
+            num_clusters = -(-len(clustered) // self.options.tokens_per_cluster)
+            self._add_clusters(state, row, clustered, first + num_sinks, num_clusters)
+
+    def update_representations(
+        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        interval = self.options.update_interval
+        state["labels"][rows, positions] = UNCLUSTERED
+        pending = positions >= self.options.sink_tokens
+        rows, keys, positions = rows[pending], keys[pending], positions[pending]
+        state["pending_keys"][rows, state["num_pending"][rows]] = keys
+        state["num_pending"][rows] += 1
+        full = state["num_pending"][rows] == interval
+        for row, position in zip(rows[full].tolist(), positions[full].tolist(), strict=True):
+            first, num_clusters = position + 1 - interval, self.options.clusters_per_update
+            self._add_clusters(state, row, state["pending_keys"][row], first, num_clusters)
+            state["num_pending"][row] = 0
+
+    def retrieve_topk(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Selection:
+        centroids = state["centroids"][rows].permute(0, 2, 3, 1)
+        cluster_scores = (self.group_queries(query) @ centroids).amax(2)
+        labels = state["labels"][rows].transpose(1, 2).long()
+        scores = cluster_scores.gather(2, labels.clamp_min(0))
+        return self.select(scores, num_tokens, labels == UNCLUSTERED)
+
+    def _add_clusters(self, state: State, row: int, keys: torch.Tensor, first: int, num_clusters: int) -> None:
+        keys = keys.float().transpose(0, 1)
+        # NOTE: on the unit sphere |a - b|^2 = 2 (1 - cos): Euclidean k-means there ranks by the paper's distance.
+        _, labels = kmeans(normalize(keys, dim=-1), num_clusters, self.options.num_iterations)
+        sums = keys.new_zeros(len(keys), num_clusters, keys.shape[-1])
+        sums.scatter_add_(1, labels[..., None].expand_as(keys), keys)
+        counts = keys.new_zeros(len(keys), num_clusters).scatter_add_(1, labels, torch.ones_like(keys[..., 0]))
+        start = int(state["num_clusters"][row])
+        means = sums / counts.clamp_min(1)[..., None]
+        state["centroids"][row, start : start + num_clusters] = means.transpose(0, 1)
+        state["labels"][row, first : first + keys.shape[1]] = (labels + start).transpose(0, 1).int()
+        state["num_clusters"][row] = start + num_clusters

@@ -1,0 +1,39 @@
+"""Oracle: the tokens with the largest true attention weights, for evaluation."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_hisparse.algorithms.base import Selection, SparseAlgorithm, State, StateField
+
+
+class Oracle(SparseAlgorithm):
+    """Exact top-k: no selection of as many tokens holds more attention weight.
+
+    Keeps every key on the device, so it saves no memory: it is the upper bound that the others are compared with. A
+    token's score is its softmax weight, summed over the query heads that share a KV head.
+    """
+
+    name = "oracle"
+    granularity = "token"
+    graph_capturable = True
+
+    def state_fields(self) -> dict[str, StateField]:
+        return {"keys": StateField((self.max_tokens, self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype)}
+
+    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+        state["keys"][row, first : first + len(keys)] = keys
+
+    def update_representations(
+        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        state["keys"][rows, positions] = keys
+
+    def retrieve_topk(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Selection:
+        keys = state["keys"][rows].float().permute(0, 2, 3, 1)
+        scores = self.group_queries(query) @ keys * self.shape.head_size**-0.5
+        beyond = torch.arange(self.max_tokens, device=query.device) >= num_tokens[:, None]
+        weights = scores.masked_fill(beyond[:, None, None], -float("inf")).softmax(-1)
+        return self.select(weights.sum(2), num_tokens)

@@ -1,0 +1,98 @@
+"""PQCache: keys as product-quantised codes, scored through a table of centroid products."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.algorithms.kmeans import kmeans, nearest
+
+
+class PQCacheOptions(AlgorithmOptions):
+    """m = 2 and b = 6 as in the paper's evaluation; sinks and window as in its code; the number of iterations is ours,
+    the paper adapts it to the time that prefill leaves."""
+
+    num_subspaces: int = Field(default=2, ge=1, le=64)
+    """m: parts that a key is cut into; divides the head size."""
+    num_bits: int = Field(default=6, ge=1, le=8)
+    """b: bits of a code, 2^b centroids per part."""
+    sink_tokens: int = Field(default=32, ge=0, le=1024)
+    """First tokens, always attended."""
+    window_tokens: int = Field(default=32, ge=1, le=4096)
+    """Most recent tokens, always attended."""
+    num_iterations: int = Field(default=10, ge=1, le=100)
+    """Iterations of k-means."""
+
+
+class PQCache(SparseAlgorithm):
+    """Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference", SIGMOD 2025,
+    arXiv:2407.12820.
+
+    Section 3.2: after prefill, every head's keys are cut into m parts and each part is clustered into 2^b centroids by
+    k-means; a key becomes its m centroid numbers. A query is multiplied with all centroids once, and the score of a key
+    is the sum of its m table entries, sum_j q_j . c_j[code_j]. The best keys are attended beside the initial and the
+    local tokens. A generated token gets the codes of its nearest centroids. Query heads that share a KV head share a
+    selection, by the largest of their scores.
+    """
+
+    name = "pq_cache"
+    granularity = "token"
+    graph_capturable = True
+    needs_whole_prompt = True
+    Options = PQCacheOptions
+
+    @classmethod
+    def min_budget(cls, options: PQCacheOptions) -> int:
+        return options.sink_tokens + options.window_tokens
+
+    @property
+    def num_centroids(self) -> int:
+        return 2**self.options.num_bits
+
+    def state_fields(self) -> dict[str, StateField]:
+        heads, parts = self.shape.num_kv_heads, self.options.num_subspaces
+        part_size = self.shape.head_size // parts
+        return {
+            "codes": StateField((self.max_tokens, heads, parts), torch.uint8),
+            "codebooks": StateField((heads, parts, self.num_centroids, part_size), torch.float32),
+        }
+
+    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+        if not len(keys):
+            return
+        points = self._parts(keys).flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
+        if first == 0:
+            codebooks, codes = kmeans(points, self.num_centroids, self.options.num_iterations)
+            state["codebooks"][row] = codebooks.view_as(state["codebooks"][row])
+        else:
+            codes = nearest(points, state["codebooks"][row].flatten(0, 1))
+        state["codes"][row, first : first + len(keys)] = codes.T.view(len(keys), *state["codes"].shape[2:]).byte()
+
+    def update_representations(
+        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        codebooks = state["codebooks"][rows]
+        points = self._parts(keys).flatten(0, 2)[:, None]  # [batch * heads * parts, 1, part size]
+        codes = nearest(points, codebooks.flatten(0, 2))
+        state["codes"][rows, positions] = codes.view(len(keys), *state["codes"].shape[2:]).byte()
+
+    def retrieve_topk(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Selection:
+        scores = self.approximate_scores(state, rows, query).amax(2)
+        positions = torch.arange(self.max_tokens, device=query.device)
+        recent = positions >= num_tokens[:, None] - self.options.window_tokens
+        return self.select(scores, num_tokens, recent | (positions < self.options.sink_tokens))
+
+    def approximate_scores(self, state: State, rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Scores of all tokens by query head: [batch, num_kv_heads, heads per KV head, max_tokens] float32."""
+        query, parts = self.group_queries(query), self.options.num_subspaces
+        query = query.unflatten(-1, (parts, -1)).transpose(2, 3)  # [batch, kv heads, parts, group, part size]
+        table = query @ state["codebooks"][rows].transpose(3, 4)  # [batch, kv heads, parts, group, centroids]
+        codes = state["codes"][rows].permute(0, 2, 3, 1).long()[:, :, :, None]  # [batch, kv heads, parts, 1, tokens]
+        return table.gather(4, codes.expand(-1, -1, -1, query.shape[3], -1)).sum(2)
+
+    def _parts(self, keys: torch.Tensor) -> torch.Tensor:
+        """[tokens, kv heads, parts, part size] float32."""
+        return keys.float().unflatten(-1, (self.options.num_subspaces, -1))

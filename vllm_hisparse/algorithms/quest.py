@@ -1,0 +1,75 @@
+"""Quest: pages scored by an upper bound from their keys' elementwise minima and maxima."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+
+
+class QuestOptions(AlgorithmOptions):
+    """Defaults of the paper, section 4.1."""
+
+    page_size: int = Field(default=16, ge=1, le=128)
+    """Tokens per page."""
+
+
+class Quest(SparseAlgorithm):
+    """Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024, arXiv:2406.10774.
+
+    Algorithm 1. Per page and channel i, m_i and M_i are the minimum and maximum of the keys. A query's score of the
+    page is the largest dot product that any key between them could have:
+
+        U_i = max(q_i * m_i, q_i * M_i),   score = sum_i U_i >= q . k  for every k of the page.
+
+    The pages with the largest scores are attended, the page being written always; the first two layers stay dense.
+    Query heads that share a KV head share a selection, by the largest of their scores.
+    """
+
+    name = "quest"
+    granularity = "page"
+    graph_capturable = True
+    num_dense_layers = 2
+    Options = QuestOptions
+
+    @classmethod
+    def unit_tokens(cls, options: QuestOptions) -> int:
+        return options.page_size
+
+    def state_fields(self) -> dict[str, StateField]:
+        bounds = (self.max_units, self.shape.num_kv_heads, self.shape.head_size)
+        return {"minima": StateField(bounds, self.shape.dtype), "maxima": StateField(bounds, self.shape.dtype)}
+
+    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+        page_size, num_tokens = self.tokens_per_unit, len(keys)
+        pages = torch.arange(first, first + num_tokens, device=keys.device) // page_size
+        for name, reduce, start in (("minima", "amin", float("inf")), ("maxima", "amax", -float("inf"))):
+            bounds = state[name][row]
+            bounds[-(-first // page_size) : -(-(first + num_tokens) // page_size)] = start
+            bounds.scatter_reduce_(0, pages[:, None, None].expand_as(keys), keys.to(bounds.dtype), reduce)
+
+    def update_representations(
+        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        pages = positions // self.tokens_per_unit
+        opens_page = (positions % self.tokens_per_unit == 0)[:, None, None]
+        for name, combine in (("minima", torch.minimum), ("maxima", torch.maximum)):
+            bounds = state[name]
+            old = bounds[rows, pages]
+            bounds[rows, pages] = torch.where(opens_page, keys.to(old.dtype), combine(old, keys.to(old.dtype)))
+
+    def retrieve_topk(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Selection:
+        return self.select(self.upper_bounds(state, rows, query).amax(2), num_tokens)
+
+    def upper_bounds(self, state: State, rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Scores of all pages by query head: [batch, num_kv_heads, heads per KV head, max_units] float32.
+
+        The sum over max(q_i * m_i, q_i * M_i) as two matrix products: M_i where q_i > 0, m_i elsewhere.
+        """
+        query = self.group_queries(query)
+        minima = state["minima"][rows].float().permute(0, 2, 3, 1)
+        maxima = state["maxima"][rows].float().permute(0, 2, 3, 1)
+        return query.clamp_min(0) @ maxima + query.clamp_max(0) @ minima

@@ -1,0 +1,37 @@
+"""Algorithms by name; one is imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_hisparse.algorithms.base import SparseAlgorithm
+
+ALGORITHMS = {
+    "cluster_kv": "vllm_hisparse.algorithms.cluster_kv.ClusterKV",
+    "dsa": "vllm_hisparse.algorithms.dsa.DSA",
+    "oracle": "vllm_hisparse.algorithms.oracle.Oracle",
+    "pq_cache": "vllm_hisparse.algorithms.pq_cache.PQCache",
+    "quest": "vllm_hisparse.algorithms.quest.Quest",
+    "streaming_llm": "vllm_hisparse.algorithms.streaming_llm.StreamingLLM",
+}
+
+
+def find_algorithm(name: str) -> type[SparseAlgorithm]:
+    """The algorithm of a known name, or of a dotted path `package.module.Class` outside this package.
+
+    Raises:
+        LookupError: there is none; says what is known.
+    """
+    from vllm_hisparse.algorithms.base import SparseAlgorithm
+
+    module_name, _, class_name = ALGORITHMS.get(name, name).rpartition(".")
+    known = f"one of {', '.join(ALGORITHMS)}, or the dotted path of a SparseAlgorithm"
+    try:
+        algorithm = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError):
+        raise LookupError(known) from None
+    if not (isinstance(algorithm, type) and issubclass(algorithm, SparseAlgorithm)):
+        raise LookupError(known)
+    return algorithm

@@ -1,0 +1,49 @@
+"""StreamingLLM: attention sinks and a sliding window."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State
+
+
+class StreamingLLMOptions(AlgorithmOptions):
+    """Defaults of the paper, section 4."""
+
+    sink_tokens: int = Field(default=4, ge=0, le=1024)
+    """First tokens that are always attended; rounded up to whole pages."""
+    page_size: int = Field(default=16, ge=1, le=128)
+    """Tokens per page."""
+
+
+class StreamingLLM(SparseAlgorithm):
+    """Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, arXiv:2309.17453.
+
+    Section 3.2: attend to the first `sink_tokens` and to the most recent tokens, as many as the budget holds. It looks
+    at no key and forgets what leaves the window. In whole pages, so that it moves pages like Quest. Keys keep the
+    rotary position of their token, where the paper renumbers positions inside the cache: that matters only beyond the
+    context length the model was trained for.
+    """
+
+    name = "streaming_llm"
+    granularity = "page"
+    graph_capturable = True
+    Options = StreamingLLMOptions
+
+    @classmethod
+    def unit_tokens(cls, options: StreamingLLMOptions) -> int:
+        return options.page_size
+
+    @classmethod
+    def min_budget(cls, options: StreamingLLMOptions) -> int:
+        num_sink_pages = -(-options.sink_tokens // options.page_size)
+        return (num_sink_pages + 1) * options.page_size
+
+    def retrieve_topk(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Selection:
+        pages = torch.arange(self.max_units, device=query.device)
+        sinks = pages * self.tokens_per_unit < self.options.sink_tokens
+        recency = pages.float().expand(len(query), self.shape.num_kv_heads, -1)
+        return self.select(recency, num_tokens, sinks.expand(len(query), -1))

@@ -1,0 +1,71 @@
+"""Grouped-query KV on the CPU: reading rows of blocks that vLLM's CPU kernels wrote, and attending to rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+AMX_TOKENS = 16  # tokens of a key tile, and elements of a value tile
+
+
+class CpuBlocks(NamedTuple):
+    """One layer's blocks as views that one index per token reads.
+
+    A block of a KV head holds all keys, then all values. The vector kernels transpose the keys; the AMX kernels pack
+    both into tiles of pairs.
+
+    Attributes:
+        keys: [blocks, heads, head_size, block_size], or AMX [blocks, heads, token tiles, head_size / 2, 16, 2].
+        values: [blocks, heads, block_size, head_size], or AMX [blocks, heads, element tiles, block_size / 2, 16, 2].
+        is_amx: which of the two.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    is_amx: bool
+
+    @classmethod
+    def view(cls, cache: torch.Tensor, isa: str) -> CpuBlocks:
+        """View a cache.
+
+        Args:
+            cache: [blocks, heads, block_size, 2 * head_size], contiguous.
+            isa: what vLLM's kernels were told.
+        """
+        num_blocks, num_heads, block_size, width = cache.shape
+        keys, values = cache.view(num_blocks, num_heads, 2, block_size * width // 2).unbind(2)
+        is_amx = isa == "amx"
+        if is_amx:
+            keys = keys.unflatten(2, (block_size // AMX_TOKENS, -1, AMX_TOKENS, 2))
+            values = values.unflatten(2, (-1, block_size // 2, AMX_TOKENS, 2))
+        else:
+            keys, values = keys.unflatten(2, (-1, block_size)), values.unflatten(2, (block_size, -1))
+        return cls(keys, values, is_amx)
+
+    def load_keys(self, blocks: torch.Tensor, heads: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Keys of tokens, [num_tokens, head_size]; all arguments [num_tokens] int64."""
+        if self.is_amx:
+            return self.keys[blocks, heads, offsets // AMX_TOKENS, :, offsets % AMX_TOKENS].flatten(1)
+        return self.keys[blocks, heads, :, offsets]
+
+    def load_values(self, blocks: torch.Tensor, heads: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Values of tokens, [num_tokens, head_size]."""
+        if self.is_amx:
+            return self.values[blocks, heads, :, offsets // 2, :, offsets % 2].flatten(1)
+        return self.values[blocks, heads, offsets]
+
+
+def attend(query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale: float) -> torch.Tensor:
+    """Softmax attention over gathered rows: [batch, heads, head_size] float32.
+
+    Args:
+        query: [batch, heads, head_size]; the heads share the rows.
+        rows: [batch, num_rows, 2 * head_size], key and value side by side; anything where not valid.
+        valid: [batch, num_rows] bool, at least one per batch entry.
+        scale: of the scores.
+    """
+    # NOTE: 0 * NaN is NaN: what nobody has written must not reach the products.
+    keys, values = rows.float().masked_fill(~valid[..., None], 0).chunk(2, -1)
+    scores = query.float() @ keys.transpose(1, 2) * scale
+    return scores.masked_fill(~valid[:, None], -float("inf")).softmax(-1) @ values
