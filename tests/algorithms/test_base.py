@@ -1,0 +1,139 @@
+"""What holds for every algorithm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.dsa import DSA
+from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
+
+from .testing import (
+    MAX_TOKENS,
+    ROW,
+    SHAPE,
+    chosen,
+    make,
+    poisoned_state,
+    random_keys,
+    random_query,
+    represent,
+    retrieve,
+)
+
+SMALL_OPTIONS = {
+    "quest": {"page_size": 4},
+    "streaming_llm": {"page_size": 4},
+    "cluster_kv": {"sink_tokens": 3, "tokens_per_cluster": 9, "update_interval": 7, "clusters_per_update": 2},
+    "pq_cache": {"sink_tokens": 3, "window_tokens": 5, "num_bits": 3},
+    "oracle": {},
+}
+DENSE = list(SMALL_OPTIONS)
+
+
+def small(name: str, budget: int = 32) -> SparseAlgorithm:
+    return make(find_algorithm(name), budget, **SMALL_OPTIONS[name])
+
+
+def test_the_registry_knows_its_algorithms_by_name() -> None:
+    assert set(ALGORITHMS) == {*DENSE, "dsa"}
+    for name in ALGORITHMS:
+        assert find_algorithm(name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "Quest", "quest ", "no.such.module", "vllm_hisparse.layout.KVLayout", "torch"])
+def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(LookupError, match="cluster_kv, dsa, oracle, pq_cache, quest, streaming_llm"):
+        find_algorithm(name)
+
+
+def test_the_registry_imports_nothing_before_it_is_asked() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, vllm_hisparse.config; sys.exit(any('algorithms.quest' in name for name in sys.modules))"
+    assert subprocess.call([sys.executable, "-c", code]) == 0
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_budget_of_everything_selects_everything(name: str) -> None:
+    keys = random_keys(90)
+    algorithm = small(name, budget=MAX_TOKENS)
+    state = represent(algorithm, keys, 70)
+    everything = set(range(-(-90 // algorithm.tokens_per_unit)))
+    assert chosen(retrieve(algorithm, state, random_query(), 90)) == [everything, everything]
+
+
+@pytest.mark.parametrize("name", DENSE)
+@given(num_prompt=st.integers(0, 90), num_new=st.integers(1, 40), budget=st.sampled_from([16, 24, 64]))
+def test_selections_fit_the_budget_and_hold_the_newest(name: str, num_prompt: int, num_new: int, budget: int) -> None:
+    algorithm, num_tokens = small(name, budget), num_prompt + num_new
+    state = represent(algorithm, random_keys(num_tokens, num_prompt), num_prompt)
+    selection = retrieve(algorithm, state, random_query(num_new), num_tokens)
+    num_units = -(-num_tokens // algorithm.tokens_per_unit)
+    assert selection.units.shape == (1, SHAPE.num_kv_heads, budget // algorithm.tokens_per_unit)
+    assert selection.units.dtype == selection.counts.dtype == torch.int32
+    for units in chosen(selection):
+        assert len(units) == min(num_units, budget // algorithm.tokens_per_unit)
+        assert units <= set(range(num_units))
+        assert num_units - 1 in units
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_requests_of_a_batch_do_not_meet(name: str) -> None:
+    """A batch gives what each request gives alone."""
+    algorithm, lengths = small(name), {0: 30, 3: 77, 1: 9}
+    keys = {row: random_keys(length + 1, row) for row, length in lengths.items()}
+    together, rows = poisoned_state(algorithm), torch.tensor(list(lengths))
+    for row, length in lengths.items():
+        algorithm.construct_representations(together, row, keys[row][:length], 0)
+    newest = torch.stack([keys[row][-1] for row in lengths])
+    algorithm.update_representations(together, rows, newest, torch.tensor(list(lengths.values())))
+    query = torch.cat([random_query(row) for row in lengths])
+    selection = algorithm.retrieve_topk(together, rows, query, torch.tensor(list(lengths.values())) + 1)
+    for index, (row, length) in enumerate(lengths.items()):
+        alone = represent(algorithm, keys[row], length)
+        expected = retrieve(algorithm, alone, query[index : index + 1], length + 1)
+        assert torch.equal(selection.counts[index], expected.counts[0])
+        assert torch.equal(selection.units[index].sort().values, expected.units[0].sort().values)
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if not find_algorithm(name).needs_whole_prompt])
+@given(cuts=st.lists(st.integers(0, 80), max_size=4).map(sorted), num_prompt=st.integers(80, 90))
+def test_chunks_and_single_tokens_give_the_state_of_one_chunk(name: str, cuts: list[int], num_prompt: int) -> None:
+    algorithm, keys = small(name), random_keys(90)
+    pieces, whole = represent(algorithm, keys, num_prompt, tuple(cuts)), represent(algorithm, keys, 90)
+    num_units = -(-90 // algorithm.tokens_per_unit)
+    for field in whole:
+        torch.testing.assert_close(pieces[field][ROW, :num_units], whole[field][ROW, :num_units])
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_state_is_what_is_declared(name: str) -> None:
+    algorithm = small(name)
+    state = algorithm.allocate_state(5)
+    fields = algorithm.state_fields()
+    assert {field: (tuple(tensor.shape), tensor.dtype) for field, tensor in state.items()} == {
+        field: ((5, *declared.shape), declared.dtype) for field, declared in fields.items()
+    }
+    num_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in state.values())
+    assert algorithm.state_bytes_per_token == num_bytes / MAX_TOKENS
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_is_always_selected_fits_the_least_budget(name: str) -> None:
+    options = find_algorithm(name).Options(**SMALL_OPTIONS[name])
+    algorithm = small(name, find_algorithm(name).min_budget(options))
+    state = represent(algorithm, random_keys(100), 60)
+    for units in chosen(retrieve(algorithm, state, random_query(), 100)):
+        assert 99 // algorithm.tokens_per_unit in units
+
+
+def test_dsa_hands_on_what_the_indexer_selected() -> None:
+    top_k = torch.tensor([[5, 3, -1], [7, 1, 0]], dtype=torch.int32)
+    selection = make(DSA).retrieve_topk({"top_k": top_k}, torch.tensor([1, 0]), random_query(), torch.tensor([9, 6]))
+    assert selection.units.tolist() == [[[7, 1, 0]], [[5, 3, -1]]]
+    assert selection.counts.tolist() == [[3], [2]]

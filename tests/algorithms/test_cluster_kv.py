@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hisparse.algorithms.cluster_kv import UNCLUSTERED, ClusterKV
+
+from .testing import ROW, SHAPE, chosen, group_of, make, random_keys, random_query, represent, retrieve
+
+OPTIONS = {"sink_tokens": 3, "tokens_per_cluster": 9, "update_interval": 7, "clusters_per_update": 2}
+
+
+def cluster_members(state, num_tokens: int, kv_head: int) -> dict[int, set[int]]:
+    """Cluster -> positions; UNCLUSTERED for sinks and pending tokens."""
+    members: dict[int, set[int]] = {}
+    for position, label in enumerate(state["labels"][ROW, :num_tokens, kv_head].tolist()):
+        members.setdefault(label, set()).add(position)
+    return members
+
+
+@given(num_prompt=st.integers(0, 90), num_new=st.integers(0, 40))
+def test_clusters_partition_the_tokens(num_prompt: int, num_new: int) -> None:
+    """All but sinks and pending tokens, in clusters of the prompt or of one interval."""
+    algorithm, num_tokens = make(ClusterKV, **OPTIONS), num_prompt + num_new
+    state = represent(algorithm, random_keys(num_tokens), num_prompt)
+    first_new = max(num_prompt, 3)
+    num_clustered = max(num_tokens - first_new, 0) // 7 * 7
+    pending = set(range(first_new + num_clustered, num_tokens))
+    num_prompt_clusters = -(-max(num_prompt - 3, 0) // 9)
+    for kv_head in range(SHAPE.num_kv_heads):
+        members = cluster_members(state, num_tokens, kv_head)
+        assert members.pop(UNCLUSTERED, set()) == set(range(min(3, num_tokens))) | pending
+        for cluster, positions in members.items():
+            assert 0 <= cluster < state["num_clusters"][ROW]
+            if cluster < num_prompt_clusters:
+                assert max(positions) < num_prompt
+            else:
+                interval = (cluster - num_prompt_clusters) // 2
+                assert {(position - first_new) // 7 for position in positions} == {interval}
+
+
+def test_centroids_are_the_means_of_their_clusters() -> None:
+    algorithm, keys = make(ClusterKV, **OPTIONS), random_keys(95)
+    state = represent(algorithm, keys, 80)
+    for kv_head in range(SHAPE.num_kv_heads):
+        for cluster, positions in cluster_members(state, 95, kv_head).items():
+            if cluster != UNCLUSTERED:
+                mean = keys[sorted(positions), kv_head].mean(0)
+                torch.testing.assert_close(state["centroids"][ROW, cluster, kv_head], mean)
+
+
+def test_clusters_by_direction() -> None:
+    """Long and short keys of one direction share a cluster."""
+    directions = torch.eye(SHAPE.head_size)[:4]
+    lengths = torch.tensor([0.1, 5.0]).repeat(20)[:, None, None]
+    keys = directions.repeat_interleave(10, 0)[:, None].expand(-1, SHAPE.num_kv_heads, -1) * lengths
+    algorithm = make(ClusterKV, sink_tokens=0, tokens_per_cluster=10)
+    labels = represent(algorithm, keys, 40)["labels"][ROW, :40]
+    assert all(len(set(group.flatten().tolist())) == 1 for group in labels.view(4, 10, -1)[..., 0])
+    assert len(set(labels[:, 0].tolist())) == 4
+
+
+def test_an_update_clusters_as_the_prompt_would() -> None:
+    """Incremental and from scratch: the interval's clusters are k-means over the interval."""
+    algorithm, keys = make(ClusterKV, **OPTIONS), random_keys(60)
+    state = represent(algorithm, keys, 53)
+    scratch = make(ClusterKV, **{**OPTIONS, "sink_tokens": 0, "tokens_per_cluster": 4})
+    alone = represent(scratch, keys[53:60], 7)
+    old = -(-50 // 9)
+    torch.testing.assert_close(state["labels"][ROW, 53:60] - old, alone["labels"][ROW, :7])
+    torch.testing.assert_close(state["centroids"][ROW, old : old + 2], alone["centroids"][ROW, :2])
+    before = represent(algorithm, keys[:53], 53)
+    assert torch.equal(state["labels"][ROW, :53], before["labels"][ROW, :53]), "old clusters stay"
+
+
+@given(num_tokens=st.integers(40, 90), seed=st.integers(0, 1000))
+def test_takes_whole_clusters_in_the_order_of_their_centroids(num_tokens: int, seed: int) -> None:
+    budget, keys, query = 30, random_keys(num_tokens, seed), random_query(seed)
+    algorithm = make(ClusterKV, budget, **OPTIONS)
+    state = represent(algorithm, keys, num_tokens - 4)
+    selected = chosen(retrieve(algorithm, state, query, num_tokens))
+    for kv_head in range(SHAPE.num_kv_heads):
+        members = cluster_members(state, num_tokens, kv_head)
+        taken = members.pop(UNCLUSTERED) | {num_tokens - 1}
+        centroids = {c: keys[sorted(p), kv_head].mean(0) for c, p in members.items()}
+        scores = {c: float((group_of(query, kv_head) @ mean).max()) for c, mean in centroids.items()}
+        for cluster in sorted(scores, key=scores.get, reverse=True):
+            if len(taken) + len(members[cluster]) > budget:
+                assert taken <= selected[kv_head] <= taken | members[cluster], "the last cluster is cut"
+                break
+            taken |= members[cluster]
+        assert len(selected[kv_head]) == min(budget, num_tokens)
+
+
+def test_defaults_are_the_papers() -> None:
+    options = ClusterKV.Options()
+    assert (options.sink_tokens, options.tokens_per_cluster) == (16, 80)
+    assert (options.update_interval, options.clusters_per_update) == (320, 4)
+    assert ClusterKV.min_budget(options) == 336 and ClusterKV.num_dense_layers == 2

@@ -1,0 +1,115 @@
+"""Dense models: with a budget of everything every algorithm is full attention, whatever brought the KV."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import (
+    assert_pools_empty,
+    assert_same,
+    assert_same_but_rounding,
+    engine_args,
+    hot_args,
+    make_prompt,
+    run_engine,
+)
+
+pytestmark = pytest.mark.e2e
+
+EVERYTHING = 4096
+LENGTHS = [1, 5, 16, 17, 127, 128, 129, 777, 1100]
+MAX_TOKENS = 20  # more than a page
+HOST_BLOCK_BYTES = 128 * 4 * 2 * 2 * 32 * 4  # tokens, layers, key and value, KV heads, elements, fp32
+
+# With and without a KV cache group of dense layers; small intervals, so that generated tokens are clustered, too.
+ALGORITHMS = {
+    "quest": {},
+    "cluster_kv": {"algorithm_options": {"update_interval": 8, "clusters_per_update": 2}},
+    "streaming_llm": {},
+    "pq_cache": {"dense_layers": [1]},
+    "oracle": {},
+}
+
+
+def dense_args(algorithm: str, options: dict | None = None, model: str = "llama", **overrides) -> dict:
+    extra = {"algorithm": algorithm, "top_k": EVERYTHING, "device_buffer_size": EVERYTHING, **(options or {})}
+    return hot_args(model, options=extra, **overrides)
+
+
+def first_turn() -> dict:
+    return {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
+
+
+def second_turn(replies: list[dict]) -> dict:
+    """Prompt, reply and a new question of the longer conversations."""
+    pairs = zip(LENGTHS[4:], replies[4:], strict=True)
+    return {"prompts": [make_prompt(n) + done["tokens"] + make_prompt(41, 7) for n, done in pairs], "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def conversation(tmp_path_factory):
+    """Full KV, stock backend: the replies to both turns."""
+    directory = tmp_path_factory.mktemp("full")
+    first = run_engine(directory, engine_args("llama"), [first_turn()])[0]["completions"]
+    return [first, run_engine(directory, engine_args("llama"), [first_turn(), second_turn(first)])[1]["completions"]]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_budget_of_everything_is_full_attention(run, conversation, algorithm):
+    """Over chunked prefill, and again from the prefix cache."""
+    engine = dense_args(algorithm, ALGORITHMS[algorithm])
+    records = run(engine, [first_turn(), second_turn(conversation[0])])
+    for record, full in zip(records, conversation, strict=True):
+        assert_same(record["completions"], full)
+        assert_pools_empty(record)
+    served = sum(done["num_cached_tokens"] for done in records[1]["completions"])
+    assert served == sum(done["num_cached_tokens"] for done in conversation[1]) > 0
+
+
+def test_evicted_units_come_back(run):
+    """A buffer that holds no more than the selection gives the tokens of a buffer that holds everything."""
+    phase = {"prompts": [make_prompt(length) for length in (64, 777, 1100)], "max_tokens": 40}
+    records = [
+        run(dense_args("quest", {"top_k": 256, "device_buffer_size": size}), [phase])[0] for size in (256, EVERYTHING)
+    ]
+    assert_same(records[0]["completions"], records[1]["completions"])
+    assert records[0]["counters"]["cache_misses"] > records[1]["counters"]["cache_misses"]
+
+
+def test_what_fits_the_budget_is_exact(run, reference):
+    """Short requests beside one that the budget cuts."""
+    lengths = [100, 200, 1500]
+    engine = dense_args("quest", {"top_k": 256, "device_buffer_size": 256})
+    done = run(engine, [{"prompts": [make_prompt(n) for n in lengths], "max_tokens": MAX_TOKENS}])[0]["completions"]
+    full = reference(lengths, MAX_TOKENS, model="llama")
+    assert_same(done[:2], full[:2])
+    assert max(abs(a - b) for a, b in zip(done[2]["logprobs"], full[2]["logprobs"], strict=True)) > 1e-3
+
+
+def test_qwen3(run, reference):
+    lengths = [17, 777]
+    record = run(dense_args("quest", model="qwen3"), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[
+        0
+    ]
+    assert_same(record["completions"], reference(lengths, 12, model="qwen3"))
+
+
+def test_bf16(run, reference):
+    """Another order of keys in vLLM's blocks where the CPU has AMX; bf16 rounds to 8 bits."""
+    lengths = [65, 777]
+    engine = dense_args("oracle", dtype="bfloat16")
+    record = run(engine, [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[0]
+    assert_same(record["completions"], reference(lengths, 12, model="llama", dtype="bfloat16"), tolerance=0.05)
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("quest", {}), ("cluster_kv", {"dense_layers": []})])
+def test_preempted_requests_resume(run, reference, algorithm, options):
+    """The host pool runs out while requests decode: one is preempted and loses only the blocks the others need."""
+    lengths, max_tokens = [500, 510, 250], 150
+    pool = {"host_pool_gib": 12 * HOST_BLOCK_BYTES / 2**30, **options}
+    record = run(
+        dense_args(algorithm, pool, max_model_len=1024),
+        [{"prompts": [make_prompt(length) for length in lengths], "max_tokens": max_tokens}],
+    )[0]
+    assert_same_but_rounding(record["completions"], reference(lengths, max_tokens, model="llama"))
+    assert_pools_empty(record)
+    assert record["counters"]["resumed_requests"] >= 1

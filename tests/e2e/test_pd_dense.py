@@ -1,0 +1,96 @@
+"""Prefill and decode apart for dense models: stock vLLM sends KV, the decode side represents it as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import MODELS, assert_same_but_rounding, make_prompt
+from test_pd import DO_PREFILL, START_TIMEOUT_S, Server, assert_same, completion, tokens_of
+
+from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
+
+pytestmark = pytest.mark.e2e
+
+EVERYTHING = {"host_pool_gib": 0.25, "top_k": 4096, "device_buffer_size": 4096}
+TOKEN_BYTES = 2 * 2 * 32 * 4  # one layer: key and value, KV heads, elements, fp32
+BLOCK = 128
+# Two dense layers, which NIXL pulls to the device; none, so that everything goes to the host.
+DECODERS = {"quest": 2, "cluster_kv": 4}
+
+
+class Cluster:
+    """A prefill server and a decode server per algorithm."""
+
+    def __init__(self, group: ProcessGroup, log_dir):
+        self.group, self.log_dir = group, log_dir
+        self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
+        options = {"quest": {}, "cluster_kv": {"dense_layers": [], "algorithm_options": {"update_interval": 8}}}
+        self.decode = {
+            name: self.start(name, hisparse_connector(algorithm=name, **EVERYTHING, **options[name]), 1)
+            for name in DECODERS
+        }
+        group.wait_healthy(START_TIMEOUT_S)
+        for process in group.processes:
+            process.calm_polling_threads()
+
+    def start(self, name: str, connector: dict, core: int) -> Server:
+        port, side_port = free_ports(2)
+        args = ["--max-num-seqs", "1" if name == "prefill" else "8", "--max-num-batched-tokens", "512"]
+        if name == "prefill":
+            args.append("--no-enable-prefix-caching")  # it is the reference too
+        process = vllm_engine(name, MODELS / "llama", self.log_dir, port, connector, side_port, [core], args)
+        return Server(self.group.start(process), f"http://{LOOPBACK}:{port}")
+
+    def prefilled(self, prompt: list[int]) -> dict:
+        """Transfer parameters of a prompt that the prefill server has computed."""
+        return self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ProcessGroup() as group:
+        yield Cluster(group, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 2001])
+@pytest.mark.parametrize("name", DECODERS)
+def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int):
+    prompt, decode = make_prompt(num_tokens, seed=1), cluster.decode[name]
+    names = ("hisparse_transfer_bytes_to_host", "hisparse_transfer_bytes_to_device")
+    before = [decode.metric(metric) for metric in names]
+    reply = decode.complete(prompt, 20, cluster.prefilled(prompt))
+    assert_same(reply, cluster.prefill.complete(prompt, 20))
+    received = [decode.metric(metric) - was for metric, was in zip(names, before, strict=True)]
+    layer_bytes = -(-num_tokens // BLOCK) * BLOCK * TOKEN_BYTES
+    assert received == [DECODERS[name] * layer_bytes, (4 - DECODERS[name]) * layer_bytes]
+    decode.wait_empty()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_concurrent_requests(cluster: Cluster, name: str):
+    prompts = [make_prompt(700 + 111 * i, seed=2) for i in range(5)]
+
+    def serve(prompt: list[int]) -> dict:
+        return cluster.decode[name].complete(prompt, 12, cluster.prefilled(prompt))
+
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        replies = list(executor.map(serve, prompts))
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert_same_but_rounding([completion(reply)], [completion(cluster.prefill.complete(prompt, 12))])
+    cluster.decode[name].wait_empty()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str):
+    first, decode = make_prompt(1000, seed=3), cluster.decode[name]
+    reply = decode.complete(first, 30, cluster.prefilled(first))
+    prompt = first + tokens_of(reply)[0] + make_prompt(200, seed=4)
+    before = decode.metric("hisparse_transfer_bytes_to_host")
+    reply = decode.complete(prompt, transfer=cluster.prefilled(prompt))
+    assert_same(reply, cluster.prefill.complete(prompt))
+    pulled = (decode.metric("hisparse_transfer_bytes_to_host") - before) / (BLOCK * TOKEN_BYTES * DECODERS[name])
+    assert pulled == 10 - 8, "1230 tokens are 10 blocks, 8 of them are in the host prefix cache"
+    decode.wait_empty()
