@@ -39,10 +39,13 @@ def mla_spec(head_size: int, dtype: torch.dtype = torch.bfloat16) -> MLAAttentio
     )
 
 
-def make_kv_cache_config(num_blocks: int, hot_first: bool = False, num_layers: int = 2) -> KVCacheConfig:
+def make_kv_cache_config(
+    num_blocks: int, hot_first: bool = False, num_layers: int = 2, has_indexer: bool = True
+) -> KVCacheConfig:
     hot = HotBufferSpec.from_mla_spec(mla_spec(12), rows_per_block=3, blocks_per_request=NUM_HOT_BLOCKS)
+    indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
     groups = [
-        KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8)),
+        *([indexer] if has_indexer else []),
         KVCacheGroupSpec([f"layers.{i}.attn" for i in range(num_layers)], hot),
     ]
     pages = {group.layer_names[0]: group.kv_cache_spec.page_size_bytes for group in groups}
@@ -95,8 +98,10 @@ class FakeWorker:
             row = tuple(tokens[: position + 1])
             if position >= first:
                 self.main_rows[table[block], offset] = row
-                self.device_keys[device_ids[block], offset] = row
+                self.device_keys.update({(device_id, offset): row for device_id in device_ids[block : block + 1]})
             assert self.main_rows.get((table[block], offset)) == row, f"host row {position} holds another prefix"
+            if not device_ids:
+                continue
             assert self.device_keys.get((device_ids[block], offset)) == row, f"indexer key {position} is wrong"
 
     def finish(self, metadata: HiSparseMetadata) -> None:
@@ -123,7 +128,7 @@ class FakeTransport:
         return request.num_prompt_tokens - num_computed_tokens if self.is_remote(request) else 0
 
     def start(self, request, host_ids, num_shared, device_blocks, num_external_tokens) -> None:
-        device_ids = [block.block_id for block in device_blocks]
+        device_ids = None if device_blocks is None else [block.block_id for block in device_blocks]
         self.started.append((request.request_id, list(host_ids), num_shared, device_ids, num_external_tokens))
         self.remote.discard(request.request_id)
 
@@ -148,8 +153,9 @@ class FakeEngine:
         enable_caching: bool = True,
         log_request_stats: bool = False,
         transport=None,
+        has_indexer: bool = True,
     ):
-        kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first)
+        kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_indexer=has_indexer)
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats)
         self.groups = DeviceGroups.from_config(kv_cache_config)
@@ -193,7 +199,8 @@ class FakeEngine:
 
     def tables_of(self, request: Request) -> tuple[int, list[int]]:
         device = self.kv.get_block_ids(request.request_id)
-        return device[self.groups.hot_group_id][0], device[self.groups.indexer_group_id]
+        indexer_id = self.groups.indexer_group_id
+        return device[self.groups.hot_group_id][0], [] if indexer_id is None else device[indexer_id]
 
     def schedule(self, budget: int) -> dict[str, int]:
         scheduled: dict[str, int] = {}
@@ -257,7 +264,7 @@ class FakeEngine:
             block, offset = divmod(position, BLOCK_SIZE)
             row = tuple(request.all_token_ids[: position + 1])
             self.worker.main_rows[self.host_pool.block_ids(request.request_id)[block], offset] = row
-            self.worker.device_keys[device_ids[block], offset] = row
+            self.worker.device_keys.update({(device_id, offset): row for device_id in device_ids[block : block + 1]})
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self.kv.cache_blocks(request, request.num_computed_tokens)
         request.status = RequestStatus.WAITING

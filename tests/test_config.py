@@ -2,8 +2,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
+from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, HiSparseConfig, HiSparseConfigError
 
 GIB = {"host_pool_gib": 2.0}
@@ -24,7 +26,16 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             kv_role="kv_consumer",
             kv_connector_extra_config=GIB if extra_config is None else extra_config,
         ),
-        model_config=SimpleNamespace(model="some/model", use_mla=True, hf_text_config=SimpleNamespace(index_topk=256)),
+        model_config=SimpleNamespace(
+            model="some/model",
+            use_mla=True,
+            runner_type="generate",
+            is_encoder_decoder=False,
+            is_hybrid=False,
+            is_attention_free=False,
+            get_sliding_window=lambda: None,
+            hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
+        ),
         parallel_config=SimpleNamespace(**dict.fromkeys(PARALLEL_OPTIONS, 1)),
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -102,7 +113,9 @@ def test_refuses_unknown_options(name: str) -> None:
         ("host_pool_gib", 0, "greater than 0"),
         ("host_pool_gib", float("nan"), "finite number"),
         ("host_to_device_ratio", -2.0, "greater than 0"),
-        ("algorithm", "quest", "'dsa'"),
+        ("algorithm", 3, "a valid string"),
+        ("dense_layers", 2, "a valid list"),
+        ("dense_layers", ["0"], "a valid integer"),
         ("algorithm_options", [], "a valid dictionary"),
         ("eviction_policy", "LRU", "'lru' or 'fifo'"),
         ("log_request_stats", 1, "a valid boolean"),
@@ -111,7 +124,10 @@ def test_refuses_unknown_options(name: str) -> None:
 )
 def test_refuses_wrong_types_and_values(name: str, value: Any, expected: str) -> None:
     extra_config = {name: value} if name.startswith("host") else {**GIB, name: value}
-    check_parts(parse_refusal(extra_config), name, repr(value), expected, "Correct the value")
+    message = parse_refusal(extra_config)
+    assert message.startswith(name)
+    got = value[0] if isinstance(value, list) and name == "dense_layers" else value
+    check_parts(message, message.partition(":")[0], repr(got), expected, "Correct the value")
 
 
 @pytest.mark.parametrize("extra_config", [{}, {**GIB, "host_to_device_ratio": 4.0}])
@@ -123,7 +139,9 @@ def test_wants_exactly_one_size(extra_config: dict[str, Any]) -> None:
 
 def test_refuses_options_of_an_algorithm_without_any() -> None:
     message = parse_refusal({**GIB, "algorithm_options": {"pages": 4}})
-    check_parts(message, "algorithm_options", "{'pages': 4}", "no options for algorithm 'dsa'", "Remove")
+    check_parts(
+        message, "algorithm_options.pages", "4", "no such option; 'dsa' has: none", "Correct algorithm_options."
+    )
 
 
 def test_reports_the_parse_error_before_the_model() -> None:
@@ -149,6 +167,7 @@ def test_refuses_another_top_k_than_the_models(top_k: int) -> None:
 def test_refuses_models_without_an_indexer(changes: dict[str, Any]) -> None:
     message = refusal(**changes)
     check_parts(message, "algorithm", "'dsa'", "index_topk in its config.json", f"or remove {CONNECTOR_NAME}.")
+    assert "choose one of cluster_kv, oracle, pq_cache, quest, streaming_llm for a dense model" in message
     assert "some/model has none" in message
 
 
@@ -208,3 +227,120 @@ def test_an_integer_is_a_size() -> None:
 def test_infinite_pool_is_refused(option):
     with pytest.raises(HiSparseConfigError, match=option):
         HiSparseConfig.from_extra_config({option: float("inf")})
+
+
+# Dense models
+
+
+def dense_engine(extra_config: dict[str, Any], **changes: Any) -> SimpleNamespace:
+    changes = {"model_config__hf_text_config": SimpleNamespace(num_hidden_layers=4), **changes}
+    return engine({**GIB, **extra_config}, model_config__use_mla=changes.pop("model_config__use_mla", False), **changes)
+
+
+def dense_refusal(extra_config: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(HiSparseConfigError) as refused:
+        HiSparseConfig.from_vllm_config(dense_engine(extra_config, **changes))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dense_layers", "unit"),
+    [
+        ("quest", [0, 1], 16),
+        ("cluster_kv", [0, 1], 1),
+        ("streaming_llm", [], 16),
+        ("pq_cache", [], 1),
+        ("oracle", [], 1),
+    ],
+)
+def test_defaults_of_dense_models(algorithm: str, dense_layers: list[int], unit: int) -> None:
+    config = HiSparseConfig.from_vllm_config(dense_engine({"algorithm": algorithm}))
+    assert (config.top_k, config.rows, config.tokens_per_unit) == (2048, 4096, unit)
+    assert config.dense_layers == dense_layers
+
+
+def test_options_of_dense_models() -> None:
+    extra = {"algorithm": "quest", "top_k": 96, "algorithm_options": {"page_size": 32}, "dense_layers": [3, 0, 3]}
+    config = HiSparseConfig.from_vllm_config(dense_engine(extra))
+    assert (config.top_k, config.rows, config.tokens_per_unit, config.dense_layers) == (96, 192, 32, [0, 3])
+    algorithm = config.make_algorithm(AttentionShape(4, 2, 16, torch.float32), 1000)
+    assert (algorithm.name, algorithm.num_selected, algorithm.max_units) == ("quest", 3, 32)
+
+
+def test_refuses_unknown_algorithms_with_the_known_ones() -> None:
+    message = parse_refusal({**GIB, "algorithm": "qest"})
+    known = "one of cluster_kv, dsa, oracle, pq_cache, quest, streaming_llm"
+    check_parts(message, "algorithm", "'qest'", known, "Correct the name.")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "value", "expected"),
+    [
+        ("quest", "page_size", 0, "greater than or equal to 1"),
+        ("quest", "page_size", 16.0, "a valid integer"),
+        ("quest", "pagesize", 16, "no such option; 'quest' has: page_size"),
+        ("streaming_llm", "sink_tokens", -1, "greater than or equal to 0"),
+        ("pq_cache", "num_bits", 9, "less than or equal to 8"),
+        ("cluster_kv", "update_interval", 0, "greater than or equal to 1"),
+        ("oracle", "page_size", 16, "no such option; 'oracle' has: none"),
+    ],
+)
+def test_refuses_algorithm_options(algorithm: str, name: str, value: Any, expected: str) -> None:
+    message = parse_refusal({**GIB, "algorithm": algorithm, "algorithm_options": {name: value}})
+    check_parts(message, f"algorithm_options.{name}", repr(value), expected, "Correct algorithm_options.")
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "top_k", "expected"),
+    [
+        ({"algorithm": "quest"}, 15, "at least 16, what 'quest' selects in any case, a multiple of 16"),
+        ({"algorithm": "quest"}, 100, "a multiple of 16"),
+        ({"algorithm": "streaming_llm"}, 16, "at least 32"),
+        ({"algorithm": "cluster_kv"}, 335, "at least 336"),
+        ({"algorithm": "pq_cache"}, 63, "at least 64"),
+    ],
+)
+def test_refuses_a_budget_below_what_is_always_selected(extra_config: dict, top_k: int, expected: str) -> None:
+    message = dense_refusal({**extra_config, "top_k": top_k})
+    check_parts(message, "top_k", str(top_k), expected, "Raise it, or lower the sinks, window or page")
+
+
+@pytest.mark.parametrize("size", [96, 136])
+def test_refuses_a_buffer_that_is_no_whole_number_of_pages(size: int) -> None:
+    message = dense_refusal({"algorithm": "quest", "top_k": 128, "device_buffer_size": size})
+    check_parts(message, "device_buffer_size", str(size), "at least top_k (128), a multiple of 16", "256 rows")
+
+
+@pytest.mark.parametrize("layers", [[4], [-1], [0, 9], [0, 1, 2, 3]])
+def test_refuses_dense_layers_out_of_range(layers: list[int]) -> None:
+    message = dense_refusal({"algorithm": "quest", "dense_layers": layers})
+    check_parts(message, "dense_layers", repr(layers), "layers from 0 to 3, not all of them", "at least one has to be")
+
+
+def test_refuses_dense_layers_of_a_dsa_model() -> None:
+    message = refusal({**GIB, "dense_layers": [0]})
+    check_parts(message, "dense_layers", "[0]", "none: a DSA model selects in every layer", "Remove it.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"model_config__use_mla": True}, "multi-head latent attention"),
+        ({"model_config__runner_type": "pooling"}, "an encoder or pooling model"),
+        ({"model_config__is_encoder_decoder": True}, "an encoder or pooling model"),
+        ({"model_config__is_hybrid": True}, "recurrent layers"),
+        ({"model_config__is_attention_free": True}, "recurrent layers"),
+        ({"model_config__get_sliding_window": lambda: 512}, "sliding window layers"),
+        (
+            {
+                "model_config__hf_text_config": SimpleNamespace(
+                    num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]
+                )
+            },
+            "sliding window layers",
+        ),
+    ],
+)
+def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, Any], kind: str) -> None:
+    message = dense_refusal({"algorithm": "quest"}, **changes)
+    check_parts(message, "algorithm", "'quest'", kind, "Serve another model")

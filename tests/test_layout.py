@@ -57,11 +57,11 @@ def test_a_device_block_fits_either_group(layout: KVLayout) -> None:
     hot_bytes = layout.num_layers * layout.rows_per_hot_block * layout.row_bytes
     assert layout.rows_per_hot_block >= 1
     assert layout.device_block_bytes >= max(hot_bytes, layout.indexer_block_bytes)
-    assert layout.device_block_bytes - max(hot_bytes, layout.indexer_block_bytes) < layout.row_bytes
-    assert layout.device_block_bytes % layout.row_bytes == 0
-    if layout.row_bytes <= layout.block_size * layout.indexer_row_bytes:
-        wasted = layout.block_size * layout.indexer_row_bytes - layout.rows_per_hot_block * layout.row_bytes
-        assert 0 <= wasted < layout.row_bytes
+    assert layout.device_block_bytes - max(hot_bytes, layout.indexer_block_bytes) < layout.block_alignment_bytes
+    assert layout.device_block_bytes % layout.block_alignment_bytes == 0
+    row_bytes = layout.num_layers * layout.row_bytes
+    if row_bytes <= layout.indexer_block_bytes and hot_bytes < layout.indexer_block_bytes - 2 * row_bytes:
+        pytest.fail("another row would fit")
 
 
 @given(layout=LAYOUTS, num_tokens=st.integers(0, 10000))
@@ -70,3 +70,26 @@ def test_host_bytes_cover_every_token(layout: KVLayout, num_tokens: int) -> None
     assert layout.host_block_bytes == layout.block_size * per_token
     excess = layout.host_request_bytes(num_tokens) - num_tokens * per_token
     assert 0 <= excess < layout.host_block_bytes
+
+
+@given(
+    num_kv_heads=st.integers(1, 8),
+    head_bytes=st.sampled_from([64, 512]),
+    num_layers=st.integers(1, 40),
+    num_dense=st.integers(0, 10),
+    unit=st.sampled_from([1, 16, 32]),
+)
+def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_layers: int, num_dense: int, unit: int):
+    """Whole units, in the bytes that the dense layers need anyway, or as many rows as tokens without dense layers."""
+    row_bytes = num_kv_heads * head_bytes
+    layout = KVLayout(row_bytes, row_bytes, num_layers, num_dense, 128, unit, num_kv_heads)
+    rows = layout.rows_per_hot_block
+    assert rows % unit == 0 and layout.unit_bytes == unit * head_bytes
+    assert layout.device_block_bytes % (rows * head_bytes) == 0, "a KV head's rows of a block have a number"
+    if not num_dense:
+        assert rows == 128
+    elif num_layers != num_dense:
+        assert rows != 128, "pages of one size make vLLM cut the groups"
+        assert rows == unit or rows * num_layers <= 128 * num_dense
+    held = layout.num_hot_blocks(4 * unit) * rows
+    assert 5 * unit <= held < 5 * unit + rows, "the newest unit has a slot of its own"

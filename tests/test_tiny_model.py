@@ -8,7 +8,17 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from vllm_hisparse.cli.main import app
-from vllm_hisparse.cli.tiny_model import BOS, MANIFEST, VARIANTS, VOCAB_SIZE, checkpoint_weights, make_model
+from vllm_hisparse.cli.tiny_model import (
+    BOS,
+    DENSE_VARIANTS,
+    MANIFEST,
+    VARIANTS,
+    VOCAB_SIZE,
+    checkpoint_weights,
+    make_model,
+)
+
+DSA_VARIANTS = sorted(set(VARIANTS) - set(DENSE_VARIANTS))
 
 FILES = {"config.json", "manifest.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -37,6 +47,7 @@ def test_writes_a_complete_model_directory(model_dir: Path) -> None:
     assert {path.name for path in model_dir.iterdir()} == FILES
 
 
+@pytest.mark.parametrize("model_dir", DSA_VARIANTS, indirect=True)
 def test_keeps_the_kv_row_of_the_real_models(config: dict) -> None:
     assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576
     assert config["index_head_dim"] == 128
@@ -49,6 +60,16 @@ def test_weights_have_the_declared_names_and_shapes(model_dir: Path, config: dic
     assert {name: tuple(tensor.shape) for name, tensor in read_weights(model_dir).items()} == declared
 
 
+@pytest.mark.parametrize("model_dir", DENSE_VARIANTS, indirect=True)
+def test_dense_models_share_kv_heads(config: dict) -> None:
+    names = {name: weight.shape for name, weight in checkpoint_weights(config)}
+    assert config["num_attention_heads"] == 4 * config["num_key_value_heads"] > 4
+    assert names["model.layers.2.self_attn.k_proj.weight"] == (2 * config["head_dim"], 256)
+    assert ("model.layers.2.self_attn.q_norm.weight" in names) == (config["model_type"] == "qwen3")
+    assert "model.layers.2.mlp.down_proj.weight" in names and "index_topk" not in config
+
+
+@pytest.mark.parametrize("model_dir", DSA_VARIANTS, indirect=True)
 def test_layers_hold_the_names_that_vllm_loads(config: dict) -> None:
     names = {name for name, _ in checkpoint_weights(config)}
     for layer in range(config["num_hidden_layers"]):
@@ -70,6 +91,7 @@ def test_weights_are_finite_and_of_the_declared_scale(model_dir: Path, config: d
             assert tensor.std().item() == pytest.approx(weight.std(), rel=0.1), name
 
 
+@pytest.mark.parametrize("model_dir", DSA_VARIANTS, indirect=True)
 def test_router_bias_stays_fp32(model_dir: Path) -> None:
     tensors = read_weights(model_dir)
     assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32

@@ -23,11 +23,6 @@ def indexer_row_bytes(index_head_dim: int) -> int:
     return index_head_dim + index_head_dim // INDEXER_QUANT_GROUP * INDEXER_SCALE_BYTES
 
 
-def gqa_row_bytes(num_kv_heads: int, head_size: int, element_bytes: int) -> int:
-    """Bytes of one token's keys and values of all KV heads."""
-    return num_kv_heads * 2 * head_size * element_bytes
-
-
 @dataclass(frozen=True)
 class KVLayout:
     """Sizes of a model's KV on host and device.

@@ -75,6 +75,44 @@ def test_requests_that_do_not_run_this_step_wait_with_their_changes(engine: Fake
     assert later.tables == {engine.tables_of(request)[0]: (0, host_ids(engine, request))}
 
 
+# Without an indexer group
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_without_indexer_only_tables_travel(enable_caching: bool) -> None:
+    engine = FakeEngine(has_indexer=False, enable_caching=enable_caching)
+    engine.add("a", PROMPT, max_tokens=12)
+    engine.run_to_end()
+    assert not any(metadata.saves or metadata.tail_saves or metadata.restores for metadata in engine.log)
+    engine.check_idle()
+    engine.add("b", PROMPT, max_tokens=2)
+    metadata = engine.step(budget=30)
+    assert engine.running[0].num_computed_tokens == len(PROMPT) and not metadata.restores
+    assert counters(engine).get("host_prefix_tokens", 0) == (8 if enable_caching else 0)
+
+
+def test_without_indexer_a_preempted_request_loses_nothing() -> None:
+    engine = FakeEngine(has_indexer=False)
+    request = engine.add("a", PROMPT)
+    engine.step(budget=30)
+    engine.preempt(request)
+    metadata = engine.step()
+    assert not metadata.restores and not metadata.tail_saves
+    assert request.num_computed_tokens == len(PROMPT) + 1
+    engine.run_to_end()
+    engine.check_idle()
+
+
+def test_without_indexer_a_remote_prompt_goes_to_the_host_alone() -> None:
+    transport = FakeTransport()
+    engine = FakeEngine(has_indexer=False, transport=transport)
+    request = engine.add("remote", PROMPT)
+    engine.step()
+    assert transport.started == [("remote", host_ids(engine, request), 0, None, len(PROMPT))]
+    engine.run_to_end()
+    engine.check_idle()
+
+
 # Saves
 
 

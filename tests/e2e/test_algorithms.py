@@ -94,11 +94,11 @@ def test_qwen3(run, reference):
 
 
 def test_bf16(run, reference):
-    """Another order of keys in vLLM's blocks where the CPU has AMX; bf16 rounds to 8 bits."""
+    """Another order of keys in vLLM's blocks where the CPU has AMX, whose kernel rounds attention weights to 8 bits."""
     lengths = [65, 777]
     engine = dense_args("oracle", dtype="bfloat16")
     record = run(engine, [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[0]
-    assert_same(record["completions"], reference(lengths, 12, model="llama", dtype="bfloat16"), tolerance=0.05)
+    assert_same_but_rounding(record["completions"], reference(lengths, 12, model="llama", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(("algorithm", "options"), [("quest", {}), ("cluster_kv", {"dense_layers": []})])

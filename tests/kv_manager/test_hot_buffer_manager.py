@@ -14,6 +14,7 @@ class HotBufferManagerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 20),
         hot_first=st.booleans(),
         enable_caching=st.sampled_from([True, True, False]),
+        has_indexer=st.sampled_from([True, True, False]),
     )
     def start(self, **options) -> None:
         self.engine = FakeEngine(transport=FakeTransport(), **options)

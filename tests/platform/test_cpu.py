@@ -6,7 +6,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_hisparse.compat import is_dsa_model, uses_host_connector
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfigError
 from vllm_hisparse.platform import cpu
-from vllm_hisparse.platform.cpu import FULL_KV_BACKEND, HOT_BUFFER_BACKEND, HiSparseCpuPlatform
+from vllm_hisparse.platform.cpu import DENSE_MODEL_BACKEND, FULL_KV_BACKEND, HOT_BUFFER_BACKEND, HiSparseCpuPlatform
 
 
 def engine(connector: str | None = None, dsa: bool = True, custom_ops: tuple[str, ...] = ()) -> SimpleNamespace:
@@ -49,9 +49,19 @@ def test_sparse_mla_backend_depends_on_the_connector(
 
 
 @pytest.mark.parametrize(("use_sparse", "use_mla"), [(False, True), (True, False), (False, False)])
-def test_other_models_keep_vllms_backend(use_sparse: bool, use_mla: bool) -> None:
+@pytest.mark.parametrize("connector", [None, "NixlConnector"])
+def test_other_models_keep_vllms_backend(
+    monkeypatch: pytest.MonkeyPatch, connector: str | None, use_sparse: bool, use_mla: bool
+) -> None:
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: engine(connector))
     selector = SimpleNamespace(use_sparse=use_sparse, use_mla=use_mla)
     assert HiSparseCpuPlatform.get_attn_backend_cls(None, selector, 8) == "vllm's own"
+
+
+def test_dense_models_get_hot_buffers_under_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: engine(CONNECTOR_NAME))
+    selector = SimpleNamespace(use_sparse=False, use_mla=False)
+    assert HiSparseCpuPlatform.get_attn_backend_cls(None, selector, 8) == DENSE_MODEL_BACKEND
 
 
 def test_dsa_models_keep_the_users_options() -> None:
@@ -82,7 +92,7 @@ def test_refuses_bad_options_before_the_model_loads() -> None:
 
 
 def test_backends_exist() -> None:
-    for path in (FULL_KV_BACKEND, HOT_BUFFER_BACKEND):
+    for path in (FULL_KV_BACKEND, HOT_BUFFER_BACKEND, DENSE_MODEL_BACKEND):
         module, _, name = path.rpartition(".")
         assert hasattr(__import__(module, fromlist=[name]), name)
     assert cpu.BLOCK_SIZE == 64

@@ -1,0 +1,5 @@
+"""Small tensors: more than one thread only waits."""
+
+import torch
+
+torch.set_num_threads(1)
