@@ -129,7 +129,7 @@ def command(ctx: typer.Context, module: str) -> str:
     """The running command with every option spelled out, except where the result goes."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
-        if name == "output":
+        if name == "output" or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):
             parts += [f"--{name.replace('_', '-')}", str(item)]

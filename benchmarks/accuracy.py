@@ -1,0 +1,220 @@
+"""How much retrieval does each algorithm keep at each budget? Real engines, models of `train_retrieval`, exact answers.
+
+    python -m benchmarks.accuracy table --model models/retrieval-llama
+
+One engine per algorithm and budget answers the same prompts greedily: passkey, key-value recall and multi-needle at
+each context length. An answer counts when every token of it is right. "full" is stock vLLM without the connector; each
+algorithm also runs with a budget of everything, which must answer as "full" does. Writes the rows with 95% confidence
+intervals (Wilson) and a plot beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import RESULTS, show, track, write_result
+from benchmarks.retrieval_tasks import TASKS, examples
+
+CONTEXTS = [1024, 4096, 16384]
+BUDGETS = [32, 64, 128, 256, 512, 1024]
+ALGORITHMS = ["oracle", "quest", "cluster_kv", "streaming_llm", "pq_cache"]
+DENSE_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
+FULL = "full"
+ANSWER_MARGIN = 64  # tokens beyond the context; keeps the budget of everything a whole number of pages
+Z_95 = 1.959964
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one engine does.
+
+    Attributes:
+        engine: arguments of `vllm.LLM`.
+        contexts, num_examples, seed: which prompts.
+        tasks: of `retrieval_tasks`.
+    """
+
+    engine: dict[str, Any]
+    contexts: list[int]
+    num_examples: int
+    seed: int
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+
+
+def options_of(algorithm: str, budget: int) -> dict[str, Any]:
+    """The papers' options, scaled down where what they always select would fill the budget."""
+    quarter = budget // 4
+    if algorithm == "cluster_kv":
+        interval = min(320, quarter)
+        clusters = max(interval // 80, 1)
+        return {"sink_tokens": min(16, quarter), "update_interval": interval, "clusters_per_update": clusters}
+    if algorithm == "pq_cache":
+        return {"sink_tokens": min(32, quarter), "window_tokens": min(32, quarter)}
+    return {}
+
+
+def connector_of(algorithm: str, budget: int, dense_layers: list[int], host_pool_gib: float) -> dict[str, Any]:
+    """`kv_transfer_config` of one instance."""
+    extra = {
+        "algorithm": algorithm,
+        "algorithm_options": options_of(algorithm, budget),
+        "top_k": budget,
+        "dense_layers": dense_layers,
+        "host_pool_gib": host_pool_gib,
+    }
+    return {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def run_job(job: Job) -> list[dict[str, Any]]:
+    """Answer all prompts with one engine; called in a process of its own."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job.engine)
+    rows = []
+    for context in job.contexts:
+        for task in job.tasks:
+            cases = examples(task, context, job.num_examples, job.seed)
+            sampling = SamplingParams(temperature=0, max_tokens=len(cases[0].answer), ignore_eos=True, detokenize=False)
+            prompts = [{"prompt_token_ids": case.prompt} for case in cases]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            correct = sum(answer == case.answer for answer, case in zip(answers, cases, strict=True))
+            rows.append({"task": task, "context": context, "correct": correct, "total": len(cases)})
+    return rows
+
+
+def run_in_process(job: Job) -> list[dict[str, Any]]:
+    """`run_job` in a new process, whose engine ends with it.
+
+    Raises:
+        RuntimeError: the engine failed; says how its log ends.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        job_path, rows_path, log_path = (Path(directory) / name for name in ("job.json", "rows.json", "engine.log"))
+        job_path.write_text(json.dumps(asdict(job)))
+        with log_path.open("w") as log:
+            command = [sys.executable, "-m", "benchmarks.accuracy", "engine", str(job_path), str(rows_path)]
+            environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+            code = subprocess.call(command, stdout=log, stderr=log, env=environment)
+        if code:
+            tail = "\n".join(log_path.read_text().splitlines()[-30:])
+            raise RuntimeError(f"the engine ended with {code}:\n{tail}")
+        return json.loads(rows_path.read_text())
+
+
+def wilson(correct: int, total: int) -> tuple[float, float]:
+    """95% confidence interval of a share."""
+    share, z2 = correct / total, Z_95**2
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z_95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
+    return round(max(middle - half, 0.0), 4), round(min(middle + half, 1.0), 4)
+
+
+def with_interval(row: dict[str, Any], algorithm: str, budget: int | None) -> dict[str, Any]:
+    low, high = wilson(row["correct"], row["total"])
+    names = {"task": row["task"], "context": row["context"], "budget": budget, "algorithm": algorithm}
+    return {**names, "correct": row["correct"], "total": row["total"], "low": low, "high": high}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Share of right answers over the budget: a row of panels per task, a panel per context."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks, contexts = list(dict.fromkeys(r["task"] for r in rows)), sorted({r["context"] for r in rows})
+    figure, axes = plt.subplots(len(tasks), len(contexts), squeeze=False, sharex=True, sharey=True, figsize=(11, 8))
+    for task, line in zip(tasks, axes, strict=True):
+        for context, panel in zip(contexts, line, strict=True):
+            here = [r for r in rows if (r["task"], r["context"]) == (task, context)]
+            draw_panel(panel, here, max(contexts))
+            panel.set_title(f"{task}, {context} tokens", fontsize=9)
+    axes[0][0].legend(fontsize=7)
+    for panel in axes[-1]:
+        panel.set_xlabel("budget (tokens)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_panel(panel: Any, rows: list[dict[str, Any]], everything: int) -> None:
+    for row in rows:
+        if row["algorithm"] == FULL:
+            panel.axhline(row["correct"] / row["total"], color="black", linewidth=0.8, label=FULL)
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"] != FULL):
+        line = sorted((r for r in rows if r["algorithm"] == algorithm and r["budget"] < everything), key=_budget)
+        shares = [r["correct"] / r["total"] for r in line]
+        errors = [
+            [share - r["low"] for share, r in zip(shares, line, strict=True)],
+            [r["high"] - share for share, r in zip(shares, line, strict=True)],
+        ]
+        panel.errorbar([r["budget"] for r in line], shares, errors, marker=".", capsize=2, label=algorithm)
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(-0.03, 1.03)
+
+
+def _budget(row: dict[str, Any]) -> int:
+    return row["budget"]
+
+
+@app.command("engine", hidden=True)
+def engine_command(job_path: Path, rows_path: Path) -> None:
+    """Run one job."""
+    rows_path.write_text(json.dumps(run_job(Job(**json.loads(job_path.read_text())))))
+
+
+@app.command("table")
+def main(
+    ctx: typer.Context,
+    model: Annotated[Path, typer.Option(help="Directory written by benchmarks.train_retrieval.")],
+    context: Annotated[list[int], typer.Option(min=64)] = CONTEXTS,
+    budget: Annotated[list[int], typer.Option(min=32)] = BUDGETS,
+    algorithm: Annotated[list[str], typer.Option()] = ALGORITHMS,
+    dense_layer: Annotated[list[int], typer.Option(help="Layers that every algorithm leaves dense.")] = DENSE_LAYERS,
+    num_examples: Annotated[int, typer.Option(min=1, help="Prompts per task and context.")] = 100,
+    host_pool_gib: Annotated[float, typer.Option(min=0.001)] = 8.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 16,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option()] = 1,
+    output: Annotated[Path, typer.Option()] = RESULTS / "accuracy.json",
+) -> None:
+    """Fill the table."""
+    everything = max(context) + ANSWER_MARGIN
+    engine = {
+        "model": str(model),
+        "dtype": dtype,
+        "max_model_len": everything,
+        "max_num_seqs": max_num_seqs,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    runs: list[tuple[str, int | None]] = [(FULL, None)]
+    runs += [(name, size) for name in algorithm for size in (*budget, everything)]
+    rows = []
+    for index in track(len(runs), "engines"):
+        name, size = runs[index]
+        transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib)} if size else {}
+        done = run_in_process(Job({**engine, **transfer}, context, num_examples, seed))
+        rows += [with_interval(row, name, size) for row in done]
+    show("Right answers", rows)
+    write_result(output, ctx, "benchmarks.accuracy table", rows)
+    plot(rows, output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    app()
