@@ -344,3 +344,16 @@ def test_refuses_dense_layers_of_a_dsa_model() -> None:
 def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, Any], kind: str) -> None:
     message = dense_refusal({"algorithm": "quest"}, **changes)
     check_parts(message, "algorithm", "'quest'", kind, "Serve another model")
+
+
+def test_refuses_dense_models_on_other_devices() -> None:
+    message = dense_refusal({"algorithm": "quest"}, device_config__device_type="cuda")
+    check_parts(message, "algorithm", "'quest'", "dsa on cuda in this release", "Use the CPU build of vLLM.")
+
+
+def test_refuses_subspaces_that_do_not_divide_a_key() -> None:
+    extra = {"algorithm": "pq_cache", "algorithm_options": {"num_subspaces": 3}}
+    config = HiSparseConfig.from_vllm_config(dense_engine(extra))
+    with pytest.raises(HiSparseConfigError) as refused:
+        config.make_algorithm(AttentionShape(4, 2, 16, torch.float32), 1000)
+    check_parts(str(refused.value), "algorithm_options", "{'num_subspaces': 3}", "divides the head size 16", "Correct")

@@ -119,6 +119,11 @@ class HiSparseConfig(BaseModel):
     def make_algorithm(self, shape: AttentionShape, max_tokens: int) -> SparseAlgorithm:
         """The algorithm, after the defaults are filled in."""
         assert self.top_k is not None
+        reason = self.algorithm_class.refuse(self.parsed_options, shape)
+        if reason is not None:
+            raise HiSparseConfigError(
+                "algorithm_options", self.algorithm_options, reason, "Correct algorithm_options for this model."
+            )
         return self.algorithm_class(self.parsed_options, shape, self.top_k, max_tokens)
 
     @property
@@ -162,7 +167,7 @@ class HiSparseConfig(BaseModel):
         if algorithm.model_family == "dsa":
             updates = {"top_k": _dsa_top_k(self, model), "dense_layers": []}
         else:
-            _check_dense_model(self, model)
+            _check_dense_model(self, vllm_config)
             updates = {"top_k": _dense_top_k(self), "dense_layers": _dense_layers(self, model)}
         top_k, unit = updates["top_k"], self.tokens_per_unit
         rows = BUFFER_TOP_K_RATIO * top_k if self.device_buffer_size is None else self.device_buffer_size
@@ -228,8 +233,13 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
     return top_k
 
 
-def _check_dense_model(config: HiSparseConfig, model: ModelConfig) -> None:
+def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse a model whose attention is not plain causal attention with keys for the algorithm to see."""
+    model, device = vllm_config.model_config, vllm_config.device_config.device_type
+    if device != "cpu":
+        raise HiSparseConfigError(
+            "algorithm", config.algorithm, f"dsa on {device} in this release", "Use the CPU build of vLLM."
+        )
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     reasons = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 from conftest import (
     assert_pools_empty,
@@ -113,3 +117,14 @@ def test_preempted_requests_resume(run, reference, algorithm, options):
     assert_same_but_rounding(record["completions"], reference(lengths, max_tokens, model="llama"))
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1
+
+
+def test_an_algorithm_of_ones_own(run, reference, tmp_path, monkeypatch):
+    """The example of docs/algorithms.md, named by its dotted path."""
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (tmp_path / "own_algorithm.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    lengths = [17, 777]
+    engine = dense_args("own_algorithm.MeanPage")
+    record = run(engine, [{"prompts": [make_prompt(n) for n in lengths], "max_tokens": MAX_TOKENS}])[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS, model="llama"))

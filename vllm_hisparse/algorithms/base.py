@@ -110,6 +110,11 @@ class SparseAlgorithm(ABC):
         """Tokens that are selected whatever the query is."""
         return cls.unit_tokens(options)
 
+    @classmethod
+    def refuse(cls, options: AlgorithmOptions, shape: AttentionShape) -> str | None:
+        """What the options would have to be for these layers; None: they fit."""
+        return None
+
     def state_fields(self) -> dict[str, StateField]:
         """The state of one request in one layer."""
         return {}

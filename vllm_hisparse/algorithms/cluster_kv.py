@@ -13,7 +13,7 @@ UNCLUSTERED = -1
 
 
 class ClusterKVOptions(AlgorithmOptions):
-    """Defaults of the paper, section V-A; the number of iterations is ours, it names none."""
+    """Defaults of the paper; the number of iterations is ours."""
 
     sink_tokens: int = Field(default=16, ge=0, le=1024)
     """First tokens, always attended and never clustered."""
@@ -31,7 +31,7 @@ class ClusterKV(SparseAlgorithm):
     """Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression", DAC 2025,
     arXiv:2412.03213.
 
-    Section III: keys beyond the sinks are clustered by k-means under the distance D(i, j) = 1 - cos(k_i, k_j). A query
+    Keys beyond the sinks are clustered by k-means under the distance D(i, j) = 1 - cos(k_i, k_j). A query
     ranks clusters by q . c, where c is the mean of the cluster's keys, and takes whole clusters in that order until the
     budget is full, the last one cut. Generated tokens are clustered among themselves, `update_interval` at a time. The
     first two layers stay dense. Query heads that share a KV head share a selection, by the largest of their scores.

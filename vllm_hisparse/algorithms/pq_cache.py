@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.algorithms.base import (
+    AlgorithmOptions,
+    AttentionShape,
+    Selection,
+    SparseAlgorithm,
+    State,
+    StateField,
+)
 from vllm_hisparse.algorithms.kmeans import kmeans, nearest
 
 
@@ -45,6 +52,12 @@ class PQCache(SparseAlgorithm):
     @classmethod
     def min_budget(cls, options: PQCacheOptions) -> int:
         return options.sink_tokens + options.window_tokens
+
+    @classmethod
+    def refuse(cls, options: PQCacheOptions, shape: AttentionShape) -> str | None:
+        if shape.head_size % options.num_subspaces:
+            return f"num_subspaces that divides the head size {shape.head_size}"
+        return None
 
     @property
     def num_centroids(self) -> int:

@@ -9,7 +9,7 @@ from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlg
 
 
 class QuestOptions(AlgorithmOptions):
-    """Defaults of the paper, section 4.1."""
+    """Defaults of the paper."""
 
     page_size: int = Field(default=16, ge=1, le=128)
     """Tokens per page."""

@@ -9,7 +9,7 @@ from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlg
 
 
 class StreamingLLMOptions(AlgorithmOptions):
-    """Defaults of the paper, section 4."""
+    """Defaults of the paper; pages are ours."""
 
     sink_tokens: int = Field(default=4, ge=0, le=1024)
     """First tokens that are always attended; rounded up to whole pages."""

@@ -73,6 +73,13 @@ class HotAttention(Attention):
         spec: FullAttentionSpec = super().get_kv_cache_spec(vllm_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
         num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+        if spec.block_size % config.tokens_per_unit:
+            raise HiSparseConfigError(
+                "algorithm_options.page_size",
+                config.tokens_per_unit,
+                f"a divisor of --block-size ({spec.block_size})",
+                "Choose another page_size, or a multiple of it for --block-size.",
+            )
         row_bytes = spec.page_size_bytes // spec.block_size
         num_dense = len(config.dense_layers)
         layout = KVLayout(
