@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, indexer_row_bytes, mla_row_bytes
@@ -79,6 +79,7 @@ def test_host_bytes_cover_every_token(layout: KVLayout, num_tokens: int) -> None
     num_dense=st.integers(0, 10),
     unit=st.sampled_from([1, 16, 32]),
 )
+@example(num_kv_heads=2, head_bytes=64, num_layers=8, num_dense=9, unit=32)
 def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_layers: int, num_dense: int, unit: int):
     """Whole units, in the bytes that the dense layers need anyway, or as many rows as tokens without dense layers."""
     row_bytes = num_kv_heads * head_bytes

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.cluster_kv import UNCLUSTERED, ClusterKV
@@ -20,6 +20,8 @@ def cluster_members(state, num_tokens: int, kv_head: int) -> dict[int, set[int]]
 
 
 @given(num_prompt=st.integers(0, 90), num_new=st.integers(0, 40))
+@example(num_prompt=0, num_new=30)
+@example(num_prompt=2, num_new=30)
 def test_clusters_partition_the_tokens(num_prompt: int, num_new: int) -> None:
     """All but sinks and pending tokens, in clusters of the prompt or of one interval."""
     algorithm, num_tokens = make(ClusterKV, **OPTIONS), num_prompt + num_new
@@ -51,14 +53,14 @@ def test_centroids_are_the_means_of_their_clusters() -> None:
 
 
 def test_clusters_by_direction() -> None:
-    """Long and short keys of one direction share a cluster."""
-    directions = torch.eye(SHAPE.head_size)[:4]
-    lengths = torch.tensor([0.1, 5.0]).repeat(20)[:, None, None]
-    keys = directions.repeat_interleave(10, 0)[:, None].expand(-1, SHAPE.num_kv_heads, -1) * lengths
-    algorithm = make(ClusterKV, sink_tokens=0, tokens_per_cluster=10)
-    labels = represent(algorithm, keys, 40)["labels"][ROW, :40]
-    assert all(len(set(group.flatten().tolist())) == 1 for group in labels.view(4, 10, -1)[..., 0])
-    assert len(set(labels[:, 0].tolist())) == 4
+    """Long and short keys of one direction share a cluster; by distance, keys of one length would."""
+    directions = torch.zeros(2, SHAPE.head_size)
+    directions[0, 0], directions[1, :2] = 1.0, torch.tensor([0.9, 0.4])
+    lengths = torch.tensor([1.0, 10.0] * 10 + [10.0, 1.0] * 10)[:, None, None]
+    keys = directions.repeat_interleave(20, 0)[:, None].expand(-1, SHAPE.num_kv_heads, -1) * lengths
+    algorithm = make(ClusterKV, sink_tokens=0, tokens_per_cluster=20)
+    labels = represent(algorithm, keys, 40)["labels"][ROW, :40, 0].tolist()
+    assert labels == [labels[0]] * 20 + [1 - labels[0]] * 20
 
 
 def test_an_update_clusters_as_the_prompt_would() -> None:

@@ -148,6 +148,11 @@ def test_kv_that_arrived_in_the_host_pool(layer: Layer) -> None:
     layer.start(former)
     layer.step([(former, 75)])
     layer.buffer.release(former.handle)
+    other = Request(30, [20, 21, 22, 23, 24, 25, 26], 5)  # leaves its state where the next requests find it
+    layer.start(other)
+    layer.step([(other, 100)])
+    layer.step([(other, 1)])
+    layer.buffer.release(other.handle)
     for handle, num in ((10, 1), (20, 9)):
         request = Request(handle, former.host_ids, 0)
         request.num_computed = 75

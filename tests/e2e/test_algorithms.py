@@ -124,7 +124,7 @@ def test_an_algorithm_of_ones_own(run, reference, tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "own_algorithm.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
-    lengths = [17, 777]
+    lengths = [100, 200, 1500]
     engine = dense_args("own_algorithm.MeanPage")
     record = run(engine, [{"prompts": [make_prompt(n) for n in lengths], "max_tokens": MAX_TOKENS}])[0]
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, model="llama"))
