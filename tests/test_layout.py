@@ -94,3 +94,8 @@ def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_laye
         assert rows == unit or rows * num_layers <= 128 * num_dense
     held = layout.num_hot_blocks(4 * unit) * rows
     assert 5 * unit <= held < 5 * unit + rows, "the newest unit has a slot of its own"
+
+
+def test_without_dense_layers_a_request_takes_its_hot_blocks_alone():
+    layout = KVLayout(512, 512, 4, 0, 128, 16, 2)
+    assert layout.hot_request_bytes(100_000, 512) == layout.num_hot_blocks(512) * layout.device_block_bytes

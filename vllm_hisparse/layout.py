@@ -110,7 +110,8 @@ class KVLayout:
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens` with a hot buffer."""
-        num_blocks = self.num_hot_blocks(device_buffer_size) + self.num_blocks(num_tokens)
+        num_indexer_blocks = self.num_blocks(num_tokens) if self.num_indexer_layers else 0
+        num_blocks = self.num_hot_blocks(device_buffer_size) + num_indexer_blocks
         return num_blocks * self.device_block_bytes
 
     def full_request_bytes(self, num_tokens: int) -> int:

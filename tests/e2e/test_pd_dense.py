@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import MODELS, assert_same_but_rounding, make_prompt
-from test_pd import DO_PREFILL, START_TIMEOUT_S, Server, assert_same, completion, tokens_of
+from servers import DO_PREFILL, completion, tokens_of
+from test_pd import START_TIMEOUT_S, DecodeServer, assert_same
 
 from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
@@ -36,13 +37,13 @@ class Cluster:
         for process in group.processes:
             process.calm_polling_threads()
 
-    def start(self, name: str, connector: dict, core: int) -> Server:
+    def start(self, name: str, connector: dict, core: int) -> DecodeServer:
         port, side_port = free_ports(2)
         args = ["--max-num-seqs", "1" if name == "prefill" else "8", "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
         process = vllm_engine(name, MODELS / "llama", self.log_dir, port, connector, side_port, [core], args)
-        return Server(self.group.start(process), f"http://{LOOPBACK}:{port}")
+        return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
 
     def prefilled(self, prompt: list[int]) -> dict:
         """Transfer parameters of a prompt that the prefill server has computed."""

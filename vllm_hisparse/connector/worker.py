@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
 from vllm_hisparse.algorithms.base import AttentionShape
@@ -21,6 +22,8 @@ from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
 class HiSparseWorkerConnector:
@@ -138,6 +141,16 @@ class HiSparseWorkerConnector:
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
         algorithm = config.make_algorithm(attention, model.max_model_len)
+        state_bytes = (
+            algorithm.state_bytes_per_token * model.max_model_len * self.layout.num_layers * shape.num_requests
+        )
+        logger.info(
+            "HiSparse: %s keeps %.1f MiB of state beside the KV cache, for %d requests of %d tokens.",
+            algorithm.name,
+            state_bytes / 2**20,
+            shape.num_requests,
+            model.max_model_len,
+        )
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
         return PagedHotBuffer(algorithm, shape, head_stride, cache.device, refresh_hits)
