@@ -80,7 +80,7 @@ class DeviceGroups:
         spec = self.indexer_spec
         return KVLayout(
             row_bytes=self.hot_spec.row_bytes,
-            indexer_row_bytes=spec.page_size_bytes // spec.block_size if spec else 0,
+            indexer_row_bytes=spec.unpadded_page_size_bytes // spec.block_size if spec else 0,
             num_layers=len(self.hot_group.layer_names),
             num_indexer_layers=len(self.indexer_layers),
             block_size=self.hot_spec.block_size,
