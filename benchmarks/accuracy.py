@@ -30,7 +30,8 @@ BUDGETS = [32, 64, 128, 256, 512, 1024]
 ALGORITHMS = ["oracle", "quest", "cluster_kv", "streaming_llm", "pq_cache"]
 DENSE_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
 FULL = "full"
-ANSWER_MARGIN = 64  # tokens beyond the context; keeps the budget of everything a whole number of pages
+ANSWER_MARGIN = 64  # tokens beyond the context
+BLOCK = 128  # the budget of everything is a multiple of it, so that it is a whole number of pages
 Z_95 = 1.959964
 
 app = typer.Typer(add_completion=False)
@@ -192,7 +193,7 @@ def main(
     output: Annotated[Path, typer.Option()] = RESULTS / "accuracy.json",
 ) -> None:
     """Fill the table."""
-    everything = max(context) + ANSWER_MARGIN
+    everything = math.ceil((max(context) + ANSWER_MARGIN) / BLOCK) * BLOCK
     engine = {
         "model": str(model),
         "dtype": dtype,

@@ -146,7 +146,7 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(rows) == 5 * 2 * len(TASKS)
     assert {(row["algorithm"], row["budget"]) for row in rows} == {
         ("full", None),
-        *((name, size) for name in ("quest", "pq_cache") for size in (64, 320)),
+        *((name, size) for name in ("quest", "pq_cache") for size in (64, 384)),
     }
     assert set(rows[0]) == {"task", "context", "budget", "algorithm", "correct", "total", "low", "high"}
     assert output.with_suffix(".png").stat().st_size > 1000
