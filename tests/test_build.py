@@ -1,0 +1,59 @@
+"""The kernels' library: built where nvcc is found, bound to no Python or torch release, skipped with a message."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_hisparse.ops import cuda_ops
+from vllm_hisparse.ops.registry import swap_in_ops
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which builds the library")
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    cuda_ops._load_library.cache_clear()
+    monkeypatch.setattr(cuda_ops, "LIBRARY", tmp_path / "_kernels.so")
+    yield
+    cuda_ops._load_library.cache_clear()
+
+
+@needs_nvcc
+def test_the_library_exports_every_launcher() -> None:
+    library = cuda_ops._load_library()
+    for name in cuda_ops._ARGUMENTS:
+        assert getattr(library, f"hisparse_{name}").argtypes[-1] is ctypes.c_void_p  # the stream
+
+
+@needs_nvcc
+def test_the_library_depends_on_nothing_that_a_release_of_python_or_torch_brings() -> None:
+    needed = subprocess.check_output(["ldd", cuda_ops.LIBRARY], text=True)
+    assert "libc.so" in needed
+    assert not any(name in needed for name in ("cudart", "torch", "c10", "python"))
+
+
+@pytest.mark.parametrize(
+    ("struct", "size"),
+    [("_HotRows", 40), ("_HostRows", 24), ("_Residency", 24), ("_StepTables", 72), ("_Resolved", 48)],
+)
+def test_structs_have_the_sizes_of_their_c_twins(struct: str, size: int) -> None:
+    assert ctypes.sizeof(getattr(cuda_ops, struct)) == size
+
+
+def test_without_nvcc_the_kernels_are_skipped_with_a_message(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--name"]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "CUDA kernels skipped (nvcc is not on PATH); installing pure Python" in result.stderr
+
+
+def test_cuda_without_the_library_names_the_fix(no_library: None) -> None:
+    with pytest.raises(RuntimeError, match="so that nvcc is on PATH, and install vllm_hisparse again"):
+        swap_in_ops(torch.device("cuda"), True)
