@@ -33,6 +33,8 @@ PREFIX = "vllm:hisparse_"  # vLLM's native HiSparse and this plugin export the s
 VOCABULARY = range(3, 500)
 TOKEN_BYTES = {"bfloat16": 1152 + 132, "fp8": 656 + 132}  # main KV and indexer key, of one layer
 CHUNK_TOKENS = 16384
+NUM_SHARED, SHARED_VALUE = 8, 4.0  # hidden dimensions that are the same for all tokens
+NUM_QUERY, QUERY_GAIN = 16, 3.0  # query dimensions that come from these
 
 
 @dataclass
@@ -159,6 +161,39 @@ def moved(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def make_model_with_locality(model_dir: Path, num_layers: int, query_noise: float, num_heads: int = 64) -> Path:
+    """A random DSA model whose indexer asks for much the same positions from step to step, as trained models do.
+
+    Random weights alone make a fresh selection at every token. Here a few dimensions of the hidden state are the same for
+    all tokens, and the indexer's queries and head weights come from them; `query_noise` scales what comes from the token.
+    Keys and the main attention do not see these dimensions.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    make_model("dsv32", model_dir, num_layers=num_layers, num_heads=num_heads, index_n_heads=num_heads, index_topk=2048)
+    path = model_dir / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][:, :NUM_SHARED] = SHARED_VALUE
+    for name, weight in weights.items():
+        if name.endswith("self_attn.q_a_proj.weight"):
+            weight[:NUM_QUERY, NUM_SHARED:] = 0
+            weight[:NUM_QUERY, :NUM_SHARED] *= QUERY_GAIN
+            weight[NUM_QUERY:, :NUM_SHARED] = 0
+        elif name.endswith("indexer.wq_b.weight"):
+            weight[:, NUM_QUERY:] *= query_noise
+        elif name.endswith("indexer.weights_proj.weight"):
+            weight[:, NUM_SHARED:] *= query_noise
+        elif name.endswith("self_attn.q_b_proj.weight"):
+            weight[:, :NUM_QUERY] = 0
+        elif name.endswith(("indexer.wk.weight", "kv_a_proj_with_mqa.weight")):
+            weight[:, :NUM_SHARED] = 0
+    (model_dir / "manifest.json").unlink()  # it is not that model any more
+    save_file(weights, path, metadata={"format": "pt"})
+    return model_dir
+
+
 def make_cases(contexts: list[int], oversubscription: list[float], job: dict[str, Any]) -> list[tuple[int, int]]:
     """(context, requests): so many that full KV would need that multiple of the device memory."""
     token_bytes = TOKEN_BYTES[job["kv_dtype"]] * job["num_layers"]
@@ -208,16 +243,24 @@ def run(
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 256,
     num_layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
+    query_noise: Annotated[
+        float | None, typer.Option(help="Give the indexer's queries locality, with this share of noise. Default: none.")
+    ] = None,
     model_dir: Annotated[Path, typer.Option(help="Where the model is made.")] = Path("build/models/bench"),
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "decode.json",
 ) -> None:
     """Measure decode throughput of several systems on the same model and prompts."""
     from vllm_hisparse.cli.tiny_model import make_model
 
-    make_model("dsv32", model_dir, num_layers=num_layers, num_heads=64, index_n_heads=64, index_topk=2048)
+    weights = "random weights"
+    if query_noise is None:
+        make_model("dsv32", model_dir, num_layers=num_layers, num_heads=64, index_n_heads=64, index_topk=2048)
+    else:
+        weights += f", indexer queries with locality, noise {query_noise}"
+        make_model_with_locality(model_dir, num_layers, query_noise)
     job: dict[str, Any] = {
         "model": str(model_dir),
-        "model_name": f"deepseek_v32, {num_layers} layers, 64 heads, index_topk 2048, random weights",
+        "model_name": f"deepseek_v32, {num_layers} layers, 64 heads, index_topk 2048, {weights}",
         "num_layers": num_layers,
         "contexts": context,
         "kv_dtype": kv_dtype,

@@ -419,11 +419,10 @@ def run(
         one_row, one_batch, one_size, one_overlap = grid[index]
         case = Case(one_batch, one_row, one_overlap, one_size, top_k, context)
         rows += measure(case, pool, systems, plan)
-    write_result(output, ctx, "benchmarks.swap_in run", rows, gpu_hardware())
+        write_result(output, ctx, "benchmarks.swap_in run", rows, gpu_hardware())
     columns = ("system", "op", "batch", "row_bytes", "overlap", "device_buffer_size", "us_p50", "gb_per_s")
-    chosen = [
-        row for row in rows if (row["overlap"], row["device_buffer_size"]) == (overlap[-1], device_buffer_size[0])
-    ]
+    shown = overlap[len(overlap) // 2], device_buffer_size[0]
+    chosen = [row for row in rows if (row["overlap"], row["device_buffer_size"]) == shown]
     show("Swap-in of one layer, microseconds", [{name: row[name] for name in columns} for row in chosen])
 
 

@@ -18,8 +18,8 @@ DEVICE_KV_BYTES = 4 << 30
 HOST_POOL_GIB = 8.0
 DEVICE_BUFFER_SIZE = 4096
 START_TIMEOUT_S = 400
-# Rounding moves a logprob by this much in the mean of a run's requests; where the two best tokens are closer than a tie,
-# it may swap them. Full KV with another chunk size differs from full KV as much: by 0.03, with ties of up to 0.4.
+# Rounding moves a logprob by this much in the mean of a run's requests; where the two best tokens are closer than a
+# tie, it may swap them. Full KV with another chunk size differs from full KV as much: by 0.03, with ties of up to 0.4.
 MEAN_TOLERANCE = 0.06
 TIE_MARGIN = 0.75
 

@@ -280,6 +280,22 @@ def test_steps_agree(case: Case, refresh_hits: bool) -> None:
     compare(case, refresh_hits)
 
 
+@pytest.mark.parametrize("refresh_hits", [True, False])
+@pytest.mark.parametrize("longest", [200, 600])
+def test_a_selection_resolved_twice_hits(longest: int, refresh_hits: bool) -> None:
+    case = Case(3, 128, 256, row_bytes=64, shortest=150, longest=longest)
+    scenario = Scenario(case)
+    reference, found = scenario.state, scenario.state.to_cuda()
+    for _ in range(3):
+        inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+        moved, moved_rows = tuple(x.cuda() for x in inputs), new_rows.cuda()
+        for _ in range(2):
+            run_step(TorchSwapInOps(refresh_hits), reference, case, inputs, new_rows, fused=True)
+            run_step(swap_in_ops(torch.device("cuda"), refresh_hits), found, case, moved, moved_rows, fused=True)
+            assert_same(reference, found)
+        assert not reference.out.num_misses[: case.batch].any()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_steps_agree(seed: int) -> None:
     compare(random_case(seed), refresh_hits=seed % 3 != 0, seed=seed)
@@ -400,8 +416,9 @@ def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
         (swap_in_ops(torch.device("cuda"), True), found, moved),
     ):
         hots, hosts = [state.hot for state in states], [state.host_rows for state in states]
-        ops.write_back(hots, hosts, tables_of(states[0], case, *given), case.num_slots)
-        ops.write_back(hots[::-1], hosts[::-1], tables_of(states[0], case, *given), case.num_slots)
+        tables = tables_of(states[0], case, *given)
+        for part in (slice(1), slice(1, None)):
+            ops.write_back(hots[part], hosts[part], tables, case.num_slots)
     for pair in zip(references, found, strict=True):
         assert_same(*pair)
 

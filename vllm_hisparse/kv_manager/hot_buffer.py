@@ -11,6 +11,8 @@ from vllm_hisparse.kv_manager.count_snapshot import CountSnapshot
 from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
 from vllm_hisparse.ops.registry import swap_in_ops
 
+TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a device costs host time
+
 
 @dataclass(frozen=True)
 class HotBufferShape:
@@ -78,6 +80,7 @@ class HotBuffer:
         self._counted_before = [(0, 0)] * shape.num_requests
         self._released: list[tuple[int, int, CountSnapshot]] = []
         self._total: CountSnapshot | None = None
+        self._num_takes, self._takes_per_snapshot = 0, TAKES_PER_SNAPSHOT if self.pin_memory else 1
         self._reported = (0, 0)
         self._staging: torch.Tensor | None = None
 
@@ -112,8 +115,11 @@ class HotBuffer:
         return taken
 
     def take_counts(self) -> tuple[int, int]:
-        """Hits and misses of all requests since they were last reported; a device's counts arrive one call later."""
+        """Hits and misses of all requests since they were last reported; a device's counts arrive some calls later."""
         if self._total is None:
+            self._num_takes += 1
+            if self._num_takes % self._takes_per_snapshot:
+                return 0, 0
             self._total = CountSnapshot(self.counts.sum(0))
         if not self._total.ready:
             return 0, 0
