@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -76,6 +75,10 @@ class DeviceMemory:
     """The most device memory in use while it watches, in bytes, over what was in use before."""
 
     def __enter__(self) -> DeviceMemory:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         self.before, self.peak, self._done = self.used(), 0, threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -90,16 +93,13 @@ class DeviceMemory:
         return max(self.peak - self.before, 0)
 
     def used(self) -> int:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-        return int(subprocess.check_output(query, text=True)) << 20
-
-    def _watch(self) -> None:
         import pynvml
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return pynvml.nvmlDeviceGetMemoryInfo(self._handle).used
+
+    def _watch(self) -> None:
         while not self._done.is_set():
-            self.peak = max(self.peak, pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            self.peak = max(self.peak, self.used())
             time.sleep(0.002)
 
 
