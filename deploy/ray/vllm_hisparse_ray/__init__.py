@@ -1,0 +1,1 @@
+"""Prefill and decode fleets on Ray Serve, built on `ray.serve.llm`."""

@@ -1,0 +1,103 @@
+"""Builds the Serve application: OpenAI ingress, decode replicas that ask prefill replicas first, prefill replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ray.serve import Application
+from ray.serve.llm import LLMConfig, build_pd_openai_app
+
+from vllm_hisparse.config import CONNECTOR_NAME
+from vllm_hisparse_ray.backend import register
+from vllm_hisparse_ray.config import GIB, AppConfig, Decode, Prefill, Replicas
+
+# Serve ends a replica that is still busy this long after its longest request should have ended.
+SHUTDOWN_MARGIN_S = 30.0
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """The application of a Serve config file whose `import_path` is `vllm_hisparse_ray.app:build_app`.
+
+    Args:
+        args: the fields of `AppConfig`.
+
+    Raises:
+        HiSparseConfigError: the first option that cannot work; nothing has been started then.
+    """
+    config = AppConfig.parse(args)
+    register()
+    return build_pd_openai_app(
+        {
+            "prefill_config": prefill_config(config),
+            "decode_config": decode_config(config),
+            "ingress_deployment_config": {
+                **scaling(config.ingress_replicas),
+                "ray_actor_options": {"num_cpus": config.ingress_cpus},
+                "graceful_shutdown_timeout_s": config.longest_request_s + SHUTDOWN_MARGIN_S,
+            },
+        }
+    )
+
+
+def prefill_config(config: AppConfig) -> LLMConfig:
+    """Replicas of stock vLLM."""
+    return llm_config(config, config.prefill, {"kv_connector": "NixlConnector", "kv_role": "kv_producer"})
+
+
+def decode_config(config: AppConfig) -> LLMConfig:
+    """Replicas with the host pool."""
+    decode = config.decode
+    connector = {
+        "kv_connector": CONNECTOR_NAME,
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": decode.kv_load_failure_policy,
+        "kv_connector_extra_config": decode.hisparse,
+    }
+    return llm_config(config, decode, connector)
+
+
+def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, Any]) -> LLMConfig:
+    """A role in the terms of `ray.serve.llm`."""
+    num_gpus = role.gpus if config.device == "gpu" else 0
+    source = Path(config.model_source)
+    return LLMConfig(
+        model_loading_config={
+            "model_id": config.model_id,
+            "model_source": str(source.absolute() if source.is_dir() else config.model_source),
+        },
+        engine_kwargs={
+            **config.engine_kwargs,
+            **role.engine_kwargs,
+            "tensor_parallel_size": max(1, num_gpus),
+            "kv_transfer_config": connector,
+        },
+        placement_group_config=placement(role, num_gpus),
+        deployment_config={
+            **scaling(role.replicas),
+            "max_ongoing_requests": role.max_ongoing_requests,
+            "graceful_shutdown_timeout_s": config.longest_request_s + SHUTDOWN_MARGIN_S,
+            "ray_actor_options": {"num_cpus": role.cpus, "memory": int(role.host_memory_gib * GIB)},
+        },
+        runtime_env={"env_vars": {**config.env, **role.env}},
+        experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": role.side_channel_port_base},
+    )
+
+
+def scaling(replicas: Replicas) -> dict[str, Any]:
+    """Serve's options for a fixed or an autoscaled number of replicas."""
+    if replicas.min == replicas.max:
+        return {"num_replicas": replicas.min, "autoscaling_config": None}
+    autoscaling = {
+        "min_replicas": replicas.min,
+        "max_replicas": replicas.max,
+        "target_ongoing_requests": replicas.target_ongoing_requests,
+        "downscale_delay_s": replicas.downscale_delay_s,
+    }
+    return {"autoscaling_config": autoscaling}
+
+
+def placement(role: Prefill | Decode, num_gpus: int) -> dict[str, Any]:
+    """One bundle per GPU, on one node; CPUs and host memory come with the replica's own actor."""
+    bundles = [{"GPU": 1, "CPU": 0}] * num_gpus or [{"CPU": 0}]
+    return {"bundles": bundles, "strategy": "STRICT_PACK"}

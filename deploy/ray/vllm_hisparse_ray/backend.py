@@ -1,0 +1,19 @@
+"""`HiSparseHostConnector` as a KV-transfer backend of `ray.serve.llm`."""
+
+from __future__ import annotations
+
+from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
+
+from vllm_hisparse.config import CONNECTOR_NAME
+
+
+class HiSparseConnectorBackend(NixlConnectorBackend):
+    """Pulls prompts' KV over NIXL, as stock decode replicas do: same ports, same hand-over from prefill replicas."""
+
+
+def register() -> None:
+    """Make the backend known to every process of the cluster; calling it again changes nothing."""
+    if not KVConnectorBackendFactory.is_registered(CONNECTOR_NAME):
+        path = f"{HiSparseConnectorBackend.__module__}:{HiSparseConnectorBackend.__qualname__}"
+        KVConnectorBackendFactory.register_backend(CONNECTOR_NAME, path)

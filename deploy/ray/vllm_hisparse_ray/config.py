@@ -1,0 +1,218 @@
+"""Options of the Serve application: the only place where they are parsed and checked."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+
+# What prefill and decode replicas must share: KV blocks move between them byte for byte.
+SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
+# Set from the options of the application.
+RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
+# Host memory of a decode replica beside its host pool: the Python processes, pinned staging buffers, NIXL.
+HOST_OVERHEAD_GIB = 1.0
+GIB = 2**30
+PORTS = range(1024, 65536)
+
+
+class Options(BaseModel):
+    """Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Replicas(Options):
+    """How many replicas of a role; equal bounds switch autoscaling off."""
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+    target_ongoing_requests: float = Field(default=32, gt=0)
+    """Requests per replica that autoscaling aims at."""
+    downscale_delay_s: float = Field(default=600, ge=0)
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Replicas:
+        if self.max < self.min:
+            raise HiSparseConfigError(
+                "replicas.max", self.max, f"at least replicas.min ({self.min})", "Raise max or lower min."
+            )
+        return self
+
+
+class Role(Options):
+    """Placement and engine of a role's replicas; `engine_kwargs` go on top of the application's."""
+
+    replicas: Replicas = Replicas()
+    gpus: int = Field(default=1, ge=0)
+    """GPUs of a replica, which is its tensor parallel size too. 0 with `device: cpu`."""
+    cpus: float = Field(default=8, gt=0)
+    """CPUs of a replica, in Ray's count."""
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+    """Requests that Serve sends to a replica at once; the rest wait in Serve's queue."""
+    env: dict[str, str] = Field(default_factory=dict)
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """vLLM's engine arguments by their Python names."""
+
+
+class Prefill(Role):
+    """Replicas of stock vLLM."""
+
+    side_channel_port_base: int = 20000
+    """NIXL's side channel of replica 0; every further GPU of the fleet takes the next port."""
+    host_memory_gib: float = Field(default=8, gt=0)
+    """Host memory that Ray reserves per replica."""
+
+
+class Decode(Role):
+    """Replicas with host pool and hot buffers."""
+
+    side_channel_port_base: int = 22000
+    """As in `prefill`; the two ranges must not meet."""
+    host_memory_gib: float = Field(gt=0)
+    """Host memory that Ray reserves per replica: the host pool and what the processes take beside it."""
+    hisparse: dict[str, Any]
+    """`kv_connector_extra_config` of `HiSparseHostConnector`."""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose prefill replica went away."""
+
+
+class AppConfig(Options):
+    """A prefill fleet, a decode fleet and the OpenAI API in front of them."""
+
+    model_id: str = Field(min_length=1)
+    """The name that clients use."""
+    model_source: str = Field(min_length=1)
+    """Directory or Hugging Face id; the same for both roles."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    longest_request_s: float = Field(default=900, gt=0)
+    """A replica that goes away has this long to finish its requests."""
+    ingress_replicas: Replicas = Replicas(min=1, max=4)
+    ingress_cpus: float = Field(default=1, gt=0)
+    env: dict[str, str] = Field(default_factory=dict)
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    prefill: Prefill = Prefill()
+    decode: Decode
+
+    @classmethod
+    def parse(cls, args: dict[str, Any]) -> AppConfig:
+        """Parse and check everything that can be checked without a model.
+
+        Raises:
+            HiSparseConfigError: the first option that cannot work.
+        """
+        try:
+            config = cls.model_validate(args)
+        except ValidationError as error:
+            raise _first_error(error) from None
+        for name, role in (("prefill", config.prefill), ("decode", config.decode)):
+            _check_engine_kwargs(name, {**config.engine_kwargs, **role.engine_kwargs})
+            _check_device(name, role, config.device)
+        _check_same_engine(config)
+        _check_ports(config)
+        _check_decode(config)
+        return config
+
+
+def _first_error(error: ValidationError) -> HiSparseConfigError:
+    detail = error.errors()[0]
+    if isinstance(cause := detail.get("ctx", {}).get("error"), HiSparseConfigError):
+        return cause
+    option = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return HiSparseConfigError(option, detail["input"], "a known option", "Correct the name or remove it.")
+    if detail["type"] == "missing":
+        return HiSparseConfigError(option, None, "a value", f"Set {option}; it has no default.")
+    expected = detail["msg"].removeprefix("Input should be ")
+    return HiSparseConfigError(option, detail["input"], expected, "Correct the value.")
+
+
+def _check_engine_kwargs(name: str, engine_kwargs: dict[str, Any]) -> None:
+    for option in (*RESERVED_ENGINE_OPTIONS, "tensor_parallel_size"):
+        if option in engine_kwargs:
+            raise HiSparseConfigError(
+                f"{name}.engine_kwargs.{option}",
+                engine_kwargs[option],
+                "no value here",
+                "It follows from model_id, model_source, gpus and decode.hisparse: set those.",
+            )
+
+
+def _check_device(name: str, role: Role, device: str) -> None:
+    if device == "cpu" and "gpus" in role.model_fields_set and role.gpus:
+        raise HiSparseConfigError(f"{name}.gpus", role.gpus, "0 with device: cpu", "Remove it or set device: gpu.")
+    if device == "gpu" and not role.gpus:
+        raise HiSparseConfigError(f"{name}.gpus", 0, "at least 1 with device: gpu", "Raise it or set device: cpu.")
+
+
+def _check_same_engine(config: AppConfig) -> None:
+    prefill, decode = ({**config.engine_kwargs, **role.engine_kwargs} for role in (config.prefill, config.decode))
+    for option in SHARED_ENGINE_OPTIONS:
+        if prefill.get(option) != decode.get(option):
+            raise HiSparseConfigError(
+                f"prefill.engine_kwargs.{option}",
+                prefill.get(option),
+                f"{decode.get(option)!r}, decode's value: KV blocks move between the roles byte for byte",
+                f"Set {option} once, in the application's engine_kwargs.",
+            )
+
+
+def side_channel_ports(role: Prefill | Decode) -> range:
+    """NIXL's side-channel ports of a fleet at its largest, wherever its replicas run."""
+    return range(role.side_channel_port_base, role.side_channel_port_base + role.replicas.max * max(1, role.gpus))
+
+
+def _check_ports(config: AppConfig) -> None:
+    ranges = {"prefill": side_channel_ports(config.prefill), "decode": side_channel_ports(config.decode)}
+    for name, ports in ranges.items():
+        if ports.start not in PORTS or ports[-1] not in PORTS:
+            raise HiSparseConfigError(
+                f"{name}.side_channel_port_base",
+                ports.start,
+                f"a port of {PORTS.start} to {PORTS[-1]} with room for {len(ports)} ports",
+                "Choose another base.",
+            )
+    prefill, decode = ranges.values()
+    if max(prefill.start, decode.start) < min(prefill.stop, decode.stop):
+        raise HiSparseConfigError(
+            "decode.side_channel_port_base",
+            decode.start,
+            f"no port of prefill's range {prefill.start}-{prefill[-1]}",
+            "Replicas of both roles may share a node: move one base by at least the size of the other range.",
+        )
+
+
+def _check_decode(config: AppConfig) -> None:
+    if config.decode.gpus > 1:
+        raise HiSparseConfigError(
+            "decode.gpus", config.decode.gpus, "1 in this release", "Raise decode.replicas.max instead."
+        )
+    options = HiSparseConfig.from_extra_config(config.decode.hisparse)
+    pool_gib = options.host_pool_gib
+    if pool_gib is None:
+        pool_gib = _ratio_pool_gib(config, options)
+    needed = pool_gib + HOST_OVERHEAD_GIB
+    if config.decode.host_memory_gib < needed:
+        raise HiSparseConfigError(
+            "decode.host_memory_gib",
+            config.decode.host_memory_gib,
+            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {HOST_OVERHEAD_GIB:g} GiB beside it",
+            "Raise it, or shrink the host pool in decode.hisparse.",
+        )
+
+
+def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:
+    """GiB of a host pool that is given as a multiple of the device KV cache."""
+    assert options.host_to_device_ratio is not None
+    device_bytes = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_memory_bytes")
+    if not isinstance(device_bytes, int) or device_bytes <= 0:
+        raise HiSparseConfigError(
+            "decode.hisparse.host_to_device_ratio",
+            options.host_to_device_ratio,
+            "kv_cache_memory_bytes (an int) in decode.engine_kwargs beside it: the host memory to reserve follows from "
+            "both",
+            "Set kv_cache_memory_bytes, or host_pool_gib instead of the ratio.",
+        )
+    return options.host_to_device_ratio * device_bytes / GIB
