@@ -1,0 +1,105 @@
+{{/* What the schema cannot say: relations between values. Every message names option, value, what works, what to do. */}}
+{{- define "hisparse.refuse" -}}
+{{- fail (printf "\n\n%s: got %v, expected %s. %s\n" .option .got .expected .fix) -}}
+{{- end }}
+
+{{- define "hisparse.checks" -}}
+{{- include "hisparse.checkModel" . -}}
+{{- include "hisparse.checkArgs" . -}}
+{{- include "hisparse.checkMemory" . -}}
+{{- include "hisparse.checkPorts" . -}}
+{{- include "hisparse.checkScaling" . -}}
+{{- end }}
+
+{{- define "hisparse.checkModel" -}}
+{{- if eq (empty .Values.model.id) (empty .Values.model.tiny) -}}
+{{- include "hisparse.refuse" (dict "option" "model.id / model.tiny" "got" (printf "%q and %q" .Values.model.id .Values.model.tiny) "expected" "exactly one of the two" "fix" "Set model.id to the model to serve, or clear it for a tiny model.") -}}
+{{- end -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- $gpus := int (index $.Values $name).gpus -}}
+{{- if and (eq $.Values.device "cpu") $gpus -}}
+{{- include "hisparse.refuse" (dict "option" (printf "%s.gpus" $name) "got" $gpus "expected" "0 with device: cpu" "fix" "Set it to 0, or device to cuda.") -}}
+{{- end -}}
+{{- if and (eq $.Values.device "cuda") (not $gpus) -}}
+{{- include "hisparse.refuse" (dict "option" (printf "%s.gpus" $name) "got" $gpus "expected" "at least 1 with device: cuda" "fix" "Raise it, or set device to cpu.") -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Options that both roles share, or that the chart sets, are refused among the free arguments. */}}
+{{- define "hisparse.checkArgs" -}}
+{{- $fixed := list "--model" "--served-model-name" "--dtype" "--kv-cache-dtype" "--block-size" "--max-model-len" "--quantization" "--kv-transfer-config" "--tensor-parallel-size" "--port" "--host" "--shutdown-timeout" "--kv-cache-memory-bytes" -}}
+{{- $args := dict "engine.extraArgs" .Values.engine.extraArgs "prefill.extraArgs" .Values.prefill.extraArgs "decode.extraArgs" .Values.decode.extraArgs -}}
+{{- range $option, $list := $args -}}
+{{- range $argument := $list -}}
+{{- $name := regexReplaceAll "=.*" (toString $argument) "" | replace "_" "-" -}}
+{{- if and (has $name $fixed) (not (and (eq $name "--quantization") (eq $option "engine.extraArgs"))) -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" "no option that prefill and decode must share or that the chart sets" "fix" "Use model, engine, enginePort or decode.hisparse: both roles get the same value.") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "hisparse.checkMemory" -}}
+{{- $options := .Values.decode.hisparse -}}
+{{- if eq (empty $options.hostPoolGiB) (empty $options.hostToDeviceRatio) -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.hostPoolGiB / hostToDeviceRatio" "got" (printf "%v and %v" $options.hostPoolGiB $options.hostToDeviceRatio) "expected" "exactly one of the two above 0" "fix" "Set the other one to 0.") -}}
+{{- end -}}
+{{- if and $options.hostToDeviceRatio (not $options.deviceKvGiB) -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.hostToDeviceRatio" "got" $options.hostToDeviceRatio "expected" "deviceKvGiB beside it: the host memory to request follows from both" "fix" "Set decode.hisparse.deviceKvGiB, or hostPoolGiB instead of the ratio.") -}}
+{{- end -}}
+{{- $pool := $options.hostPoolGiB | default (mulf $options.hostToDeviceRatio $options.deviceKvGiB) -}}
+{{- $needed := addf $pool .Values.decode.overheadGiB -}}
+{{- if lt (float64 .Values.decode.memoryGiB) (float64 $needed) -}}
+{{- include "hisparse.refuse" (dict "option" "decode.memoryGiB" "got" .Values.decode.memoryGiB "expected" (printf "at least %v: a host pool of %v GiB and decode.overheadGiB %v" $needed $pool .Values.decode.overheadGiB) "fix" "Raise decode.memoryGiB or shrink the host pool.") -}}
+{{- end -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- $role := index $.Values $name -}}
+{{- if gt (float64 $role.shmGiB) (divf $role.memoryGiB 2) -}}
+{{- include "hisparse.refuse" (dict "option" (printf "%s.shmGiB" $name) "got" $role.shmGiB "expected" (printf "at most half of %s.memoryGiB (%v), which it counts against" $name $role.memoryGiB) "fix" "Lower it or raise the memory.") -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $_ := $options.extraConfig -}}
+{{- if has $key (list "host_pool_gib" "host_to_device_ratio" "device_buffer_size") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that has a value of its own" "fix" "Use hostPoolGiB, hostToDeviceRatio or deviceBufferSize.") -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "hisparse.checkPorts" -}}
+{{- $data := .Values.nixl.dataPorts -}}
+{{- if gt (int $data.first) (int $data.last) -}}
+{{- include "hisparse.refuse" (dict "option" "nixl.dataPorts" "got" (printf "%v-%v" $data.first $data.last) "expected" "first at most last" "fix" "Swap them.") -}}
+{{- end -}}
+{{- $ports := dict "enginePort" (int .Values.enginePort) "nixl.sideChannelPort" (int .Values.nixl.sideChannelPort) -}}
+{{- if eq $ports.enginePort (index $ports "nixl.sideChannelPort") -}}
+{{- include "hisparse.refuse" (dict "option" "nixl.sideChannelPort" "got" .Values.nixl.sideChannelPort "expected" "another port than enginePort" "fix" "Change one of them.") -}}
+{{- end -}}
+{{- range $option, $port := $ports -}}
+{{- if and (ge $port (int $data.first)) (le $port (int $data.last)) -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $port "expected" (printf "a port outside nixl.dataPorts (%v-%v)" $data.first $data.last) "fix" "Change one of them.") -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (int .Values.router.port) (int .Values.router.metricsPort) -}}
+{{- include "hisparse.refuse" (dict "option" "router.metricsPort" "got" .Values.router.metricsPort "expected" "another port than router.port" "fix" "Change one of them.") -}}
+{{- end -}}
+{{- end }}
+
+{{- define "hisparse.checkScaling" -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- $scaling := (index $.Values $name).autoscaling -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- include "hisparse.refuse" (dict "option" (printf "%s.autoscaling.maxReplicas" $name) "got" $scaling.maxReplicas "expected" (printf "at least minReplicas (%v)" $scaling.minReplicas) "fix" "Raise it or lower minReplicas.") -}}
+{{- end -}}
+{{- if and (eq $scaling.kind "keda") (empty $.Values.prometheusAddress) -}}
+{{- include "hisparse.refuse" (dict "option" "prometheusAddress" "got" "\"\"" "expected" (printf "the URL of Prometheus: %s.autoscaling.kind is keda" $name) "fix" "Set it, or kind to hpa or none.") -}}
+{{- end -}}
+{{- end -}}
+{{- $health := .Values.router.health -}}
+{{- if lt (int .Values.drainSeconds) (int $health.intervalSeconds) -}}
+{{- include "hisparse.refuse" (dict "option" "drainSeconds" "got" .Values.drainSeconds "expected" (printf "at least router.health.intervalSeconds (%v)" $health.intervalSeconds) "fix" "Raise it: routers would send requests to a pod that ends.") -}}
+{{- end -}}
+{{- if and .Values.nixl.rdma.resource (not (int .Values.nixl.rdma.count)) -}}
+{{- include "hisparse.refuse" (dict "option" "nixl.rdma.count" "got" .Values.nixl.rdma.count "expected" "at least 1 beside nixl.rdma.resource" "fix" "Raise it or clear the resource.") -}}
+{{- end -}}
+{{- end }}
