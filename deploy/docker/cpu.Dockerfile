@@ -1,18 +1,18 @@
 # syntax=docker/dockerfile:1.9
 # vLLM on CPUs with vllm_hisparse and the router:
-#   docker build -f deploy/docker/cpu.Dockerfile -t vllm-hisparse:0.1.0-cpu .
+#   docker build -f deploy/docker/cpu.Dockerfile --build-arg PIP_EXTRA_INDEX_URL=... -t vllm-hisparse:0.1.0-cpu .
 FROM python:3.12.12-slim-bookworm AS build
-# The index that serves the +cpu builds of torch.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The PyTorch CPU wheel index, which serves the +cpu build of torch that vLLM pins.
+ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
-COPY pyproject.toml setup.py README.md LICENSE ./
-COPY vllm_hisparse vllm_hisparse
-COPY deploy/ray deploy/ray
-# The index serves CUDA builds of the last three, which break a +cpu torch; text models need none of them.
-RUN pip install --extra-index-url "$TORCH_INDEX" ".[cpu,router,ray]" \
+COPY . .
+# Versions are pinned in pyproject.toml. The last three packages are CUDA builds, which break a +cpu torch; text
+# models need none of them.
+# hadolint ignore=DL3013
+RUN pip install ".[cpu,router,ray]" \
     && pip uninstall -y torchvision torchaudio torchcodec
 
 FROM python:3.12.12-slim-bookworm

@@ -10,10 +10,9 @@ RUN apt-get update \
     && python3.12 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
-COPY pyproject.toml setup.py README.md LICENSE ./
-COPY csrc csrc
-COPY vllm_hisparse vllm_hisparse
-COPY deploy/ray deploy/ray
+COPY . .
+# Versions are pinned in pyproject.toml.
+# hadolint ignore=DL3013
 RUN pip install ".[cuda,router,ray]"
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04

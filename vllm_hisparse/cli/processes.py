@@ -156,18 +156,7 @@ class EngineProcess:
         NOTE: call it while the server is idle. NIXL's progress thread never sleeps, and it runs on the cores that the
         engine computes on: on a small machine it would take half of them.
         """
-        if self.pid is None:
-            return 0
-        before = dict(_thread_usage(self.pid))
-        time.sleep(POLL_S)
-        num_calmed = 0
-        for thread, (run_ns, num_sleeps) in _thread_usage(self.pid):
-            run_ns_before, num_sleeps_before = before.get(thread, (run_ns, num_sleeps))
-            if num_sleeps == num_sleeps_before and run_ns > run_ns_before:
-                num_calmed += 1
-                with contextlib.suppress(ProcessLookupError):
-                    os.setpriority(os.PRIO_PROCESS, thread, CALM_NICENESS)
-        return num_calmed
+        return 0 if self.pid is None else calm_polling_threads(self.pid)
 
     def log_tail(self, num_lines: int = 15) -> list[str]:
         """The last lines of the log that say something."""
@@ -283,6 +272,20 @@ class ProcessGroup:
             process.send_signal(signum)
         while not all(process.is_gone() for process in self.processes) and time.monotonic() < deadline:
             time.sleep(POLL_S / 5)
+
+
+def calm_polling_threads(group_id: int) -> int:
+    """`EngineProcess.calm_polling_threads` for any process group."""
+    before = dict(_thread_usage(group_id))
+    time.sleep(POLL_S)
+    num_calmed = 0
+    for thread, (run_ns, num_sleeps) in _thread_usage(group_id):
+        run_ns_before, num_sleeps_before = before.get(thread, (run_ns, num_sleeps))
+        if num_sleeps == num_sleeps_before and run_ns > run_ns_before:
+            num_calmed += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, thread, CALM_NICENESS)
+    return num_calmed
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:

@@ -42,7 +42,12 @@ def build_app(args: dict[str, Any]) -> Application:
 
 def prefill_config(config: AppConfig) -> LLMConfig:
     """Replicas of stock vLLM."""
-    return llm_config(config, config.prefill, {"kv_connector": "NixlConnector", "kv_role": "kv_producer"})
+    connector = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"kv_lease_duration": config.kv_lease_s},
+    }
+    return llm_config(config, config.prefill, connector)
 
 
 def decode_config(config: AppConfig) -> LLMConfig:
@@ -52,7 +57,7 @@ def decode_config(config: AppConfig) -> LLMConfig:
         "kv_connector": CONNECTOR_NAME,
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": decode.kv_load_failure_policy,
-        "kv_connector_extra_config": decode.hisparse,
+        "kv_connector_extra_config": {**decode.hisparse, "kv_lease_duration": config.kv_lease_s},
     }
     return llm_config(config, decode, connector)
 

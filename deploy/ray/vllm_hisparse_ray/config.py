@@ -89,6 +89,8 @@ class AppConfig(Options):
     device: Literal["gpu", "cpu"] = "gpu"
     longest_request_s: float = Field(default=900, gt=0)
     """A replica that goes away has this long to finish its requests."""
+    kv_lease_s: int = Field(default=30, ge=6)
+    """A prefill replica frees a prompt's KV when its decode replica has been silent for this long."""
     ingress_replicas: Replicas = Replicas(min=1, max=4)
     ingress_cpus: float = Field(default=1, gt=0)
     env: dict[str, str] = Field(default_factory=dict)

@@ -1,0 +1,223 @@
+"""The chart: values against its schema, committed renderings against Kubernetes' schemas and against helm itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+HELM = Path(__file__).parent.parent.parent / "deploy" / "helm"
+CHART = HELM / "vllm-hisparse"
+VALUES = ("default", "cpu", "production")
+KUBERNETES_VERSIONS = ("1.29", "1.31")
+# Kinds of operators, which Kubernetes' own schemas do not know.
+CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
+
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on PATH: the chart is not rendered")
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def merge(base: dict, over: dict) -> dict:
+    """What helm does with a second values file."""
+    both_dicts = {key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)}
+    return {**base, **over, **{key: merge(base[key], over[key]) for key in both_dicts}}
+
+
+def chart_values(name: str) -> dict:
+    values = load(CHART / "values.yaml")
+    return values if name == "default" else merge(values, load(CHART / f"values-{name}.yaml"))
+
+
+def check_schema(values: dict) -> None:
+    jsonschema.validate(values, json.loads((CHART / "values.schema.json").read_text()))
+
+
+def rendered(name: str) -> list[dict]:
+    return [doc for doc in yaml.safe_load_all((HELM / "rendered" / f"{name}.yaml").read_text()) if doc]
+
+
+def by_name(name: str, kind: str) -> dict[str, dict]:
+    return {doc["metadata"]["name"]: doc for doc in rendered(name) if doc["kind"] == kind}
+
+
+def pod_spec(values: str, component: str) -> dict:
+    return by_name(values, "Deployment")[f"hisparse-{component}"]["spec"]["template"]["spec"]
+
+
+def helm_template(*options: str) -> subprocess.CompletedProcess[str]:
+    command = ["helm", "template", "hisparse", str(CHART), "--namespace", "serving", "--kube-version", "1.31.0", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_fit_the_schema(name: str):
+    check_schema(chart_values(name))
+
+
+def test_schema_knows_every_value():
+    def closed(schema: dict, path: str) -> None:
+        for key, child in schema.get("properties", {}).items():
+            if child.get("type") == "object" and "properties" in child:
+                assert child["additionalProperties"] is False, f"{path}.{key}"
+                closed(child, f"{path}.{key}")
+
+    closed(json.loads((CHART / "values.schema.json").read_text()), "values")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"decode": {"memoryGiB": None}},
+        {"decode": {"gpus": 2}},
+        {"decode": {"hisparse": {"hostPoolGiB": -1}}},
+        {"decode": {"hisparse": {"host_pool_gib": 4}}},
+        {"engine": {"kvCacheDtype": "fp8"}},
+        {"enginePort": 80},
+        {"nixl": {"sideChannelPort": 70000}},
+        {"router": {"policy": {"decode": "fastest"}}},
+        {"runAsUser": 0},
+        {"prefill": {"replicas": 0}},
+        {"unknown": 1},
+    ],
+)
+def test_schema_refuses(bad: dict):
+    with pytest.raises(jsonschema.ValidationError):
+        check_schema(merge(chart_values("default"), bad))
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("name", VALUES)
+def test_renderings_fit_kubernetes(name: str, version: str):
+    documents = rendered(name)
+    assert {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"} <= {doc["kind"] for doc in documents}
+    for document in documents:
+        if document["kind"] not in CUSTOM_KINDS:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_pods_are_locked_down(name: str):
+    for component in ("prefill", "decode", "router"):
+        pod = pod_spec(name, component)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"]["drop"] == ["ALL"]
+            writable = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert "/tmp" in writable
+        assert pod["automountServiceAccountToken"] is (component == "router")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_pods_end_after_their_longest_request(name: str):
+    values = chart_values(name)
+    for component in ("prefill", "decode"):
+        pod = pod_spec(name, component)
+        least = values["longestRequestSeconds"] + values["drainSeconds"]
+        assert pod["terminationGracePeriodSeconds"] > least
+        assert f"--shutdown-timeout={values['longestRequestSeconds']}" in pod["containers"][0]["args"]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_decode_asks_for_its_host_pool(name: str):
+    container = pod_spec(name, "decode")["containers"][0]
+    connector = next(arg for arg in container["args"] if arg.startswith("--kv-transfer-config="))
+    config = json.loads(connector.partition("=")[2])
+    assert config["kv_connector"] == "HiSparseHostConnector" and config["kv_role"] == "kv_consumer"
+    pool_mib = config["kv_connector_extra_config"]["host_pool_gib"] * 1024
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert int(resources["requests"]["memory"].removesuffix("Mi")) > pool_mib
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_only_routers_and_engines_reach_the_nixl_ports(name: str):
+    values = chart_values(name)
+    policy = by_name(name, "NetworkPolicy")["hisparse-engine"]["spec"]
+    (rule,) = [rule for rule in policy["ingress"] if any(port["port"] == "nixl" for port in rule["ports"])]
+    (peer,) = rule["from"]
+    (expression,) = peer["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) == {"prefill", "decode", "router"} and "namespaceSelector" not in peer
+    data = values["nixl"]["dataPorts"]
+    assert {"protocol": "TCP", "port": data["first"], "endPort": data["last"]} in rule["ports"]
+    assert not any("from" not in rule for rule in policy["ingress"])
+
+
+def test_every_selector_finds_its_pods():
+    for name in VALUES:
+        labels = {
+            component: by_name(name, "Deployment")[f"hisparse-{component}"]["spec"]["template"]["metadata"]["labels"]
+            for component in ("prefill", "decode", "router")
+        }
+        for kind in ("Service", "PodDisruptionBudget"):
+            for document in by_name(name, kind).values():
+                selector = document["spec"]["selector"]
+                wanted = selector.get("matchLabels", selector)
+                assert sum(wanted.items() <= pod.items() for pod in labels.values()) == 1, document["metadata"]["name"]
+
+
+@needs_helm
+@pytest.mark.parametrize("name", VALUES)
+def test_renderings_are_current(name: str):
+    result = helm_template(*([] if name == "default" else ["--values", str(CHART / f"values-{name}.yaml")]))
+    assert result.returncode == 0, result.stderr
+    fresh = [doc for doc in yaml.safe_load_all(result.stdout) if doc]
+    assert fresh == rendered(name), "run deploy/helm/render.sh and commit what it writes"
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("decode.hisparse.hostPoolGiB=500", "decode.memoryGiB: got 160"),
+        ("decode.hisparse.hostPoolGiB=0", "decode.hisparse.hostPoolGiB / hostToDeviceRatio"),
+        ("decode.hisparse.hostToDeviceRatio=4", "exactly one of the two"),
+        ("decode.memoryGiB=null", "memoryGiB"),
+        ("prefill.extraArgs={--kv-cache-dtype=fp8}", "prefill.extraArgs: got --kv-cache-dtype=fp8"),
+        ("decode.extraArgs={--model=other}", "decode.extraArgs: got --model=other"),
+        ("nixl.sideChannelPort=8100", "nixl.sideChannelPort: got 8100"),
+        ("enginePort=30500", "enginePort: got 30500"),
+        ("router.metricsPort=8000", "router.metricsPort: got 8000"),
+        ("prefill.autoscaling.kind=keda", "prometheusAddress"),
+        ("decode.autoscaling.minReplicas=9", "decode.autoscaling.maxReplicas: got 8"),
+        ("drainSeconds=1", "drainSeconds: got 1"),
+        ("model.tiny=glm", "model.id / model.tiny"),
+        ("device=cpu", "prefill.gpus: got 1"),
+        ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
+        ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
+    ],
+)
+def test_helm_refuses(option: str, named: str):
+    result = helm_template("--set", option)
+    assert result.returncode != 0
+    assert named in result.stderr
+
+
+@needs_helm
+def test_ratio_with_its_device_cache():
+    sets = ("decode.hisparse.hostPoolGiB=0", "decode.hisparse.hostToDeviceRatio=4", "decode.hisparse.deviceKvGiB=20")
+    result = helm_template(*(word for option in sets for word in ("--set", option)))
+    assert result.returncode == 0, result.stderr
+    assert '\\"host_to_device_ratio\\":4' in result.stdout and "--kv-cache-memory-bytes=21474836480" in result.stdout
+
+
+@needs_helm
+def test_hpa_scales_on_the_queue():
+    result = helm_template("--set", "decode.autoscaling.kind=hpa")
+    documents = [doc for doc in yaml.safe_load_all(result.stdout) if doc]
+    (scaler,) = [doc for doc in documents if doc["kind"] == "HorizontalPodAutoscaler"]
+    kubernetes_validate.validate(scaler, KUBERNETES_VERSIONS[-1], strict=True)
+    (decode,) = [doc for doc in documents if doc["kind"] == "Deployment" and doc["metadata"]["name"] == "hisparse-decode"]
+    assert "replicas" not in decode["spec"]

@@ -1,0 +1,70 @@
+"""Options of the Serve application: what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from vllm_hisparse_ray.config import AppConfig, side_channel_ports
+
+from vllm_hisparse.config import HiSparseConfigError
+
+RAY = Path(__file__).parent.parent.parent / "deploy" / "ray"
+CONFIGS = sorted(RAY.glob("serve*.yaml"))
+
+
+def app_args(**over: Any) -> dict[str, Any]:
+    decode = {"host_memory_gib": 9, "hisparse": {"host_pool_gib": 8}, **over.pop("decode", {})}
+    return {"model_id": "m", "model_source": "org/m", "decode": decode, **over}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_parse(path: Path):
+    (application,) = yaml.safe_load(path.read_text())["applications"]
+    assert application["import_path"] == "vllm_hisparse_ray.app:build_app"
+    AppConfig.parse(application["args"])
+
+
+@pytest.mark.parametrize(
+    ("over", "named"),
+    [
+        ({"model_id": ""}, "model_id: got ''"),
+        ({"colour": 1}, "colour: got 1, expected a known option"),
+        ({"decode": {"host_memory_gib": None}}, "decode.host_memory_gib: got None"),
+        ({"decode": {"host_memory_gib": 8}}, "decode.host_memory_gib: got 8.0, expected at least 9"),
+        ({"decode": {"hisparse": {}}}, "host_pool_gib / host_to_device_ratio"),
+        ({"decode": {"hisparse": {"host_to_device_ratio": 4}}}, "decode.hisparse.host_to_device_ratio: got 4"),
+        ({"decode": {"hisparse": {"host_pool_gb": 4}}}, "host_pool_gb: got 4"),
+        ({"decode": {"gpus": 2}}, "decode.gpus: got 2"),
+        ({"decode": {"gpus": 0}}, "decode.gpus: got 0, expected at least 1"),
+        ({"device": "cpu", "prefill": {"gpus": 1}}, "prefill.gpus: got 1, expected 0"),
+        ({"decode": {"side_channel_port_base": 20000}}, "decode.side_channel_port_base: got 20000"),
+        ({"prefill": {"gpus": 8, "replicas": {"max": 300}}}, "decode.side_channel_port_base: got 22000"),
+        ({"decode": {"side_channel_port_base": 65535, "replicas": {"max": 2}}}, "decode.side_channel_port_base: got 65535"),
+        ({"prefill": {"engine_kwargs": {"kv_cache_dtype": "fp8"}}}, "prefill.engine_kwargs.kv_cache_dtype: got 'fp8'"),
+        ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
+        ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),
+        ({"prefill": {"replicas": {"min": 3, "max": 2}}}, "replicas.max: got 2"),
+        ({"decode": {"kv_load_failure_policy": "ignore"}}, "decode.kv_load_failure_policy: got 'ignore'"),
+    ],
+)
+def test_refuses(over: dict, named: str):
+    with pytest.raises(HiSparseConfigError) as refusal:
+        AppConfig.parse(app_args(**over))
+    message = str(refusal.value)
+    assert message.startswith(named) or named in message
+    assert "expected" in message and message.endswith(".")
+
+
+def test_ratio_needs_room_for_the_pool_it_makes():
+    decode = {"hisparse": {"host_to_device_ratio": 4}, "engine_kwargs": {"kv_cache_memory_bytes": 2 * 2**30}}
+    AppConfig.parse(app_args(decode=decode))
+    with pytest.raises(HiSparseConfigError, match=r"decode\.host_memory_gib: got 8\.5, expected at least 9"):
+        AppConfig.parse(app_args(decode={**decode, "host_memory_gib": 8.5}))
+
+
+def test_every_gpu_has_its_port():
+    config = AppConfig.parse(app_args(prefill={"gpus": 8, "replicas": {"max": 4}}))
+    assert side_channel_ports(config.prefill) == range(20000, 20032)

@@ -1,0 +1,166 @@
+"""A prefill server and two decode servers behind the router, with the options that the chart gives it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import requests
+import yaml
+from conftest import MODELS, assert_same_but_rounding, make_prompt
+from test_pd import Server, completion
+
+from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+
+pytestmark = pytest.mark.e2e
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+START_TIMEOUT_S = 300
+LEASE_S = 12
+METRIC = re.compile(r"\b(vllm:[a-z_]+)")
+
+
+@dataclass
+class Cluster:
+    prefill: Server
+    decodes: list[Server]
+    router: Server
+
+    @property
+    def engines(self) -> list[Server]:
+        return [self.prefill, *self.decodes]
+
+
+def chart_router_args() -> list[str]:
+    """The router's arguments in the chart's CPU rendering, without addresses and service discovery."""
+    documents = yaml.safe_load_all((DEPLOY / "helm" / "rendered" / "cpu.yaml").read_text())
+    (router,) = [doc for doc in documents if doc["kind"] == "Deployment" and doc["metadata"]["name"].endswith("-router")]
+    args = router["spec"]["template"]["spec"]["containers"][0]["args"]
+    own = ("--host", "--port", "--prometheus", "--service-discovery", "--prefill-selector", "--decode-selector", "app.")
+    return [arg for arg in args if not arg.startswith(own)]
+
+
+def start_engine(group: ProcessGroup, log_dir: Path, name: str, connector: dict, core: int) -> Server:
+    port, side_port = free_ports(2)
+    args = ["--max-num-batched-tokens", "512"]
+    if name == "prefill":
+        args += ["--no-enable-prefix-caching", "--max-num-seqs", "1"]  # it is the reference too
+    process = vllm_engine(name, MODELS / "dsv32", log_dir, port, connector, side_port, [core], args)
+    return Server(group.start(process), f"http://{LOOPBACK}:{port}")
+
+
+def start_router(group: ProcessGroup, log_dir: Path, prefill: Server, decodes: list[Server]) -> Server:
+    port, prometheus_port = free_ports(2)
+    command = [sys.executable, "-m", "vllm_router.launch_router", "--host", LOOPBACK, "--port", str(port)]
+    command += ["--prometheus-port", str(prometheus_port), "--worker-startup-check-interval", "1", *chart_router_args()]
+    command += ["--prefill", prefill.url, *(word for decode in decodes for word in ("--decode", decode.url))]
+    url = f"http://{LOOPBACK}:{port}"
+    process = EngineProcess("router", command, log_dir / "router.log", health_url=f"{url}/readiness")
+    return Server(group.start(process), url)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    log_dir = tmp_path_factory.mktemp("logs")
+    lease = {"kv_lease_duration": LEASE_S}
+    with ProcessGroup() as group:
+        prefill = start_engine(group, log_dir, "prefill", {**PREFILL_CONNECTOR, "kv_connector_extra_config": lease}, 0)
+        connector = hisparse_connector(host_pool_gib=0.25, device_buffer_size=320, **lease)
+        connector["kv_load_failure_policy"] = "recompute"
+        decodes = [start_engine(group, log_dir, f"decode-{index}", connector, 1) for index in range(2)]
+        group.wait_healthy(START_TIMEOUT_S)
+        router = start_router(group, log_dir, prefill, decodes)
+        group.wait_healthy(START_TIMEOUT_S)
+        for process in group.processes:
+            process.calm_polling_threads()
+        yield Cluster(prefill, decodes, router)
+
+
+def exported(server: Server) -> set[str]:
+    """Names of a server's samples."""
+    return set(METRIC.findall(requests.get(f"{server.url}/metrics", timeout=30).text))
+
+
+def named_metrics() -> dict[str, set[str]]:
+    """Metrics that the files for operators name, by file."""
+    paths = [*(DEPLOY / "grafana").glob("*.*"), DEPLOY / "helm" / "rendered" / "production.yaml"]
+    text = {path.name: path.read_text().replace("\\n", " ") for path in paths if path.name != "prometheus.yaml"}
+    return {name: set(METRIC.findall(content)) for name, content in text.items()}
+
+
+def test_dashboard_and_alerts_name_exported_metrics(cluster: Cluster):
+    assert cluster.router.complete(make_prompt(300, seed=1))["choices"]
+    known = set().union(*(exported(server) for server in cluster.engines))
+    named = named_metrics()
+    assert all(named.values()) and len(named) == 3
+    for name, metrics in named.items():
+        assert metrics - known == set(), f"{name} names metrics that no engine exports"
+
+
+def test_router_probes_of_the_chart(cluster: Cluster):
+    for path in ("readiness", "liveness", "health"):
+        assert requests.get(f"{cluster.router.url}/{path}", timeout=10).status_code == 200
+
+
+def complete_all(server: Server, prompts: list[list[int]], max_tokens: int) -> list[dict]:
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        return list(executor.map(lambda prompt: server.complete(prompt, max_tokens), prompts))
+
+
+def test_requests_spread_over_the_decode_servers(cluster: Cluster):
+    before = [decode.metric("request_success") for decode in cluster.decodes]
+    prompts = [make_prompt(500 + index, seed=2) for index in range(8)]
+    replies = complete_all(cluster.router, prompts, 8)
+    served = [decode.metric("request_success") - old for decode, old in zip(cluster.decodes, before, strict=True)]
+    assert sum(served) == len(prompts) and min(served) >= 2
+    expected = [cluster.prefill.complete(prompt, 8) for prompt in prompts]
+    assert_same_but_rounding(list(map(completion, replies)), list(map(completion, expected)))
+
+
+def is_error(reply: dict) -> bool:
+    """Whether the client was told: an error instead of a completion, never a short one."""
+    return "choices" not in reply or reply["choices"][0]["finish_reason"] == "error"
+
+
+def test_one_decode_server_is_killed(cluster: Cluster):
+    """Its requests end with an error or are computed again; the rest, and all that come later, are answered."""
+    lost, kept = cluster.decodes
+    prompts = [make_prompt(600 + index, seed=3) for index in range(6)]
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        futures = [executor.submit(complete_or_error, cluster.router, p, 200) for p in prompts]
+        wait_for(lambda: min(server.metric("num_requests_running") for server in cluster.decodes) > 0)
+        lost.process.send_signal(signal.SIGKILL)
+        replies = [future.result() for future in futures]
+    answered = [reply for reply in replies if not is_error(reply)]
+    assert answered, "the other server's requests were lost"
+    assert all(len(reply["choices"][0]["token_ids"]) == 200 for reply in answered)
+    wait_for(lambda: not any(is_error(reply) for reply in complete_errors(cluster.router, 4)), timeout_s=60)
+    assert not any(is_error(reply) for reply in complete_errors(cluster.router, 8))
+    kept.wait_empty()
+    wait_for(lambda: cluster.prefill.complete(make_prompt(3), 1) and cluster.prefill.metric("kv_cache_usage_perc") == 0)
+
+
+def complete_or_error(server: Server, prompt: list[int], max_tokens: int) -> dict:
+    try:
+        return server.complete(prompt, max_tokens)
+    except (requests.RequestException, ValueError) as error:  # a broken connection, or a plain-text error
+        return {"error": str(error)}
+
+
+def complete_errors(server: Server, count: int) -> list[dict]:
+    return [complete_or_error(server, make_prompt(40 + index, seed=4), 2) for index in range(count)]
+
+
+def wait_for(condition, timeout_s: float = 3 * LEASE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.3)
