@@ -15,7 +15,8 @@ GRAFANA = Path(__file__).parent.parent.parent / "deploy" / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboard.json").read_text())
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not on PATH (Debian: package prometheus): PromQL is not checked"
+    shutil.which("promtool") is None,
+    reason="promtool (Debian: prometheus) is not on PATH: PromQL is unchecked",
 )
 
 
@@ -59,15 +60,24 @@ def test_alerts_fire(tmp_path: Path):
         'vllm:hisparse_cache_hits_total{instance="a"}': "0+90x1500 135000+50x60",
         'vllm:hisparse_cache_misses_total{instance="a"}': "0+10x1500 15000+50x60",
     }
-    alerts = [rule["alert"] for group in yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+    alerts = [
+        rule["alert"]
+        for group in yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
     for alert in alerts:
+        query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
         at = "1540m" if alert == "HiSparseHitRateDropped" else "30m"
         tests = [
             {
                 "interval": "1m",
                 "input_series": [{"series": name, "values": values} for name, values in series.items()],
                 "promql_expr_test": [
-                    {"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})', "eval_time": at, "exp_samples": expected}
+                    {
+                        "expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})',
+                        "eval_time": at,
+                        "exp_samples": expected,
+                    }
                 ],
             }
             for series, expected in ((bad, [{"value": 1}]), ({"vllm:hisparse_transfers_total": "0+1x1600"}, []))

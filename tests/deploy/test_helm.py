@@ -29,7 +29,9 @@ def load(path: Path) -> Any:
 
 def merge(base: dict, over: dict) -> dict:
     """What helm does with a second values file."""
-    both_dicts = {key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)}
+    both_dicts = {
+        key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)
+    }
     return {**base, **over, **{key: merge(base[key], over[key]) for key in both_dicts}}
 
 
@@ -55,7 +57,17 @@ def pod_spec(values: str, component: str) -> dict:
 
 
 def helm_template(*options: str) -> subprocess.CompletedProcess[str]:
-    command = ["helm", "template", "hisparse", str(CHART), "--namespace", "serving", "--kube-version", "1.31.0", *options]
+    command = [
+        "helm",
+        "template",
+        "hisparse",
+        str(CHART),
+        "--namespace",
+        "serving",
+        "--kube-version",
+        "1.31.0",
+        *options,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -219,5 +231,7 @@ def test_hpa_scales_on_the_queue():
     documents = [doc for doc in yaml.safe_load_all(result.stdout) if doc]
     (scaler,) = [doc for doc in documents if doc["kind"] == "HorizontalPodAutoscaler"]
     kubernetes_validate.validate(scaler, KUBERNETES_VERSIONS[-1], strict=True)
-    (decode,) = [doc for doc in documents if doc["kind"] == "Deployment" and doc["metadata"]["name"] == "hisparse-decode"]
-    assert "replicas" not in decode["spec"]
+    (decode,) = [
+        doc for doc in documents if doc["kind"] == "Deployment" and doc["metadata"]["name"] == "hisparse-decode"
+    ]
+    assert "replicas" not in deployments["hisparse-decode"]["spec"]

@@ -42,7 +42,10 @@ def test_shipped_configs_parse(path: Path):
         ({"device": "cpu", "prefill": {"gpus": 1}}, "prefill.gpus: got 1, expected 0"),
         ({"decode": {"side_channel_port_base": 20000}}, "decode.side_channel_port_base: got 20000"),
         ({"prefill": {"gpus": 8, "replicas": {"max": 300}}}, "decode.side_channel_port_base: got 22000"),
-        ({"decode": {"side_channel_port_base": 65535, "replicas": {"max": 2}}}, "decode.side_channel_port_base: got 65535"),
+        (
+            {"decode": {"side_channel_port_base": 65535, "replicas": {"max": 2}}},
+            "decode.side_channel_port_base: got 65535",
+        ),
         ({"prefill": {"engine_kwargs": {"kv_cache_dtype": "fp8"}}}, "prefill.engine_kwargs.kv_cache_dtype: got 'fp8'"),
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),

@@ -42,7 +42,9 @@ class Cluster:
 def chart_router_args() -> list[str]:
     """The router's arguments in the chart's CPU rendering, without addresses and service discovery."""
     documents = yaml.safe_load_all((DEPLOY / "helm" / "rendered" / "cpu.yaml").read_text())
-    (router,) = [doc for doc in documents if doc["kind"] == "Deployment" and doc["metadata"]["name"].endswith("-router")]
+    (router,) = [
+        doc for doc in documents if doc["kind"] == "Deployment" and doc["metadata"]["name"].endswith("-router")
+    ]
     args = router["spec"]["template"]["spec"]["containers"][0]["args"]
     own = ("--host", "--port", "--prometheus", "--service-discovery", "--prefill-selector", "--decode-selector", "app.")
     return [arg for arg in args if not arg.startswith(own)]
@@ -117,10 +119,10 @@ def complete_all(server: Server, prompts: list[list[int]], max_tokens: int) -> l
 
 def test_requests_spread_over_the_decode_servers(cluster: Cluster):
     before = [decode.metric("request_success") for decode in cluster.decodes]
-    prompts = [make_prompt(500 + index, seed=2) for index in range(8)]
+    prompts = [make_prompt(300 + index, seed=2) for index in range(6)]
     replies = complete_all(cluster.router, prompts, 8)
     served = [decode.metric("request_success") - old for decode, old in zip(cluster.decodes, before, strict=True)]
-    assert sum(served) == len(prompts) and min(served) >= 2
+    assert sum(served) == len(prompts) and min(served) >= 1
     expected = [cluster.prefill.complete(prompt, 8) for prompt in prompts]
     assert_same_but_rounding(list(map(completion, replies)), list(map(completion, expected)))
 
@@ -133,15 +135,15 @@ def is_error(reply: dict) -> bool:
 def test_one_decode_server_is_killed(cluster: Cluster):
     """Its requests end with an error or are computed again; the rest, and all that come later, are answered."""
     lost, kept = cluster.decodes
-    prompts = [make_prompt(600 + index, seed=3) for index in range(6)]
+    prompts = [make_prompt(300 + index, seed=3) for index in range(6)]
     with ThreadPoolExecutor(len(prompts)) as executor:
-        futures = [executor.submit(complete_or_error, cluster.router, p, 200) for p in prompts]
+        futures = [executor.submit(complete_or_error, cluster.router, p, 120) for p in prompts]
         wait_for(lambda: min(server.metric("num_requests_running") for server in cluster.decodes) > 0)
         lost.process.send_signal(signal.SIGKILL)
         replies = [future.result() for future in futures]
     answered = [reply for reply in replies if not is_error(reply)]
     assert answered, "the other server's requests were lost"
-    assert all(len(reply["choices"][0]["token_ids"]) == 200 for reply in answered)
+    assert all(len(reply["choices"][0]["token_ids"]) == 120 for reply in answered)
     wait_for(lambda: not any(is_error(reply) for reply in complete_errors(cluster.router, 4)), timeout_s=60)
     assert not any(is_error(reply) for reply in complete_errors(cluster.router, 8))
     kept.wait_empty()
