@@ -60,25 +60,15 @@ def test_alerts_fire(tmp_path: Path):
         'vllm:hisparse_cache_hits_total{instance="a"}': "0+90x1500 135000+50x60",
         'vllm:hisparse_cache_misses_total{instance="a"}': "0+10x1500 15000+50x60",
     }
-    alerts = [
-        rule["alert"]
-        for group in yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
-        for rule in group["rules"]
-    ]
-    for alert in alerts:
+    (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
+    for alert in (rule["alert"] for rule in group["rules"]):
         query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
         at = "1540m" if alert == "HiSparseHitRateDropped" else "30m"
         tests = [
             {
                 "interval": "1m",
                 "input_series": [{"series": name, "values": values} for name, values in series.items()],
-                "promql_expr_test": [
-                    {
-                        "expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})',
-                        "eval_time": at,
-                        "exp_samples": expected,
-                    }
-                ],
+                "promql_expr_test": [{"expr": query, "eval_time": at, "exp_samples": expected}],
             }
             for series, expected in ((bad, [{"value": 1}]), ({"vllm:hisparse_transfers_total": "0+1x1600"}, []))
         ]
