@@ -13,6 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from vllm_hisparse.config import KV_CACHE_DTYPES
+
 HELM = Path(__file__).parent.parent.parent / "deploy" / "helm"
 CHART = HELM / "vllm-hisparse"
 VALUES = ("default", "cpu", "production")
@@ -93,7 +95,7 @@ def test_schema_knows_every_value():
         {"decode": {"gpus": 2}},
         {"decode": {"hisparse": {"hostPoolGiB": -1}}},
         {"decode": {"hisparse": {"host_pool_gib": 4}}},
-        {"engine": {"kvCacheDtype": "fp8"}},
+        {"engine": {"kvCacheDtype": "int4"}},
         {"enginePort": 80},
         {"nixl": {"sideChannelPort": 70000}},
         {"router": {"policy": {"decode": "fastest"}}},
@@ -105,6 +107,15 @@ def test_schema_knows_every_value():
 def test_schema_refuses(bad: dict):
     with pytest.raises(jsonschema.ValidationError):
         check_schema(merge(chart_values("default"), bad))
+
+
+def test_chart_knows_the_kv_dtypes():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["engine"]["properties"]["kvCacheDtype"]["enum"]
+    assert set(known) == set().union(*KV_CACHE_DTYPES.values())
+    checks = (CHART / "templates" / "_checks.tpl").read_text()
+    for device, dtypes in KV_CACHE_DTYPES.items():
+        assert f'"{device}" (list {" ".join(map(json.dumps, dtypes))})' in checks
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
@@ -207,6 +218,7 @@ def test_renderings_are_current(name: str):
         ("drainSeconds=1", "drainSeconds: got 1"),
         ("model.tiny=glm", "model.id / model.tiny"),
         ("device=cpu", "prefill.gpus: got 1"),
+        ("engine.kvCacheDtype=float32", "engine.kvCacheDtype: got float32"),
         ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
     ],

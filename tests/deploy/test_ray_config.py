@@ -47,6 +47,7 @@ def test_shipped_configs_parse(path: Path):
             "decode.side_channel_port_base: got 65535",
         ),
         ({"prefill": {"engine_kwargs": {"kv_cache_dtype": "fp8"}}}, "prefill.engine_kwargs.kv_cache_dtype: got 'fp8'"),
+        ({"engine_kwargs": {"kv_cache_dtype": "float32"}}, "engine_kwargs.kv_cache_dtype: got 'float32'"),
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),
         ({"prefill": {"replicas": {"min": 3, "max": 2}}}, "replicas.max: got 2"),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import KV_CACHE_DTYPES, HiSparseConfig, HiSparseConfigError
 
 # What prefill and decode replicas must share: KV blocks move between them byte for byte.
 SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
@@ -113,6 +113,7 @@ class AppConfig(Options):
             _check_engine_kwargs(name, {**config.engine_kwargs, **role.engine_kwargs})
             _check_device(name, role, config.device)
         _check_same_engine(config)
+        _check_kv_dtype(config)
         _check_ports(config)
         _check_decode(config)
         return config
@@ -159,6 +160,18 @@ def _check_same_engine(config: AppConfig) -> None:
                 f"{decode.get(option)!r}, decode's value: KV blocks move between the roles byte for byte",
                 f"Set {option} once, in the application's engine_kwargs.",
             )
+
+
+def _check_kv_dtype(config: AppConfig) -> None:
+    dtype = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_dtype", "auto")
+    dtypes = KV_CACHE_DTYPES["cuda" if config.device == "gpu" else config.device]
+    if dtype not in dtypes:
+        raise HiSparseConfigError(
+            "engine_kwargs.kv_cache_dtype",
+            dtype,
+            f"one of {', '.join(dtypes)} with device: {config.device}",
+            "Remove it to keep the KV in the model's dtype.",
+        )
 
 
 def side_channel_ports(role: Prefill | Decode) -> range:

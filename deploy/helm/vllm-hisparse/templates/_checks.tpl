@@ -15,6 +15,10 @@
 {{- if eq (empty .Values.model.id) (empty .Values.model.tiny) -}}
 {{- include "hisparse.refuse" (dict "option" "model.id / model.tiny" "got" (printf "%q and %q" .Values.model.id .Values.model.tiny) "expected" "exactly one of the two" "fix" "Set model.id to the model to serve, or clear it for a tiny model.") -}}
 {{- end -}}
+{{- $dtypes := dict "cpu" (list "auto" "bfloat16" "float16" "float32") "cuda" (list "auto" "bfloat16" "fp8" "fp8_ds_mla") -}}
+{{- if not (has .Values.engine.kvCacheDtype (index $dtypes .Values.device)) -}}
+{{- include "hisparse.refuse" (dict "option" "engine.kvCacheDtype" "got" .Values.engine.kvCacheDtype "expected" (printf "one of %s with device: %s" (index $dtypes .Values.device | join ", ") .Values.device) "fix" "Set auto to keep the KV in the model's dtype.") -}}
+{{- end -}}
 {{- range $name := list "prefill" "decode" -}}
 {{- $gpus := int (index $.Values $name).gpus -}}
 {{- if and (eq $.Values.device "cpu") $gpus -}}

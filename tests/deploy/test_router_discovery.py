@@ -1,0 +1,140 @@
+"""The chart's router, with its own arguments, finds pods through a Kubernetes API of three pods made up here."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import requests
+import yaml
+
+from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+
+pytest.importorskip("vllm_router", reason="vllm-router is not installed")
+
+RENDERED = Path(__file__).parent.parent.parent / "deploy" / "helm" / "rendered" / "default.yaml"
+PODS = {"127.0.0.2": "prefill", "127.0.0.3": "decode", "127.0.0.4": "decode", "127.0.0.5": "router"}
+SETTLE_S = 30
+
+
+class JsonHandler(BaseHTTPRequestHandler):
+    """Answers with JSON, without a log."""
+
+    protocol_version = "HTTP/1.1"
+
+    def reply(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+class KubernetesHandler(JsonHandler):
+    """Lists the pods; a watch sees no change."""
+
+    def do_GET(self) -> None:
+        if "watch=" in self.path:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            time.sleep(SETTLE_S)
+            return
+        assert self.path.startswith("/api/v1/namespaces/serving/pods")
+        items = [pod(address, component) for address, component in PODS.items()]
+        self.reply({"apiVersion": "v1", "kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": items})
+
+
+class EngineHandler(JsonHandler):
+    """Healthy, and notes who got which part of a request."""
+
+    served: list[tuple[str, bool]] = []  # (pod, whether it was asked for a prefill)
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": "m"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path == "/v1/completions":
+            prefill = body["kv_transfer_params"].get("do_remote_decode", False)
+            self.served.append((self.server.server_address[0], prefill))
+        self.reply({"id": "x", "choices": [{"index": 0, "text": "a"}], "kv_transfer_params": {"remote_engine_id": "e"}})
+
+
+def pod(address: str, component: str) -> dict:
+    deployment = deployments()[f"hisparse-{component}"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    status = {"phase": "Running", "podIP": address, "conditions": [{"type": "Ready", "status": "True"}]}
+    metadata = {"name": f"pod-{address}", "namespace": "serving", "uid": address, "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
+
+
+def deployments() -> dict[str, dict]:
+    documents = [doc for doc in yaml.safe_load_all(RENDERED.read_text()) if doc]
+    return {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "Deployment"}
+
+
+@contextmanager
+def serving(address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> Iterator[None]:
+    server = ThreadingHTTPServer((address, port), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+
+
+def router_process(directory: Path, port: int, api_port: int, engine_port: int) -> EngineProcess:
+    (metrics_port,) = free_ports(1)
+    own = {"--host": LOOPBACK, "--port": port, "--prometheus-host": LOOPBACK, "--prometheus-port": metrics_port}
+    own["--service-discovery-port"] = engine_port
+    args = deployments()["hisparse-router"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    kept = [arg for arg in args if arg.partition("=")[0] not in own]
+    kubeconfig = directory / "kubeconfig"
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    cluster = {"name": "c", "cluster": {"server": f"http://{LOOPBACK}:{api_port}"}}
+    config = {"apiVersion": "v1", "kind": "Config", "current-context": "c", "contexts": [context]}
+    kubeconfig.write_text(yaml.safe_dump({**config, "clusters": [cluster], "users": [{"name": "u", "user": {}}]}))
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_router.launch_router",
+        *kept,
+        *(f"{key}={value}" for key, value in own.items()),
+    ]
+    url = f"http://{LOOPBACK}:{port}/readiness"
+    return EngineProcess("router", command, directory / "log", env={"KUBECONFIG": str(kubeconfig)}, health_url=url)
+
+
+def test_router_finds_the_pods_of_each_role(tmp_path: Path):
+    port, api_port, engine_port = free_ports(3)
+    EngineHandler.served.clear()
+    engines = [address for address, component in PODS.items() if component != "router"]
+    with (
+        serving(LOOPBACK, api_port, KubernetesHandler),
+        serving(engines[0], engine_port, EngineHandler),
+        serving(engines[1], engine_port, EngineHandler),
+        serving(engines[2], engine_port, EngineHandler),
+        ProcessGroup(grace_s=1) as group,
+    ):
+        group.start(router_process(tmp_path, port, api_port, engine_port))
+        group.wait_healthy(SETTLE_S)
+        ready = requests.get(f"http://{LOOPBACK}:{port}/readiness", timeout=10).json()
+        assert (ready["prefill"]["total"], ready["decode"]["total"]) == (1, 2)
+        for _ in range(20):
+            body = {"model": "m", "prompt": "a", "max_tokens": 2}
+            reply = requests.post(f"http://{LOOPBACK}:{port}/v1/completions", json=body, timeout=20)
+            assert reply.status_code == 200, reply.text
+    assert {address for address, prefill in EngineHandler.served if prefill} == {engines[0]}
+    assert {address for address, prefill in EngineHandler.served if not prefill} == set(engines[1:])
