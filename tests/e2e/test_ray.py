@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ CONFIG = Path(__file__).parent.parent.parent / "deploy" / "ray" / "serve-cpu.yam
 SERVE = str(Path(sys.executable).parent / "serve")
 START_TIMEOUT_S = 300
 NUM_TOKENS = 300
-READY = "is ready at"
 DECODE, PREFILL = "ray::ServeReplica:hisparse:Decode:tiny", "ray::ServeReplica:hisparse:Prefill:tiny"
 
 
@@ -81,6 +81,13 @@ def cmdline(process: psutil.Process) -> str:
         return ""
 
 
+def is_running() -> bool:
+    """Whether every replica is up. NOTE: the ingress answers before the engines are loaded."""
+    time.sleep(4)  # asking costs seconds of CPU time
+    status = subprocess.run([SERVE, "status", "-n", "hisparse"], capture_output=True, text=True, timeout=60)
+    return status.returncode == 0 and (yaml.safe_load(status.stdout) or {}).get("status") == "RUNNING"
+
+
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApp]:
     directory = tmp_path_factory.mktemp("ray")
@@ -96,8 +103,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApp]:
     process = EngineProcess("serve", command, directory / "serve.log", env=env)
     with ProcessGroup(grace_s=40) as group:
         group.start(process)
-        # NOTE: the ingress answers before the engines are loaded; `serve run` says when all replicas are.
-        wait_for(lambda: group.check() or READY in process.log_path.read_text(errors="replace"), START_TIMEOUT_S)
+        wait_for(lambda: group.check() or is_running(), START_TIMEOUT_S)
         ray_app = RayApp(process, url, path)
         ray_app.calm()
         yield ray_app
