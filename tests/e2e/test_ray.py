@@ -31,7 +31,8 @@ CONFIG = Path(__file__).parent.parent.parent / "deploy" / "ray" / "serve-cpu.yam
 SERVE = str(Path(sys.executable).parent / "serve")
 START_TIMEOUT_S = 300
 NUM_TOKENS = 300
-DECODE, PREFILL = "ray::ServeReplica:hisparse:Decode:tiny", "ray::ServeReplica:hisparse:Prefill:tiny"
+DECODE = "ray::ServeReplica:hisparse:Decode:tiny"
+CLIENT_ENV = {**os.environ, "RAY_AUTH_MODE": "token"}  # the cluster that `serve run` starts wants its token
 
 
 @dataclass
@@ -84,7 +85,9 @@ def cmdline(process: psutil.Process) -> str:
 def is_running() -> bool:
     """Whether every replica is up. NOTE: the ingress answers before the engines are loaded."""
     time.sleep(4)  # asking costs seconds of CPU time
-    status = subprocess.run([SERVE, "status", "-n", "hisparse"], capture_output=True, text=True, timeout=60)
+    status = subprocess.run(
+        [SERVE, "status", "-n", "hisparse"], capture_output=True, text=True, timeout=60, env=CLIENT_ENV
+    )
     return status.returncode == 0 and (yaml.safe_load(status.stdout) or {}).get("status") == "RUNNING"
 
 
@@ -99,7 +102,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApp]:
     path.write_text(yaml.safe_dump(config))
     url = f"http://{LOOPBACK}:{port}"
     command = [SERVE, "run", str(path)]
-    env = {"RAY_USAGE_STATS_ENABLED": "0"}
+    env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # beside other work, 15 starves the engines
     process = EngineProcess("serve", command, directory / "serve.log", env=env)
     with ProcessGroup(grace_s=40) as group:
         group.start(process)
@@ -160,7 +163,7 @@ def test_a_new_configuration_loses_no_request(app: RayApp):
     app.config.write_text(yaml.safe_dump(config))
     with ThreadPoolExecutor() as executor:
         futures = start_streams(app, executor, [make_prompt(300 + index, seed=5) for index in range(4)])
-        subprocess.run([SERVE, "deploy", str(app.config)], check=True, timeout=60, capture_output=True)
+        subprocess.run([SERVE, "deploy", str(app.config)], check=True, timeout=60, capture_output=True, env=CLIENT_ENV)
         outcomes = [future.result() for future in futures]
     assert [(len(tokens), error) for tokens, error in outcomes] == [(NUM_TOKENS, "")] * 4
     wait_for(lambda: not any(process.is_running() for process in old), timeout_s=180)
