@@ -18,8 +18,8 @@ import pytest
 import requests
 import yaml
 from conftest import MODELS, assert_same_but_rounding, make_prompt
+from servers import Server, completion, tokens_of
 from test_cluster import complete_or_error, is_error, wait_for
-from test_pd import Server, completion, tokens_of
 
 from vllm_hisparse.cli.processes import (
     LOOPBACK,
