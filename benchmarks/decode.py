@@ -279,5 +279,33 @@ def run(
     show("Decode", [{name: row.get(name) for name in columns} for row in rows])
 
 
+@app.command()
+def plot(
+    result: Annotated[Path, typer.Option(help="Result file of `run`.")] = RESULTS / "h200" / "decode.json",
+    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/decode.png"),
+) -> None:
+    """Draw a result: tokens per second by context and oversubscription."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in json.loads(result.read_text())["rows"] if row["requests"] > 1]
+    contexts = sorted({row["context"] for row in rows})
+    figure, axes = plt.subplots(1, len(contexts), figsize=(4 * len(contexts), 4), squeeze=False)
+    for axis, context in zip(axes[0], contexts, strict=True):
+        requests = sorted({row["requests"] for row in rows if row["context"] == context})
+        for index, system in enumerate(SYSTEMS):
+            own = [row for row in rows if (row["system"], row["context"]) == (system, context)]
+            found = {row["requests"]: row["tokens_per_s"] for row in own}
+            places = [place + 0.27 * (index - 1) for place in range(len(requests))]
+            axis.bar(places, [found.get(number, 0) for number in requests], width=0.25, label=system)
+        axis.set(title=f"{context // 1000}K tokens", xlabel="requests")
+        axis.set_xticks(range(len(requests)), requests)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel("decoded tokens per second")
+    axes[0][0].legend()
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=120)
+
+
 if __name__ == "__main__":
     app()
