@@ -104,17 +104,17 @@ class DeviceMemory:
 
 
 def test_imported_prompts_give_the_same_tokens(pair: Pair) -> None:
-    row_bytes, found = ROW_BYTES[pair.kv_dtype], []
+    row_bytes, replies, expected = ROW_BYTES[pair.kv_dtype], [], []
     for length in LENGTHS:
         prompt = make_prompt(length, seed=1)
         before = pair.decode.metric("hisparse_transfer_bytes_to_host")
-        reply = completion(pair.decode.complete(prompt, 64, pair.prefilled(prompt)))
-        expected = completion(pair.prefill.complete(prompt, 64))
+        replies.append(completion(pair.decode.complete(prompt, 64, pair.prefilled(prompt))))
+        expected.append(completion(pair.prefill.complete(prompt, 64)))
         received = pair.decode.metric("hisparse_transfer_bytes_to_host") - before
         assert received == -(-length // 64) * 64 * row_bytes * NUM_LAYERS
-        assert_same_but_ties([reply], [expected])
-        found += [{"length": length, **differences([reply], [expected])[0]}]
-    report(f"pd_{pair.kv_dtype}", found)
+    found = differences(replies, expected)
+    report(f"pd_{pair.kv_dtype}", [{"length": length, **one} for length, one in zip(LENGTHS, found, strict=True)])
+    assert_same_but_ties(replies, expected)
 
 
 def test_an_import_takes_no_device_memory(pair: Pair) -> None:
