@@ -79,7 +79,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         prefill = start_engine(group, log_dir, "prefill", {**PREFILL_CONNECTOR, "kv_connector_extra_config": lease}, 0)
         connector = hisparse_connector(host_pool_gib=0.25, device_buffer_size=320, **lease)
         connector["kv_load_failure_policy"] = "recompute"
-        decodes = [start_engine(group, log_dir, f"decode-{index}", connector, index) for index in range(2)]
+        decodes = [start_engine(group, log_dir, f"decode-{index}", connector, 1) for index in range(2)]
         group.wait_healthy(START_TIMEOUT_S)
         router = start_router(group, log_dir, prefill, decodes)
         group.wait_healthy(START_TIMEOUT_S)
@@ -137,15 +137,15 @@ def is_error(reply: dict) -> bool:
 def test_one_decode_server_is_killed(cluster: Cluster):
     """Its requests end with an error or are computed again; the rest, and all that come later, are answered."""
     lost, kept = cluster.decodes
-    prompts = [make_prompt(300 + index, seed=3) for index in range(8)]
+    prompts = [make_prompt(300 + index, seed=3) for index in range(6)]
     with ThreadPoolExecutor(len(prompts)) as executor:
-        futures = [executor.submit(complete_or_error, cluster.router, p, 250) for p in prompts]
-        wait_for(lambda: min(server.metric("num_requests_running") for server in cluster.decodes) > 0, 90)
+        futures = [executor.submit(complete_or_error, cluster.router, p, 100) for p in prompts]
+        wait_for(lambda: lost.metric("num_requests_running") + lost.metric("num_requests_waiting") > 0, 90)
         lost.process.send_signal(signal.SIGKILL)
         replies = [future.result() for future in futures]
     answered = [reply for reply in replies if not is_error(reply)]
-    assert answered, "the other server's requests were lost"
-    assert all(len(reply["choices"][0]["token_ids"]) == 250 for reply in answered)
+    assert len(answered) == len(prompts) // 2, "each server had half of them"
+    assert all(len(reply["choices"][0]["token_ids"]) == 100 for reply in answered)
     # NOTE: in P/D mode the router asks a dead engine until its health checks fail.
     readiness = f"{cluster.router.url}/readiness"
     wait_for(lambda: requests.get(readiness, timeout=10).json()["decode"]["healthy"] == 1, timeout_s=60)
