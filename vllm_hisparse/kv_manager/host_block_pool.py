@@ -6,11 +6,14 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 
-class PrivateKey(NamedTuple):
-    """Cache key of a block that only its preempted owner may claim: a partial tail, or a copy of a cached block."""
+@dataclass(frozen=True)
+class PrivateKey:
+    """Cache key of a block that only its preempted owner may claim: a partial tail, or a copy of a cached block.
+
+    NOTE: no tuple, which would equal a block hash that is one.
+    """
 
     request_id: str
     index: int
