@@ -162,7 +162,7 @@ def moved(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
 
 
 def make_model_with_locality(model_dir: Path, num_layers: int, query_noise: float, num_heads: int = 64) -> Path:
-    """A random DSA model whose indexer asks for much the same positions from step to step, as trained models do.
+    """A random DSA model whose indexer asks for much the same positions from step to step.
 
     Random weights alone make a fresh selection at every token. Here a few dimensions of the hidden state are the same
     for all tokens, and the indexer's queries and head weights come from them; `query_noise` scales what comes from the
