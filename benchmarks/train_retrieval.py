@@ -25,6 +25,7 @@ import typer
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import command, hardware, track, versions
 from benchmarks.retrieval_tasks import TASKS, VOCAB_SIZE, examples, training_sequence
@@ -176,10 +177,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x.float() * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-def make_batch(rng: np.random.Generator, stage: Stage, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and mask of a batch: [batch_size, num_tokens] each."""
-    tokens, masks = zip(*(training_sequence(rng, stage.num_tokens) for _ in range(stage.batch_size)), strict=True)
-    return torch.from_numpy(np.stack(tokens)).to(device), torch.from_numpy(np.stack(masks)).to(device)
+class Batches(Dataset):
+    """The batches of a stage, each from a seed of its own: tokens and mask, [batch_size, num_tokens] each."""
+
+    def __init__(self, stage: Stage, seed: int):
+        self.stage, self.seed = stage, seed
+
+    def __len__(self) -> int:
+        return self.stage.max_steps
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = np.random.default_rng([self.seed, self.stage.num_tokens, step])
+        sequences = (training_sequence(rng, self.stage.num_tokens) for _ in range(self.stage.batch_size))
+        tokens, masks = zip(*sequences, strict=True)
+        return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(masks))
 
 
 def loss_and_accuracy(model: Model, tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,20 +202,25 @@ def loss_and_accuracy(model: Model, tokens: torch.Tensor, mask: torch.Tensor) ->
     return F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).float().mean()
 
 
-def train_stage(model: Model, optimizer: torch.optim.Optimizer, stage: Stage, seed: int) -> dict[str, Any]:
+def train_stage(
+    model: Model, optimizer: torch.optim.Optimizer, stage: Stage, seed: int, num_workers: int
+) -> dict[str, Any]:
     """Train at one length; returns what happened."""
-    device, rng = next(model.parameters()).device, np.random.default_rng([seed, stage.num_tokens])
+    device, batches = next(model.parameters()).device, Batches(stage, seed)
+    loader = DataLoader(batches, batch_size=None, num_workers=num_workers, pin_memory=device.type == "cuda")
     start, recent, loss = time.perf_counter(), [], torch.zeros(())
-    for step in track(stage.max_steps, f"{stage.num_tokens} tokens"):
+    for step, batch in zip(track(stage.max_steps, f"{stage.num_tokens} tokens"), loader, strict=True):
         rate = stage.learning_rate * min((step + 1) / 100, 1.0, 2 * (1 - step / stage.max_steps) + 0.05)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss, accuracy = loss_and_accuracy(model, *make_batch(rng, stage, device))
+        loss, accuracy = loss_and_accuracy(model, *(part.to(device, non_blocking=True) for part in batch))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         recent = [*recent[-49:], accuracy.detach()]
+        if step % 500 == 499:
+            typer.echo(f"step {step + 1}: loss {loss.item():.4f}, accuracy {accuracy.item():.4f}", err=True)
         if step % 25 == 24 and len(recent) == 50 and float(torch.stack(recent).mean()) >= stage.goal:
             break
     return {
@@ -279,6 +295,7 @@ def main(
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps per stage; for trials.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(min=96, help="Tokens per step; for trials.")] = None,
     num_examples: Annotated[int, typer.Option(min=1, help="Examples per task and context at the end.")] = 100,
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes that make batches.")] = 6,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -291,8 +308,11 @@ def main(
     model = Model(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=STAGES[0].learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     stages = stages_up_to(max_context, max_steps, batch_tokens)
-    done = [train_stage(model, optimizer, stage, seed) for stage in stages]
-    num_bytes = save(model, output)
+    done, num_bytes = [], 0
+    for stage in stages:
+        done.append(train_stage(model, optimizer, stage, seed, num_workers))
+        num_bytes = save(model, output)
+        typer.echo(json.dumps(done[-1]), err=True)
     contexts = [stage.num_tokens for stage in stages if stage.num_tokens >= 256] or [stages[-1].num_tokens]
     accuracy = [
         {
