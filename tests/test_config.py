@@ -346,9 +346,18 @@ def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, An
     check_parts(message, "algorithm", "'quest'", kind, "Serve another model")
 
 
-def test_refuses_dense_models_on_other_devices() -> None:
-    message = dense_refusal({"algorithm": "quest"}, device_config__device_type="cuda")
-    check_parts(message, "algorithm", "'quest'", "dsa on cuda in this release", "Use the CPU build of vLLM.")
+def test_refuses_quantised_kv_of_dense_models() -> None:
+    message = dense_refusal({"algorithm": "quest"}, device_config__device_type="cuda", cache_config__cache_dtype="fp8")
+    check_parts(message, "--kv-cache-dtype", "'fp8'", "auto, bfloat16, float16, float32 with algorithm", "Remove it")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option", "value", "most"),
+    [("oracle", "top_k", 4097, 4096), ("quest", "device_buffer_size", 16 * 16385, 16 * 16384)],
+)
+def test_refuses_sizes_beyond_the_kernels(algorithm: str, option: str, value: int, most: int) -> None:
+    message = dense_refusal({"algorithm": algorithm, option: value}, device_config__device_type="cuda")
+    check_parts(message, option, str(value), f"at most {most} on cuda", "Lower it")
 
 
 def test_refuses_subspaces_that_do_not_divide_a_key() -> None:

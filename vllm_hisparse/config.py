@@ -19,6 +19,7 @@ KV_CACHE_DTYPES = {
     "cpu": ("auto", "bfloat16", "float16", "float32"),
     "cuda": ("auto", "bfloat16", "fp8", "fp8_ds_mla"),
 }  # by device
+DENSE_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
 
@@ -179,6 +180,8 @@ class HiSparseConfig(BaseModel):
                 f"at least top_k ({top_k}){multiple}",
                 f"Remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows or raise it.",
             )
+        if vllm_config.device_config.device_type == "cuda":
+            _check_kernel_limits(top_k, rows, unit)
         return self.model_copy(update={**updates, "device_buffer_size": rows})
 
 
@@ -235,10 +238,13 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
 
 def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse a model whose attention is not plain causal attention with keys for the algorithm to see."""
-    model, device = vllm_config.model_config, vllm_config.device_config.device_type
-    if device != "cpu":
+    model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    if cache_dtype not in DENSE_KV_CACHE_DTYPES:
         raise HiSparseConfigError(
-            "algorithm", config.algorithm, f"dsa on {device} in this release", "Use the CPU build of vLLM."
+            "--kv-cache-dtype",
+            cache_dtype,
+            f"one of {', '.join(DENSE_KV_CACHE_DTYPES)} with algorithm '{config.algorithm}'",
+            "Remove it to keep the KV in the model's dtype.",
         )
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
@@ -288,6 +294,15 @@ def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
             f"Name layers of {model.model}; at least one has to be sparse.",
         )
     return layers
+
+
+def _check_kernel_limits(top_k: int, rows: int, unit: int) -> None:
+    """Refuse sizes beyond those of the CUDA kernels."""
+    from vllm_hisparse.ops.cuda_ops import MAX_SLOTS, MAX_TOP_K
+
+    for option, value, most in (("top_k", top_k, MAX_TOP_K * unit), ("device_buffer_size", rows, MAX_SLOTS * unit)):
+        if value > most:
+            raise HiSparseConfigError(option, value, f"at most {most} on cuda", "Lower it.")
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:

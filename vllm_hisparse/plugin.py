@@ -42,5 +42,10 @@ def _register_cpu_layers() -> None:
 def _register_cuda_models() -> None:
     from vllm import ModelRegistry
 
-    for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
-        ModelRegistry.register_model(name, f"vllm_hisparse.attention.dsa_models_cuda:{name}")
+    models = {
+        "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        "dense_models_cuda": ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    }
+    for module, names in models.items():
+        for name in names:
+            ModelRegistry.register_model(name, f"vllm_hisparse.attention.{module}:{name}")

@@ -66,8 +66,6 @@ extern "C" cudaError_t hisparse_gather(
     bool after_resolve,
     cudaStream_t stream
 ) {
-    if (batch == 0) return cudaSuccess;
-    if (batch > kNumThreads) return cudaErrorInvalidValue;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -76,6 +74,15 @@ extern "C" cudaError_t hisparse_gather(
     config.blockDim = kNumThreads;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = after_resolve ? 1 : 0;
-    return cudaLaunchKernelEx(&config, gather_kernel, *host, *hot, *resolved, batch);
+    Resolved part = *resolved;
+    for (int32_t first = 0; first < batch; first += kNumThreads) {
+        // NOTE: only the first launch may start early: what it waits for is the resolution.
+        config.numAttrs = after_resolve && first == 0 ? 1 : 0;
+        const int32_t size = batch - first < kNumThreads ? batch - first : kNumThreads;
+        if (const cudaError_t error = cudaLaunchKernelEx(&config, gather_kernel, *host, *hot, part, size)) return error;
+        part.num_misses += kNumThreads;
+        part.miss_host_rows += static_cast<int64_t>(kNumThreads) * part.top_k;
+        part.miss_hot_rows += static_cast<int64_t>(kNumThreads) * part.top_k;
+    }
+    return cudaSuccess;
 }

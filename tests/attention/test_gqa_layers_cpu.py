@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_hisparse.attention.gqa_layers_cpu import HotAttention, check_layer
+from vllm_hisparse.attention.gqa_layers import HotAttention, check_layer
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 PLAIN = {

@@ -101,7 +101,6 @@ def test_a_model_learns_when_it_is_trained() -> None:
     model = train_retrieval.Model(train_retrieval.Shape("llama", 2, 32, 48, 4, 2, 16, 1e6))
     optimizer = torch.optim.AdamW(model.parameters())
     stage = train_retrieval.Stage(96, 16, 60, 3e-3)
-    rng, cpu = np.random.default_rng(0), torch.device("cpu")
     before = train_retrieval.loss_and_accuracy(model, *train_retrieval.Batches(stage, seed=1)[0])[0].item()
     assert train_retrieval.train_stage(model, optimizer, stage, seed=0, num_workers=0)["loss"] < before - 0.5
 

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from torch.nn import functional
 
 State = dict[str, torch.Tensor]  # field name -> [num_requests, *StateField.shape], one State per layer
 
@@ -56,7 +57,7 @@ class Selection:
     """What to attend to. A unit is `tokens_per_unit` neighbouring positions.
 
     Attributes:
-        units: [batch, num_kv_heads, k] int32, distinct; valid ones first, then -1.
+        units: [batch, num_kv_heads, k] int32, distinct; valid ones first, the newest token's last of them, then -1.
         counts: [batch, num_kv_heads] int32 valid units.
     """
 
@@ -124,10 +125,10 @@ class SparseAlgorithm(ABC):
         """Device bytes of state per token and layer, of a request of `max_tokens`."""
         return sum(field.num_bytes for field in self.state_fields().values()) / self.max_tokens
 
-    def allocate_state(self, num_requests: int, device: torch.device | str = "cpu") -> State:
+    def allocate_state(self, num_rows: int, device: torch.device | str = "cpu") -> State:
         """State of one layer; a request's row holds anything until `construct_representations` starts it at 0."""
         return {
-            name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
+            name: torch.zeros((num_rows, *field.shape), dtype=field.dtype, device=device)
             for name, field in self.state_fields().items()
         }
 
@@ -180,14 +181,17 @@ class SparseAlgorithm(ABC):
         """
         units = torch.arange(self.max_units, device=scores.device)
         newest = (num_tokens - 1) // self.tokens_per_unit
-        always = (units == newest[:, None])[:, None]
+        scores = scores.float()
         if keep is not None:
-            always = always | keep.view(len(keep), -1, self.max_units)
-        scores = scores.float().masked_fill(always, float("inf"))
-        scores = scores.masked_fill((units > newest[:, None])[:, None], -float("inf"))
-        best = scores.topk(self.num_selected)
+            scores = scores.masked_fill(keep.view(len(keep), -1, self.max_units), float("inf"))
+        # The newest unit has a place of its own, behind all others.
+        scores = scores.masked_fill((units >= newest[:, None])[:, None], -float("inf"))
+        best = scores.topk(self.num_selected - 1)
         valid = best.values > -float("inf")
-        return Selection(best.indices.masked_fill(~valid, -1).int(), valid.sum(-1, dtype=torch.int32))
+        num_others = valid.sum(-1, keepdim=True)
+        chosen = functional.pad(best.indices.masked_fill(~valid, -1), (0, 1), value=-1)
+        chosen.scatter_(-1, num_others, newest[:, None, None].expand_as(num_others))
+        return Selection(chosen.int(), num_others[..., 0].int() + 1)
 
     def group_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Queries by KV head: [batch, num_kv_heads, heads per KV head, head_size] float32."""

@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 
 from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.ops import page_bounds
 
 
 class QuestOptions(AlgorithmOptions):
@@ -52,24 +53,16 @@ class Quest(SparseAlgorithm):
     def update_representations(
         self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        pages = positions // self.tokens_per_unit
-        opens_page = (positions % self.tokens_per_unit == 0)[:, None, None]
-        for name, combine in (("minima", torch.minimum), ("maxima", torch.maximum)):
-            bounds = state[name]
-            old = bounds[rows, pages]
-            bounds[rows, pages] = torch.where(opens_page, keys.to(old.dtype), combine(old, keys.to(old.dtype)))
+        page_bounds.update(state["minima"], state["maxima"], rows, keys, positions, self.tokens_per_unit)
 
     def retrieve_topk(
         self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
     ) -> Selection:
-        return self.select(self.upper_bounds(state, rows, query).amax(2), num_tokens)
+        return self.select(self.upper_bounds(state, rows, query, num_tokens), num_tokens)
 
-    def upper_bounds(self, state: State, rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Scores of all pages by query head: [batch, num_kv_heads, heads per KV head, max_units] float32.
-
-        The sum over max(q_i * m_i, q_i * M_i) as two matrix products: M_i where q_i > 0, m_i elsewhere.
-        """
-        query = self.group_queries(query)
-        minima = state["minima"][rows].float().permute(0, 2, 3, 1)
-        maxima = state["maxima"][rows].float().permute(0, 2, 3, 1)
-        return query.clamp_min(0) @ maxima + query.clamp_max(0) @ minima
+    def upper_bounds(
+        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores of all pages by KV head: [batch, num_kv_heads, max_units] float32."""
+        bounds = state["minima"], state["maxima"]
+        return page_bounds.scores(*bounds, rows, query, num_tokens, self.tokens_per_unit)

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.models import deepseek_v32
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
+from vllm_hisparse.attention.base import with_class
 from vllm_hisparse.attention.hot_mla import HotBufferLayer, HotMLAAttention
 from vllm_hisparse.attention.hot_mla_cuda import HOT_BACKENDS
 from vllm_hisparse.compat import uses_host_connector
@@ -85,13 +86,6 @@ def attach_hot_buffers(model: torch.nn.Module) -> None:
             raise HiSparseConfigError("--attention-backend", name, known, "Set one of these.")
         layer.__class__ = HOT_LAYERS[type(layer)]
         layer.attn_backend = HOT_BACKENDS[name]
-        layer.impl = _with_class(layer.impl, layer.attn_backend.get_impl_cls())
+        layer.impl = with_class(layer.impl, layer.attn_backend.get_impl_cls())
         layer.prefill_backend = None
         layer._dense_mha_metadata_layer_name = ""
-
-
-def _with_class(impl: Any, cls: type) -> Any:
-    """An object of class `cls` with the attributes of `impl`, an object of one of its bases."""
-    changed = object.__new__(cls)
-    changed.__dict__ = impl.__dict__
-    return changed

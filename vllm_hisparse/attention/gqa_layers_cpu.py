@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_hisparse.attention.paged_gqa_cpu import PagedGqaCpuBackend, PagedGqaCpuImpl
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
-from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.attention.gqa_layers import HotAttention, check_layer, is_dense_layer
+from vllm_hisparse.attention.paged_gqa_cpu import PagedGqaCpuBackend
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
@@ -60,69 +54,7 @@ class GqaCpuImpl(CPUAttentionBackendImpl):
         """
         layers = self.vllm_config.compilation_config.static_forward_context
         layer = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
-        config = HiSparseConfig.from_vllm_config(self.vllm_config)
-        if extract_layer_index(layer.layer_name) in config.dense_layers:
+        if is_dense_layer(layer, self.vllm_config):
             return
-        layer.__class__, layer.attn_backend, self.__class__ = HotAttention, PagedGqaCpuBackend, PagedGqaCpuImpl
-
-
-class HotAttention(Attention):
-    """`Attention` whose KV cache is a hot buffer."""
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HotBufferSpec:
-        spec: FullAttentionSpec = super().get_kv_cache_spec(vllm_config)
-        config = HiSparseConfig.from_vllm_config(vllm_config)
-        num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
-        if spec.block_size % config.tokens_per_unit:
-            raise HiSparseConfigError(
-                "algorithm_options.page_size",
-                config.tokens_per_unit,
-                f"a divisor of --block-size ({spec.block_size})",
-                "Choose another page_size, or a multiple of it for --block-size.",
-            )
-        row_bytes = spec.page_size_bytes // spec.block_size
-        num_dense = len(config.dense_layers)
-        layout = KVLayout(
-            row_bytes,
-            row_bytes,
-            num_layers - num_dense,
-            num_dense,
-            spec.block_size,
-            config.tokens_per_unit,
-            spec.num_kv_heads,
-        )
-        return HotBufferSpec.from_full_spec(spec, layout, layout.num_hot_blocks(config.rows))
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return PagedGqaCpuBackend
-
-
-def check_layer(
-    alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: str, shares_kv_of: Any, sinks: Any
-) -> None:
-    """Refuse a layer that attends in a way that hot units do not.
-
-    Raises:
-        HiSparseConfigError: the first reason.
-    """
-    got = {
-        "sliding_window": sliding_window,
-        "alibi_slopes": alibi_slopes,
-        "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks,
-        "kv_sharing_target_layer_name": shares_kv_of,
-    }
-    for name, value in got.items():
-        if value is not None:
-            raise _unsupported(name, value, "none")
-    if attn_type != "decoder":
-        raise _unsupported("attn_type", attn_type, "decoder")
-
-
-def _unsupported(name: str, got: object, expected: str) -> HiSparseConfigError:
-    return HiSparseConfigError(
-        f"{name} of an attention layer",
-        got,
-        f"{expected}: sparse algorithms run causal full attention only",
-        "Serve another model, or remove the connector.",
-    )
+        layer.__class__, layer.attn_backend = HotAttention, PagedGqaCpuBackend
+        self.__class__ = PagedGqaCpuBackend.get_impl_cls()

@@ -13,8 +13,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.compat import cpu_attention_isa
-from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent
-from vllm_hisparse.ops.base import HotRows, Resolved
+from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent, view_units
+from vllm_hisparse.ops.base import Resolved
 from vllm_hisparse.ops.paged_gqa import CpuBlocks, attend
 
 if TYPE_CHECKING:
@@ -48,13 +48,11 @@ class DecodeBatch:
         tokens: [batch] int64 row of each request's token in the step's token batch.
         rows: [batch] int64 rows of the algorithm's state.
         positions: [batch] int64 position of each request's token.
-        reload: [batch] bool: earlier tokens of the newest unit are not in the buffer.
     """
 
     tokens: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
-    reload: torch.Tensor
 
 
 @dataclass
@@ -64,7 +62,7 @@ class PagedGqaCpuMetadata(AttentionMetadata):
     Attributes:
         tokens: [tokens] int64 rows of the step's token batch that belong to a request.
         host_slots: [tokens] int64 where their KV goes in the host pool.
-        represent: keys the algorithm has yet to see, once the step's are on the host.
+        represent: keys of prompts that the algorithm has yet to see, once the step's are on the host.
         prefill, decode: None where there is none.
     """
 
@@ -89,10 +87,9 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         known = [i for i, (row, span, _) in enumerate(spans) if row < buffer.num_requests and span.stop > span.start]
         decodes = [i for i in known if spans[i][1].stop - spans[i][1].start == 1]
         prefills = [spans[i] for i in known if spans[i][1].stop - spans[i][1].start > 1]
-        for row, _, length in prefills:
-            represent += buffer.represent_prefill(row, length)
-        for i in decodes:
-            represent += buffer.represent_decode(rows[i], lengths[i] - 1)
+        for row, span, length in prefills:
+            missing = buffer.represent_prefill(row, length - (span.stop - span.start), length)
+            represent += [missing] if missing else []
         tokens, slots = self._host_slots([spans[i] for i in known])
         return PagedGqaCpuMetadata(
             tokens,
@@ -114,7 +111,7 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         block_size, tokens, slots = self.kv_cache_spec.block_size, [torch.empty(0).long()], [torch.empty(0).long()]
         for row, span, length in spans:
             positions = torch.arange(length - (span.stop - span.start), length)
-            blocks = self.hot_buffer.host_blocks(row, positions)
+            blocks = self.hot_buffer.host_table(row)[positions // block_size].long()
             tokens.append(torch.arange(span.start, span.stop))
             slots.append(blocks * block_size + positions % block_size)
         return torch.cat(tokens), torch.cat(slots)
@@ -139,16 +136,15 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
             isa=cpu_attention_isa(spec.dtype, spec.block_size, spec.head_size),
             enable_kv_split=True,
         )
-        first_tokens = torch.arange(num_blocks) * spec.block_size
-        tables = torch.stack([self.hot_buffer.host_blocks(row, first_tokens) for row, _, _ in spans])
+        tables = torch.stack([self.hot_buffer.host_table(row)[:num_blocks] for row, _, _ in spans])
         tokens = torch.cat([torch.arange(span.start, span.stop) for _, span, _ in spans])
-        return PrefillBatch(tokens, starts, seq_lens, tables.clamp_min(0).int(), schedule)
+        return PrefillBatch(tokens, starts, seq_lens, tables.clamp_min(0), schedule)
 
     def _decode_batch(self, spans: list[tuple[int, slice, int]], hot_tables: torch.Tensor) -> DecodeBatch:
         rows, tokens, positions = zip(*((row, span.start, length - 1) for row, span, length in spans), strict=True)
-        continued = [self.hot_buffer.continues(*entry) for entry in zip(rows, positions, strict=True)]
-        batch = DecodeBatch(*map(torch.tensor, (tokens, rows, positions)), reload=~torch.tensor(continued))
-        self.hot_buffer.begin_unit_decode(hot_tables, batch.positions, self._impl.hot)
+        batch, buffer = DecodeBatch(*map(torch.tensor, (tokens, rows, positions))), self.hot_buffer
+        buffer.begin_units(hot_tables, (batch.positions + 1).int())
+        buffer.ops.newest_rows(buffer.decode_tables, buffer.num_slots, self._impl.hot, buffer.newest_rows)
         return batch
 
 
@@ -222,8 +218,7 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
             key[tokens], value[tokens], self.host_keys, self.host_values, metadata.host_slots, self.isa
         )
         for missing in metadata.represent:
-            keys = self._load_host_keys(missing)
-            self.algorithm.construct_representations(self.state, missing.row, keys, missing.first)
+            self.represent(missing)
         if metadata.prefill is not None:
             output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
         if metadata.decode is not None:
@@ -231,6 +226,11 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
             rows = query[batch.tokens], key[batch.tokens], value[batch.tokens]
             output[batch.tokens] = self._decode(*rows, batch).to(output.dtype)
         return output
+
+    def represent(self, missing: Represent) -> None:
+        """Let the algorithm see keys that are on the host."""
+        keys = self._load_host_keys(missing)
+        self.algorithm.construct_representations(self.state, missing.row, keys, missing.first)
 
     def _prefill(self, query: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
         out = torch.empty_like(query)
@@ -278,12 +278,21 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         """Put the newest tokens into their units, which first get their earlier tokens if they lack them."""
         num_heads = self.num_kv_heads
         newest = self.hot_buffer.newest_rows[: len(key) * num_heads]
-        if batch.reload.any():
-            host_units = self.hot_buffer.host_units(batch.rows[batch.reload], batch.positions[batch.reload])
-            self.hot.rows[newest.view(-1, num_heads)[batch.reload].flatten()] = self._load_units(host_units.flatten())
+        by_head = (batch.rows[:, None] * num_heads + torch.arange(num_heads)).flatten()
+        reload = self.hot_buffer.reload[self.layer_index]
+        stale = reload[by_head] != 0
+        if stale.any():
+            homes = self._newest_host_units(by_head[stale], batch.positions.repeat_interleave(num_heads)[stale])
+            self.hot.rows[newest[stale]] = self._load_units(homes)
+            reload[by_head] = 0
         tokens = self.hot.rows.unflatten(1, (self.algorithm.tokens_per_unit, -1))
         offsets = (batch.positions % self.algorithm.tokens_per_unit).repeat_interleave(num_heads)
         tokens[newest, offsets] = torch.cat((key, value), -1).flatten(0, 1).to(tokens.dtype)
+
+    def _newest_host_units(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Flat host unit of a position of each row by KV head; all [n] int64."""
+        units, per_block = positions // self.algorithm.tokens_per_unit, self.hot_buffer.shape.block_size
+        return self.hot_buffer.host_tables[rows, units // per_block].long() * per_block + units % per_block
 
     def _load_missed(self, resolved: Resolved, batch: int) -> None:
         columns = torch.arange(resolved.miss_hot_rows.shape[1])
@@ -310,23 +319,8 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
     def _load_host_keys(self, missing: Represent) -> torch.Tensor:
         """[last - first, num_kv_heads, head_size]."""
         positions = torch.arange(missing.first, missing.last)
-        blocks = self.hot_buffer.host_blocks(missing.row, positions)
+        blocks = self.hot_buffer.host_table(missing.row)[positions // self.block_size].long()
         heads = torch.arange(self.num_kv_heads)
         where = torch.broadcast_tensors(blocks[:, None], heads, (positions % self.block_size)[:, None])
         keys = self.host_blocks.load_keys(*(index.flatten() for index in where))
         return keys.view(len(positions), self.num_kv_heads, self.head_size)
-
-
-def view_units(cache: torch.Tensor, tokens_per_unit: int, head_stride: int) -> HotRows:
-    """View a layer's cache as units of one KV head, block `b * head_stride + h` being head h's part of block b.
-
-    Args:
-        cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size], a whole number of heads' parts from
-            one block to the next.
-        tokens_per_unit: rows of a unit.
-        head_stride: that number.
-    """
-    num_blocks, num_heads, rows_per_block, width = cache.shape
-    num_parts, units = (num_blocks - 1) * head_stride + num_heads, rows_per_block // tokens_per_unit
-    unit_elements = tokens_per_unit * width
-    return HotRows.from_cache(cache.as_strided((num_parts, units, unit_elements), (cache.stride(1), unit_elements, 1)))

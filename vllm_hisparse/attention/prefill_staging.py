@@ -11,8 +11,8 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
-from vllm_hisparse.layout import BLOCK_SIZE
-from vllm_hisparse.ops.base import HotRows
+from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent
+from vllm_hisparse.ops.base import HotRows, SwapInOps
 
 
 @dataclass
@@ -25,6 +25,7 @@ class PrefillRequest:
         hot_table: [1, hot blocks per request] int32.
         row: [1] int64 row of the hot buffer's state, set by the first layer.
         host_table: [blocks] int32 host blocks, set by the first layer.
+        represent: keys that a dense model's algorithm has yet to see, or None; set by the first layer.
     """
 
     first: int
@@ -33,6 +34,7 @@ class PrefillRequest:
     hot_table: torch.Tensor
     row: torch.Tensor | None = None
     host_table: torch.Tensor | None = None
+    represent: Represent | None = None
 
 
 @dataclass
@@ -60,7 +62,8 @@ class PrefillStaging:
     """
 
     def __init__(self, cache: torch.Tensor):
-        self.cache, self.num_blocks, self.rows = cache, len(cache), cache.flatten(0, 1)
+        self.cache, self.rows = cache, cache.flatten(0, 1)
+        self.num_blocks, self.block_size, _ = cache.shape
 
     def groups(
         self,
@@ -79,9 +82,9 @@ class PrefillStaging:
         seq_lens = common.seq_lens_cpu_upper_bound.tolist()
         groups, first = [], first_request
         while first < common.num_reqs and starts[first + 1] > starts[first]:
-            last, num_blocks = first + 1, cdiv(seq_lens[first], BLOCK_SIZE)
+            last, num_blocks = first + 1, cdiv(seq_lens[first], self.block_size)
             while last < common.num_reqs and starts[last + 1] > starts[last]:
-                num_blocks += cdiv(seq_lens[last], BLOCK_SIZE)
+                num_blocks += cdiv(seq_lens[last], self.block_size)
                 if num_blocks > self.num_blocks:
                     break
                 last += 1
@@ -97,7 +100,7 @@ class PrefillStaging:
                 request.row = hot_buffer.rows_of(request.hot_table)
                 request.host_table = hot_buffer.host_tables[request.row].flatten()
             history = self.rows[request.first_row : request.first_row + request.first]
-            hot_buffer.ops.stage_rows(host_rows, request.host_table, BLOCK_SIZE, history)
+            hot_buffer.ops.stage_rows(host_rows, request.host_table, self.block_size, history)
 
     def store(
         self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
@@ -106,7 +109,7 @@ class PrefillStaging:
         for request in group.requests:
             first, last = request.first, request.last
             rows = self.rows[request.first_row + first : request.first_row + last]
-            hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, BLOCK_SIZE)
+            hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, self.block_size)
             last = min(last, hot_buffer.num_slots)
             if last > first:
                 hot.rows.index_copy_(0, hot.flat_rows(request.hot_table[0], first, last), rows[: last - first])
@@ -125,8 +128,8 @@ class PrefillStaging:
         for index in range(first, last):
             begin = seq_lens[index] - (starts[index + 1] - starts[index])
             hot_table = common.block_table_tensor[index, None]
-            requests.append(PrefillRequest(begin, seq_lens[index], num_blocks * BLOCK_SIZE, hot_table))
-            num_blocks += cdiv(seq_lens[index], BLOCK_SIZE)
+            requests.append(PrefillRequest(begin, seq_lens[index], num_blocks * self.block_size, hot_table))
+            num_blocks += cdiv(seq_lens[index], self.block_size)
         device = self.rows.device
         slots = [torch.arange(r.first_row + r.first, r.first_row + r.last, device=device) for r in requests]
         block_table = self._block_table(requests)
@@ -135,10 +138,45 @@ class PrefillStaging:
 
     def _block_table(self, requests: list[PrefillRequest]) -> torch.Tensor:
         """[requests, blocks] int32 staging blocks."""
-        first_blocks = torch.tensor([r.first_row // BLOCK_SIZE for r in requests], dtype=torch.int32)
-        columns = torch.arange(max(cdiv(r.last, BLOCK_SIZE) for r in requests), dtype=torch.int32)
+        first_blocks = torch.tensor([r.first_row // self.block_size for r in requests], dtype=torch.int32)
+        columns = torch.arange(max(cdiv(r.last, self.block_size) for r in requests), dtype=torch.int32)
         table = (first_blocks[:, None] + columns).clamp_max(self.num_blocks - 1)
         return table.pin_memory().to(self.rows.device, non_blocking=True)
+
+
+class WholeBlockStaging(PrefillStaging):
+    """Staging for KV whose blocks are ordered by KV head first, so that only whole blocks can be copied.
+
+    Nothing is made hot: a dense model's first decode step selects by head.
+    """
+
+    def load(self, group: PrefillGroup, hot_buffer: PagedHotBuffer, host_rows: torch.Tensor) -> None:
+        for request in group.requests:
+            if request.row is None:
+                request.row = hot_buffer.request_rows(request.hot_table)
+                request.host_table = hot_buffer.host_table(request.row)[0]
+            num_rows = cdiv(request.first, self.block_size) * self.block_size
+            history = self.rows[request.first_row : request.first_row + num_rows]
+            hot_buffer.ops.stage_rows(host_rows, request.host_table, self.block_size, history)
+
+    def store(
+        self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
+    ) -> None:
+        for request in group.requests:
+            first = request.first // self.block_size * self.block_size
+            last = cdiv(request.last, self.block_size) * self.block_size
+            rows = self.rows[request.first_row + first : request.first_row + last]
+            hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, self.block_size)
+
+    def load_span(
+        self, ops: SwapInOps, host_table: torch.Tensor, first: int, last: int, host_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Copy the blocks of positions [first, last) of one request: [blocks, block_size, row elements]."""
+        first_block, last_block = first // self.block_size, cdiv(last, self.block_size)
+        num_blocks = last_block - first_block
+        table = host_table[first_block:last_block].contiguous()
+        ops.stage_rows(host_rows, table, self.block_size, self.rows[: num_blocks * self.block_size])
+        return self.cache[:num_blocks]
 
 
 def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:

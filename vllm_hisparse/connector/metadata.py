@@ -19,6 +19,8 @@ class HiSparseMetadata(KVConnectorMetadata):
         tables: handle -> (index of the first block, host block ids from there on); index 0 starts a request.
         restores: (host, device) indexer blocks to copy to the device before the forward.
         saves: (device, host) indexer blocks that this step fills, to copy to the host after the forward.
+        first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
+            before and decode the token at `position` in this one.
         transport: metadata of the transport, or None.
     """
 
@@ -27,6 +29,7 @@ class HiSparseMetadata(KVConnectorMetadata):
     tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
+    first_decodes: list[tuple[int, int]] = field(default_factory=list)
     transport: KVConnectorMetadata | None = None
 
 

@@ -102,6 +102,8 @@ class HiSparseSchedulerConnector:
             request = manager.requests[request_id]
             num_tokens = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
             self._add_changes(metadata, request, manager.states[request_id], num_tokens)
+        if self.layout.num_kv_heads is not None:
+            self._add_first_decodes(metadata, scheduler_output.num_scheduled_tokens)
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
         return metadata
@@ -213,6 +215,15 @@ class HiSparseSchedulerConnector:
         for _, block in self._device_blocks(request_id, num_full, num_full + bool(tail)):
             state.tail_block_id = block.block_id
         self._publish(request, state)
+
+    def _add_first_decodes(self, metadata: HiSparseMetadata, num_scheduled: dict[str, int]) -> None:
+        """Say which requests begin to decode: their prompt's keys must be represented by then, whoever wrote them."""
+        for request_id, num_tokens in num_scheduled.items():
+            state, decodes = self.hot_manager.states[request_id], num_tokens == 1
+            if decodes and not state.is_decoding:
+                position = self.hot_manager.requests[request_id].num_computed_tokens
+                metadata.first_decodes.append((state.handle, position))
+            state.is_decoding = decodes
 
     def _publish(self, request: Request, state: RequestBlocks) -> None:
         """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.

@@ -72,15 +72,20 @@ class HiSparseWorkerConnector:
             self.transport.register(self.store.main_kv, indexer_caches)
 
     def apply_changes(self, metadata: HiSparseMetadata) -> None:
-        """Apply the scheduler's changes, before the step's attention metadata is built.
+        """Apply the scheduler's changes, before the forward.
 
-        NOTE: not in `start_load_kv`, which may run after the forward.
+        NOTE: not in `start_load_kv`, which may run after it. Model Runner V2 has built the step's attention metadata by
+        now, Model Runner V1 has not.
         """
         saved_bytes = self.store.save_indexer_keys(self.indexer_keys, metadata.tail_saves)
         for handle in metadata.released:
             self.hot_buffer.release(handle)
         for handle, (first, host_ids) in metadata.tables.items():
             self.hot_buffer.extend_table(handle, first, host_ids)
+        for handle, position in metadata.first_decodes:
+            missing = self.hot_buffer.begin_decoding(handle, position)
+            for impl in self.impls if missing else ():
+                impl.represent(missing)
         restored_bytes = self.store.restore_indexer_keys(self.indexer_keys, metadata.restores)
         self.stats.add(device_to_host_bytes=saved_bytes, host_to_device_bytes=restored_bytes)
 
@@ -142,7 +147,7 @@ class HiSparseWorkerConnector:
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
         algorithm = config.make_algorithm(attention, model.max_model_len)
         state_bytes = (
-            algorithm.state_bytes_per_token * model.max_model_len * self.layout.num_layers * shape.num_requests
+            algorithm.state_bytes_per_token * model.max_model_len * self.layout.num_layers * (shape.num_requests + 1)
         )
         logger.info(
             "HiSparse: %s keeps %.1f MiB of state beside the KV cache, for %d requests of %d tokens.",
@@ -153,7 +158,7 @@ class HiSparseWorkerConnector:
         )
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
-        return PagedHotBuffer(algorithm, shape, head_stride, cache.device, refresh_hits)
+        return PagedHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device, refresh_hits)
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None

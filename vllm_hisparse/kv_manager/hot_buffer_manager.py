@@ -37,6 +37,7 @@ class RequestBlocks:
         num_saved_blocks: leading blocks whose indexer keys are on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
         tail_block_id: device indexer block of the tokens after the last full block, or None (also without an indexer).
+        is_decoding: whether its last step computed one token; kept for dense models only.
     """
 
     handle: int
@@ -47,6 +48,7 @@ class RequestBlocks:
     num_saved_blocks: int = 0
     num_published_blocks: int = 0
     tail_block_id: int | None = None
+    is_decoding: bool = False
 
 
 class HotBufferManager(CircularBufferManager):

@@ -9,12 +9,19 @@ import torch
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.ops.base import HotRows, Resolved
+from vllm_hisparse.ops.base import HotRows, Resolved, StepTables, UnitTables
+
+DECODING = -1  # in place of a number of represented tokens: every token so far, each as it was decoded
 
 
 @dataclass(frozen=True)
 class Represent:
-    """Keys that the algorithm has yet to see: positions [first, last) of a request, read from the host."""
+    """Keys that the algorithm has yet to see: positions [first, last) of a request, which are on the host.
+
+    Attributes:
+        row: the request's row of the algorithm's state.
+        first, last: the positions, half-open.
+    """
 
     row: int
     first: int
@@ -29,23 +36,27 @@ class PagedHotBuffer(HotBuffer):
     `b * num_heads + h`. Units replace tokens in lengths, positions and block sizes.
 
     Representations follow the host pool: whatever brought a request's KV there - prefill, a transfer, a prefix hit, a
-    resumption - the positions not represented yet are read from the host before they are needed.
+    resumption - the positions not represented yet are read from the host before the request decodes.
 
     Args:
         algorithm: selects the units.
         shape: sizes by request and token.
+        num_hot_blocks: device blocks of a request.
         head_stride: parts of KV heads from one device block to the next.
         device: where the hot rows are.
         refresh_hits: True for LRU eviction, False for FIFO.
 
     Attributes:
-        states: the algorithm's state of each layer.
+        states: the algorithm's state of each layer, with a row after the last request's for padding.
+        units: tables of the step's decoding requests.
+        reload: [num_layers, num_requests by KV head + 1] int32, as in `SwapInOps.write_tokens`.
     """
 
     def __init__(
         self,
         algorithm: SparseAlgorithm,
         shape: HotBufferShape,
+        num_hot_blocks: int,
         head_stride: int,
         device: torch.device,
         refresh_hits: bool,
@@ -62,11 +73,11 @@ class PagedHotBuffer(HotBuffer):
         )
         super().__init__(by_head, device, refresh_hits)
         self.algorithm, self.num_heads, self.head_stride = algorithm, num_heads, head_stride
-        self.num_requests = shape.num_requests
-        self.states = [algorithm.allocate_state(shape.num_requests, device) for _ in range(shape.num_layers)]
-        self._heads = torch.arange(num_heads, device=device)
-        self._num_represented = [-1] * shape.num_requests  # -1: not even begun
-        self._last_decoded = [-1] * shape.num_requests
+        self.num_requests, self.block_size = shape.num_requests, shape.block_size
+        self.states = [algorithm.allocate_state(shape.num_requests + 1, device) for _ in range(shape.num_layers)]
+        self.units = UnitTables.allocate(shape.num_requests, num_hot_blocks, num_heads, head_stride, per_unit, device)
+        self.reload = torch.zeros((shape.num_layers, len(self.host_tables)), dtype=torch.int32, device=device)
+        self._num_represented = [0] * shape.num_requests  # by row
         self._arrived: list[tuple[int, int, int]] = []
 
     def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
@@ -74,8 +85,9 @@ class PagedHotBuffer(HotBuffer):
             by_head = [host_id * self.num_heads + head for host_id in host_ids]
             super().extend_table(handle * self.head_stride + head, first, by_head)
         if first == 0:
-            row = self._row_by_handle[handle * self.head_stride] // self.num_heads
-            self._num_represented[row] = self._last_decoded[row] = -1
+            row = self.row_of(handle)
+            self._num_represented[row] = 0
+            self.reload[:, row * self.num_heads : (row + 1) * self.num_heads] = 1
 
     def release(self, handle: int) -> None:
         # NOTE: last head first, so that the next request's heads find their rows in order.
@@ -91,37 +103,29 @@ class PagedHotBuffer(HotBuffer):
             taken.append((handles[0] // self.head_stride, sum(hits), sum(misses)))
         return taken
 
+    def row_of(self, handle: int) -> int:
+        """Row of a request by its handle."""
+        return self._row_by_handle[handle * self.head_stride] // self.num_heads
+
     def request_rows(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """Row of each request, [batch] int64; `num_requests` where there is none."""
         return self.rows_of(hot_tables * self.head_stride) // self.num_heads
 
-    def host_blocks(self, row: int, positions: torch.Tensor) -> torch.Tensor:
-        """Host block of each position of a request: int64, as `positions`."""
-        block_size = self.shape.block_size * self.algorithm.tokens_per_unit
-        return self.host_tables[row * self.num_heads, positions // block_size].long() // self.num_heads
+    def host_table(self, row: int | torch.Tensor) -> torch.Tensor:
+        """Host blocks of a request: [max_blocks] int32, -1 beyond."""
+        return self.host_tables[row * self.num_heads].div(self.num_heads, rounding_mode="floor")
 
-    def host_units(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Flat host unit that holds each KV head's part of a position: [batch, num_heads] int64.
-
-        Args:
-            rows, positions: [batch] int64, one position of each request.
-        """
-        units, per_block = positions // self.algorithm.tokens_per_unit, self.shape.block_size
-        tables = self.host_tables[rows[:, None] * self.num_heads + self._heads]
-        blocks = tables.gather(2, (units // per_block)[:, None, None].expand(-1, self.num_heads, 1))[..., 0]
-        return blocks.long() * per_block + (units % per_block)[:, None]
-
-    def begin_unit_decode(self, hot_tables: torch.Tensor, positions: torch.Tensor, hot: HotRows) -> None:
-        """Say which requests decode one token in this step.
+    def begin_units(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Say which requests decode one token in this step; `units` and `decode_tables` are theirs from now on.
 
         Args:
-            hot_tables: [batch, hot blocks per request] int32.
-            positions: [batch] int64 position of each request's token.
-            hot: hot units of any layer.
+            hot_tables, seq_lens: as in `StepTables`, by request and token, graph padding included.
         """
-        by_head = (hot_tables[:, None] * self.head_stride + self._heads[:, None]).flatten(0, 1).int()
-        num_units = (positions // self.algorithm.tokens_per_unit + 1).repeat_interleave(self.num_heads)
-        self.begin_decode(by_head, num_units.int(), len(by_head), hot)
+        by_request = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.block_size)
+        self.ops.begin_units(by_request, self.units)
+        by_head = slice(0, len(seq_lens) * self.num_heads)
+        hot_tables, num_units = self.units.hot_tables[by_head], self.units.num_units[by_head]
+        self.decode_tables = StepTables(self.state_rows, hot_tables, num_units, self.host_tables, self.shape.block_size)
 
     def resolve(self, layer: int, units: torch.Tensor, hot: HotRows) -> Resolved:
         """`swap_in` without the copies, which depend on how the host orders a unit.
@@ -135,31 +139,74 @@ class PagedHotBuffer(HotBuffer):
         self.ops.resolve(self.residency[layer], self.decode_tables, units, hot, self.counts, self.resolved)
         return self.resolved
 
+    def write_tokens(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, hot: HotRows, host_units: torch.Tensor
+    ) -> None:
+        """Put the decoding requests' new tokens into their newest units, on the device and on the host.
+
+        Args:
+            layer: index of the layer.
+            key, value: [batch, num_kv_heads, head_size].
+            hot: hot units of the layer.
+            host_units: [num_host_units, unit elements] of the layer, a KV head's part of a block after the other.
+        """
+        self.ops.write_tokens(
+            key, value, self.units, self.decode_tables, self.num_slots, hot, host_units, self.reload[layer]
+        )
+
     def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> int:
-        """Nothing to copy: new rows are written to the host first."""
+        """Nothing to copy: a token is written to the host with its layer."""
         self.decode_tables = None
         return 0
 
-    def represent_prefill(self, row: int, last: int) -> list[Represent]:
-        """What to represent now that positions [.., last) of a request are on the host."""
-        return [] if self.algorithm.needs_whole_prompt else self._represent(row, last)
+    def represent_prefill(self, row: int, first: int, last: int) -> Represent | None:
+        """What to represent now that a chunk of the prompt, positions [first, last), is on the host, too.
 
-    def represent_decode(self, row: int, position: int) -> list[Represent]:
-        """What to represent before the token at `position` is; the caller represents that one."""
-        missing = self._represent(row, position)
-        self._num_represented[row] = position + 1
+        Args:
+            row: of the request, or `num_requests` in a run without requests.
+            first, last: the chunk.
+        """
+        if row == self.num_requests:
+            return None
+        if self._num_represented[row] == DECODING:
+            self._num_represented[row] = first
+        return None if self.algorithm.needs_whole_prompt else self._represent(row, last)
+
+    def begin_decoding(self, handle: int, position: int) -> Represent | None:
+        """What to represent before the token at `position`, which the request decodes next; from then on it represents
+        each token itself."""
+        row = self.row_of(handle)
+        missing = None if self._num_represented[row] == DECODING else self._represent(row, position)
+        self._num_represented[row] = DECODING
         return missing
 
-    def continues(self, row: int, position: int) -> bool:
-        """Whether the newest unit is in the buffer up to `position`; from now on it is."""
-        before, self._last_decoded[row] = self._last_decoded[row], position
-        return position % self.algorithm.tokens_per_unit == 0 or before == position - 1
+    def staging(self, hot: HotRows) -> torch.Tensor:
+        """[max_blocks, block_size, row elements of all KV heads], shared by all layers."""
+        if self._staging is None:
+            row_elements = hot.rows.shape[1] // self.algorithm.tokens_per_unit * self.num_heads
+            self._staging = hot.rows.new_zeros(self.shape.max_blocks, self.block_size, row_elements)
+        return self._staging
 
     def check_integrity(self) -> None:
         super().check_integrity()
         for handle, row in self._row_by_handle.items():
             assert row % self.num_heads == handle % self.head_stride, "a KV head is in the row of another"
 
-    def _represent(self, row: int, last: int) -> list[Represent]:
+    def _represent(self, row: int, last: int) -> Represent | None:
         first, self._num_represented[row] = self._num_represented[row], last
-        return [Represent(row, max(first, 0), last)] if first < last else []
+        return Represent(row, first, last) if first < last else None
+
+
+def view_units(cache: torch.Tensor, tokens_per_unit: int, head_stride: int) -> HotRows:
+    """View a layer's cache as units of one KV head, block `b * head_stride + h` being head h's part of block b.
+
+    Args:
+        cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size], a whole number of heads' parts from
+            one block to the next.
+        tokens_per_unit: rows of a unit.
+        head_stride: that number.
+    """
+    num_blocks, num_heads, rows_per_block, width = cache.shape
+    num_parts, units = (num_blocks - 1) * head_stride + num_heads, rows_per_block // tokens_per_unit
+    unit_elements = tokens_per_unit * width
+    return HotRows.from_cache(cache.as_strided((num_parts, units, unit_elements), (cache.stride(1), unit_elements, 1)))

@@ -111,6 +111,55 @@ class Resolved:
         )
 
 
+@dataclass(frozen=True)
+class UnitTables:
+    """Tables of a step's decoding requests where every KV head selects for itself and a row is a unit of tokens.
+
+    Static buffers of the largest batch. KV head h of a request's row r of the state has row `r * num_heads + h`, its
+    part of device block b is block `b * head_stride + h`.
+
+    Attributes:
+        rows: [max_batch] int64 row of the state by request; that after the last request's where there is none.
+        positions: [max_batch] int64 newest position; 0 where there is no request.
+        tails: [max_batch * num_heads] int32 tokens of the newest unit less those of a whole one; 0 for no request.
+        hot_tables: [max_batch * num_heads, hot blocks per request] int32.
+        num_units: [max_batch * num_heads] int32 units of each KV head, the newest included.
+        num_heads, head_stride, tokens_per_unit: sizes.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    tails: torch.Tensor
+    hot_tables: torch.Tensor
+    num_units: torch.Tensor
+    num_heads: int
+    head_stride: int
+    tokens_per_unit: int
+
+    @classmethod
+    def allocate(
+        cls,
+        max_batch: int,
+        num_hot_blocks: int,
+        num_heads: int,
+        head_stride: int,
+        tokens_per_unit: int,
+        device: torch.device,
+    ) -> UnitTables:
+        """Empty buffers."""
+        by_head = max_batch * num_heads
+        return cls(
+            torch.zeros(max_batch, dtype=torch.int64, device=device),
+            torch.zeros(max_batch, dtype=torch.int64, device=device),
+            torch.zeros(by_head, dtype=torch.int32, device=device),
+            torch.full((by_head, num_hot_blocks), -1, dtype=torch.int32, device=device),
+            torch.zeros(by_head, dtype=torch.int32, device=device),
+            num_heads,
+            head_stride,
+            tokens_per_unit,
+        )
+
+
 class SwapInOps(ABC):
     """Operations on hot rows and host rows. None allocates, waits for the device or reads a tensor's value.
 
@@ -213,4 +262,37 @@ class SwapInOps(ABC):
         Args:
             rows: [num_rows, row elements], contiguous; positions [first, first + num_rows).
             host_rows, host_table, block_size: as in `stage_rows`.
+        """
+
+    @abstractmethod
+    def begin_units(self, tables: StepTables, out: UnitTables) -> None:
+        """Tables by KV head from those by request.
+
+        Args:
+            tables: of the step, by request, except that `state_rows` and `host_tables` have entries by KV head.
+            out: written for the first `batch` requests.
+        """
+
+    @abstractmethod
+    def write_tokens(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        units: UnitTables,
+        tables: StepTables,
+        num_slots: int,
+        hot_rows: HotRows,
+        host_rows: torch.Tensor,
+        reload: torch.Tensor,
+    ) -> None:
+        """Put each request's new token into its newest unit, on the device and on the host.
+
+        Args:
+            key, value: [batch, num_heads, head_size] of the new tokens.
+            units: of the step.
+            tables: of the step by KV head, over `units`.
+            num_slots: hot slots per KV head, the reserved one not counted.
+            hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
+            reload: [num_requests by KV head] int32: where not 0, the newest unit's earlier tokens are only on the host;
+                they are copied to the device, and the entry becomes 0.
         """

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
 
 LIBRARY = Path(__file__).parents[1] / "_kernels.so"
-MAX_TOP_K, MAX_SLOTS, MAX_BATCH = 4096, 16384, 1024  # what one launch of csrc/cuda/{resolve,gather}.cu covers
+MAX_TOP_K, MAX_SLOTS = 4096, 16384  # what csrc/cuda/resolve.cu covers
 MAX_LAYERS = 128  # of one launch of csrc/cuda/write_back.cu
 VECTOR_BYTES = 16
 
@@ -66,12 +66,52 @@ class _Resolved(Structure):
     ]
 
 
+class _UnitTables(Structure):
+    _fields_ = [
+        ("rows", c_void_p),
+        ("positions", c_void_p),
+        ("tails", c_void_p),
+        ("hot_tables", c_void_p),
+        ("num_units", c_void_p),
+        ("num_heads", c_int32),
+        ("head_stride", c_int32),
+        ("tokens_per_unit", c_int32),
+    ]
+
+
+class _NewTokens(Structure):
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+        ("positions", c_void_p),
+        ("num_heads", c_int32),
+        ("head_bytes", c_int32),
+        ("tokens_per_unit", c_int32),
+    ]
+
+
+class PageBounds(Structure):
+    """Mirror of the struct in csrc/cuda/page_bounds.cu."""
+
+    _fields_ = [
+        ("minima", c_void_p),
+        ("maxima", c_void_p),
+        ("max_pages", c_int32),
+        ("num_heads", c_int32),
+        ("head_size", c_int32),
+        ("page_size", c_int32),
+    ]
+
+
 class _LayerRows(Structure):
     _fields_ = [("hot", c_void_p * MAX_LAYERS), ("host", c_void_p * MAX_LAYERS)]
 
 
 _HOT, _HOST, _TABLES = POINTER(_HotRows), POINTER(_HostRows), POINTER(_StepTables)
 _RESIDENCY, _RESOLVED, _LAYERS = POINTER(_Residency), POINTER(_Resolved), POINTER(_LayerRows)
+_UNITS, _TOKENS, _BOUNDS = POINTER(_UnitTables), POINTER(_NewTokens), POINTER(PageBounds)
 _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED, c_bool),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool),
@@ -80,6 +120,10 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES, c_int32),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
     "save_rows": (c_void_p, c_int32, c_int32, c_int64, _HOST, c_void_p, c_int32, c_int32),
+    "begin_units": (_TABLES, _UNITS),
+    "write_tokens": (_TOKENS, _TABLES, _HOT, _HOST, c_int32, c_void_p),
+    "update_page_bounds": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_bool),
+    "page_scores": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_bool, c_void_p),
 }
 
 
@@ -97,6 +141,19 @@ def _load_library() -> ctypes.CDLL:
         launcher.argtypes, launcher.restype = (*arguments, c_void_p), c_int32
     library.hisparse_error_string.argtypes, library.hisparse_error_string.restype = (c_int32,), c_char_p
     return library
+
+
+def launch(name: str, *arguments: Any) -> None:
+    """Enqueue a kernel on the current stream.
+
+    Raises:
+        RuntimeError: CUDA refused it.
+    """
+    library = _load_library()
+    error = getattr(library, f"hisparse_{name}")(*arguments, torch.cuda.current_stream().cuda_stream)
+    if error:
+        meaning = library.hisparse_error_string(error).decode()
+        raise RuntimeError(f"hisparse_{name} failed: {meaning} (CUDA error {error})")
 
 
 class _Kept:
@@ -137,11 +194,10 @@ class CudaSwapInOps(SwapInOps):
 
     def __init__(self, refresh_hits: bool):
         self.refresh_hits = refresh_hits
-        self._library = _load_library()
-        self._launchers = {name: getattr(self._library, f"hisparse_{name}") for name in _ARGUMENTS}
+        _load_library()
         self._hot_rows, self._host_rows = _Kept(_hot_rows, 1024), _Kept(_host_rows, 1024)
         self._residency, self._resolved = _Kept(_residency, 1024), _Kept(_resolved, 8)
-        self._tables = _Kept(_step_tables, 2)
+        self._tables, self._units = _Kept(_step_tables, 4), _Kept(_unit_tables, 1)
         self._layers: tuple[tuple[int, ...], list[tuple], Any] = ((), [], None)
 
     def resolve(
@@ -153,7 +209,7 @@ class CudaSwapInOps(SwapInOps):
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
-        self._launch(
+        launch(
             "resolve",
             *self._selection(residency, tables, top_k, out),
             self._hot_rows(hot_rows),
@@ -163,7 +219,7 @@ class CudaSwapInOps(SwapInOps):
         )
 
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
-        self._launch("gather", *self._rows(host_rows, hot_rows), self._resolved(resolved), batch, False)
+        launch("gather", *self._rows(host_rows, hot_rows), self._resolved(resolved), batch, False)
 
     def swap_in(
         self,
@@ -175,7 +231,7 @@ class CudaSwapInOps(SwapInOps):
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
-        self._launch(
+        launch(
             "swap_in",
             *self._selection(residency, tables, top_k, out),
             *self._rows(host_rows, hot_rows),
@@ -186,13 +242,13 @@ class CudaSwapInOps(SwapInOps):
 
     def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
         assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= len(tables.seq_lens)
-        self._launch("newest_rows", self._tables(tables), num_slots, self._hot_rows(hot_rows), out.data_ptr())
+        launch("newest_rows", self._tables(tables), num_slots, self._hot_rows(hot_rows), out.data_ptr())
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
     ) -> None:
         for layers in self._layer_groups(hot_rows, host_rows):
-            self._launch("write_back", *layers, self._tables(tables), num_slots)
+            launch("write_back", *layers, self._tables(tables), num_slots)
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -200,7 +256,7 @@ class CudaSwapInOps(SwapInOps):
         host, row_bytes = self._host_rows(host_rows), _row_bytes(staging)
         assert host.row_bytes == row_bytes, "host and device rows are of different sizes"
         table = _host_table(host_table, block_size)
-        self._launch("stage_rows", host, *table, staging.data_ptr(), len(staging), row_bytes)
+        launch("stage_rows", host, *table, staging.data_ptr(), len(staging), row_bytes)
 
     def save_rows(
         self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int
@@ -208,7 +264,26 @@ class CudaSwapInOps(SwapInOps):
         host, row_bytes = self._host_rows(host_rows), _row_bytes(rows)
         assert host.row_bytes == row_bytes, "host and device rows are of different sizes"
         table = _host_table(host_table, block_size)
-        self._launch("save_rows", rows.data_ptr(), first, len(rows), row_bytes, host, *table)
+        launch("save_rows", rows.data_ptr(), first, len(rows), row_bytes, host, *table)
+
+    def begin_units(self, tables: StepTables, out: UnitTables) -> None:
+        assert out.hot_tables.shape[1] == tables.hot_tables.shape[1], "hot block tables are of different widths"
+        launch("begin_units", self._tables(tables), self._units(out))
+
+    def write_tokens(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        units: UnitTables,
+        tables: StepTables,
+        num_slots: int,
+        hot_rows: HotRows,
+        host_rows: torch.Tensor,
+        reload: torch.Tensor,
+    ) -> None:
+        host, hot = self._rows(host_rows, hot_rows)
+        tokens = _new_tokens(key, value, units)
+        launch("write_tokens", tokens, self._tables(tables), hot, host, num_slots, reload.data_ptr())
 
     def _selection(self, residency: Residency, tables: StepTables, top_k: torch.Tensor, out: Resolved) -> tuple:
         """What both kinds of `resolve` start with, checked."""
@@ -216,12 +291,7 @@ class CudaSwapInOps(SwapInOps):
         (batch, width), row_stride = top_k.shape, top_k.stride(0)
         assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"
         assert len(out.hot_rows) >= batch == step.batch and self._resolved(out).top_k == width, "sizes differ"
-        if width > min(entries.num_slots, MAX_TOP_K) or entries.num_slots > MAX_SLOTS or batch > MAX_BATCH:
-            raise ValueError(
-                f"The CUDA kernels resolve up to {MAX_TOP_K} rows of {MAX_BATCH} requests in buffers of up to "
-                f"{MAX_SLOTS} slots; got top_k {width}, batch {batch} and {entries.num_slots} slots. Lower "
-                "device_buffer_size or the number of requests."
-            )
+        assert width <= entries.num_slots, "top_k must fit in the buffer"
         return entries, step, top_k.data_ptr(), row_stride
 
     def _rows(self, host_rows: torch.Tensor, hot_rows: HotRows) -> tuple[_HostRows, _HotRows]:
@@ -238,12 +308,6 @@ class CudaSwapInOps(SwapInOps):
             groups = [_layer_rows(pairs[i : i + MAX_LAYERS]) for i in range(0, len(pairs), MAX_LAYERS)]
             self._layers = key, groups, given
         return self._layers[1]
-
-    def _launch(self, name: str, *arguments: Any) -> None:
-        error = self._launchers[name](*arguments, torch.cuda.current_stream().cuda_stream)
-        if error:
-            meaning = self._library.hisparse_error_string(error).decode()
-            raise RuntimeError(f"hisparse_{name} failed: {meaning} (CUDA error {error})")
 
 
 def _row_bytes(rows: torch.Tensor) -> int:
@@ -284,6 +348,25 @@ def _step_tables(tables: StepTables) -> _StepTables:
         len(tables.seq_lens),
         tables.block_size,
     )
+
+
+def _unit_tables(units: UnitTables) -> _UnitTables:
+    tensors = (units.rows, units.positions, units.tails, units.hot_tables, units.num_units)
+    sizes = units.num_heads, units.head_stride, units.tokens_per_unit
+    return _UnitTables(*(tensor.data_ptr() for tensor in tensors), *sizes)
+
+
+def _new_tokens(key: torch.Tensor, value: torch.Tensor, units: UnitTables) -> _NewTokens:
+    _, num_heads, head_size = key.shape
+    element_bytes = key.element_size()
+    head_bytes = head_size * element_bytes
+    for tokens in (key, value):
+        assert tokens.stride(2) == 1 and tokens.stride(1) == head_size, "heads must lie side by side"
+        assert head_bytes % VECTOR_BYTES == tokens.stride(0) * element_bytes % VECTOR_BYTES == 0, "16-byte heads only"
+    strides = key.stride(0) * element_bytes, value.stride(0) * element_bytes
+    positions = units.positions.data_ptr()
+    per_unit = units.tokens_per_unit
+    return _NewTokens(key.data_ptr(), value.data_ptr(), *strides, positions, num_heads, head_bytes, per_unit)
 
 
 def _resolved(out: Resolved) -> _Resolved:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
 
 
 @dataclass
@@ -125,6 +126,47 @@ class TorchSwapInOps(SwapInOps):
         sources = torch.arange(len(rows), device=host_table.device)
         targets = _flat_rows(host_table[None], first + sources[None], block_size)[0]
         _copy_rows(rows, sources, host_rows, targets)
+
+    def begin_units(self, tables: StepTables, out: UnitTables) -> None:
+        batch, num_heads, per_unit = len(tables.seq_lens), out.num_heads, out.tokens_per_unit
+        heads = torch.arange(num_heads, device=out.rows.device)
+        by_head = tables.hot_tables[:, None] * out.head_stride + heads[:, None]
+        firsts = dataclasses.replace(tables, hot_tables=by_head[:, 0])
+        live, requests = _requests_of(firsts, batch, len(tables.host_tables))
+        out.rows[:batch] = len(tables.host_tables) // num_heads
+        out.positions[:batch] = 0
+        for tensor, padding in ((out.hot_tables, -1), (out.num_units, 0), (out.tails, 0)):
+            tensor[: batch * num_heads] = padding
+        newest = tables.seq_lens[live] - 1
+        out.rows[live], out.positions[live] = requests // num_heads, newest.long()
+        rows = (live[:, None] * num_heads + heads).flatten()
+        out.hot_tables[rows] = by_head[live].flatten(0, 1).int()
+        out.num_units[rows] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
+        out.tails[rows] = (newest % per_unit + 1 - per_unit).repeat_interleave(num_heads).int()
+
+    def write_tokens(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        units: UnitTables,
+        tables: StepTables,
+        num_slots: int,
+        hot_rows: HotRows,
+        host_rows: torch.Tensor,
+        reload: torch.Tensor,
+    ) -> None:
+        live, requests = _requests_of(tables, len(tables.seq_lens), len(tables.host_tables))
+        newest = tables.seq_lens[live][:, None] - 1
+        targets = _newest_hot_rows(tables, live, num_slots, hot_rows)
+        homes = _flat_rows(tables.host_tables[requests], newest, tables.block_size)[:, 0]
+        stale = reload[requests] != 0
+        _copy_rows(host_rows, homes[stale], hot_rows.rows, targets[stale])
+        reload[requests] = 0
+        offsets = (units.positions[: len(key)] % units.tokens_per_unit).repeat_interleave(units.num_heads)[live]
+        tokens = torch.cat((key, value), -1).flatten(0, 1)[live]
+        for rows, places in ((hot_rows.rows, targets), (host_rows, homes)):
+            by_token = rows.unflatten(1, (units.tokens_per_unit, -1))
+            by_token[places.to(rows.device), offsets.to(rows.device)] = tokens.to(rows.device, rows.dtype)
 
 
 def _requests_of(tables: StepTables, batch: int, num_requests: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,188 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math_constants.h>
+
+#include "common.cuh"
+
+namespace hisparse {
+
+// Bounds of pages, one layer: [num_rows, max_pages, num_heads, head_size] each.
+struct PageBounds {
+    void* minima;
+    void* maxima;
+    int32_t max_pages;
+    int32_t num_heads;
+    int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
+    int32_t page_size;
+};
+
+namespace {
+
+constexpr int kBoundThreads = 256;
+constexpr int kLaneElements = 8;  // one vector of 16-bit elements
+constexpr int kPagesPerBlock = 128;
+
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+
+template <typename T>
+union Vector {
+    uint4 bits;
+    T elements[kLaneElements];
+};
+
+// One warp per request and KV head.
+template <typename T>
+__global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
+    const PageBounds bounds,
+    const int64_t* __restrict__ rows,       // [batch]
+    const int64_t* __restrict__ positions,  // [batch]
+    const T* __restrict__ keys,             // [batch, num_heads, head_size], tokens key_stride elements apart
+    const int64_t key_stride,
+    const int32_t batch
+) {
+    const int index = (blockIdx.x * kBoundThreads + threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int batch_row = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
+    if (batch_row >= batch || first >= bounds.head_size) return;
+    const int64_t position = positions[batch_row];
+    const int64_t page = rows[batch_row] * bounds.max_pages + position / bounds.page_size;
+    const int64_t at = (page * bounds.num_heads + head) * bounds.head_size + first;
+    Vector<T> key, low, high;
+    key.bits = *reinterpret_cast<const uint4*>(keys + batch_row * key_stride + head * bounds.head_size + first);
+    auto minima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.minima) + at);
+    auto maxima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.maxima) + at);
+    low.bits = high.bits = key.bits;
+    if (position % bounds.page_size != 0) {
+        low.bits = *minima;
+        high.bits = *maxima;
+#pragma unroll
+        for (int i = 0; i < kLaneElements; ++i) {
+            low.elements[i] = __hmin(low.elements[i], key.elements[i]);
+            high.elements[i] = __hmax(high.elements[i], key.elements[i]);
+        }
+    }
+    *minima = low.bits;
+    *maxima = high.bits;
+}
+
+// One thread block per request, KV head and kPagesPerBlock pages; `lanes` lanes of a warp share a page.
+template <typename T>
+__global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
+    const PageBounds bounds,
+    const int64_t* __restrict__ rows,        // [batch]
+    const int64_t* __restrict__ num_tokens,  // [batch]
+    const T* __restrict__ query,             // [batch, num_heads * group, head_size], query_stride apart
+    const int64_t query_stride,
+    const int32_t group,
+    const int32_t lanes,
+    float* scores  // [batch, num_heads, max_pages]
+) {
+    extern __shared__ float shared_query[];  // [group, head_size]
+    const int head = blockIdx.y, batch_row = blockIdx.z, size = bounds.head_size;
+    const T* heads = query + batch_row * query_stride + static_cast<int64_t>(head) * group * size;
+    for (int i = threadIdx.x; i < group * size; i += kBoundThreads) shared_query[i] = to_float(heads[i]);
+    __syncthreads();
+    const int64_t num_pages = (num_tokens[batch_row] + bounds.page_size - 1) / bounds.page_size;
+    const int64_t first_page = rows[batch_row] * bounds.max_pages;
+    float* out = scores + (static_cast<int64_t>(batch_row) * bounds.num_heads + head) * bounds.max_pages;
+    const int lane = threadIdx.x % lanes, first = lane * kLaneElements;
+    for (int i = threadIdx.x / lanes; i < kPagesPerBlock; i += kBoundThreads / lanes) {
+        const int page = blockIdx.x * kPagesPerBlock + i;
+        const bool exists = page < num_pages, loads = exists && first < size;
+        Vector<T> low, high;
+        low.bits = high.bits = uint4{};
+        if (loads) {
+            const int64_t at = ((first_page + page) * bounds.num_heads + head) * size + first;
+            low.bits = load_once(reinterpret_cast<const uint4*>(static_cast<const T*>(bounds.minima) + at));
+            high.bits = load_once(reinterpret_cast<const uint4*>(static_cast<const T*>(bounds.maxima) + at));
+        }
+        float best = -CUDART_INF_F;
+        for (int g = 0; g < group; ++g) {
+            float sum = 0;
+            if (loads) {
+                const float* q = shared_query + g * size + first;
+#pragma unroll
+                for (int k = 0; k < kLaneElements; ++k) {
+                    sum += fmaxf(q[k] * to_float(low.elements[k]), q[k] * to_float(high.elements[k]));
+                }
+            }
+            for (int distance = lanes / 2; distance > 0; distance /= 2) {
+                sum += __shfl_xor_sync(kAllLanes, sum, distance);
+            }
+            best = fmaxf(best, sum);
+        }
+        if (lane == 0 && page < bounds.max_pages) out[page] = exists ? best : -CUDART_INF_F;
+    }
+}
+
+template <typename T>
+cudaError_t update_page_bounds(
+    const PageBounds& bounds, const int64_t* rows, const int64_t* positions, const void* keys, int64_t key_stride,
+    int32_t batch, cudaStream_t stream
+) {
+    const int num_blocks = (batch * bounds.num_heads * kWarpSize + kBoundThreads - 1) / kBoundThreads;
+    update_page_bounds_kernel<T><<<num_blocks, kBoundThreads, 0, stream>>>(
+        bounds, rows, positions, static_cast<const T*>(keys), key_stride, batch
+    );
+    return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t page_scores(
+    const PageBounds& bounds, const int64_t* rows, const int64_t* num_tokens, const void* query, int64_t query_stride,
+    int32_t group, int32_t batch, float* scores, cudaStream_t stream
+) {
+    int lanes = 1;
+    while (lanes * kLaneElements < bounds.head_size) lanes *= 2;
+    const dim3 grid((bounds.max_pages + kPagesPerBlock - 1) / kPagesPerBlock, bounds.num_heads, batch);
+    const size_t shared_bytes = sizeof(float) * group * bounds.head_size;
+    page_scores_kernel<T><<<grid, kBoundThreads, shared_bytes, stream>>>(
+        bounds, rows, num_tokens, static_cast<const T*>(query), query_stride, group, lanes, scores
+    );
+    return cudaGetLastError();
+}
+
+bool fits(const PageBounds& bounds) {
+    return bounds.head_size % kLaneElements == 0 && bounds.head_size <= kWarpSize * kLaneElements;
+}
+
+}  // namespace
+}  // namespace hisparse
+
+using namespace hisparse;
+
+// Take one new key per request into its page's bounds: `page_bounds.update`. Elements are bfloat16, or float16.
+extern "C" cudaError_t hisparse_update_page_bounds(
+    const PageBounds* bounds,
+    const int64_t* rows,
+    const int64_t* positions,
+    const void* keys,
+    int64_t key_stride,
+    int32_t batch,
+    bool is_bfloat16,
+    cudaStream_t stream
+) {
+    if (batch == 0) return cudaSuccess;
+    if (!fits(*bounds)) return cudaErrorInvalidValue;
+    const auto run = is_bfloat16 ? update_page_bounds<__nv_bfloat16> : update_page_bounds<__half>;
+    return run(*bounds, rows, positions, keys, key_stride, batch, stream);
+}
+
+// Upper bounds of the pages' scores: `page_bounds.scores`. scores: [batch, num_heads, max_pages].
+extern "C" cudaError_t hisparse_page_scores(
+    const PageBounds* bounds,
+    const int64_t* rows,
+    const int64_t* num_tokens,
+    const void* query,
+    int64_t query_stride,
+    int32_t group,
+    int32_t batch,
+    bool is_bfloat16,
+    float* scores,
+    cudaStream_t stream
+) {
+    if (batch == 0) return cudaSuccess;
+    if (!fits(*bounds)) return cudaErrorInvalidValue;
+    const auto run = is_bfloat16 ? page_scores<__nv_bfloat16> : page_scores<__half>;
+    return run(*bounds, rows, num_tokens, query, query_stride, group, batch, scores, stream);
+}

@@ -1,0 +1,92 @@
+"""The adaptors of dense models: prefill, decode and whatever brings KV, on both devices' code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from paged_layer import HEAD_SIZE, NUM_HEADS, PagedLayer, Request
+from paged_layers import CpuLayer, CudaLayer
+
+from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.oracle import Oracle
+from vllm_hisparse.algorithms.quest import Quest
+from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+
+
+@pytest.fixture(params=[Quest, Oracle, StreamingLLM])
+def algorithm(request: pytest.FixtureRequest) -> type[SparseAlgorithm]:
+    return request.param
+
+
+@pytest.fixture(params=[CpuLayer, CudaLayer])
+def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[PagedLayer]:
+    layer = request.param(algorithm)
+    yield layer
+    if isinstance(layer, CudaLayer):
+        layer.undo()
+
+
+def test_prefill_in_chunks_beside_decodes(layer: PagedLayer) -> None:
+    """Three requests come and decode past several pages, past the budget and past the buffer."""
+    first = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    second, third = Request(10, [1, 3, 4, 6, 8, 10, 12], 1), Request(20, [13, 14, 15, 16, 17, 18, 19], 2)
+    layer.start(first)
+    for num in (20, 37, 30, 1, 1):
+        layer.step([(first, num)])
+    layer.start(second)
+    layer.step([(first, 1), (second, 5)])
+    layer.start(third)
+    layer.step([(third, 64), (second, 2), (first, 1)])
+    for _ in range(50):
+        layer.step([(second, 1), (first, 1), (third, 1)])
+    hits, misses = layer.buffer.take_counts()
+    assert hits > misses > 0
+
+
+def test_kv_that_arrived_in_the_host_pool(layer: PagedLayer) -> None:
+    """A transfer or the prefix cache brought the first tokens: a request decodes, or prefills, right after them."""
+    former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer.start(former)
+    layer.step([(former, 75)])
+    layer.buffer.release(former.handle)
+    other = Request(30, [20, 21, 22, 23, 24, 25, 26], 5)  # leaves its state where the next requests find it
+    layer.start(other)
+    layer.step([(other, 100)])
+    layer.step([(other, 1)])
+    layer.buffer.release(other.handle)
+    for handle, num in ((10, 1), (20, 9)):
+        request = Request(handle, former.host_ids, 0)
+        request.num_computed = 75
+        layer.start(request)
+        layer.step([(request, num)])
+        for _ in range(20):
+            layer.step([(request, 1)])
+        layer.buffer.release(handle)
+
+
+def test_a_prompt_of_one_token(layer: PagedLayer) -> None:
+    request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer.start(request)
+    for _ in range(40):
+        layer.step([(request, 1)])
+
+
+def test_block_tables_of_no_request_give_zeros(algorithm: type[SparseAlgorithm]) -> None:
+    """Profiling and padding."""
+    layer = CpuLayer(algorithm)
+    known, unknown = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(20, [1], 1)
+    layer.start(known)
+    layer.step([(known, 40)])
+    layer.expected = lambda request, span: (
+        torch.zeros(len(span), NUM_HEADS, HEAD_SIZE)
+        if request is unknown
+        else PagedLayer.expected(layer, request, span)
+    )
+    layer.step([(unknown, 3), (known, 1), (unknown, 1)])
+
+
+def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
+    out = torch.full((2, NUM_HEADS, HEAD_SIZE), float("nan"))
+    assert not layer.impl.forward(None, out, out, out, None, None, out).any()

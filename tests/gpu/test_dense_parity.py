@@ -1,0 +1,110 @@
+"""Dense models on the GPU: with a budget of everything every algorithm gives full KV's tokens, whatever brought the KV.
+
+Pages of Quest and StreamingLLM run in CUDA graphs; ClusterKV clusters on the way and runs without.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineRun, assert_pools_empty, assert_same_but_ties, engine_args, hot_args, make_prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+EVERYTHING = {"token": 4096, "page": 8192}
+LENGTHS = {"token": [1, 15, 16, 17, 500, 1100, 3900], "page": [1, 15, 16, 17, 500, 1100, 3900, 6001, 8000]}
+MAX_TOKENS = 64
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quest": ("page", {}),
+    "streaming_llm": ("page", {}),
+    "cluster_kv": ("token", {"algorithm_options": {"update_interval": 32, "clusters_per_update": 2}}),
+    "pq_cache": ("token", {"dense_layers": [1]}),
+    "oracle": ("token", {}),
+}
+VARIANTS = {"llama": "llama", "qwen3": "qwen3"}
+
+
+def arguments(**overrides: Any) -> dict[str, Any]:
+    base = {"attention_config": {"backend": "FLASH_ATTN"}, "max_model_len": 8192, "hf_overrides": {}}
+    return {**base, "max_num_batched_tokens": 2048, **overrides}
+
+
+def phases(kind: str) -> list[dict[str, Any]]:
+    """Prompts, and a second turn of each."""
+    first = [make_prompt(length) for length in LENGTHS[kind]]
+    second = [prompt + make_prompt(41, 7) for prompt in first]
+    return [{"prompts": first, "max_tokens": MAX_TOKENS}, {"prompts": second, "max_tokens": 24}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    directory = tmp_path_factory.mktemp("models")
+    return {name: make_model(name, directory / name, num_layers=4, num_heads=16) for name in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineRun]:
+    """All engines side by side."""
+    directory, started = tmp_path_factory.mktemp("runs"), {}
+    caching = {"enable_prefix_caching": True}
+    for kind in EVERYTHING:
+        engine = arguments_of(models["llama"], **caching)
+        started[f"full_{kind}"] = EngineRun.start(directory, f"full_{kind}", engine, phases(kind))
+    for name, (kind, options) in ALGORITHMS.items():
+        size = EVERYTHING[kind]
+        extra = {"algorithm": name, "top_k": size, "device_buffer_size": size, **options}
+        engine = hot_args(models["llama"], extra, **arguments(**caching))
+        started[name] = EngineRun.start(directory, name, engine, phases(kind))
+    return started
+
+
+def arguments_of(model: Path, **overrides: Any) -> dict[str, Any]:
+    return engine_args(model, **arguments(**overrides))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_budget_of_everything_is_full_attention(runs: dict[str, EngineRun], algorithm: str) -> None:
+    """Over chunked prefill, in CUDA graphs where the algorithm can, and again from the prefix cache."""
+    kind = ALGORITHMS[algorithm][0]
+    for full, record in zip(runs[f"full_{kind}"].phases(), runs[algorithm].phases(), strict=True):
+        assert_same_but_ties(record["completions"], full["completions"])
+        assert_pools_empty(record)
+    assert record["counters"]["host_prefix_tokens"] > 0
+
+
+def test_evicted_units_come_back(models: dict[str, Path], tmp_path: Path) -> None:
+    """A buffer no larger than the selection gives the tokens of one that holds everything; Qwen3, in CUDA graphs."""
+    phase = {"prompts": [make_prompt(length) for length in (64, 777, 6000)], "max_tokens": 80}
+    started = [
+        EngineRun.start(
+            tmp_path,
+            f"buffer_{size}",
+            hot_args(models["qwen3"], {"algorithm": "quest", "top_k": 512, "device_buffer_size": size}, **arguments()),
+            [phase],
+        )
+        for size in (512, 8192)
+    ]
+    small, large = (run.phases()[0] for run in started)
+    assert_same_but_ties(small["completions"], large["completions"])
+    assert small["counters"]["cache_misses"] > large["counters"]["cache_misses"]
+
+
+def test_preempted_requests_resume(models: dict[str, Path], tmp_path: Path) -> None:
+    """The host pool runs out while requests decode."""
+    phase = {"prompts": [make_prompt(length) for length in (2000, 2100, 2200)], "max_tokens": 200}
+    block_bytes = 16 * 4 * 2 * 4 * 32 * 2  # tokens, layers, key and value, KV heads, elements, bf16
+    extra = {"algorithm": "quest", "top_k": 4096, "device_buffer_size": 4096}
+    engine = hot_args(
+        models["llama"], {**extra, "host_pool_gib": 412 * block_bytes / 2**30}, **arguments(max_model_len=4096)
+    )
+    hot = EngineRun.start(tmp_path, "hot", engine, [phase])
+    full = EngineRun.start(tmp_path, "full", arguments_of(models["llama"], max_model_len=4096), [phase])
+    record = hot.phases()[0]
+    assert_same_but_ties(record["completions"], full.phases()[0]["completions"])
+    assert_pools_empty(record)
+    assert record["counters"]["resumed_requests"] >= 1

@@ -1,0 +1,100 @@
+"""CUDA operations on units of KV heads against the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_hisparse.ops import page_bounds
+from vllm_hisparse.ops.base import HotRows, StepTables, UnitTables
+from vllm_hisparse.ops.registry import swap_in_ops
+from vllm_hisparse.ops.torch_ops import TorchSwapInOps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+NUM_REQUESTS, NUM_BLOCKS, STRIDE_HEADS = 6, 40, 3  # layers of a device block: 3
+SIZES = [(1, 4, 64, 16), (8, 4, 128, 16), (2, 3, 64, 1), (8, 1, 256, 32)]  # KV heads, blocks, head size, tokens
+
+
+class Layer:
+    """Tables and rows of one layer on a device, the same for the same seed."""
+
+    def __init__(self, num_heads: int, num_hot_blocks: int, head_size: int, per_unit: int, device: str):
+        generator = torch.Generator().manual_seed(num_heads * head_size + per_unit)
+        self.num_heads, self.per_unit, self.device = num_heads, per_unit, torch.device(device)
+        stride, units_per_block = num_heads * STRIDE_HEADS, 2
+        self.num_slots, self.units_per_host_block = num_hot_blocks * units_per_block - 1, 4
+        seq_lens = torch.tensor([1, 17, 300, 0, 5, 64], dtype=torch.int32)
+        handles = torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
+        tables = handles[:, None] + torch.arange(num_hot_blocks)
+        state_rows = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
+        for request, handle in enumerate(handles.tolist()):
+            if request != 4:  # a request that nobody knows
+                heads = torch.arange(num_heads, dtype=torch.int32)
+                state_rows[handle * stride : handle * stride + num_heads] = request * num_heads + heads
+        max_blocks = 300 // per_unit // self.units_per_host_block + 1
+        num_host_blocks = NUM_REQUESTS * max_blocks
+        by_request = torch.randperm(num_host_blocks, generator=generator).view(NUM_REQUESTS, max_blocks)
+        by_head = (by_request[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten(0, 1)
+        host_tables = torch.cat((by_head, torch.full((1, max_blocks), -1))).int()
+        width = per_unit * 2 * head_size
+        parts = (NUM_BLOCKS - 1) * stride + num_heads
+        cache = torch.randn(parts, units_per_block, width, generator=generator).bfloat16()
+        host = torch.randn(num_host_blocks * num_heads * self.units_per_host_block, width, generator=generator)
+        self.hot = HotRows.from_cache(cache.to(device))
+        self.host = host.bfloat16().pin_memory()
+        self.key, self.value = (
+            torch.randn(2, NUM_REQUESTS, num_heads, head_size, generator=generator).bfloat16().to(device)
+        )
+        self.reload = torch.tensor([1, 0] * 60, dtype=torch.int32)[: len(host_tables)].to(device)
+        self.units = UnitTables.allocate(NUM_REQUESTS, num_hot_blocks, num_heads, stride, per_unit, self.device)
+        moved = (x.to(device) for x in (state_rows, tables.int(), seq_lens, host_tables))
+        self.by_request = StepTables(*moved, block_size=per_unit * self.units_per_host_block)
+
+    def run(self, ops) -> None:
+        ops.begin_units(self.by_request, self.units)
+        units = self.units
+        tables = StepTables(
+            self.by_request.state_rows,
+            units.hot_tables,
+            units.num_units,
+            self.by_request.host_tables,
+            self.units_per_host_block,
+        )
+        ops.write_tokens(self.key, self.value, units, tables, self.num_slots, self.hot, self.host, self.reload)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_units_and_tokens(sizes: tuple[int, int, int, int]) -> None:
+    expected, got = Layer(*sizes, "cpu"), Layer(*sizes, "cuda")
+    before = expected.hot.rows.clone(), expected.host.clone()
+    expected.run(TorchSwapInOps(True))
+    got.run(swap_in_ops(torch.device("cuda"), True))
+    torch.cuda.synchronize()
+    for name in ("rows", "positions", "tails", "hot_tables", "num_units"):
+        assert torch.equal(getattr(got.units, name).cpu(), getattr(expected.units, name)), name
+    assert torch.equal(got.reload.cpu(), expected.reload)
+    assert torch.equal(got.hot.rows.cpu(), expected.hot.rows) and torch.equal(got.host, expected.host)
+    assert expected.units.rows.tolist() == [0, 1, 2, NUM_REQUESTS, NUM_REQUESTS, 5]
+    changed = [(now != then).any() for now, then in zip((expected.hot.rows, expected.host), before, strict=True)]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_size"), [(2, 4, 64), (8, 4, 128), (1, 7, 80), (2, 1, 256)])
+def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_size: int) -> None:
+    generator = torch.Generator().manual_seed(head_size)
+    bounds = torch.randn(2, 5, 260, num_kv_heads, head_size, generator=generator).to(dtype)
+    rows, positions = torch.tensor([3, 0, 4]), torch.tensor([0, 700, 4159])
+    keys = torch.randn(3, num_kv_heads, head_size, generator=generator).to(dtype)
+    query = torch.randn(3, num_kv_heads * group, head_size, generator=generator).to(dtype)
+    minima, maxima = bounds.clone().cuda()
+    page_bounds.update(*bounds, rows, keys, positions, 16)
+    page_bounds.update(minima, maxima, rows.cuda(), keys.cuda(), positions.cuda(), 16)
+    assert torch.equal(torch.stack((minima, maxima)).cpu(), bounds)
+    expected = page_bounds.scores(*bounds, rows, query, positions + 1, 16)
+    got = page_bounds.scores(minima, maxima, rows.cuda(), query.cuda(), positions.cuda() + 1, 16).cpu()
+    for request, position in enumerate(positions.tolist()):
+        num_pages = position // 16 + 1
+        torch.testing.assert_close(got[request, :, :num_pages], expected[request, :, :num_pages], atol=1e-3, rtol=1e-4)
+        assert (got[request, :, num_pages:] == -float("inf")).all()

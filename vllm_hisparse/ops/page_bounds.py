@@ -1,0 +1,92 @@
+"""Elementwise minima and maxima of the keys of pages, on any device: updating them and scoring pages by them."""
+
+from __future__ import annotations
+
+import torch
+
+# NOTE: torch's dispatcher picks the implementation by device, so that the algorithm has one path.
+
+
+@torch.library.custom_op("vllm_hisparse::update_page_bounds", mutates_args=("minima", "maxima"))
+def update(
+    minima: torch.Tensor,
+    maxima: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Take one new key per request into the bounds of its page; a page's first key starts them.
+
+    Args:
+        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size].
+        rows: [batch] int64 distinct requests.
+        keys: [batch, num_kv_heads, head_size].
+        positions: [batch] int64 of the keys.
+        page_size: tokens per page.
+    """
+    pages, opens_page = positions // page_size, (positions % page_size == 0)[:, None, None]
+    for bounds, combine in ((minima, torch.minimum), (maxima, torch.maximum)):
+        old, new = bounds[rows, pages], keys.to(bounds.dtype)
+        bounds[rows, pages] = torch.where(opens_page, new, combine(old, new))
+
+
+@torch.library.custom_op("vllm_hisparse::page_scores", mutates_args=())
+def scores(
+    minima: torch.Tensor,
+    maxima: torch.Tensor,
+    rows: torch.Tensor,
+    query: torch.Tensor,
+    num_tokens: torch.Tensor,
+    page_size: int,
+) -> torch.Tensor:
+    """The largest upper bound that the queries of a KV head have of any key's score in each page.
+
+    Args:
+        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size].
+        rows: [batch] int64 requests.
+        query: [batch, num_heads, head_size]; the heads of one KV head are neighbours.
+        num_tokens: [batch] int64.
+        page_size: tokens per page.
+
+    Returns:
+        [batch, num_kv_heads, max_pages] float32; anything beyond a request's tokens.
+    """
+    # Per channel max(q * m, q * M), which is q * M where q > 0 and q * m elsewhere: two matrix products.
+    grouped = query.float().unflatten(1, (minima.shape[2], -1))
+    low, high = (bounds[rows].float().permute(0, 2, 3, 1) for bounds in (minima, maxima))
+    return (grouped.clamp_min(0) @ high + grouped.clamp_max(0) @ low).amax(2)
+
+
+@update.register_kernel("cuda")
+def _(minima, maxima, rows, keys, positions, page_size) -> None:
+    from vllm_hisparse.ops.cuda_ops import launch
+
+    bounds, is_bfloat16 = _bounds(minima, maxima, keys, page_size)
+    pointers = rows.data_ptr(), positions.data_ptr(), keys.data_ptr()
+    launch("update_page_bounds", bounds, *pointers, keys.stride(0), len(rows), is_bfloat16)
+
+
+@scores.register_kernel("cuda")
+def _(minima, maxima, rows, query, num_tokens, page_size) -> torch.Tensor:
+    from vllm_hisparse.ops.cuda_ops import launch
+
+    bounds, is_bfloat16 = _bounds(minima, maxima, query, page_size)
+    (batch, num_heads, _), (_, max_pages, num_kv_heads, _) = query.shape, minima.shape
+    out = torch.empty(batch, num_kv_heads, max_pages, dtype=torch.float32, device=query.device)
+    pointers = rows.data_ptr(), num_tokens.data_ptr(), query.data_ptr()
+    group = num_heads // num_kv_heads
+    launch("page_scores", bounds, *pointers, query.stride(0), group, batch, is_bfloat16, out.data_ptr())
+    return out
+
+
+def _bounds(minima: torch.Tensor, maxima: torch.Tensor, vectors: torch.Tensor, page_size: int):
+    """Arguments of a launch, checked, and whether the elements are bfloat16."""
+    from vllm_hisparse.ops.cuda_ops import PageBounds
+
+    dtypes, (_, max_pages, num_kv_heads, head_size) = {minima.dtype, maxima.dtype, vectors.dtype}, minima.shape
+    assert len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}, f"bounds and vectors are {dtypes}"
+    assert minima.is_contiguous() and maxima.is_contiguous(), "bounds must be contiguous"
+    assert vectors.stride(2) == 1 and vectors.stride(1) == head_size and vectors.stride(0) % 8 == 0, "heads lie apart"
+    sizes = max_pages, num_kv_heads, head_size, page_size
+    return PageBounds(minima.data_ptr(), maxima.data_ptr(), *sizes), vectors.dtype == torch.bfloat16
