@@ -20,7 +20,10 @@ CHART = HELM / "vllm-hisparse"
 VALUES = ("default", "cpu", "production")
 KUBERNETES_VERSIONS = ("1.29", "1.31")
 # Kinds of operators, which Kubernetes' own schemas do not know.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
+CRDS = {
+    schema["properties"]["kind"]["const"]: schema
+    for schema in (json.loads(path.read_text()) for path in (Path(__file__).parent / "crds").glob("*.json"))
+}
 
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on PATH: the chart is not rendered")
 
@@ -124,8 +127,19 @@ def test_renderings_fit_kubernetes(name: str, version: str):
     documents = rendered(name)
     assert {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"} <= {doc["kind"] for doc in documents}
     for document in documents:
-        if document["kind"] not in CUSTOM_KINDS:
+        if document["kind"] in CRDS:
+            jsonschema.validate(document, CRDS[document["kind"]])
+        else:
             kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("kind", CRDS)
+def test_crds_refuse_what_the_operators_would(kind: str):
+    document = next(iter(by_name("production", kind).values()))
+    (items,) = [value for value in document["spec"].values() if isinstance(value, list)]
+    items[0]["colour"] = "red"
+    with pytest.raises(jsonschema.ValidationError, match="colour"):
+        jsonschema.validate(document, CRDS[kind])
 
 
 @pytest.mark.parametrize("name", VALUES)
