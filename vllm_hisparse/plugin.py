@@ -17,7 +17,9 @@ def register() -> None:
 
     from vllm_hisparse.config import CONNECTOR_NAME
     from vllm_hisparse.kv_manager.hot_buffer_manager import register_hot_buffer_manager
+    from vllm_hisparse.lifetime import end_with_parent
 
+    end_with_parent()
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector"
