@@ -21,6 +21,7 @@ pytest.importorskip("vllm_router", reason="vllm-router is not installed")
 
 RENDERED = Path(__file__).parent.parent.parent / "deploy" / "helm" / "rendered" / "default.yaml"
 PODS = {"127.0.0.2": "prefill", "127.0.0.3": "decode", "127.0.0.4": "decode", "127.0.0.5": "router"}
+ENGINES = [address for address, component in PODS.items() if component != "router"]
 SETTLE_S = 30
 
 
@@ -42,14 +43,19 @@ class JsonHandler(BaseHTTPRequestHandler):
 
 
 class KubernetesHandler(JsonHandler):
-    """Lists the pods; a watch sees no change."""
+    """Lists the pods; a watch sees no change until a pod begins to end."""
+
+    ending = threading.Event()
 
     def do_GET(self) -> None:
         if "watch=" in self.path:
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            time.sleep(SETTLE_S)
+            if self.ending.wait(SETTLE_S):
+                event = json.dumps({"type": "MODIFIED", "object": ending_pod()}).encode() + b"\n"
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+                time.sleep(SETTLE_S)
             return
         assert self.path.startswith("/api/v1/namespaces/serving/pods")
         items = [pod(address, component) for address, component in PODS.items()]
@@ -78,6 +84,14 @@ def pod(address: str, component: str) -> dict:
     status = {"phase": "Running", "podIP": address, "conditions": [{"type": "Ready", "status": "True"}]}
     metadata = {"name": f"pod-{address}", "namespace": "serving", "uid": address, "labels": labels}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
+
+
+def ending_pod() -> dict:
+    """The last decode pod in the time between `kubectl delete` and its end: running and ready still."""
+    address = [address for address, component in PODS.items() if component == "decode"][-1]
+    body = pod(address, "decode")
+    deletion = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 990, "resourceVersion": "2"}
+    return {**body, "metadata": {**body["metadata"], **deletion}}
 
 
 def deployments() -> dict[str, dict]:
@@ -117,24 +131,50 @@ def router_process(directory: Path, port: int, api_port: int, engine_port: int) 
     return EngineProcess("router", command, directory / "log", env={"KUBECONFIG": str(kubeconfig)}, health_url=url)
 
 
-def test_router_finds_the_pods_of_each_role(tmp_path: Path):
+@pytest.fixture
+def router_port(tmp_path: Path) -> Iterator[int]:
+    """The router's port; it has found all pods."""
     port, api_port, engine_port = free_ports(3)
     EngineHandler.served.clear()
-    engines = [address for address, component in PODS.items() if component != "router"]
+    KubernetesHandler.ending.clear()
     with (
         serving(LOOPBACK, api_port, KubernetesHandler),
-        serving(engines[0], engine_port, EngineHandler),
-        serving(engines[1], engine_port, EngineHandler),
-        serving(engines[2], engine_port, EngineHandler),
+        serving(ENGINES[0], engine_port, EngineHandler),
+        serving(ENGINES[1], engine_port, EngineHandler),
+        serving(ENGINES[2], engine_port, EngineHandler),
         ProcessGroup(grace_s=1) as group,
     ):
         group.start(router_process(tmp_path, port, api_port, engine_port))
         group.wait_healthy(SETTLE_S)
-        ready = requests.get(f"http://{LOOPBACK}:{port}/readiness", timeout=10).json()
-        assert (ready["prefill"]["total"], ready["decode"]["total"]) == (1, 2)
-        for _ in range(20):
-            body = {"model": "m", "prompt": "a", "max_tokens": 2}
-            reply = requests.post(f"http://{LOOPBACK}:{port}/v1/completions", json=body, timeout=20)
-            assert reply.status_code == 200, reply.text
-    assert {address for address, prefill in EngineHandler.served if prefill} == {engines[0]}
-    assert {address for address, prefill in EngineHandler.served if not prefill} == set(engines[1:])
+        yield port
+
+
+def ready_engines(port: int) -> tuple[int, int]:
+    """How many prefill and decode pods the router knows."""
+    ready = requests.get(f"http://{LOOPBACK}:{port}/readiness", timeout=10).json()
+    return ready["prefill"]["total"], ready["decode"]["total"]
+
+
+def send_requests(port: int) -> None:
+    for _ in range(20):
+        body = {"model": "m", "prompt": "a", "max_tokens": 2}
+        reply = requests.post(f"http://{LOOPBACK}:{port}/v1/completions", json=body, timeout=20)
+        assert reply.status_code == 200, reply.text
+
+
+def test_router_finds_the_pods_of_each_role(router_port: int):
+    assert ready_engines(router_port) == (1, 2)
+    send_requests(router_port)
+    assert {address for address, prefill in EngineHandler.served if prefill} == {ENGINES[0]}
+    assert {address for address, prefill in EngineHandler.served if not prefill} == set(ENGINES[1:])
+
+
+def test_router_sends_nothing_to_a_pod_that_ends(router_port: int):
+    """From the moment that its deletion begins, which is long before vLLM gets its SIGTERM."""
+    KubernetesHandler.ending.set()
+    deadline = time.monotonic() + SETTLE_S
+    while ready_engines(router_port) != (1, 1):
+        assert time.monotonic() < deadline, "the router still has the pod"
+        time.sleep(0.1)
+    send_requests(router_port)
+    assert {address for address, prefill in EngineHandler.served if not prefill} == {ENGINES[1]}
