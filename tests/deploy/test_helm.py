@@ -192,6 +192,16 @@ def test_only_routers_and_engines_reach_the_nixl_ports(name: str):
     assert not any("from" not in rule for rule in policy["ingress"])
 
 
+@pytest.mark.parametrize("name", VALUES)
+def test_only_routers_and_named_scrapers_reach_the_engines_api(name: str):
+    policy = by_name(name, "NetworkPolicy")["hisparse-engine"]["spec"]
+    rules = [rule for rule in policy["ingress"] if any(port["port"] == "http" for port in rule["ports"])]
+    peers = [peer for rule in rules for peer in rule["from"]]
+    (router,) = [peer for peer in peers if "podSelector" in peer]
+    assert router["podSelector"]["matchExpressions"][0]["values"] == ["router"]
+    assert [peer for peer in peers if peer != router] == chart_values(name)["networkPolicy"]["scrapers"]
+
+
 def test_every_selector_finds_its_pods():
     for name in VALUES:
         labels = {
@@ -227,6 +237,13 @@ def test_renderings_are_current(name: str):
         ("nixl.sideChannelPort=8100", "nixl.sideChannelPort: got 8100"),
         ("enginePort=30500", "enginePort: got 30500"),
         ("router.metricsPort=8000", "router.metricsPort: got 8000"),
+        ("decode.extraArgs={-tp}", "decode.extraArgs: got -tp"),
+        ("decode.extraArgs={--revision=main}", "Move it to engine.extraArgs"),
+        ("prefill.env.HF_TOKEN=secret", "prefill.env: got HF_TOKEN"),
+        ("nixl.env.UCX_TLS=tcp", "nixl.env: got UCX_TLS"),
+        ("service.port=29000", "service.port: got 29000"),
+        ("serviceMonitor.enabled=true", "networkPolicy.scrapers: got []"),
+        ("decode.autoscaling.kind=hpa", "decode.autoscaling reads the engines' metrics"),
         ("prefill.autoscaling.kind=keda", "prometheusAddress"),
         ("decode.autoscaling.minReplicas=9", "decode.autoscaling.maxReplicas: got 8"),
         ("drainSeconds=1", "drainSeconds: got 1"),
@@ -253,7 +270,9 @@ def test_ratio_with_its_device_cache():
 
 @needs_helm
 def test_hpa_scales_on_the_queue():
-    result = helm_template("--set", "decode.autoscaling.kind=hpa")
+    scrapers = 'networkPolicy.scrapers=[{"namespaceSelector": {}}]'
+    result = helm_template("--set", "decode.autoscaling.kind=hpa", "--set-json", scrapers)
+    assert result.returncode == 0, result.stderr
     documents = [doc for doc in yaml.safe_load_all(result.stdout) if doc]
     (scaler,) = [doc for doc in documents if doc["kind"] == "HorizontalPodAutoscaler"]
     kubernetes_validate.validate(scaler, KUBERNETES_VERSIONS[-1], strict=True)

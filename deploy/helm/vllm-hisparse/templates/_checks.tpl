@@ -6,9 +6,11 @@
 {{- define "hisparse.checks" -}}
 {{- include "hisparse.checkModel" . -}}
 {{- include "hisparse.checkArgs" . -}}
+{{- include "hisparse.checkEnv" . -}}
 {{- include "hisparse.checkMemory" . -}}
 {{- include "hisparse.checkPorts" . -}}
 {{- include "hisparse.checkScaling" . -}}
+{{- include "hisparse.checkScrapers" . -}}
 {{- end }}
 
 {{- define "hisparse.checkModel" -}}
@@ -30,15 +32,32 @@
 {{- end -}}
 {{- end }}
 
-{{/* Options that both roles share, or that the chart sets, are refused among the free arguments. */}}
+{{/* Options that the chart sets are refused among the free arguments, those that both roles must share in a role's. */}}
 {{- define "hisparse.checkArgs" -}}
-{{- $fixed := list "--model" "--served-model-name" "--dtype" "--kv-cache-dtype" "--block-size" "--max-model-len" "--quantization" "--kv-transfer-config" "--tensor-parallel-size" "--port" "--host" "--shutdown-timeout" "--kv-cache-memory-bytes" -}}
+{{- $fixed := list "--model" "--served-model-name" "--dtype" "--kv-cache-dtype" "--block-size" "--max-model-len" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--port" "--host" "--shutdown-timeout" "--kv-cache-memory-bytes" -}}
+{{- $shared := list "--quantization" "-q" "--revision" "--hf-overrides" "--config" -}}
 {{- $args := dict "engine.extraArgs" .Values.engine.extraArgs "prefill.extraArgs" .Values.prefill.extraArgs "decode.extraArgs" .Values.decode.extraArgs -}}
 {{- range $option, $list := $args -}}
 {{- range $argument := $list -}}
 {{- $name := regexReplaceAll "=.*" (toString $argument) "" | replace "_" "-" -}}
-{{- if and (has $name $fixed) (not (and (eq $name "--quantization") (eq $option "engine.extraArgs"))) -}}
-{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" "no option that prefill and decode must share or that the chart sets" "fix" "Use model, engine, enginePort or decode.hisparse: both roles get the same value.") -}}
+{{- if has $name $fixed -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" "no option that the chart sets" "fix" "Use model, engine, enginePort, gpus or decode.hisparse: both roles get the same value where KV must match.") -}}
+{{- end -}}
+{{- if and (has $name $shared) (ne $option "engine.extraArgs") -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" "no option that prefill and decode must share" "fix" "Move it to engine.extraArgs, which both roles get.") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* A name that stands twice in a container's environment breaks later upgrades. */}}
+{{- define "hisparse.checkEnv" -}}
+{{- $fixed := list "VLLM_NIXL_SIDE_CHANNEL_HOST" "VLLM_NIXL_SIDE_CHANNEL_PORT" "UCX_TCP_PORT_RANGE" "UCX_TCP_CM_PORT_RANGE" "UCX_TLS" "UCX_NET_DEVICES" "HOME" "XDG_CACHE_HOME" "VLLM_CACHE_ROOT" "TRITON_CACHE_DIR" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" "VLLM_NO_USAGE_STATS" -}}
+{{- $env := dict "engine.env" .Values.engine.env "prefill.env" .Values.prefill.env "decode.env" .Values.decode.env "nixl.env" .Values.nixl.env -}}
+{{- range $option, $variables := $env -}}
+{{- range $name, $_ := $variables -}}
+{{- if has $name $fixed -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $name "expected" "no variable that the chart sets" "fix" "Use nixl.sideChannelPort, dataPorts, ucxTls or ucxNetDevices, model.cache or model.tokenSecret.") -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -87,6 +106,9 @@
 {{- if eq (int .Values.router.port) (int .Values.router.metricsPort) -}}
 {{- include "hisparse.refuse" (dict "option" "router.metricsPort" "got" .Values.router.metricsPort "expected" "another port than router.port" "fix" "Change one of them.") -}}
 {{- end -}}
+{{- if eq (int .Values.service.port) (int .Values.router.metricsPort) -}}
+{{- include "hisparse.refuse" (dict "option" "service.port" "got" .Values.service.port "expected" "another port than router.metricsPort, which the service has too" "fix" "Change one of them.") -}}
+{{- end -}}
 {{- end }}
 
 {{- define "hisparse.checkScaling" -}}
@@ -105,5 +127,16 @@
 {{- end -}}
 {{- if and .Values.nixl.rdma.resource (not (int .Values.nixl.rdma.count)) -}}
 {{- include "hisparse.refuse" (dict "option" "nixl.rdma.count" "got" .Values.nixl.rdma.count "expected" "at least 1 beside nixl.rdma.resource" "fix" "Raise it or clear the resource.") -}}
+{{- end -}}
+{{- end }}
+
+{{- define "hisparse.checkScrapers" -}}
+{{- $readers := list -}}
+{{- if .Values.serviceMonitor.enabled }}{{ $readers = append $readers "serviceMonitor.enabled" }}{{ end -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- if ne (index $.Values $name).autoscaling.kind "none" }}{{ $readers = append $readers (printf "%s.autoscaling" $name) }}{{ end -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled $readers (empty .Values.networkPolicy.scrapers) -}}
+{{- include "hisparse.refuse" (dict "option" "networkPolicy.scrapers" "got" "[]" "expected" (printf "Prometheus' pods or namespace: %s reads the engines' metrics" (join ", " $readers)) "fix" "Set it, for example to [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}].") -}}
 {{- end -}}
 {{- end }}
