@@ -50,6 +50,7 @@ def test_shipped_configs_parse(path: Path):
         ({"engine_kwargs": {"kv_cache_dtype": "float32"}}, "engine_kwargs.kv_cache_dtype: got 'float32'"),
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),
+        ({"env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}}, "prefill.env.VLLM_NIXL_SIDE_CHANNEL_PORT: got '5600'"),
         ({"prefill": {"replicas": {"min": 3, "max": 2}}}, "replicas.max: got 2"),
         ({"decode": {"kv_load_failure_policy": "ignore"}}, "decode.kv_load_failure_policy: got 'ignore'"),
     ],
@@ -69,6 +70,6 @@ def test_ratio_needs_room_for_the_pool_it_makes():
         AppConfig.parse(app_args(decode={**decode, "host_memory_gib": 8.5}))
 
 
-def test_every_gpu_has_its_port():
+def test_every_gpu_has_its_port_while_a_fleet_is_replaced():
     config = AppConfig.parse(app_args(prefill={"gpus": 8, "replicas": {"max": 4}}))
-    assert side_channel_ports(config.prefill) == range(20000, 20032)
+    assert side_channel_ports(config.prefill) == range(20000, 20064)

@@ -10,7 +10,7 @@ from ray.serve.llm import LLMConfig, build_pd_openai_app
 
 from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse_ray.backend import register
-from vllm_hisparse_ray.config import GIB, AppConfig, Decode, Prefill, Replicas
+from vllm_hisparse_ray.config import GIB, AppConfig, Decode, Prefill, Replicas, side_channel_ports
 
 # Serve ends a replica that is still busy this long after its longest request should have ended.
 SHUTDOWN_MARGIN_S = 30.0
@@ -65,6 +65,7 @@ def decode_config(config: AppConfig) -> LLMConfig:
 def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, Any]) -> LLMConfig:
     """A role in the terms of `ray.serve.llm`."""
     num_gpus = role.gpus if config.device == "gpu" else 0
+    ports = side_channel_ports(role)
     source = Path(config.model_source)
     return LLMConfig(
         model_loading_config={
@@ -85,7 +86,10 @@ def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, A
             "ray_actor_options": {"num_cpus": role.cpus, "memory": int(role.host_memory_gib * GIB)},
         },
         runtime_env={"env_vars": {**config.env, **role.env}},
-        experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": role.side_channel_port_base},
+        callback_config={
+            "callback_class": "vllm_hisparse_ray.side_channel.SideChannel",
+            "callback_kwargs": {"ports": (ports.start, ports.stop), "num_ports": max(1, num_gpus)},
+        },
     )
 
 
@@ -97,6 +101,7 @@ def scaling(replicas: Replicas) -> dict[str, Any]:
         "min_replicas": replicas.min,
         "max_replicas": replicas.max,
         "target_ongoing_requests": replicas.target_ongoing_requests,
+        "upscale_delay_s": replicas.upscale_delay_s,
         "downscale_delay_s": replicas.downscale_delay_s,
     }
     return {"autoscaling_config": autoscaling}

@@ -12,6 +12,8 @@ from vllm_hisparse.config import KV_CACHE_DTYPES, HiSparseConfig, HiSparseConfig
 SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
 # Set from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
+# Set by every replica for itself.
+RESERVED_ENV = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 # Host memory of a decode replica beside its host pool: the Python processes, pinned staging buffers, NIXL.
 HOST_OVERHEAD_GIB = 1.0
 GIB = 2**30
@@ -31,7 +33,10 @@ class Replicas(Options):
     max: int = Field(default=1, ge=1)
     target_ongoing_requests: float = Field(default=32, gt=0)
     """Requests per replica that autoscaling aims at."""
+    upscale_delay_s: float = Field(default=30, ge=0)
+    """A replica is added after that many seconds with more requests than the target."""
     downscale_delay_s: float = Field(default=600, ge=0)
+    """A replica is taken away after that many seconds with fewer."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Replicas:
@@ -61,7 +66,7 @@ class Prefill(Role):
     """Replicas of stock vLLM."""
 
     side_channel_port_base: int = 20000
-    """NIXL's side channel of replica 0; every further GPU of the fleet takes the next port."""
+    """First port for NIXL's side channels; a replica takes the next free ones of its node, one per GPU."""
     host_memory_gib: float = Field(default=8, gt=0)
     """Host memory that Ray reserves per replica."""
 
@@ -111,6 +116,7 @@ class AppConfig(Options):
             raise _first_error(error) from None
         for name, role in (("prefill", config.prefill), ("decode", config.decode)):
             _check_engine_kwargs(name, {**config.engine_kwargs, **role.engine_kwargs})
+            _check_env(name, {**config.env, **role.env})
             _check_device(name, role, config.device)
         _check_same_engine(config)
         _check_kv_dtype(config)
@@ -140,6 +146,17 @@ def _check_engine_kwargs(name: str, engine_kwargs: dict[str, Any]) -> None:
                 engine_kwargs[option],
                 "no value here",
                 "It follows from model_id, model_source, gpus and decode.hisparse: set those.",
+            )
+
+
+def _check_env(name: str, env: dict[str, str]) -> None:
+    for variable in RESERVED_ENV:
+        if variable in env:
+            raise HiSparseConfigError(
+                f"{name}.env.{variable}",
+                env[variable],
+                "no value here: every replica has its own",
+                "Remove it; side_channel_port_base moves the ports.",
             )
 
 
@@ -175,8 +192,8 @@ def _check_kv_dtype(config: AppConfig) -> None:
 
 
 def side_channel_ports(role: Prefill | Decode) -> range:
-    """NIXL's side-channel ports of a fleet at its largest, wherever its replicas run."""
-    return range(role.side_channel_port_base, role.side_channel_port_base + role.replicas.max * max(1, role.gpus))
+    """NIXL's side-channel ports of a role: enough for all of its replicas on one node, while as many old ones drain."""
+    return range(role.side_channel_port_base, role.side_channel_port_base + 2 * role.replicas.max * max(1, role.gpus))
 
 
 def _check_ports(config: AppConfig) -> None:
