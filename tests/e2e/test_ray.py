@@ -1,12 +1,17 @@
-"""`serve run deploy/ray/serve-cpu.yaml` on a Ray cluster of this machine: one prefill and two decode replicas."""
+"""`serve run deploy/ray/serve-cpu.yaml` on a Ray cluster of this machine: one prefill and two decode replicas.
+
+The tests follow one cluster through its life: each one starts where the one before it stopped.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +23,7 @@ import pytest
 import requests
 import yaml
 from conftest import MODELS, assert_same_but_rounding, make_prompt
-from servers import Server, completion, tokens_of
+from servers import REQUEST_TIMEOUT_S, Server, completion, tokens_of
 from test_cluster import complete_or_error, is_error, wait_for
 
 from vllm_hisparse.cli.processes import (
@@ -40,10 +45,23 @@ CONFIG = Path(__file__).parent.parent.parent / "deploy" / "ray" / "serve-cpu.yam
 SERVE = str(Path(sys.executable).parent / "serve")
 START_TIMEOUT_S = 300
 NUM_TOKENS = 60
+NUM_LAST_TOKENS = 1200  # more than a minute, Serve's look-back and delay
 LENGTHS = [300, 901, 1500]
-NUM_ENGINES, STARTED = 3, b"Started vLLM engine."
-DECODE = "ray::ServeReplica:hisparse:Decode:tiny"
+STARTED = b"Started vLLM engine."
+SHRINKS = b"Downscaling Deployment(name='Decode:tiny'"
+DECODE, PREFILL = "ray::ServeReplica:hisparse:Decode:tiny", "ray::ServeReplica:hisparse:Prefill:tiny"
+LEASE_S = 12  # kv_lease_s of the configuration
+METRICS_TARGETS = Path("/tmp/ray/prom_metrics_service_discovery.json")
+LOGS = Path("/tmp/ray/session_latest/logs")
 CLIENT_ENV = {**os.environ, "RAY_AUTH_MODE": "token"}  # the cluster that `serve run` starts wants its token
+CLUSTER_ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",  # every replica's lines in the log
+    "RAY_worker_niceness": "0",  # it starves the engines beside other work
+    "RAY_metrics_report_interval_ms": "2000",  # gauges last twice as long
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+}
 
 
 @dataclass
@@ -57,11 +75,38 @@ class RayApp(Server):
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if cmdline(child).startswith(title)]
 
+    def wait_engines(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until that many engines have been started in the life of the cluster, then keep them calm."""
+        # NOTE: the ingress answers before the engines are loaded, and NIXL's polling threads starve `serve status`.
+        wait_for(lambda: self.num_started() >= count, timeout_s)
+        self.calm()
+
+    def num_started(self) -> int:
+        assert self.process.exit_code is None
+        return self.process.log_path.read_bytes().count(STARTED)
+
     def calm(self) -> None:
         """Lower the priority of NIXL's polling threads, which would take half of a small machine."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         for group_id in {os.getpgid(child.pid) for child in children if "EngineCore" in cmdline(child)}:
             calm_polling_threads(group_id)
+
+    def metric_of(self, replica: psutil.Process, name: str) -> float | None:
+        """A replica's metric as Ray exports it; None before its first report, and seconds after the last of a gauge."""
+        (log,) = LOGS.glob(f"python-core-worker-*_{replica.pid}.log")
+        worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
+        targets = [address for group in json.loads(METRICS_TARGETS.read_text()) for address in group["targets"]]
+        text = "\n".join(requests.get(f"http://{address}/metrics", timeout=30).text for address in targets)
+        samples = re.findall(rf'^ray_vllm_{name}{{.*WorkerId="{worker}".*}} (\S+)$', text, re.MULTILINE)
+        return sum(map(float, samples)) if samples else None
+
+    def deploy(self, **decode: Any) -> None:
+        """`serve deploy` with other options for the decode role."""
+        config = yaml.safe_load(self.config.read_text())
+        config["applications"][0]["args"]["decode"] |= decode
+        self.config.write_text(yaml.safe_dump(config))
+        command = [SERVE, "deploy", str(self.config)]
+        subprocess.run(command, check=True, timeout=START_TIMEOUT_S, capture_output=True, env=CLIENT_ENV)
 
     def stream(
         self, prompt: list[int], max_tokens: int, on_token: Callable[[], Any] = lambda: None
@@ -71,7 +116,9 @@ class RayApp(Server):
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         tokens: list[int] = []
         try:
-            with requests.post(f"{self.url}/v1/completions", json=body, stream=True, timeout=180) as reply:
+            with requests.post(
+                f"{self.url}/v1/completions", json=body, stream=True, timeout=REQUEST_TIMEOUT_S
+            ) as reply:
                 for line in reply.iter_lines():
                     data = line.decode().removeprefix("data: ")
                     if data == "[DONE]":
@@ -108,17 +155,10 @@ def app(expected: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
     config["applications"][0]["args"]["model_source"] = str(MODELS / "dsv32")
     path = directory / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
-    url = f"http://{LOOPBACK}:{port}"
-    command = [SERVE, "run", str(path)]
-    # Every replica's lines in the log; no niceness, which starves the engines beside other work.
-    env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0"}
-    process = EngineProcess("serve", command, directory / "serve.log", env=env)
+    process = EngineProcess("serve", [SERVE, "run", str(path)], directory / "serve.log", env=CLUSTER_ENV)
     with ProcessGroup(grace_s=40) as group:
-        group.start(process)
-        # NOTE: the ingress answers before the engines are loaded, and NIXL's polling threads starve `serve status`.
-        wait_for(lambda: group.check() or process.log_path.read_bytes().count(STARTED) == NUM_ENGINES, START_TIMEOUT_S)
-        ray_app = RayApp(process, url, path)
-        ray_app.calm()
+        ray_app = RayApp(group.start(process), f"http://{LOOPBACK}:{port}", path)
+        ray_app.wait_engines(3)
         yield ray_app
 
 
@@ -145,34 +185,139 @@ def start_streams(app: RayApp, executor: ThreadPoolExecutor, prompts: list[list[
     return futures
 
 
-def test_a_decode_replica_is_killed(app: RayApp):
-    """Its clients are told, the others get all their tokens, and a new replica takes its place."""
-    assert len(app.replicas(DECODE)) == 2
-    victim = app.replicas(DECODE)[0]
-    engine = victim.children(recursive=True)
+def engine_of(replica: psutil.Process) -> psutil.Process:
+    (engine,) = [child for child in replica.children() if "EngineCore" in cmdline(child)]
+    return engine
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for_replacement(app: RayApp, num_engines: int) -> None:
+    app.wait_engines(num_engines)
+    wait_for(lambda: not is_error(complete_or_error(app, make_prompt(60), 4)), timeout_s=60)
+
+
+def stirred(app: RayApp, title: str, name: str) -> list[float | None]:
+    """A gauge of every replica of a role after small requests, without which an idle engine reports nothing."""
     with ThreadPoolExecutor() as executor:
-        futures = start_streams(app, executor, [make_prompt(300 + index, seed=3) for index in range(4)])
-        victim.kill()
+        prompts = [make_prompt(10 + index, seed=4) for index in range(4)]
+        replies = list(executor.map(lambda prompt: complete_or_error(app, prompt, 4), prompts))
+    assert not any(map(is_error, replies))
+    time.sleep(2.3)  # a report is up to 2 s late and lasts 4
+    return [app.metric_of(replica, name) for replica in app.replicas(title)]
+
+
+def wait_stirred(app: RayApp, title: str, name: str, limit: float) -> float:
+    """Wait until every replica of a role reports at most `limit`; returns the largest value."""
+    values: list[float | None] = []
+
+    def within_limit() -> bool:
+        values[:] = stirred(app, title, name)
+        return all(value is not None and value <= limit for value in values)
+
+    wait_for(within_limit, timeout_s=90)
+    return max(values)
+
+
+def test_a_decode_replica_is_killed(app: RayApp):
+    """Its clients are told, the others get all their tokens; no process of it and no block for it remains."""
+    num_engines = app.num_started()
+    victim, _ = app.replicas(DECODE)
+    (prefill,) = app.replicas(PREFILL)
+    processes = [victim, *victim.children(recursive=True)]
+    idle_usage = wait_stirred(app, PREFILL, "kv_cache_usage_perc", 1)
+    num_computed = app.metric_of(prefill, "request_success_total")
+    with ThreadPoolExecutor() as executor:
+        # What a stopped engine asks for is computed by the prefill replica and never fetched.
+        engine_of(victim).suspend()
+        futures = [executor.submit(app.stream, make_prompt(300 + index, seed=3), NUM_TOKENS) for index in range(6)]
+        try:
+            wait_for(lambda: (app.metric_of(prefill, "kv_cache_usage_perc") or 0) > idle_usage, timeout_s=60)
+            wait_for(lambda: app.metric_of(prefill, "request_success_total") == num_computed + 6, timeout_s=60)
+        finally:
+            victim.kill()
         outcomes = [future.result() for future in futures]
     told = [error for _, error in outcomes if error]
     assert told and len(told) < len(outcomes), [(len(tokens), error) for tokens, error in outcomes]
     assert all(len(tokens) == NUM_TOKENS for tokens, error in outcomes if not error)
-    wait_for(lambda: not any(process.is_running() for process in engine), timeout_s=60)
-    wait_for(lambda: len(app.replicas(DECODE)) == 2, timeout_s=120)
-    replies = [complete_or_error(app, make_prompt(60 + index, seed=4), 4) for index in range(4)]
-    assert not any(map(is_error, replies))
+    wait_for(lambda: all(map(is_gone, processes)), timeout_s=10)
+    wait_for_replacement(app, num_engines + 1)
+    wait_stirred(app, PREFILL, "kv_cache_usage_perc", idle_usage)
+    assert app.metric_of(prefill, "nixl_num_kv_expired_reqs_total") > 0
+
+
+def test_a_prefill_replica_is_killed(app: RayApp):
+    """Decode replicas finish what they have or tell their clients, and give every block back."""
+    num_engines = app.num_started()
+    (victim,) = app.replicas(PREFILL)
+    processes = [victim, *victim.children(recursive=True)]
+    with ThreadPoolExecutor() as executor:
+        futures = start_streams(app, executor, [make_prompt(300 + index, seed=3) for index in range(2)])
+        futures += [executor.submit(app.stream, make_prompt(1500 + index, seed=3), NUM_TOKENS) for index in range(6)]
+        wait_for(lambda: (app.metric_of(victim, "num_requests_running") or 0) > 0, timeout_s=60)
+        victim.kill()
+        outcomes = [future.result() for future in futures]
+    assert all(error or len(tokens) == NUM_TOKENS for tokens, error in outcomes)
+    assert not any(error for _, error in outcomes[:2]), "these had their KV"
+    wait_for(lambda: all(map(is_gone, processes)), timeout_s=10)
+    wait_for_replacement(app, num_engines + 1)
+    wait_stirred(app, DECODE, "hisparse_host_blocks_used", 0)
+    wait_stirred(app, DECODE, "kv_cache_usage_perc", 0)
 
 
 def test_a_new_configuration_loses_no_request(app: RayApp):
-    """The old decode replicas finish what they have before they go away."""
-    old = app.replicas(DECODE)
-    config = yaml.safe_load(app.config.read_text())
-    config["applications"][0]["args"]["decode"]["replicas"] = {"min": 1, "max": 1}
-    app.config.write_text(yaml.safe_dump(config))
+    """The old replicas finish what they have before they go away."""
+    old = [*app.replicas(DECODE), *app.replicas(PREFILL)]
+    num_engines = app.num_started()
+    scaling = {"min": 1, "max": 2, "target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 15}
     with ThreadPoolExecutor() as executor:
         futures = start_streams(app, executor, [make_prompt(300 + index, seed=5) for index in range(4)])
-        subprocess.run([SERVE, "deploy", str(app.config)], check=True, timeout=60, capture_output=True, env=CLIENT_ENV)
+        app.deploy(replicas=scaling)
         outcomes = [future.result() for future in futures]
     assert [(len(tokens), error) for tokens, error in outcomes] == [(NUM_TOKENS, "")] * 4
-    wait_for(lambda: not any(process.is_running() for process in old), timeout_s=180)
+    wait_for(lambda: all(map(is_gone, old)), timeout_s=180)
+    wait_for_replacement(app, num_engines + 2)
+
+
+def test_decode_scales_with_the_load(app: RayApp):
+    """Under load a second decode replica starts; after it one goes away, once its requests are finished."""
+    assert len(app.replicas(DECODE)) == 1
+    num_engines, enough = app.num_started(), threading.Event()
+
+    def client(index: int) -> list[tuple[list[int], str]]:
+        prompt, outcomes = make_prompt(300 + index, seed=6), []
+        while not enough.is_set():
+            outcomes.append(app.stream(prompt, NUM_TOKENS))
+        return outcomes
+
+    with ThreadPoolExecutor() as executor:
+        clients = [executor.submit(client, index) for index in range(6)]
+        try:
+            app.wait_engines(num_engines + 1)
+            grown = app.replicas(DECODE)
+        finally:
+            enough.set()
+        last = [executor.submit(app.stream, make_prompt(400 + index, seed=6), NUM_LAST_TOKENS) for index in range(2)]
+        outcomes = [outcome for client in clients for outcome in client.result()]
+        wait_for(lambda: SHRINKS in app.process.log_path.read_bytes(), timeout_s=180)
+        assert not any(future.done() for future in last)
+        last_outcomes = [future.result() for future in last]
+    assert len(grown) == 2
+    assert {(len(tokens), error) for tokens, error in outcomes} == {(NUM_TOKENS, "")}
+    assert [(len(tokens), error) for tokens, error in last_outcomes] == [(NUM_LAST_TOKENS, "")] * 2
+    wait_for(lambda: sum(map(is_gone, grown)) == 1, timeout_s=120)
     assert not is_error(complete_or_error(app, make_prompt(60, seed=6), 4))
+
+
+def test_engines_end_with_their_replica_when_the_raylet_is_gone(app: RayApp):
+    """Nobody is left to kill what a replica leaves behind: the engines notice by themselves."""
+    children = psutil.Process(app.process.pid).children(recursive=True)
+    (raylet,) = [child for child in children if cmdline(child).partition(" ")[0].endswith("/raylet")]
+    replicas = [*app.replicas(DECODE), *app.replicas(PREFILL)]
+    engines = [process for replica in replicas for process in replica.children(recursive=True)]
+    raylet.kill()
+    for replica in replicas:
+        replica.kill()
+    wait_for(lambda: all(map(is_gone, engines)), timeout_s=10)
