@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.e2e
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 START_TIMEOUT_S = 300
 LEASE_S = 12
+DRAIN_S = 60  # longestRequestSeconds of the chart
 METRIC = re.compile(r"\b(vllm:[a-z_]+)")
 
 
@@ -53,7 +55,7 @@ def chart_router_args() -> list[str]:
 
 def start_engine(group: ProcessGroup, log_dir: Path, name: str, connector: dict, core: int) -> Server:
     port, side_port = free_ports(2)
-    args = ["--max-num-batched-tokens", "512"]
+    args = ["--max-num-batched-tokens", "512", "--shutdown-timeout", str(DRAIN_S)]
     if name == "prefill":
         args += ["--no-enable-prefix-caching", "--max-num-seqs", "1"]  # it is the reference too
     process = vllm_engine(name, MODELS / "dsv32", log_dir, port, connector, side_port, [core], args)
@@ -152,6 +154,20 @@ def test_one_decode_server_is_killed(cluster: Cluster):
     assert not any(is_error(reply) for reply in complete_errors(cluster.router, 8))
     kept.wait_empty()
     wait_for(lambda: cluster.prefill.complete(make_prompt(3), 1) and cluster.prefill.metric("kv_cache_usage_perc") == 0)
+
+
+def test_a_decode_server_drains(cluster: Cluster):
+    """After SIGTERM, which Kubernetes sends to the first process alone, running requests get all their tokens."""
+    _, leaving = cluster.decodes
+    prompts = [make_prompt(300 + index, seed=5) for index in range(4)]
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        futures = [executor.submit(complete_or_error, cluster.router, prompt, 100) for prompt in prompts]
+        wait_for(lambda: leaving.metric("num_requests_running") == len(prompts), 90)
+        os.kill(leaving.process.pid, signal.SIGTERM)
+        replies = [future.result() for future in futures]
+    assert [is_error(reply) for reply in replies] == [False] * len(prompts)
+    assert all(len(reply["choices"][0]["token_ids"]) == 100 for reply in replies)
+    wait_for(leaving.process.is_gone, DRAIN_S)
 
 
 def complete_or_error(server: Server, prompt: list[int], max_tokens: int) -> dict:
