@@ -1,28 +1,28 @@
 """How much retrieval does each algorithm keep at each budget? Real engines, models of `train_retrieval`, exact answers.
 
-    python -m benchmarks.accuracy table --model models/retrieval-llama
+    python -m benchmarks.accuracy --model benchmarks/models/retrieval-llama
 
-One engine per algorithm and budget answers the same prompts greedily: passkey, key-value recall and multi-needle at
-each context length. An answer counts when every token of it is right. "full" is stock vLLM without the connector; each
-algorithm also runs with a budget of everything, which must answer as "full" does. Writes the rows with 95% confidence
-intervals (Wilson) and a plot beside them.
+One engine per model, algorithm and budget answers the same prompts greedily: passkey, key-value recall and multi-needle
+at each context length. An answer counts when every token of it is right. "full" is stock vLLM without the connector;
+each algorithm also runs with a budget of everything, which must answer as "full" does. Writes the rows with 95%
+confidence intervals (Wilson) and a plot beside them.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
-from benchmarks.common import RESULTS, show, track, write_result
+from benchmarks.common import RESULTS, gpu_hardware, show, track, write_result
 from benchmarks.retrieval_tasks import TASKS, examples
 
 CONTEXTS = [1024, 4096, 16384]
@@ -30,8 +30,7 @@ BUDGETS = [32, 64, 128, 256, 512, 1024]
 ALGORITHMS = ["oracle", "quest", "cluster_kv", "streaming_llm", "pq_cache"]
 DENSE_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
 FULL = "full"
-ANSWER_MARGIN = 64  # tokens beyond the context
-BLOCK = 128  # the budget of everything is a multiple of it, so that it is a whole number of pages
+MAX_TOKEN_BUDGET = 4096  # of an algorithm that selects tokens: what the CUDA kernels resolve
 Z_95 = 1.959964
 
 app = typer.Typer(add_completion=False)
@@ -78,8 +77,18 @@ def connector_of(algorithm: str, budget: int, dense_layers: list[int], host_pool
     return {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def everything(algorithm: str, contexts: list[int]) -> int:
+    """The budget that holds the longest context; of an algorithm that selects tokens, the longest that it can hold."""
+    from vllm_hisparse.algorithms.registry import find_algorithm
+
+    is_token = find_algorithm(algorithm).granularity == "token"
+    return max(context for context in contexts if not is_token or context <= MAX_TOKEN_BUDGET)
+
+
 def run_job(job: Job) -> list[dict[str, Any]]:
     """Answer all prompts with one engine; called in a process of its own."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job.engine)
@@ -96,23 +105,15 @@ def run_job(job: Job) -> list[dict[str, Any]]:
     return rows
 
 
-def run_in_process(job: Job) -> list[dict[str, Any]]:
-    """`run_job` in a new process, whose engine ends with it.
+def run_jobs(jobs: list[Job], num_processes: int) -> Iterator[list[dict[str, Any]]]:
+    """`run_job` of each, every engine in a process of its own, several at a time; in order.
 
-    Raises:
-        RuntimeError: the engine failed; says how its log ends.
+    NOTE: forked from a process that has imported vLLM and nothing else.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        job_path, rows_path, log_path = (Path(directory) / name for name in ("job.json", "rows.json", "engine.log"))
-        job_path.write_text(json.dumps(asdict(job)))
-        with log_path.open("w") as log:
-            command = [sys.executable, "-m", "benchmarks.accuracy", "engine", str(job_path), str(rows_path)]
-            environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-            code = subprocess.call(command, stdout=log, stderr=log, env=environment)
-        if code:
-            tail = "\n".join(log_path.read_text().splitlines()[-30:])
-            raise RuntimeError(f"the engine ended with {code}:\n{tail}")
-        return json.loads(rows_path.read_text())
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "vllm.v1.engine.llm_engine"])
+    with ProcessPoolExecutor(num_processes, mp_context=context, max_tasks_per_child=1) as pool:
+        yield from pool.map(run_job, jobs)
 
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
@@ -123,9 +124,9 @@ def wilson(correct: int, total: int) -> tuple[float, float]:
     return round(max(middle - half, 0.0), 4), round(min(middle + half, 1.0), 4)
 
 
-def with_interval(row: dict[str, Any], algorithm: str, budget: int | None) -> dict[str, Any]:
+def with_interval(row: dict[str, Any], model: str, algorithm: str, budget: int | None) -> dict[str, Any]:
     low, high = wilson(row["correct"], row["total"])
-    names = {"task": row["task"], "context": row["context"], "budget": budget, "algorithm": algorithm}
+    names = {"model": model, "task": row["task"], "context": row["context"], "budget": budget, "algorithm": algorithm}
     return {**names, "correct": row["correct"], "total": row["total"], "low": low, "high": high}
 
 
@@ -141,7 +142,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for task, line in zip(tasks, axes, strict=True):
         for context, panel in zip(contexts, line, strict=True):
             here = [r for r in rows if (r["task"], r["context"]) == (task, context)]
-            draw_panel(panel, here, max(contexts))
+            draw_panel(panel, here)
             panel.set_title(f"{task}, {context} tokens", fontsize=9)
     axes[0][0].legend(fontsize=7)
     for panel in axes[-1]:
@@ -151,12 +152,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_panel(panel: Any, rows: list[dict[str, Any]], everything: int) -> None:
+def draw_panel(panel: Any, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["algorithm"] == FULL:
             panel.axhline(row["correct"] / row["total"], color="black", linewidth=0.8, label=FULL)
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"] != FULL):
-        line = sorted((r for r in rows if r["algorithm"] == algorithm and r["budget"] < everything), key=_budget)
+        line = sorted((r for r in rows if r["algorithm"] == algorithm and r["budget"] <= max(BUDGETS)), key=_budget)
         shares = [r["correct"] / r["total"] for r in line]
         errors = [
             [share - r["low"] for share, r in zip(shares, line, strict=True)],
@@ -171,50 +172,54 @@ def _budget(row: dict[str, Any]) -> int:
     return row["budget"]
 
 
-@app.command("engine", hidden=True)
-def engine_command(job_path: Path, rows_path: Path) -> None:
-    """Run one job."""
-    rows_path.write_text(json.dumps(run_job(Job(**json.loads(job_path.read_text())))))
-
-
-@app.command("table")
+@app.command()
 def main(
     ctx: typer.Context,
-    model: Annotated[Path, typer.Option(help="Directory written by benchmarks.train_retrieval.")],
+    model: Annotated[list[Path], typer.Option(help="Directories written by benchmarks.train_retrieval; repeatable.")],
     context: Annotated[list[int], typer.Option(min=64)] = CONTEXTS,
     budget: Annotated[list[int], typer.Option(min=32)] = BUDGETS,
     algorithm: Annotated[list[str], typer.Option()] = ALGORITHMS,
     dense_layer: Annotated[list[int], typer.Option(help="Layers that every algorithm leaves dense.")] = DENSE_LAYERS,
     num_examples: Annotated[int, typer.Option(min=1, help="Prompts per task and context.")] = 100,
-    host_pool_gib: Annotated[float, typer.Option(min=0.001)] = 8.0,
+    device_kv_gib: Annotated[float, typer.Option(min=0.001, help="Device memory for KV of each engine.")] = 1.0,
+    host_pool_gib: Annotated[float, typer.Option(min=0.001)] = 2.0,
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 16,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    num_processes: Annotated[int, typer.Option(min=1, help="Engines at a time.")] = 1,
     seed: Annotated[int, typer.Option()] = 1,
     output: Annotated[Path, typer.Option()] = RESULTS / "accuracy.json",
 ) -> None:
     """Fill the table."""
-    everything = math.ceil((max(context) + ANSWER_MARGIN) / BLOCK) * BLOCK
     engine = {
-        "model": str(model),
         "dtype": dtype,
-        "max_model_len": everything,
+        "max_model_len": max(context),
         "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": int(device_kv_gib * 2**30),
+        "gpu_memory_utilization": 0.02,  # NOTE: not a size here: only checked against what other engines leave free
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "seed": 0,
     }
-    runs: list[tuple[str, int | None]] = [(FULL, None)]
-    runs += [(name, size) for name in algorithm for size in (*budget, everything)]
-    rows = []
-    for index in track(len(runs), "engines"):
-        name, size = runs[index]
+    runs: list[tuple[Path, str, int | None]] = []
+    for path in model:
+        sizes = {name: (*budget, everything(name, context)) for name in algorithm}
+        runs += [(path, FULL, None), *((path, name, size) for name in algorithm for size in sizes[name])]
+    jobs = []
+    for path, name, size in runs:
         transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib)} if size else {}
-        done = run_in_process(Job({**engine, **transfer}, context, num_examples, seed))
-        rows += [with_interval(row, name, size) for row in done]
+        jobs.append(Job({**engine, "model": str(path), **transfer}, context, num_examples, seed))
+    rows = []
+    results = run_jobs(jobs, num_processes)
+    for index in track(len(runs), "engines"):
+        path, name, size = runs[index]
+        rows += [with_interval(row, path.name, name, size) for row in next(results)]
     show("Right answers", rows)
-    write_result(output, ctx, "benchmarks.accuracy table", rows)
-    plot(rows, output.with_suffix(".png"))
+    hardware = gpu_hardware() if torch.cuda.is_available() else None
+    write_result(output, ctx, "benchmarks.accuracy", rows, hardware)
+    for path in model:
+        own = [row for row in rows if row["model"] == path.name]
+        plot(own, output.with_name(f"{output.stem}_{path.name}.png"))
 
 
 if __name__ == "__main__":

@@ -15,26 +15,32 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
+from benchmarks.decode_models import LLAMA, make_dsa_model, make_llama_model
 
 app = typer.Typer(add_completion=False)
 
-SYSTEMS = ("full", "vllm_native", "ours")
+Architecture = StrEnum("Architecture", ["dsa", "llama"])
+SYSTEMS = ("full", "vllm_native", "ours")  # vLLM's own HiSparse serves DSA models alone
 COUNTERS = ("cache_hits", "cache_misses", "host_to_device_bytes")
 PREFIX = "vllm:hisparse_"  # vLLM's native HiSparse and this plugin export the same names
 VOCABULARY = range(3, 500)
-TOKEN_BYTES = {"bfloat16": 1152 + 132, "fp8": 656 + 132}  # main KV and indexer key, of one layer
+TOKEN_BYTES = {  # of one layer; of a DSA model main KV and indexer key
+    ("dsa", "bfloat16"): 1152 + 132,
+    ("dsa", "fp8"): 656 + 132,
+    ("llama", "bfloat16"): 2 * LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * 2,
+}
 CHUNK_TOKENS = 16384
-NUM_SHARED, SHARED_VALUE = 8, 4.0  # hidden dimensions that are the same for all tokens
-NUM_QUERY, QUERY_GAIN = 16, 3.0  # query dimensions that come from these
 
 
 @dataclass
@@ -118,12 +124,28 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
         args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
     elif system == "ours":
         options = {"host_pool_gib": job["host_pool_gib"], "device_buffer_size": job["device_buffer_size"]}
+        if job["architecture"] == "llama":
+            options |= {"algorithm": "quest", "top_k": job["top_k"], "dense_layers": []}
+            args["kv_cache_memory_bytes"] -= quest_state_bytes(args, job["num_layers"])
         args["kv_transfer_config"] = {
             "kv_connector": "HiSparseHostConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": options,
         }
     return args
+
+
+def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
+    """What Quest keeps on the device beside the KV cache."""
+    from vllm_hisparse.algorithms.base import AttentionShape
+    from vllm_hisparse.algorithms.quest import Quest
+
+    shape = AttentionShape(
+        *(LLAMA[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim")), torch.bfloat16
+    )
+    max_tokens = args["max_model_len"]
+    quest = Quest(Quest.Options(), shape, max_tokens, max_tokens)
+    return int(quest.state_bytes_per_token * max_tokens * num_layers * (args["max_num_seqs"] + 1))
 
 
 def run_system(system: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -161,42 +183,9 @@ def moved(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def make_model_with_locality(model_dir: Path, num_layers: int, query_noise: float, num_heads: int = 64) -> Path:
-    """A random DSA model whose indexer asks for much the same positions from step to step.
-
-    Random weights alone make a fresh selection at every token. Here a few dimensions of the hidden state are the same
-    for all tokens, and the indexer's queries and head weights come from them; `query_noise` scales what comes from the
-    token. Keys and the main attention do not see these dimensions.
-    """
-    from safetensors.torch import load_file, save_file
-
-    from vllm_hisparse.cli.tiny_model import make_model
-
-    make_model("dsv32", model_dir, num_layers=num_layers, num_heads=num_heads, index_n_heads=num_heads, index_topk=2048)
-    path = model_dir / "model.safetensors"
-    weights = load_file(path)
-    weights["model.embed_tokens.weight"][:, :NUM_SHARED] = SHARED_VALUE
-    for name, weight in weights.items():
-        if name.endswith("self_attn.q_a_proj.weight"):
-            weight[:NUM_QUERY, NUM_SHARED:] = 0
-            weight[:NUM_QUERY, :NUM_SHARED] *= QUERY_GAIN
-            weight[NUM_QUERY:, :NUM_SHARED] = 0
-        elif name.endswith("indexer.wq_b.weight"):
-            weight[:, NUM_QUERY:] *= query_noise
-        elif name.endswith("indexer.weights_proj.weight"):
-            weight[:, NUM_SHARED:] *= query_noise
-        elif name.endswith("self_attn.q_b_proj.weight"):
-            weight[:, :NUM_QUERY] = 0
-        elif name.endswith(("indexer.wk.weight", "kv_a_proj_with_mqa.weight")):
-            weight[:, :NUM_SHARED] = 0
-    (model_dir / "manifest.json").unlink()  # it is not that model any more
-    save_file(weights, path, metadata={"format": "pt"})
-    return model_dir
-
-
 def make_cases(contexts: list[int], oversubscription: list[float], job: dict[str, Any]) -> list[tuple[int, int]]:
     """(context, requests): so many that full KV would need that multiple of the device memory."""
-    token_bytes = TOKEN_BYTES[job["kv_dtype"]] * job["num_layers"]
+    token_bytes = TOKEN_BYTES[job["architecture"], job["kv_dtype"]] * job["num_layers"]
     cases = []
     for context, factor in product(contexts, oversubscription):
         fit = job["device_kv_gib"] * 2**30 / (token_bytes * (context + job["max_tokens"]))
@@ -229,6 +218,9 @@ def child(system: str, job_path: Path, rows_path: Path) -> None:
 @app.command()
 def run(
     ctx: typer.Context,
+    architecture: Annotated[
+        Architecture, typer.Option(help="dsa: DeepSeek-V3.2's; llama: with Quest.")
+    ] = Architecture.dsa,
     context: Annotated[list[int], typer.Option(min=1, help="Prompt tokens; repeatable.")] = [12000, 32000, 64000],  # noqa: B006
     oversubscription: Annotated[
         list[float], typer.Option(help="Full KV of all requests over the device memory for KV; repeatable.")
@@ -238,45 +230,65 @@ def run(
     ],
     system: Annotated[list[str], typer.Option(help=f"{', '.join(SYSTEMS)}; repeatable.")] = list(SYSTEMS),  # noqa: B006
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
-    device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV.")] = 1.0,
+    device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV, and for what Quest keeps.")] = 1.0,
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV.")] = 24.0,
+    top_k: Annotated[int, typer.Option(help="Budget of Quest; a DSA model's is 2048.")] = 2048,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 256,
     num_layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
     query_noise: Annotated[
-        float | None, typer.Option(help="Give the indexer's queries locality, with this share of noise. Default: none.")
+        float | None, typer.Option(help="Give queries locality, with this share of noise. Default: none.")
     ] = None,
     model_dir: Annotated[Path, typer.Option(help="Where the model is made.")] = Path("build/models/bench"),
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "decode.json",
 ) -> None:
     """Measure decode throughput of several systems on the same model and prompts."""
-    from vllm_hisparse.cli.tiny_model import make_model
-
-    weights = "random weights"
-    if query_noise is None:
-        make_model("dsv32", model_dir, num_layers=num_layers, num_heads=64, index_n_heads=64, index_topk=2048)
-    else:
-        weights += f", indexer queries with locality, noise {query_noise}"
-        make_model_with_locality(model_dir, num_layers, query_noise)
     job: dict[str, Any] = {
+        "architecture": architecture.value,
         "model": str(model_dir),
-        "model_name": f"deepseek_v32, {num_layers} layers, 64 heads, index_topk 2048, {weights}",
+        "model_name": make_model_of(architecture, model_dir, num_layers, query_noise),
         "num_layers": num_layers,
-        "contexts": context,
         "kv_dtype": kv_dtype,
         "device_kv_gib": device_kv_gib,
         "host_pool_gib": host_pool_gib,
+        "top_k": top_k,
         "device_buffer_size": device_buffer_size,
         "max_tokens": max_tokens,
     }
-    job["cases"] = [(length, 1) for length in single] + make_cases(context, oversubscription, job)
-    job["max_num_seqs"] = max(requests for _, requests in job["cases"])
     rows: list[dict[str, Any]] = []
-    for name in system:
-        rows += run_child(name, job)
+    for name, own in product(system, make_jobs(job, context, single, oversubscription)):
+        rows += run_child(name, own)
         write_result(output, ctx, "benchmarks.decode run", rows, gpu_hardware())
     columns = ("system", "context", "requests", "tokens_per_s", "itl_ms_p50", "itl_ms_p99", "running_max", "hit_rate")
     show("Decode", [{name: row.get(name) for name in columns} for row in rows])
+
+
+def make_model_of(architecture: Architecture, model_dir: Path, num_layers: int, query_noise: float | None) -> str:
+    """Make the model; returns what it is."""
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    if architecture == Architecture.llama:
+        make_llama_model(model_dir, num_layers, 1.0 if query_noise is None else query_noise)
+        return f"llama, {num_layers} layers of Llama-3.1-8B, random weights, queries with noise {query_noise or 1.0}"
+    name = f"deepseek_v32, {num_layers} layers, 64 heads, index_topk 2048, random weights"
+    if query_noise is None:
+        make_model("dsv32", model_dir, num_layers=num_layers, num_heads=64, index_n_heads=64, index_topk=2048)
+        return name
+    make_dsa_model(model_dir, num_layers, query_noise)
+    return f"{name}, indexer queries with locality, noise {query_noise}"
+
+
+def make_jobs(
+    job: dict[str, Any], contexts: list[int], single: list[int], oversubscription: list[float]
+) -> list[dict[str, Any]]:
+    """What each engine does: of a dense model one engine per context, because Quest's state grows with the longest."""
+    cases = [(length, 1) for length in single] + make_cases(contexts, oversubscription, job)
+    groups = [[case for case in cases if case[0] == length] for length in dict.fromkeys(length for length, _ in cases)]
+    jobs = []
+    for group in groups if job["architecture"] == "llama" else [cases]:
+        sizes = {"contexts": [length for length, _ in group], "max_num_seqs": max(number for _, number in group)}
+        jobs.append({**job, **sizes, "cases": group})
+    return jobs
 
 
 @app.command()

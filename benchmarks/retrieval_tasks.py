@@ -105,10 +105,17 @@ TASKS: dict[str, Callable[[np.random.Generator, int], Example]] = {
 }
 
 
+ANSWER_TOKENS = {
+    "passkey": VALUE_TOKENS,
+    "kv_recall": VALUE_TOKENS,
+    "multi_needle": NUM_NEEDLES * VALUE_TOKENS + (NUM_NEEDLES - 1) * QUESTION_TOKENS,
+}
+
+
 def examples(task: str, context: int, num: int, seed: int) -> list[Example]:
-    """The same examples for the same arguments."""
+    """The same examples for the same arguments; prompt and answer have `context` tokens together."""
     rng = np.random.default_rng([seed, list(TASKS).index(task), context])
-    return [TASKS[task](rng, context) for _ in range(num)]
+    return [TASKS[task](rng, context - ANSWER_TOKENS[task]) for _ in range(num)]
 
 
 def training_sequence(rng: np.random.Generator, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:

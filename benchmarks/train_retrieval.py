@@ -5,7 +5,8 @@
 A few layers with grouped-query attention, trained on short sequences first and on longer ones once these are answered.
 The loss counts answers alone. Writes config.json and model.safetensors (bf16) in Hugging Face's Llama or Qwen3 format,
 and training.json: command, hardware, versions, loss and accuracy per stage. Seeds are fixed; on one kind of machine
-with one set of versions the same command gives the same weights up to the order of sums in the kernels.
+with one set of versions the same command gives the same weights up to the order of sums in the kernels. Every stage
+leaves a checkpoint, which `--resume` goes on from.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -35,6 +36,8 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MAX_MODEL_LEN = 32768
 NORM_EPS = 1e-6
 MAX_WEIGHT_BYTES = 10 * 2**20
+WEIGHTS_FILE = "model.safetensors"
+STAGES_FILE = "stages.json"  # of a training that has not ended
 
 app = typer.Typer(add_completion=False)
 
@@ -259,9 +262,15 @@ def save(model: Model, output: Path) -> int:
         raise ValueError(
             f"the weights take {num_bytes} bytes, expected at most {MAX_WEIGHT_BYTES}: choose smaller sizes"
         )
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, output / WEIGHTS_FILE, metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(model.shape.hf_config(), indent=2) + "\n")
     return num_bytes
+
+
+def load(model: Model, checkpoint: Path) -> list[dict[str, Any]]:
+    """Take the weights of an unfinished training; returns its stages."""
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()})
+    return json.loads((checkpoint / STAGES_FILE).read_text())
 
 
 def stages_up_to(max_context: int, max_steps: int | None, batch_tokens: int | None) -> list[Stage]:
@@ -291,6 +300,7 @@ def main(
     num_kv_heads: Annotated[int, typer.Option(min=1)] = 2,
     head_size: Annotated[int, typer.Option(min=8)] = 64,
     rope_theta: Annotated[float, typer.Option(min=1.0)] = 1e6,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint whose stages are not done again.")] = None,
     max_context: Annotated[int, typer.Option(min=96, help="Longest stage.")] = 16384,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps per stage; for trials.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(min=96, help="Tokens per step; for trials.")] = None,
@@ -308,11 +318,13 @@ def main(
     model = Model(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=STAGES[0].learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     stages = stages_up_to(max_context, max_steps, batch_tokens)
-    done, num_bytes = [], 0
-    for stage in stages:
+    done, num_bytes = [] if resume is None else load(model, resume), 0
+    for stage in stages[len(done) :]:
         done.append(train_stage(model, optimizer, stage, seed, num_workers))
         num_bytes = save(model, output)
+        (output / STAGES_FILE).write_text(json.dumps(done, indent=2) + "\n")
         typer.echo(json.dumps(done[-1]), err=True)
+    (output / STAGES_FILE).unlink()
     contexts = [stage.num_tokens for stage in stages if stage.num_tokens >= 256] or [stages[-1].num_tokens]
     accuracy = [
         {
