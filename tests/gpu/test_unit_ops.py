@@ -8,6 +8,7 @@ import torch
 from vllm_hisparse.ops import page_bounds
 from vllm_hisparse.ops.base import HotRows, StepTables, UnitTables
 from vllm_hisparse.ops.registry import swap_in_ops
+from vllm_hisparse.ops.select_units import select_units
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -98,3 +99,29 @@ def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_siz
         num_pages = position // 16 + 1
         torch.testing.assert_close(got[request, :, :num_pages], expected[request, :, :num_pages], atol=1e-3, rtol=1e-4)
         assert (got[request, :, num_pages:] == -float("inf")).all()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    ("max_units", "num_selected"), [(1, 1), (7, 7), (700, 1), (700, 64), (8192, 128), (16500, 4096)]
+)
+def test_select_units(max_units: int, num_selected: int, ties: bool) -> None:
+    """The same units but for ties, of which as many; the newest last; sinks at plus and holes at minus infinity."""
+    generator = torch.Generator().manual_seed(max_units + num_selected)
+    num_tokens = torch.tensor([0, 1, 16, 17, max_units * 8, max_units * 16])
+    scores = torch.randn(len(num_tokens), 2, max_units, generator=generator)
+    if ties:
+        scores = (scores * 4).round()
+    scores[:, :, :2], scores[:, :, 5:9] = float("inf"), -float("inf")
+    expected, expected_counts = select_units(scores, num_tokens, 16, num_selected)
+    units, counts = (x.cpu() for x in select_units(scores.cuda(), num_tokens.cuda(), 16, num_selected))
+    assert torch.equal(counts, expected_counts)
+    for request, length in enumerate(num_tokens.tolist()):
+        for head in range(2):
+            got, want, count = units[request, head].tolist(), expected[request, head].tolist(), counts[request, head]
+            assert got[count:] == [-1] * (num_selected - count) and len(set(got[:count])) == count
+            if count:
+                assert got[count - 1] == want[count - 1] == -(-length // 16) - 1
+            others, wanted = (sorted(scores[request, head, x[: max(count - 1, 0)]].tolist()) for x in (got, want))
+            assert others == wanted
+            assert ties or sorted(got) == sorted(want)

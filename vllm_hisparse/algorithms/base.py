@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch.nn import functional
+
+from vllm_hisparse.ops.select_units import select_units
 
 State = dict[str, torch.Tensor]  # field name -> [num_requests, *StateField.shape], one State per layer
 
@@ -179,19 +180,10 @@ class SparseAlgorithm(ABC):
             num_tokens: [batch] int64.
             keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool units to select in any case, or None.
         """
-        units = torch.arange(self.max_units, device=scores.device)
-        newest = (num_tokens - 1) // self.tokens_per_unit
         scores = scores.float()
         if keep is not None:
             scores = scores.masked_fill(keep.view(len(keep), -1, self.max_units), float("inf"))
-        # The newest unit has a place of its own, behind all others.
-        scores = scores.masked_fill((units >= newest[:, None])[:, None], -float("inf"))
-        best = scores.topk(self.num_selected - 1)
-        valid = best.values > -float("inf")
-        num_others = valid.sum(-1, keepdim=True)
-        chosen = functional.pad(best.indices.masked_fill(~valid, -1), (0, 1), value=-1)
-        chosen.scatter_(-1, num_others, newest[:, None, None].expand_as(num_others))
-        return Selection(chosen.int(), num_others[..., 0].int() + 1)
+        return Selection(*select_units(scores.contiguous(), num_tokens, self.tokens_per_unit, self.num_selected))
 
     def group_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Queries by KV head: [batch, num_kv_heads, heads per KV head, head_size] float32."""
