@@ -197,6 +197,7 @@ def main(
         "kv_cache_memory_bytes": int(device_kv_gib * 2**30),
         "gpu_memory_utilization": 0.02,  # NOTE: not a size here: only checked against what other engines leave free
         "skip_tokenizer_init": True,
+        "block_size": 64,
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "seed": 0,
@@ -209,14 +210,13 @@ def main(
     for path, name, size in runs:
         transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib)} if size else {}
         jobs.append(Job({**engine, "model": str(path), **transfer}, context, num_examples, seed))
-    rows = []
+    rows, hardware = [], gpu_hardware() if torch.cuda.is_available() else None
     results = run_jobs(jobs, num_processes)
     for index in track(len(runs), "engines"):
         path, name, size = runs[index]
         rows += [with_interval(row, path.name, name, size) for row in next(results)]
+        write_result(output, ctx, "benchmarks.accuracy", rows, hardware)
     show("Right answers", rows)
-    hardware = gpu_hardware() if torch.cuda.is_available() else None
-    write_result(output, ctx, "benchmarks.accuracy", rows, hardware)
     for path in model:
         own = [row for row in rows if row["model"] == path.name]
         plot(own, output.with_name(f"{output.stem}_{path.name}.png"))

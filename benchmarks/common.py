@@ -126,13 +126,14 @@ def write_result(
 
 
 def command(ctx: typer.Context, module: str) -> str:
-    """The running command with every option spelled out, except where the result goes."""
+    """The running command with every option spelled out, except where the result goes; paths without their place."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
         if name == "output" or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            parts += [f"--{name.replace('_', '-')}", str(item)]
+            named = item.name if isinstance(item, Path) and item.is_absolute() else item
+            parts += [f"--{name.replace('_', '-')}", str(named)]
     return " ".join(parts)
 
 

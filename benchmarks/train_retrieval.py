@@ -181,17 +181,27 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Batches(Dataset):
-    """The batches of a stage, each from a seed of its own: tokens and mask, [batch_size, num_tokens] each."""
+    """The batches of a stage, each from a seed of its own: tokens and mask, [batch_size, num_tokens] each.
 
-    def __init__(self, stage: Stage, seed: int):
-        self.stage, self.seed = stage, seed
+    Args:
+        stage: the stage.
+        seed: of all batches.
+        rehearsal: share of batches of the same number of tokens in shorter sequences, of the stages before.
+    """
+
+    def __init__(self, stage: Stage, seed: int, rehearsal: float = 0.0):
+        self.stage, self.seed, self.rehearsal = stage, seed, rehearsal
+        self.shorter = [other.num_tokens for other in STAGES if other.num_tokens < stage.num_tokens]
 
     def __len__(self) -> int:
         return self.stage.max_steps
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rng = np.random.default_rng([self.seed, self.stage.num_tokens, step])
-        sequences = (training_sequence(rng, self.stage.num_tokens) for _ in range(self.stage.batch_size))
+        rng, num_tokens = np.random.default_rng([self.seed, self.stage.num_tokens, step]), self.stage.num_tokens
+        if self.shorter and self.rehearsal and rng.random() < self.rehearsal:
+            num_tokens = int(rng.choice(self.shorter))
+        batch_size = self.stage.batch_size * self.stage.num_tokens // num_tokens
+        sequences = (training_sequence(rng, num_tokens) for _ in range(batch_size))
         tokens, masks = zip(*sequences, strict=True)
         return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(masks))
 
@@ -206,10 +216,10 @@ def loss_and_accuracy(model: Model, tokens: torch.Tensor, mask: torch.Tensor) ->
 
 
 def train_stage(
-    model: Model, optimizer: torch.optim.Optimizer, stage: Stage, seed: int, num_workers: int
+    model: Model, optimizer: torch.optim.Optimizer, stage: Stage, batches: Batches, num_workers: int
 ) -> dict[str, Any]:
     """Train at one length; returns what happened."""
-    device, batches = next(model.parameters()).device, Batches(stage, seed)
+    device = next(model.parameters()).device
     loader = DataLoader(batches, batch_size=None, num_workers=num_workers, pin_memory=device.type == "cuda")
     start, recent, loss = time.perf_counter(), [], torch.zeros(())
     for step, batch in zip(track(stage.max_steps, f"{stage.num_tokens} tokens"), loader, strict=True):
@@ -300,6 +310,9 @@ def main(
     num_kv_heads: Annotated[int, typer.Option(min=1)] = 2,
     head_size: Annotated[int, typer.Option(min=8)] = 64,
     rope_theta: Annotated[float, typer.Option(min=1.0)] = 1e6,
+    rehearsal: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of each stage's batches in shorter sequences.")
+    ] = 0.0,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint whose stages are not done again.")] = None,
     max_context: Annotated[int, typer.Option(min=96, help="Longest stage.")] = 16384,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps per stage; for trials.")] = None,
@@ -320,7 +333,7 @@ def main(
     stages = stages_up_to(max_context, max_steps, batch_tokens)
     done, num_bytes = [] if resume is None else load(model, resume), 0
     for stage in stages[len(done) :]:
-        done.append(train_stage(model, optimizer, stage, seed, num_workers))
+        done.append(train_stage(model, optimizer, stage, Batches(stage, seed, rehearsal), num_workers))
         num_bytes = save(model, output)
         (output / STAGES_FILE).write_text(json.dumps(done, indent=2) + "\n")
         typer.echo(json.dumps(done[-1]), err=True)

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
         out.tails[row] = first < 0 ? 0 : newest % out.tokens_per_unit + 1 - out.tokens_per_unit;
     }
     if (threadIdx.x != 0) return;
-    out.rows[batch_row] = (first < 0 ? tables.num_requests : first) / out.num_heads;
+    // NOTE: the tables have one row more than KV heads of requests.
+    out.rows[batch_row] = (first < 0 ? tables.num_requests - 1 : first) / out.num_heads;
     out.positions[batch_row] = newest;
 }
 

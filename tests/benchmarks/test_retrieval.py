@@ -101,7 +101,28 @@ def test_a_model_learns_when_it_is_trained() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     stage = train_retrieval.Stage(96, 16, 60, 3e-3)
     before = train_retrieval.loss_and_accuracy(model, *train_retrieval.Batches(stage, seed=1)[0])[0].item()
-    assert train_retrieval.train_stage(model, optimizer, stage, seed=0, num_workers=0)["loss"] < before - 0.5
+    assert (
+        train_retrieval.train_stage(model, optimizer, stage, train_retrieval.Batches(stage, 0), 0)["loss"]
+        < before - 0.5
+    )
+
+
+def test_rehearsal_brings_shorter_sequences_of_as_many_tokens() -> None:
+    stage = train_retrieval.Stage(1024, 4, 40, 1e-3)
+    shapes = {tuple(train_retrieval.Batches(stage, 0, 0.5)[step][0].shape) for step in range(40)}
+    assert shapes == {(4, 1024), (16, 256), (42, 96)}
+    assert {tuple(train_retrieval.Batches(stage, 0)[step][0].shape) for step in range(5)} == {(4, 1024)}
+
+
+def test_training_goes_on_from_a_stage(tmp_path: Path) -> None:
+    first = f"{TOY} --max-context 96 --max-steps 2 --batch-tokens 192 --num-examples 2 --output {tmp_path / 'first'}"
+    CliRunner().invoke(train_retrieval.app, first.split(), catch_exceptions=False)
+    record = json.loads((tmp_path / "first" / "training.json").read_text())
+    (tmp_path / "first" / train_retrieval.STAGES_FILE).write_text(json.dumps(record["stages"]))
+    second = f"{TOY} {TRIAL} --resume {tmp_path / 'first'} --output {tmp_path / 'second'}"
+    CliRunner().invoke(train_retrieval.app, second.split(), catch_exceptions=False)
+    stages = json.loads((tmp_path / "second" / "training.json").read_text())["stages"]
+    assert stages[0] == record["stages"][0] and stages[1]["num_tokens"] == 256
 
 
 def test_too_large_weights_are_refused(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class TorchSwapInOps(SwapInOps):
         by_head = tables.hot_tables[:, None] * out.head_stride + heads[:, None]
         firsts = dataclasses.replace(tables, hot_tables=by_head[:, 0])
         live, requests = _requests_of(firsts, batch, len(tables.host_tables))
-        out.rows[:batch] = len(tables.host_tables) // num_heads
+        out.rows[:batch] = (len(tables.host_tables) - 1) // num_heads  # it has a row of no request
         out.positions[:batch] = 0
         for tensor, padding in ((out.hot_tables, -1), (out.num_units, 0), (out.tails, 0)):
             tensor[: batch * num_heads] = padding
