@@ -132,7 +132,7 @@ def command(ctx: typer.Context, module: str) -> str:
         if name == "output" or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            named = item.name if isinstance(item, Path) and item.is_absolute() else item
+            named = Path(str(item)).name if Path(str(item)).is_absolute() else item
             parts += [f"--{name.replace('_', '-')}", str(named)]
     return " ".join(parts)
 
