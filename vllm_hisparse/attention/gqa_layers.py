@@ -15,6 +15,8 @@ from vllm_hisparse.layout import KVLayout
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # FlashAttention's smallest; a larger one wastes the end of every request
+
 
 class HotAttention(Attention):
     """`Attention` whose KV cache is a hot buffer."""
@@ -41,7 +43,25 @@ class HotAttention(Attention):
             config.tokens_per_unit,
             spec.num_kv_heads,
         )
+        if num_dense and num_dense != layout.num_layers and layout.rows_per_hot_block == spec.block_size:
+            raise HiSparseConfigError(
+                "--block-size",
+                spec.block_size,
+                f"at least {preferred_block_size(vllm_config)}, so that a block of the dense layers holds several pages",
+                "Remove it or raise it; a P/D deployment wants the same on both sides.",
+            )
         return HotBufferSpec.from_full_spec(spec, layout, layout.num_hot_blocks(config.rows))
+
+
+def preferred_block_size(vllm_config: VllmConfig) -> int:
+    """Tokens of a block, a power of two: the KV of dense layers shares vLLM's blocks with hot pages, and blocks are as
+    wide as one page of all hot layers."""
+    config = HiSparseConfig.from_vllm_config(vllm_config)
+    num_layers, num_dense = vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.dense_layers)
+    size = MIN_BLOCK_SIZE
+    while size < MAX_BLOCK_SIZE and size * num_dense < config.tokens_per_unit * (num_layers - num_dense):
+        size *= 2
+    return size if num_dense else MIN_BLOCK_SIZE
 
 
 def check_layer(

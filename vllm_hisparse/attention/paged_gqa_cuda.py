@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -27,7 +28,9 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_hisparse.attention.gqa_layers import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.attention.prefill_staging import PrefillGroup, WholeBlockStaging
+from vllm_hisparse.compat import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent, view_units
 
@@ -105,7 +108,10 @@ class PagedGqaBackend(FlashAttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
+        # NOTE: vLLM asks this when it chooses the block size; a backend's preference counts only where it is alone.
+        vllm_config = get_current_vllm_config_or_none()
+        uses_hot_units = vllm_config is not None and uses_host_connector(vllm_config)
+        return [MultipleOf(preferred_block_size(vllm_config) if uses_hot_units else MIN_BLOCK_SIZE)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
