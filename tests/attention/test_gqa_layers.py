@@ -69,7 +69,7 @@ def test_pages_that_do_not_divide_a_block_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_blocks_of_one_page_are_refused_beside_dense_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(HiSparseConfigError, match=r"^--block-size: got 16, expected at least 64,"):
+    with pytest.raises(HiSparseConfigError, match=r"^--block-size: got 16, expected at least 64:"):
         spec_of(monkeypatch, 1, block_size=16)
     assert spec_of(monkeypatch, 1, block_size=64).num_states == 16
     assert spec_of(monkeypatch, 0, block_size=16).num_states == 16

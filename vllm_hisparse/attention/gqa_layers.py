@@ -47,7 +47,7 @@ class HotAttention(Attention):
             raise HiSparseConfigError(
                 "--block-size",
                 spec.block_size,
-                f"at least {preferred_block_size(vllm_config)}, so that a block of the dense layers holds several pages",
+                f"at least {preferred_block_size(vllm_config)}: a block of dense layers has to hold several pages",
                 "Remove it or raise it; a P/D deployment wants the same on both sides.",
             )
         return HotBufferSpec.from_full_spec(spec, layout, layout.num_hot_blocks(config.rows))
