@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from paged_layer import HEAD_SIZE, NUM_HEADS, PagedLayer, Request
-from paged_layers import CpuLayer, CudaLayer
+from paged_layers import CpuLayer, CudaLayer, paged_gqa_cuda
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.algorithms.oracle import Oracle
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 
 @pytest.fixture(params=[Quest, Oracle, StreamingLLM])
@@ -90,3 +91,11 @@ def test_block_tables_of_no_request_give_zeros(algorithm: type[SparseAlgorithm])
 def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
     out = torch.full((2, NUM_HEADS, HEAD_SIZE), float("nan"))
     assert not layer.impl.forward(None, out, out, out, None, None, out).any()
+
+
+def test_single_tokens_need_flash_attention_3() -> None:
+    config = HiSparseConfig(algorithm="oracle", host_pool_gib=1.0)
+    with pytest.raises(HiSparseConfigError, match=r"^algorithm: got 'oracle', expected one that selects pages"):
+        paged_gqa_cuda.check_unit_size(config, 2)
+    paged_gqa_cuda.check_unit_size(config, 3)
+    paged_gqa_cuda.check_unit_size(HiSparseConfig(algorithm="quest", host_pool_gib=1.0), 2)

@@ -31,13 +31,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.gqa_layers import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.attention.prefill_staging import PrefillGroup, WholeBlockStaging
 from vllm_hisparse.compat import uses_host_connector
-from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent, view_units
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
+FLASH_ATTN_2_PAGE = 16
 MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
 
 
@@ -56,6 +57,22 @@ class PagedGqaMetadata(AttentionMetadata):
     hot_tables: torch.Tensor
     seq_lens: torch.Tensor
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
+
+
+def check_unit_size(config: HiSparseConfig, flash_attn_version: int) -> None:
+    """Refuse units that FlashAttention cannot take for pages.
+
+    Raises:
+        HiSparseConfigError: units of single tokens before version 3.
+    """
+    if flash_attn_version < 3 and config.tokens_per_unit % FLASH_ATTN_2_PAGE:
+        raise HiSparseConfigError(
+            "algorithm",
+            config.algorithm,
+            f"one that selects pages of a multiple of {FLASH_ATTN_2_PAGE} tokens: FlashAttention {flash_attn_version} "
+            "runs here, and version 3 (Hopper) is the first to read single tokens",
+            "Choose quest or streaming_llm.",
+        )
 
 
 class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
