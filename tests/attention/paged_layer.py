@@ -71,6 +71,12 @@ class PagedLayer(ABC):
 
     def step(self, batch: list[tuple[Request, int]]) -> None:
         """Compute some tokens of each request and compare with the formula."""
+        for (request, num), result in zip(batch, self.compute(batch), strict=True):
+            span = range(request.num_computed - num, request.num_computed)
+            torch.testing.assert_close(result, self.expected(request, span), atol=2e-5, rtol=2e-5)
+
+    def compute(self, batch: list[tuple[Request, int]]) -> list[torch.Tensor]:
+        """Compute some tokens of each request: [tokens, num_heads, head_size] each."""
         spans = [range(request.num_computed, request.num_computed + num) for request, num in batch]
         pieces = [
             tuple(tensor[list(span)] for tensor in (request.query, request.key, request.value))
@@ -85,9 +91,9 @@ class PagedLayer(ABC):
         out = self.forward(batch, starts, seq_lens, tables, (query, key, value))
         assert self.device[:, [0, 2]].isnan().all(), "wrote to another layer"
         self.buffer.check_integrity()
-        for (request, _), span, result in zip(batch, spans, out.split([len(span) for span in spans]), strict=True):
-            torch.testing.assert_close(result, self.expected(request, span), atol=2e-5, rtol=2e-5)
+        for (request, _), span in zip(batch, spans, strict=True):
             request.num_computed = span.stop
+        return list(out.split([len(span) for span in spans]))
 
     @abstractmethod
     def forward(

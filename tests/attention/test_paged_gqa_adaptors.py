@@ -10,10 +10,12 @@ from paged_layer import HEAD_SIZE, NUM_HEADS, PagedLayer, Request
 from paged_layers import CpuLayer, CudaLayer, paged_gqa_cuda
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.cluster_kv import ClusterKV
 from vllm_hisparse.algorithms.oracle import Oracle
+from vllm_hisparse.algorithms.pq_cache import PQCache
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfigError
 
 
 @pytest.fixture(params=[Quest, Oracle, StreamingLLM])
@@ -93,9 +95,43 @@ def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
     assert not layer.impl.forward(None, out, out, out, None, None, out).any()
 
 
-def test_single_tokens_need_flash_attention_3() -> None:
-    config = HiSparseConfig(algorithm="oracle", host_pool_gib=1.0)
-    with pytest.raises(HiSparseConfigError, match=r"^algorithm: got 'oracle', expected one that selects pages"):
-        paged_gqa_cuda.check_unit_size(config, 2)
-    paged_gqa_cuda.check_unit_size(config, 3)
-    paged_gqa_cuda.check_unit_size(HiSparseConfig(algorithm="quest", host_pool_gib=1.0), 2)
+def test_other_versions_of_flash_attention_are_refused() -> None:
+    with pytest.raises(HiSparseConfigError, match=r"^attention backend: got 'FlashAttention 2', expected FlashAtt"):
+        paged_gqa_cuda.check_flash_attention(2)
+    paged_gqa_cuda.check_flash_attention(3)
+
+
+@pytest.mark.parametrize(
+    "chunks", [(1, 19, 1, 1), (1, 20, 1, 1, 1), (20, 1, 30, 1, 1), (20, 1, 3, 1), (70, 1, 1, 9, 1)]
+)
+def test_prefill_after_a_step_of_one_token(layer: PagedLayer, chunks: tuple[int, ...]) -> None:
+    """What was hot is completed on the host: it must not be taken for whole."""
+    request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer.start(request)
+    for num in chunks:
+        layer.step([(request, num)])
+
+
+@pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])
+@pytest.mark.parametrize("layer_class", [CpuLayer, CudaLayer])
+def test_a_prompt_of_one_token_in_a_used_row(layer_class: type, algorithm_class: type) -> None:
+    """The state of the row's former owner is forgotten: the same answers as in a fresh row."""
+
+    def answers(used: bool) -> list[torch.Tensor]:
+        layer = layer_class(algorithm_class)
+        try:
+            if used:
+                former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+                layer.start(former)
+                for num in (100, *[1] * 40):
+                    layer.compute([(former, num)])
+                layer.buffer.release(former.handle)
+            request = Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
+            layer.start(request)
+            return [layer.compute([(request, 1)])[0] for _ in range(60)]
+        finally:
+            if isinstance(layer, CudaLayer):
+                layer.undo()
+
+    for fresh, reused in zip(answers(False), answers(True), strict=True):
+        torch.testing.assert_close(reused, fresh)

@@ -138,7 +138,8 @@ class SparseAlgorithm(ABC):
     def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:  # noqa: B027
         """Represent keys that a prefill, an import or the host pool has brought.
 
-        Called with growing `first`, starting a request at 0; the result does not depend on where chunks are cut.
+        Called with growing `first`, starting a request at 0, perhaps without keys; the result does not depend on where
+        chunks are cut.
 
         Args:
             state: one layer's.

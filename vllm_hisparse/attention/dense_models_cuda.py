@@ -10,9 +10,9 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 from vllm_hisparse.attention.base import with_class
 from vllm_hisparse.attention.gqa_layers import HotAttention, check_layer, is_dense_layer
-from vllm_hisparse.attention.paged_gqa_cuda import PagedGqaBackend, PagedGqaImpl, check_unit_size
+from vllm_hisparse.attention.paged_gqa_cuda import PagedGqaBackend, PagedGqaImpl, check_flash_attention
 from vllm_hisparse.compat import uses_host_connector
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfigError
 
 
 class LlamaForCausalLM(llama.LlamaForCausalLM):
@@ -60,6 +60,6 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         window = None if impl.sliding_window == (-1, -1) else impl.sliding_window[0] + 1
         shared = impl.kv_sharing_target_layer_name
         check_layer(impl.alibi_slopes, window, impl.logits_soft_cap or None, layer.attn_type, shared, impl.sinks)
-        check_unit_size(HiSparseConfig.from_vllm_config(vllm_config), impl.vllm_flash_attn_version)
+        check_flash_attention(impl.vllm_flash_attn_version)
         layer.__class__, layer.attn_backend = HotAttention, PagedGqaBackend
         layer.impl = with_class(impl, PagedGqaImpl)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-FLASH_ATTN_2_PAGE = 16
+FLASH_ATTN_VERSION = 3
 MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
 
 
@@ -59,19 +59,18 @@ class PagedGqaMetadata(AttentionMetadata):
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
 
 
-def check_unit_size(config: HiSparseConfig, flash_attn_version: int) -> None:
-    """Refuse units that FlashAttention cannot take for pages.
+def check_flash_attention(version: int) -> None:
+    """Refuse a version of FlashAttention whose pages cannot be single tokens.
 
     Raises:
-        HiSparseConfigError: units of single tokens before version 3.
+        HiSparseConfigError: the version is not 3.
     """
-    if flash_attn_version < 3 and config.tokens_per_unit % FLASH_ATTN_2_PAGE:
+    if version != FLASH_ATTN_VERSION:
         raise HiSparseConfigError(
-            "algorithm",
-            config.algorithm,
-            f"one that selects pages of a multiple of {FLASH_ATTN_2_PAGE} tokens: FlashAttention {flash_attn_version} "
-            "runs here, and version 3 (Hopper) is the first to read single tokens",
-            "Choose quest or streaming_llm.",
+            "attention backend",
+            f"FlashAttention {version}",
+            f"FlashAttention {FLASH_ATTN_VERSION}, which vLLM takes on Hopper",
+            "Serve this model on an H100 or H200, or remove the connector.",
         )
 
 
@@ -265,6 +264,7 @@ class PagedGqaImpl(FlashAttentionImpl):
         super().forward(layer, query, key, value, cache, group.metadata, output)
         for request in group.requests:
             if self.layer_index == 0:
+                # NOTE: waits for the device, once per prompt chunk.
                 request.represent = buffer.represent_prefill(int(request.row), request.first, request.last)
             if request.represent is not None:
                 blocks = self.staging.cache[request.first_row // self.staging.block_size :]
@@ -286,4 +286,4 @@ class PagedGqaImpl(FlashAttentionImpl):
 
     def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """Staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
-        return blocks.view(len(blocks), self.num_kv_heads, -1, 2 * self.head_size)
+        return blocks.view(len(blocks), self.num_kv_heads, self.staging.block_size, 2 * self.head_size)

@@ -224,6 +224,7 @@ class HiSparseSchedulerConnector:
                 position = self.hot_manager.requests[request_id].num_computed_tokens
                 metadata.first_decodes.append((state.handle, position))
             state.is_decoding = decodes
+            metadata.num_decodes += decodes
 
     def _publish(self, request: Request, state: RequestBlocks) -> None:
         """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.

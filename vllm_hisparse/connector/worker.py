@@ -107,7 +107,7 @@ class HiSparseWorkerConnector:
         """Bring what the forward produced to the host: newest rows and full indexer blocks."""
         saved_bytes = self.store.save_indexer_keys(self.indexer_keys, self.metadata.saves)
         num_rows = self.hot_buffer.write_back([i.hot for i in self.impls], [i.host_rows for i in self.impls])
-        saved_bytes += num_rows * self.layout.num_layers * self.layout.row_bytes
+        saved_bytes += (num_rows + self.metadata.num_decodes) * self.layout.num_layers * self.layout.row_bytes
         self.stats.add(device_to_host_bytes=saved_bytes)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -87,7 +87,7 @@ class PagedHotBuffer(HotBuffer):
         if first == 0:
             row = self.row_of(handle)
             self._num_represented[row] = 0
-            self.reload[:, row * self.num_heads : (row + 1) * self.num_heads] = 1
+            self.reload[:, self._heads_of(row)] = 1
 
     def release(self, handle: int) -> None:
         # NOTE: last head first, so that the next request's heads find their rows in order.
@@ -169,16 +169,22 @@ class PagedHotBuffer(HotBuffer):
         if row == self.num_requests:
             return None
         if self._num_represented[row] == DECODING:
-            self._num_represented[row] = first
+            self._empty(row)
+            if last - first == 1:
+                # NOTE: a step of one token that Model Runner V1 put among the prefills; the scheduler counts it as one
+                # that decodes.
+                return Represent(row, first, last)
+            self._num_represented[row] = 0 if self.algorithm.needs_whole_prompt else first
         return None if self.algorithm.needs_whole_prompt else self._represent(row, last)
 
     def begin_decoding(self, handle: int, position: int) -> Represent | None:
         """What to represent before the token at `position`, which the request decodes next; from then on it represents
-        each token itself."""
+        each token itself. With nothing before it, [0, 0) lets the algorithm forget who had the row before."""
         row = self.row_of(handle)
-        missing = None if self._num_represented[row] == DECODING else self._represent(row, position)
-        self._num_represented[row] = DECODING
-        return missing
+        if self._num_represented[row] == DECODING:
+            return None
+        missing, self._num_represented[row] = self._represent(row, position), DECODING
+        return Represent(row, 0, 0) if position == 0 else missing
 
     def staging(self, hot: HotRows) -> torch.Tensor:
         """[max_blocks, block_size, row elements of all KV heads], shared by all layers."""
@@ -191,6 +197,14 @@ class PagedHotBuffer(HotBuffer):
         super().check_integrity()
         for handle, row in self._row_by_handle.items():
             assert row % self.num_heads == handle % self.head_stride, "a KV head is in the row of another"
+
+    def _heads_of(self, row: int) -> slice:
+        return slice(row * self.num_heads, (row + 1) * self.num_heads)
+
+    def _empty(self, row: int) -> None:
+        """Forget what is hot: a chunk of a prompt goes to the host alone, and may complete units that are hot."""
+        heads = self._heads_of(row)
+        self._slots[:, heads], self._positions[:, heads], self.reload[:, heads] = self._slot_order, -1, 1
 
     def _represent(self, row: int, last: int) -> Represent | None:
         first, self._num_represented[row] = self._num_represented[row], last

@@ -17,7 +17,7 @@ def select_units(
     Args:
         scores: [batch, num_kv_heads, max_units] float32; minus infinity is never selected; anything from the newest
             token's unit on.
-        num_tokens: [batch] int64; 0 in a row of padding.
+        num_tokens: [batch] int64; with 0 nothing is selected.
         tokens_per_unit: neighbouring tokens of a unit.
         num_selected: units to select at most, from 1 to max_units.
 
