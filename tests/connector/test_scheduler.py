@@ -6,6 +6,8 @@ from vllm.v1.request import Request
 
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
+from vllm_hisparse.kv_manager.hot_buffer_manager import RequestBlocks
 
 PROMPT = list(range(10, 20))
 
@@ -503,3 +505,20 @@ def test_log_forgets_a_request_aborted_during_its_transfer():
         SimpleNamespace(finished_recving={"remote"}, failed_recving=None, kv_connector_worker_meta=None)
     )
     assert not engine.connector.request_log._stats
+
+
+def test_first_decodes_of_dense_models() -> None:
+    """A request begins to decode after every step that was not one token, and again after a preemption."""
+    request = SimpleNamespace(num_computed_tokens=0)
+    connector = object.__new__(HiSparseSchedulerConnector)
+    connector.hot_manager = SimpleNamespace(states={"a": RequestBlocks(7, 100)}, requests={"a": request})
+
+    def step(num_tokens: int) -> tuple[list[tuple[int, int]], int]:
+        metadata = HiSparseMetadata()
+        connector._add_first_decodes(metadata, {"a": num_tokens})
+        request.num_computed_tokens += num_tokens
+        return metadata.first_decodes, metadata.num_decodes
+
+    assert [step(num) for num in (5, 1, 1, 3, 1)] == [([], 0), ([(7, 5)], 1), ([], 1), ([], 0), ([(7, 10)], 1)]
+    connector.hot_manager.states["a"] = RequestBlocks(9, 100)
+    assert step(1) == ([(9, 11)], 1)
