@@ -73,7 +73,8 @@ class PQCache(SparseAlgorithm):
 
     def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
         if not len(keys):
-            state["codebooks"][row] = 0  # a prompt of one token has nothing to learn from
+            if first == 0:
+                state["codebooks"][row] = 0  # a prompt of one token has nothing to learn from
             return
         points = self._parts(keys).flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
         if first == 0:
