@@ -192,12 +192,13 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_calms_only_threads_that_never_sleep(tmp_path: Path) -> None:
     code = f"""
-    import threading, time
+    import sys, threading, time
     def poll():
         while True:
             pass
     threading.Thread(target=poll, daemon=True).start()
-    print(threading.get_native_id(), threading.enumerate()[1].native_id, flush=True)
+    ids = f"{{threading.get_native_id()}} {{threading.enumerate()[1].native_id}}\\n"
+    sys.stdout.write(ids)  # at once: print writes word by word when Python does not buffer
     {SLEEP}
     """
     process = python(tmp_path, code)

@@ -45,7 +45,7 @@ CONFIG = Path(__file__).parent.parent.parent / "deploy" / "ray" / "serve-cpu.yam
 SERVE = str(Path(sys.executable).parent / "serve")
 START_TIMEOUT_S = 300
 NUM_TOKENS = 60
-NUM_LAST_TOKENS = 1200  # more than a minute, Serve's look-back and delay
+NUM_LAST_TOKENS = 600  # well within longest_request_s
 LENGTHS = [300, 901, 1500]
 STARTED = b"Started vLLM engine."
 SHRINKS = b"Downscaling Deployment(name='Decode:tiny'"
@@ -284,29 +284,32 @@ def test_a_new_configuration_loses_no_request(app: RayApp):
 def test_decode_scales_with_the_load(app: RayApp):
     """Under load a second decode replica starts; after it one goes away, once its requests are finished."""
     assert len(app.replicas(DECODE)) == 1
-    num_engines, enough = app.num_started(), threading.Event()
+    num_engines, enough, shrinks = app.num_started(), threading.Event(), threading.Event()
 
-    def client(index: int) -> list[tuple[list[int], str]]:
-        prompt, outcomes = make_prompt(300 + index, seed=6), []
-        while not enough.is_set():
-            outcomes.append(app.stream(prompt, NUM_TOKENS))
+    def client(length: int, num_tokens: int, end: threading.Event) -> list[tuple[int, str]]:
+        """One stream after the other; the last one is under way when the end is announced."""
+        outcomes = []
+        while not end.is_set():
+            tokens, error = app.stream(make_prompt(length, seed=6), num_tokens)
+            outcomes.append((len(tokens), error))
         return outcomes
 
     with ThreadPoolExecutor() as executor:
-        clients = [executor.submit(client, index) for index in range(6)]
+        many = [executor.submit(client, 300 + index, NUM_TOKENS, enough) for index in range(6)]
         try:
             app.wait_engines(num_engines + 1)
             grown = app.replicas(DECODE)
         finally:
             enough.set()
-        last = [executor.submit(app.stream, make_prompt(400 + index, seed=6), NUM_LAST_TOKENS) for index in range(2)]
-        outcomes = [outcome for client in clients for outcome in client.result()]
-        wait_for(lambda: SHRINKS in app.process.log_path.read_bytes(), timeout_s=180)
-        assert not any(future.done() for future in last)
-        last_outcomes = [future.result() for future in last]
+        # As many as one replica is meant to have, one on each: the router prefers the idle one.
+        few = [executor.submit(client, 400 + index, NUM_LAST_TOKENS, shrinks) for index in range(2)]
+        try:
+            wait_for(lambda: SHRINKS in app.process.log_path.read_bytes(), timeout_s=180)
+        finally:
+            shrinks.set()
     assert len(grown) == 2
-    assert {(len(tokens), error) for tokens, error in outcomes} == {(NUM_TOKENS, "")}
-    assert [(len(tokens), error) for tokens, error in last_outcomes] == [(NUM_LAST_TOKENS, "")] * 2
+    assert {outcome for future in many for outcome in future.result()} == {(NUM_TOKENS, "")}
+    assert {outcome for future in few for outcome in future.result()} == {(NUM_LAST_TOKENS, "")}
     wait_for(lambda: sum(map(is_gone, grown)) == 1, timeout_s=120)
     assert not is_error(complete_or_error(app, make_prompt(60, seed=6), 4))
 
