@@ -9,13 +9,8 @@ from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, HiSparseConfig, HiSparseConfigError
 
 GIB = {"host_pool_gib": 2.0}
-PARALLEL_OPTIONS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
+REFUSED_PARALLELISM = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+PARALLELISM = ("tensor_parallel_size", "data_parallel_size")
 
 
 def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
@@ -36,7 +31,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             get_sliding_window=lambda: None,
             hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
         ),
-        parallel_config=SimpleNamespace(**dict.fromkeys(PARALLEL_OPTIONS, 1)),
+        parallel_config=SimpleNamespace(**dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1)),
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -171,10 +166,15 @@ def test_refuses_models_without_an_indexer(changes: dict[str, Any]) -> None:
     assert "some/model has none" in message
 
 
-@pytest.mark.parametrize("option", PARALLEL_OPTIONS)
+@pytest.mark.parametrize("option", REFUSED_PARALLELISM)
 def test_refuses_parallelism(option: str) -> None:
     message = refusal(**{f"parallel_config__{option}": 2})
-    check_parts(message, f"--{option.replace('_', '-')}", "2", "1 in this release", "Start more decode instances")
+    check_parts(message, f"--{option.replace('_', '-')}", "2", "1 in this release", "Use --tensor-parallel-size or")
+
+
+@pytest.mark.parametrize("option", PARALLELISM)
+def test_takes_parallelism(option: str) -> None:
+    assert HiSparseConfig.from_vllm_config(engine(**{f"parallel_config__{option}": 2})).top_k == 256
 
 
 def test_refuses_the_prefill_role():
@@ -220,7 +220,9 @@ def test_sizes_the_host_pool(options: dict[str, float], num_blocks: int, size_op
 
 
 def test_an_integer_is_a_size() -> None:
-    assert HiSparseConfig.from_extra_config({"host_pool_gib": 2}).num_host_blocks(2**30, 0) == 2
+    config = HiSparseConfig.from_extra_config({"host_pool_gib": 2})
+    assert config.num_host_blocks(2**30, 0) == 2
+    assert config.num_host_blocks(2**20, 0, num_pools=8) == 256
 
 
 @pytest.mark.parametrize("option", ["host_pool_gib", "host_to_device_ratio"])

@@ -58,7 +58,7 @@ class HiSparseConfig(BaseModel):
     host_to_device_ratio: float | None = Field(default=None, gt=0)
     """Bytes of the host pool over bytes of the device KV cache."""
     host_pool_gib: float | None = Field(default=None, gt=0)
-    """Size of the host pool in GiB."""
+    """Size of the host pool in GiB, of all tensor parallel ranks together."""
     algorithm: str = "dsa"
     """What selects positions: a name of `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
@@ -133,15 +133,16 @@ class HiSparseConfig(BaseModel):
         assert self.device_buffer_size is not None
         return self.device_buffer_size
 
-    def num_host_blocks(self, host_block_bytes: int, device_kv_bytes: int) -> int:
-        """Blocks of the host pool.
+    def num_host_blocks(self, host_block_bytes: int, device_kv_bytes: int, num_pools: int = 1) -> int:
+        """Blocks of a host pool.
 
         Args:
             host_block_bytes: bytes of one block, all layers.
-            device_kv_bytes: bytes of the engine's device KV cache.
+            device_kv_bytes: bytes of one device's KV cache.
+            num_pools: pools of the engine, of the same size.
         """
         if self.host_pool_gib is not None:
-            return int(self.host_pool_gib * 2**30) // host_block_bytes
+            return int(self.host_pool_gib * 2**30) // (host_block_bytes * num_pools)
         assert self.host_to_device_ratio is not None
         return int(self.host_to_device_ratio * device_kv_bytes) // host_block_bytes
 
@@ -315,19 +316,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             f"Prefill instances run stock vLLM with NixlConnector, without {CONNECTOR_NAME}.",
         )
     parallel = vllm_config.parallel_config
-    for option in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, option) != 1:
             raise HiSparseConfigError(
                 f"--{option.replace('_', '-')}",
                 getattr(parallel, option),
                 "1 in this release",
-                "Start more decode instances behind vllm-router instead.",
+                "Use --tensor-parallel-size or --data-parallel-size instead.",
             )
     if vllm_config.speculative_config is not None:
         raise HiSparseConfigError(

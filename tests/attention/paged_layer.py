@@ -36,7 +36,7 @@ class PagedLayer(ABC):
 
     def __init__(self, algorithm_class: type[SparseAlgorithm]):
         self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS)
-        shape = HotBufferShape(4, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS)
+        shape = HotBufferShape(4, 6, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS)
         stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
         self.hot_blocks = -(-(BUFFER + self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
         self.buffer = PagedHotBuffer(

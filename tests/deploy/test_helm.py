@@ -95,7 +95,7 @@ def test_schema_knows_every_value():
     "bad",
     [
         {"decode": {"memoryGiB": None}},
-        {"decode": {"gpus": 2}},
+        {"decode": {"gpus": 9}},
         {"decode": {"hisparse": {"hostPoolGiB": -1}}},
         {"decode": {"hisparse": {"host_pool_gib": 4}}},
         {"engine": {"kvCacheDtype": "int4"}},
@@ -249,6 +249,7 @@ def test_renderings_are_current(name: str):
         ("drainSeconds=1", "drainSeconds: got 1"),
         ("model.tiny=glm", "model.id / model.tiny"),
         ("device=cpu", "prefill.gpus: got 1"),
+        ("decode.gpus=2,decode.hisparse.extraConfig.algorithm=quest", "prefill.gpus: got 1, expected 2"),
         ("engine.kvCacheDtype=float32", "engine.kvCacheDtype: got float32"),
         ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
@@ -266,6 +267,16 @@ def test_ratio_with_its_device_cache():
     result = helm_template(*(word for option in sets for word in ("--set", option)))
     assert result.returncode == 0, result.stderr
     assert '\\"host_to_device_ratio\\":4' in result.stdout and "--kv-cache-memory-bytes=21474836480" in result.stdout
+
+
+@needs_helm
+@pytest.mark.parametrize(("algorithm", "needed"), [("dsa", 84), ("quest", 164)])
+def test_every_gpu_of_a_dense_model_has_a_pool(algorithm: str, needed: int):
+    sets = {"decode.hisparse.hostPoolGiB": 0, "decode.hisparse.hostToDeviceRatio": 4}
+    sets |= {"decode.hisparse.deviceKvGiB": 20, "decode.hisparse.extraConfig.algorithm": algorithm}
+    sets |= {"decode.gpus": 2, "prefill.gpus": 2, "decode.overheadGiB": 4, "decode.memoryGiB": 40, "decode.shmGiB": 1}
+    result = helm_template(*(word for option, value in sets.items() for word in ("--set", f"{option}={value}")))
+    assert f"decode.memoryGiB: got 40, expected at least {needed}" in result.stderr
 
 
 @needs_helm

@@ -37,7 +37,10 @@ def test_shipped_configs_parse(path: Path):
         ({"decode": {"hisparse": {}}}, "host_pool_gib / host_to_device_ratio"),
         ({"decode": {"hisparse": {"host_to_device_ratio": 4}}}, "decode.hisparse.host_to_device_ratio: got 4"),
         ({"decode": {"hisparse": {"host_pool_gb": 4}}}, "host_pool_gb: got 4"),
-        ({"decode": {"gpus": 2}}, "decode.gpus: got 2"),
+        (
+            {"decode": {"gpus": 2, "hisparse": {"host_pool_gib": 4, "algorithm": "quest"}}},
+            "prefill.gpus: got 1, expected 2",
+        ),
         ({"decode": {"gpus": 0}}, "decode.gpus: got 0, expected at least 1"),
         ({"device": "cpu", "prefill": {"gpus": 1}}, "prefill.gpus: got 1, expected 0"),
         ({"decode": {"side_channel_port_base": 20000}}, "decode.side_channel_port_base: got 20000"),
@@ -68,6 +71,14 @@ def test_ratio_needs_room_for_the_pool_it_makes():
     AppConfig.parse(app_args(decode=decode))
     with pytest.raises(HiSparseConfigError, match=r"decode\.host_memory_gib: got 8\.5, expected at least 9"):
         AppConfig.parse(app_args(decode={**decode, "host_memory_gib": 8.5}))
+
+
+def test_every_gpu_of_a_dense_model_has_a_pool():
+    decode = {"hisparse": {"host_to_device_ratio": 4}, "engine_kwargs": {"kv_cache_memory_bytes": 2 * 2**30}, "gpus": 2}
+    AppConfig.parse(app_args(decode=decode))
+    dense = {**decode, "hisparse": {**decode["hisparse"], "algorithm": "quest"}}
+    with pytest.raises(HiSparseConfigError, match=r"expected at least 17: a host pool of 16 GiB"):
+        AppConfig.parse(app_args(decode=dense, prefill={"gpus": 2}))
 
 
 def test_every_gpu_has_its_port_while_a_fleet_is_replaced():

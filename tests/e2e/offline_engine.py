@@ -167,8 +167,17 @@ def drain(llm: Any) -> None:
 
 def owned_rows(worker: Any) -> int:
     """Rows of the hot buffer still owned; raises when it is inconsistent."""
-    worker.hot_buffer.check_integrity()
-    return len(worker.hot_buffer._row_by_handle)
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    hot_buffer = get_kv_transfer_group().worker.hot_buffer
+    hot_buffer.check_integrity()
+    return len(hot_buffer._row_by_handle)
+
+
+def shared_memory_of(worker: Any) -> str | None:
+    """What all ranks with the same host pool have in common; None where it is private."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "hisparse-host-pool" in line]
+    return maps[0][4] if maps else None  # the inode
 
 
 def hot_cache(hot: Any) -> Any:
@@ -212,17 +221,23 @@ def record_engine(llm: Any, recorder: Recorder) -> dict[str, Any]:
     recorder.flush()
     record: dict[str, Any] = {"pools": pools(scheduler_core(llm))}
     drain(llm)
-    record["worker_rows"] = owned_rows(recorder.halves[1])
+    executor = scheduler_core(llm).model_executor
+    record["worker_rows"] = sum(executor.collective_rpc(owned_rows))
+    record["shared_memory"] = executor.collective_rpc(shared_memory_of)
     return {**record, "counters": dict(recorder.counters), "peaks": dict(recorder.peaks)}
 
 
 def make_recorder(llm: Any) -> Recorder | None:
-    """None where the engine has no connector or runs in another process."""
+    """Of the scheduler half where the workers are in other processes; None without a connector, or when the scheduler
+    is in another process, too."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if not has_kv_transfer_group():
+    connector = scheduler_core(llm).scheduler.connector if hasattr(llm.llm_engine.engine_core, "engine_core") else None
+    if connector is None:
         return None
-    halves = scheduler_core(llm).scheduler.connector.scheduler, get_kv_transfer_group().worker
+    if not has_kv_transfer_group():
+        return Recorder(connector.scheduler)
+    halves = connector.scheduler, get_kv_transfer_group().worker
     poison(*halves)
     return Recorder(*halves)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.ops.base import HotRows, Resolved
 
-NUM_REQUESTS, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 6, 2, 9
+NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 5, 6, 2, 9
 BLOCK_SIZE, NUM_HANDLES, TOP_K = 4, 60, 4
-SHAPE = HotBufferShape(NUM_REQUESTS, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES)
+SHAPE = HotBufferShape(NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES)
 ROWS_PER_BLOCK = NUM_SLOTS + 1  # so that the hot block is the handle
 HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
 HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
@@ -165,3 +165,12 @@ def test_random_requests_never_share_or_lose_rows(seed: int, refresh_hits: bool)
             for layer in range(NUM_LAYERS):
                 decode(buffer, layer, *requests)
         buffer.check_integrity()
+
+
+def test_a_step_may_have_more_rows_than_there_are_requests() -> None:
+    buffer = make_buffer()
+    for handle in range(NUM_REQUESTS):
+        buffer.extend_table(handle, 0, [handle])
+    handles = (*range(NUM_REQUESTS), NUM_HANDLES - 1)  # the last is padding
+    resolved = decode(buffer, 0, *((handle, 3, [0, 2]) for handle in handles))
+    assert resolved.num_misses.tolist() == [2] * NUM_REQUESTS + [0]

@@ -15,28 +15,28 @@ from vllm_hisparse.compat import uses_host_connector
 from vllm_hisparse.config import HiSparseConfigError
 
 
-class LlamaForCausalLM(llama.LlamaForCausalLM):
+class HotBufferModel:
+    """Mixin of a model class."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         attach_hot_buffers(self, vllm_config)
 
 
-class MistralForCausalLM(mistral.MistralForCausalLM):
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        attach_hot_buffers(self, vllm_config)
+class LlamaForCausalLM(HotBufferModel, llama.LlamaForCausalLM):
+    pass
 
 
-class Qwen2ForCausalLM(qwen2.Qwen2ForCausalLM):
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        attach_hot_buffers(self, vllm_config)
+class MistralForCausalLM(HotBufferModel, mistral.MistralForCausalLM):
+    pass
 
 
-class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        attach_hot_buffers(self, vllm_config)
+class Qwen2ForCausalLM(HotBufferModel, qwen2.Qwen2ForCausalLM):
+    pass
+
+
+class Qwen3ForCausalLM(HotBufferModel, qwen3.Qwen3ForCausalLM):
+    pass
 
 
 def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:

@@ -153,8 +153,8 @@ class EngineProcess:
     def calm_polling_threads(self) -> int:
         """Lower the priority of the threads that poll without pause; returns how many there are.
 
-        NOTE: call it while the server is idle. NIXL's progress thread never sleeps, and it runs on the cores that the
-        engine computes on: on a small machine it would take half of them.
+        NOTE: call it while the server does not compute; main threads are left alone. NIXL's progress thread never
+        sleeps, and it runs on the cores that the engine computes on: on a small machine it would take half of them.
         """
         return 0 if self.pid is None else calm_polling_threads(self.pid)
 
@@ -304,9 +304,11 @@ def _group_members(group_id: int) -> Iterator[int]:
 
 
 def _thread_usage(group_id: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Nanoseconds of CPU time and number of voluntary sleeps of every thread of a group, by thread id."""
+    """Nanoseconds of CPU time and number of voluntary sleeps of a group's threads, but main threads, by thread id."""
     for process in _group_members(group_id):
         for thread in Path(f"/proc/{process}/task").glob("*"):
+            if int(thread.name) == process:
+                continue
             try:
                 run_ns = int((thread / "schedstat").read_text().split()[0])
                 status = (thread / "status").read_text()

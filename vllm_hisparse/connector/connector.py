@@ -23,6 +23,7 @@ from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_kv_store import check_free_memory
+from vllm_hisparse.kv_manager.host_memory import num_host_pools
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +55,8 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:
-            check_free_memory(num_host_blocks * groups.layout.host_block_bytes, config.size_option)
+            num_pools = num_host_pools(vllm_config)
+            check_free_memory(num_host_blocks * groups.layout.host_block_bytes * num_pools, config.size_option)
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
             self.scheduler = HiSparseSchedulerConnector(
                 config,
@@ -62,6 +64,8 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 num_host_blocks,
                 vllm_config.cache_config.enable_prefix_caching,
                 NixlSchedulerTransport(*args) if is_pd else None,
+                vllm_config.parallel_config.tensor_parallel_size,
+                num_pools,
             )
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None
@@ -183,15 +187,16 @@ def _num_host_blocks(vllm_config: VllmConfig, config: HiSparseConfig, groups: De
         HiSparseConfigError: the pool is too small.
     """
     layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
-    num_blocks = config.num_host_blocks(layout.host_block_bytes, groups.device_kv_bytes)
-    needed_bytes = layout.host_request_bytes(max_model_len)
+    num_pools = num_host_pools(vllm_config)
+    num_blocks = config.num_host_blocks(layout.host_block_bytes, groups.device_kv_bytes, num_pools)
+    needed_bytes = layout.host_request_bytes(max_model_len) * num_pools
     if num_blocks < layout.num_blocks(max_model_len):
         option, value = config.size_option.split("=")
         raise HiSparseConfigError(
             option,
             float(value),
             f"a host pool of at least {needed_bytes / 2**30:.3f} GiB, one request of max_model_len {max_model_len}; "
-            f"this is {num_blocks * layout.host_block_bytes / 2**30:.3f} GiB",
+            f"this is {num_blocks * layout.host_block_bytes * num_pools / 2**30:.3f} GiB",
             "Raise it, or lower --max-model-len.",
         )
     return num_blocks
@@ -205,13 +210,14 @@ def _log_summary(
     num_host_blocks: int,
 ) -> None:
     layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
+    num_pools = num_host_pools(vllm_config)
     hot_bytes = layout.hot_request_bytes(max_model_len, config.rows)
     full_bytes = layout.full_request_bytes(max_model_len)
-    host_bytes = layout.host_request_bytes(max_model_len)
+    host_bytes = layout.host_request_bytes(max_model_len) * num_pools
     by_device = kv_cache_config.num_blocks * layout.device_block_bytes / hot_bytes
     by_host = num_host_blocks / layout.num_blocks(max_model_len)
     logger.info(
-        "HiSparse: %s, top_k %d, %d hot rows per request, %s eviction. A request of %d tokens takes %.1f MiB on the "
+        "HiSparse: %s, top_k %d, %d hot rows per request, %s eviction. A request of %d tokens takes %.1f MiB on a "
         "device (full KV: %.1f MiB) and %.1f MiB on the host. Host pool: %d blocks of %d tokens, %.2f GiB. Concurrency "
         "at max_model_len: %.2fx (device %.2fx, host %.2fx); with full KV on the device: %.2fx.",
         config.algorithm,
@@ -224,7 +230,7 @@ def _log_summary(
         host_bytes / 2**20,
         num_host_blocks,
         layout.block_size,
-        num_host_blocks * layout.host_block_bytes / 2**30,
+        num_host_blocks * layout.host_block_bytes * num_pools / 2**30,
         min(by_device, by_host),
         by_device,
         by_host,

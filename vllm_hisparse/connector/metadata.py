@@ -37,9 +37,9 @@ class HiSparseMetadata(KVConnectorMetadata):
 
 @dataclass
 class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker -> scheduler: hits and misses of released requests, by handle, in order of release."""
+    """Worker -> scheduler: hits and misses of released requests, by handle, in order of release; from rank 0 alone."""
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
-        return self  # every worker resolves the same selection
+        return self  # the other ranks report none

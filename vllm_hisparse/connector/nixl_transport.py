@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAtten
 
 from vllm_hisparse.compat import copy_blocks_whole
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.host_memory import shares_host_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,9 @@ _REMOTE_PARAMS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "
 _SHARED_BLOCK_HASH = b"host"  # marks a host block as already filled; the connector only asks whether a hash is set
 
 
-def _host_resident_config(kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int) -> KVCacheConfig:
+def _host_resident_config(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
+) -> KVCacheConfig:
     """The KV cache as the NIXL connector should see it: main KV on the host, indexer keys on the device."""
     hot = groups.hot_spec
     main = MLAAttentionSpec(
@@ -53,6 +56,7 @@ def _host_resident_config(kv_cache_config: KVCacheConfig, groups: DeviceGroups, 
         kv_cache_config,
         kv_cache_groups=[KVCacheGroupSpec(groups.hot_group.layer_names, main, host_resident=True), *device_groups],
         hisparse_host_num_blocks=num_host_blocks,
+        hisparse_shared_host_pool=shares_host_pool(vllm_config),
     )
 
 
@@ -62,9 +66,12 @@ class NixlSchedulerTransport:
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
     ):
-        config = _host_resident_config(kv_cache_config, groups, num_host_blocks)
+        config = _host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.SCHEDULER, config)
         self._no_blocks = tuple([] for _ in config.kv_cache_groups)
+        # Whole blocks are pulled: the prefill instance must split KV heads over as many ranks.
+        parallel = vllm_config.parallel_config
+        self._num_ranks = None if groups.num_kv_heads is None else parallel.tensor_parallel_size
 
     def on_new_request(self, request: Request) -> None:
         self._check_params(request)
@@ -122,13 +129,19 @@ class NixlSchedulerTransport:
         self.connector.shutdown()
 
     def _check_params(self, request: Request) -> None:
+        """Compute a prompt here when what came with it does not say where its KV is, or says where it does not fit."""
         params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return
+        reason = None
         missing = [name for name in _REMOTE_PARAMS if not params.get(name)]
-        if params.get("do_remote_prefill") and missing:
+        if missing:
+            reason = f"lack {', '.join(missing)}"
+        elif self._num_ranks is not None and params.get("tp_size", 1) != self._num_ranks:
+            reason = f"have tp_size {params.get('tp_size', 1)}, and this model's KV heads lie as with {self._num_ranks}"
+        if reason:
             logger.warning(
-                "kv_transfer_params of request %s lack %s: computing its prompt here.",
-                request.request_id,
-                ", ".join(missing),
+                "kv_transfer_params of request %s %s: computing its prompt here.", request.request_id, reason
             )
             params["do_remote_prefill"] = False
 
@@ -139,7 +152,7 @@ class NixlWorkerTransport:
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
     ):
-        config = _host_resident_config(kv_cache_config, groups, num_host_blocks)
+        config = _host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.WORKER, config)
         copy_blocks_whole(self.connector)
 

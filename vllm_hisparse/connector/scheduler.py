@@ -41,6 +41,8 @@ class HiSparseSchedulerConnector:
         num_host_blocks: size of the host pool.
         enable_caching: whether finished requests' blocks may serve later ones.
         transport: P/D transport, or None for a single instance.
+        num_ranks: tensor parallel ranks, each with a device of its own.
+        num_host_pools: pools of that size, which hold the same blocks of different KV heads.
     """
 
     def __init__(
@@ -50,7 +52,10 @@ class HiSparseSchedulerConnector:
         num_host_blocks: int,
         enable_caching: bool,
         transport: NixlSchedulerTransport | None,
+        num_ranks: int = 1,
+        num_host_pools: int = 1,
     ):
+        self.num_ranks, self.num_host_pools = num_ranks, num_host_pools
         self.groups, self.layout = groups, groups.layout
         self.enable_caching = enable_caching
         self.transport = transport
@@ -192,8 +197,8 @@ class HiSparseSchedulerConnector:
         self.stats.add(transfers=1, transfer_failures=int(failed))
         if failed:
             return
-        to_host = transfer.num_host_blocks * self.layout.main_block_bytes
-        to_device = transfer.num_device_blocks * self.layout.indexer_block_bytes
+        to_host = transfer.num_host_blocks * self.layout.main_block_bytes * self.num_host_pools
+        to_device = transfer.num_device_blocks * self.layout.indexer_block_bytes * self.num_ranks
         self.stats.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
         if self.request_log and request_id in self.hot_manager.requests:
             self.request_log.received(request_id, to_host, to_device)

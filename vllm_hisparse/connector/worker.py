@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
@@ -16,8 +17,9 @@ from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_transport import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.host_memory import private_memory, shared_memory, shares_host_pool
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer
+from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, check_state_fits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,10 +49,11 @@ class HiSparseWorkerConnector:
     ):
         self.config, self.vllm_config = config, vllm_config
         self.groups, self.layout, self.transport = groups, groups.layout, transport
-        self.store = HostKVStore(
-            self.layout, num_host_blocks, groups.hot_group.layer_names, groups.hot_spec.dtype, config.size_option
-        )
+        allocate = shared_memory if shares_host_pool(vllm_config) else private_memory
+        hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
+        self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, config.size_option, allocate)
         self.stats = HiSparseStats()
+        self.reports_requests = get_tensor_model_parallel_rank() == 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach storage to the attention layers.
@@ -115,7 +118,7 @@ class HiSparseWorkerConnector:
 
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
         released = self.hot_buffer.take_released()
-        return HiSparseWorkerMetadata(released) if released else None
+        return HiSparseWorkerMetadata(released) if released and self.reports_requests else None
 
     def take_stats(self) -> HiSparseStats:
         """Counters since the last call."""
@@ -146,24 +149,26 @@ class HiSparseWorkerConnector:
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
         algorithm = config.make_algorithm(attention, model.max_model_len)
-        state_bytes = (
-            algorithm.state_bytes_per_token * model.max_model_len * self.layout.num_layers * (shape.num_requests + 1)
-        )
+        request_bytes = int(algorithm.state_bytes_per_token * model.max_model_len) * self.layout.num_layers
         logger.info(
             "HiSparse: %s keeps %.1f MiB of state beside the KV cache, for %d requests of %d tokens.",
             algorithm.name,
-            state_bytes / 2**20,
+            request_bytes * (shape.num_requests + 1) / 2**20,
             shape.num_requests,
             model.max_model_len,
         )
+        if cache.device.type != "cpu":
+            check_state_fits(algorithm.name, shape.num_requests, request_bytes, _free_bytes(cache.device))
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
         return PagedHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device, refresh_hits)
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None
+        max_batch = self.vllm_config.scheduler_config.max_num_seqs
         return HotBufferShape(
-            num_requests=self.vllm_config.scheduler_config.max_num_seqs,
+            num_requests=min(max_batch, (num_device_blocks - 1) // self.groups.hot_spec.blocks_per_request),
+            max_batch=max_batch,
             num_slots=self.config.rows,
             num_layers=self.layout.num_layers,
             top_k=self.config.top_k,
@@ -171,6 +176,13 @@ class HiSparseWorkerConnector:
             block_size=self.layout.block_size,
             num_device_blocks=num_device_blocks,
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Device memory that torch can still hand out."""
+    accelerator = torch.accelerator
+    cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
+    return accelerator.get_memory_info(device)[0] + cached
 
 
 def _block_view(caches: list[torch.Tensor], any_cache: torch.Tensor) -> torch.Tensor:

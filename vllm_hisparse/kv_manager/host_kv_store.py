@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.host_memory import private_memory
 from vllm_hisparse.kv_manager.pinned_memory import PinnedMemory
 from vllm_hisparse.layout import KVLayout
+
+if TYPE_CHECKING:
+    import mmap
 
 FREE_MEMORY_SHARE = 0.95  # of the memory the system reports as available
 
@@ -24,6 +28,7 @@ class HostKVStore:
         main_layers: layer names.
         dtype: element type of a main row.
         size_option: the option that asked for this size, for the error message.
+        allocate: where the memory comes from, by bytes.
 
     Attributes:
         main_kv: layer -> [num_blocks, block_size, row elements] of `dtype`.
@@ -34,12 +39,18 @@ class HostKVStore:
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, main_layers: Sequence[str], dtype: torch.dtype, size_option: str
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        main_layers: Sequence[str],
+        dtype: torch.dtype,
+        size_option: str,
+        allocate: Callable[[int], mmap.mmap] = private_memory,
     ):
         self.layout = layout
         num_bytes = num_blocks * layout.host_block_bytes
         check_free_memory(num_bytes, size_option)
-        self._memory = mmap.mmap(-1, num_bytes)  # NOTE: page-aligned, as cudaHostRegister and NIXL want it.
+        self._memory = allocate(num_bytes)
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         main_bytes = layout.block_size * layout.row_bytes * num_blocks
         self.main_kv = {

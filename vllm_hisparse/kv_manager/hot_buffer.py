@@ -19,7 +19,8 @@ class HotBufferShape:
     """Sizes of all hot buffers.
 
     Attributes:
-        num_requests: requests that may run at once.
+        num_requests: requests that can have hot blocks at once.
+        max_batch: requests of a step, padding included.
         num_slots: hot rows per request and layer, `device_buffer_size`; the newest-row slot is not counted.
         num_layers: layers with a hot buffer.
         top_k: entries of a selection.
@@ -29,6 +30,7 @@ class HotBufferShape:
     """
 
     num_requests: int
+    max_batch: int
     num_slots: int
     num_layers: int
     top_k: int
@@ -54,7 +56,7 @@ class HotBuffer:
             that vLLM runs without requests (profiling, padding) use it.
         state_rows: [num_device_blocks] int32 row of each handle, -1 elsewhere.
         counts: [num_requests, 2] int64 hits and misses, never reset.
-        newest_rows: [num_requests] int64 flat hot row of each decoding request's newest position.
+        newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position.
         resolved: output of the last `swap_in`.
         decode_tables: of the running step, or None; its newest rows are not on the host yet.
     """
@@ -71,8 +73,8 @@ class HotBuffer:
         self.host_tables = torch.full((num_rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
         self.state_rows = torch.full((shape.num_device_blocks,), -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros((shape.num_requests, 2), dtype=torch.int64, device=device)
-        self.newest_rows = torch.full((shape.num_requests,), -1, dtype=torch.int64, device=device)
-        self.resolved = Resolved.allocate(shape.num_requests, shape.top_k, device)
+        self.newest_rows = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
+        self.resolved = Resolved.allocate(shape.max_batch, shape.top_k, device)
         self.decode_tables: StepTables | None = None
         self.num_decodes = 0
         self._free_rows = list(reversed(range(shape.num_requests)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.ops.base import HotRows, Resolved, StepTables, UnitTables
 
@@ -64,6 +65,7 @@ class PagedHotBuffer(HotBuffer):
         per_unit, num_heads = algorithm.tokens_per_unit, algorithm.shape.num_kv_heads
         by_head = HotBufferShape(
             num_requests=shape.num_requests * num_heads,
+            max_batch=shape.max_batch * num_heads,
             num_slots=shape.num_slots // per_unit,
             num_layers=shape.num_layers,
             top_k=algorithm.num_selected,
@@ -75,7 +77,7 @@ class PagedHotBuffer(HotBuffer):
         self.algorithm, self.num_heads, self.head_stride = algorithm, num_heads, head_stride
         self.num_requests, self.block_size = shape.num_requests, shape.block_size
         self.states = [algorithm.allocate_state(shape.num_requests + 1, device) for _ in range(shape.num_layers)]
-        self.units = UnitTables.allocate(shape.num_requests, num_hot_blocks, num_heads, head_stride, per_unit, device)
+        self.units = UnitTables.allocate(shape.max_batch, num_hot_blocks, num_heads, head_stride, per_unit, device)
         self.reload = torch.zeros((shape.num_layers, len(self.host_tables)), dtype=torch.int32, device=device)
         self._num_represented = [0] * shape.num_requests  # by row
         self._arrived: list[tuple[int, int, int]] = []
@@ -209,6 +211,28 @@ class PagedHotBuffer(HotBuffer):
     def _represent(self, row: int, last: int) -> Represent | None:
         first, self._num_represented[row] = self._num_represented[row], last
         return Represent(row, first, last) if first < last else None
+
+
+def check_state_fits(algorithm: str, num_requests: int, request_bytes: int, free_bytes: int) -> None:
+    """Refuse state that the device cannot hold beside what vLLM has allocated.
+
+    Args:
+        algorithm: its name.
+        num_requests: requests with state at once.
+        request_bytes: of one request of `--max-model-len`, all layers.
+        free_bytes: of the device.
+
+    Raises:
+        HiSparseConfigError: there is no room.
+    """
+    if (num_requests + 1) * request_bytes > free_bytes:
+        raise HiSparseConfigError(
+            "--max-num-seqs",
+            num_requests,
+            f"at most {max(free_bytes // request_bytes - 1, 0)}: '{algorithm}' keeps {request_bytes / 2**20:.1f} MiB "
+            f"for a request of --max-model-len, and {free_bytes / 2**30:.1f} GiB of the device are free",
+            "Lower it or --max-model-len, or lower --gpu-memory-utilization to leave more free.",
+        )
 
 
 def view_units(cache: torch.Tensor, tokens_per_unit: int, head_stride: int) -> HotRows:

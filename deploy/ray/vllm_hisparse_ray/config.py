@@ -217,11 +217,14 @@ def _check_ports(config: AppConfig) -> None:
 
 
 def _check_decode(config: AppConfig) -> None:
-    if config.decode.gpus > 1:
-        raise HiSparseConfigError(
-            "decode.gpus", config.decode.gpus, "1 in this release", "Raise decode.replicas.max instead."
-        )
     options = HiSparseConfig.from_extra_config(config.decode.hisparse)
+    if options.dense_unit is not None and config.prefill.gpus != config.decode.gpus:
+        raise HiSparseConfigError(
+            "prefill.gpus",
+            config.prefill.gpus,
+            f"{config.decode.gpus}, as many as decode: both split the KV heads of a dense model over their GPUs",
+            "Set both to the same number.",
+        )
     pool_gib = options.host_pool_gib
     if pool_gib is None:
         pool_gib = _ratio_pool_gib(config, options)
@@ -236,7 +239,7 @@ def _check_decode(config: AppConfig) -> None:
 
 
 def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:
-    """GiB of a host pool that is given as a multiple of the device KV cache."""
+    """GiB of the host pools that are given as a multiple of the device KV cache; a dense model has one per GPU."""
     assert options.host_to_device_ratio is not None
     device_bytes = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_memory_bytes")
     if not isinstance(device_bytes, int) or device_bytes <= 0:
@@ -247,4 +250,5 @@ def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:
             "both",
             "Set kv_cache_memory_bytes, or host_pool_gib instead of the ratio.",
         )
-    return options.host_to_device_ratio * device_bytes / GIB
+    num_pools = 1 if options.dense_unit is None else max(1, config.decode.gpus)
+    return options.host_to_device_ratio * device_bytes * num_pools / GIB

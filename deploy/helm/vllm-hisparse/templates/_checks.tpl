@@ -21,6 +21,9 @@
 {{- if not (has .Values.engine.kvCacheDtype (index $dtypes .Values.device)) -}}
 {{- include "hisparse.refuse" (dict "option" "engine.kvCacheDtype" "got" .Values.engine.kvCacheDtype "expected" (printf "one of %s with device: %s" (index $dtypes .Values.device | join ", ") .Values.device) "fix" "Set auto to keep the KV in the model's dtype.") -}}
 {{- end -}}
+{{- if and (ne "dsa" (.Values.decode.hisparse.extraConfig.algorithm | default "dsa")) (ne (int .Values.prefill.gpus) (int .Values.decode.gpus)) -}}
+{{- include "hisparse.refuse" (dict "option" "prefill.gpus" "got" .Values.prefill.gpus "expected" (printf "%v, as many as decode: both split the KV heads of a dense model over their GPUs" .Values.decode.gpus) "fix" "Set both to the same number.") -}}
+{{- end -}}
 {{- range $name := list "prefill" "decode" -}}
 {{- $gpus := int (index $.Values $name).gpus -}}
 {{- if and (eq $.Values.device "cpu") $gpus -}}
@@ -71,7 +74,9 @@
 {{- if and $options.hostToDeviceRatio (not $options.deviceKvGiB) -}}
 {{- include "hisparse.refuse" (dict "option" "decode.hisparse.hostToDeviceRatio" "got" $options.hostToDeviceRatio "expected" "deviceKvGiB beside it: the host memory to request follows from both" "fix" "Set decode.hisparse.deviceKvGiB, or hostPoolGiB instead of the ratio.") -}}
 {{- end -}}
-{{- $pool := $options.hostPoolGiB | default (mulf $options.hostToDeviceRatio $options.deviceKvGiB) -}}
+{{- /* Every GPU of a dense model has a pool of its own. */ -}}
+{{- $pools := ternary 1 (max 1 (int .Values.decode.gpus)) (eq "dsa" ($options.extraConfig.algorithm | default "dsa")) -}}
+{{- $pool := $options.hostPoolGiB | default (mulf $options.hostToDeviceRatio $options.deviceKvGiB $pools) -}}
 {{- $needed := addf $pool .Values.decode.overheadGiB -}}
 {{- if lt (float64 .Values.decode.memoryGiB) (float64 $needed) -}}
 {{- include "hisparse.refuse" (dict "option" "decode.memoryGiB" "got" .Values.decode.memoryGiB "expected" (printf "at least %v: a host pool of %v GiB and decode.overheadGiB %v" $needed $pool .Values.decode.overheadGiB) "fix" "Raise decode.memoryGiB or shrink the host pool.") -}}
