@@ -148,12 +148,14 @@ class HotKV:
         vllm_config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=layers),
             scheduler_config=SimpleNamespace(max_num_seqs=case.batch),
-            model_config=SimpleNamespace(max_model_len=case.num_blocks * BLOCK_SIZE),
+            model_config=SimpleNamespace(max_model_len=case.num_blocks * BLOCK_SIZE, use_mla=True),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
         )
         config = HiSparseConfig(top_k=case.top_k, device_buffer_size=2 * case.top_k, host_pool_gib=1.0)
         num_host_blocks = case.batch * case.num_blocks
         self.worker = HiSparseWorkerConnector(vllm_config, config, self.groups, num_host_blocks, None)
-        self.hot_table = torch.randperm(case.batch * self.groups.hot_spec.blocks_per_request).view(case.batch, -1).int()
+        num_device_blocks = case.batch * self.groups.hot_spec.blocks_per_request
+        self.hot_table = (1 + torch.randperm(num_device_blocks)).view(case.batch, -1).int()  # vLLM's null block is 0
         self.worker.register_kv_caches(self._device_caches(case))
         self._fill_host(case, rows)
         spec = self.groups.hot_spec
@@ -177,7 +179,7 @@ class HotKV:
     def _device_caches(self, case: Case) -> dict[str, torch.Tensor]:
         """Hot rows and indexer keys in the same blocks, as vLLM lays them out: all layers of a block side by side."""
         layout, element_bytes = self.groups.layout, case.dtype.itemsize
-        num_blocks, rows = self.hot_table.numel(), layout.rows_per_hot_block
+        num_blocks, rows = 1 + self.hot_table.numel(), layout.rows_per_hot_block
         block_elements = layout.device_block_bytes // element_bytes  # wider than the hot rows where keys take more
         memory = torch.full((num_blocks, block_elements), torch.nan, dtype=case.dtype)
         layers = memory[:, : case.num_layers * rows * ROW].view(num_blocks, case.num_layers, rows, ROW)

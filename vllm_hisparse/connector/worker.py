@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
@@ -53,7 +52,7 @@ class HiSparseWorkerConnector:
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
         self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, config.size_option, allocate)
         self.stats = HiSparseStats()
-        self.reports_requests = get_tensor_model_parallel_rank() == 0
+        self.reports_requests = vllm_config.parallel_config.rank == 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach storage to the attention layers.

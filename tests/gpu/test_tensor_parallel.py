@@ -1,0 +1,36 @@
+"""Two ranks on two GPUs: the tokens of full KV over as many, from one host pool or from one per rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineRun, assert_pools_empty, assert_same_but_ties, engine_args, hot_args, make_prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+PHASE = {"prompts": [make_prompt(length) for length in (1, 65, 2049, 4097, 8000, 12000)], "max_tokens": 64}
+QUEST = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "dsv32": ({"num_heads": 64, "index_n_heads": 64, "index_topk": 2048}, {}, {}),
+    "llama": ({"num_heads": 16}, QUEST, {"attention_config": {"backend": "FLASH_ATTN"}}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_with_cuda_graphs(tmp_path: Path, name: str) -> None:
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    sizes, options, arguments = MODELS[name]
+    model = make_model(name, tmp_path / name, num_layers=4, **sizes)
+    arguments = {"max_model_len": 16384, "tensor_parallel_size": 2, **arguments}
+    full = EngineRun.start(tmp_path, "full", engine_args(model, **arguments), [PHASE])
+    hot = EngineRun.start(tmp_path, "hot", hot_args(model, options, **arguments), [PHASE])
+    record = hot.phases()[0]
+    assert_same_but_ties(record["completions"], full.phases()[0]["completions"])
+    assert_pools_empty(record)
+    first_rank, second_rank = record["shared_memory"]
+    assert first_rank == second_rank
+    assert (first_rank is not None) == (name == "dsv32")
