@@ -288,7 +288,9 @@ def describe(case: Case) -> dict[str, Any]:
 def costs(case: Case, hot: HotKV, hot_samples: Samples, full_samples: Samples) -> dict[str, Any]:
     """Times, their ratio step by step, and bytes moved."""
     num_steps = len(hot_samples.wall)
-    counters = hot.worker.take_stats().data["counters"]
+    stats = hot.worker.take_stats()
+    assert stats is not None, "no row was selected"
+    counters = stats.data["counters"]
     return {
         "hot": hot_samples.summary(),
         "full": full_samples.summary(),
@@ -296,7 +298,6 @@ def costs(case: Case, hot: HotKV, hot_samples: Samples, full_samples: Samples) -
         "cpu_ratio": spread(a / b for a, b in zip(hot_samples.cpu, full_samples.cpu, strict=True)),
         "misses_per_selection": round(counters["cache_misses"] / (num_steps * case.num_layers * case.batch), 1),
         "host_to_device_bytes_per_step": counters["host_to_device_bytes"] // num_steps,
-        "device_to_host_bytes_per_step": counters["device_to_host_bytes"] // num_steps,
     }
 
 

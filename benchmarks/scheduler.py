@@ -87,7 +87,7 @@ class Scheduler:
         self.connector.bind(SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers)))
         self.forget_samples()
         self.requests = [self._admit(index, num_tokens, num_steps) for index in range(num_requests)]
-        self.output = SimpleNamespace(num_scheduled_tokens={request.request_id: 1 for request in self.requests})
+        self.output = _scheduler_output({request.request_id: 1 for request in self.requests})
         self._prefill()
 
     def step(self) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
             self.hot_manager.allocate_new_blocks(request.request_id, request.num_tokens, request.num_tokens)
             self.indexer_manager.allocate(request.request_id, request.num_tokens)
         scheduled = {request.request_id: request.num_tokens for request in self.requests}
-        self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
+        self.connector.build_connector_meta(_scheduler_output(scheduled))
         for request in self.requests:
             request.num_computed_tokens = request.num_tokens
 
@@ -154,6 +154,11 @@ class Scheduler:
             **{phase: samples.summary() for phase, samples in self.samples.items()},
             "metadata_bytes": {name: int(value) for name, value in spread(self.metadata_bytes).items()},
         }
+
+
+def _scheduler_output(num_scheduled: dict[str, int]) -> SimpleNamespace:
+    """What `build_connector_meta` reads of vLLM's `SchedulerOutput`."""
+    return SimpleNamespace(num_scheduled_tokens=num_scheduled, total_num_scheduled_tokens=sum(num_scheduled.values()))
 
 
 def measure(num_requests: int, num_tokens: list[int], steps: int, warmup: int) -> list[dict[str, Any]]:

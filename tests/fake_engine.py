@@ -142,6 +142,11 @@ class FakeTransport:
         self.finished.append(request.request_id)
 
 
+def scheduler_output(num_scheduled: dict[str, int]) -> SimpleNamespace:
+    """What `build_connector_meta` reads of vLLM's `SchedulerOutput`."""
+    return SimpleNamespace(num_scheduled_tokens=num_scheduled, total_num_scheduled_tokens=sum(num_scheduled.values()))
+
+
 class FakeEngine:
     """First come, first served; the newest running request is preempted first."""
 
@@ -183,7 +188,7 @@ class FakeEngine:
     def step(self, budget: int = 8) -> HiSparseMetadata:
         """Schedule, run and update; returns what the worker was told."""
         scheduled = self.schedule(budget)
-        metadata = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
+        metadata = self.connector.build_connector_meta(scheduler_output(scheduled))
         self.log.append(metadata)
         self.worker.apply(metadata)
         batch = [request for request in self.running if request.request_id in scheduled]

@@ -31,7 +31,9 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             get_sliding_window=lambda: None,
             hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
         ),
-        parallel_config=SimpleNamespace(**dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1)),
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=None, **dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1)
+        ),
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -175,6 +177,13 @@ def test_refuses_parallelism(option: str) -> None:
 @pytest.mark.parametrize("option", PARALLELISM)
 def test_takes_parallelism(option: str) -> None:
     assert HiSparseConfig.from_vllm_config(engine(**{f"parallel_config__{option}": 2})).top_k == 256
+
+
+def test_refuses_ranks_with_a_scheduler_each() -> None:
+    launcher = {"parallel_config__distributed_executor_backend": "external_launcher"}
+    message = refusal(**launcher, parallel_config__tensor_parallel_size=2)
+    check_parts(message, "--distributed-executor-backend", "'external_launcher'", "mp or ray", "Remove it")
+    assert HiSparseConfig.from_vllm_config(engine(**launcher)).top_k == 256
 
 
 def test_refuses_the_prefill_role():

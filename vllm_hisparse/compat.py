@@ -34,7 +34,7 @@ def cpu_attention_isa(dtype: torch.dtype, block_size: int, head_size: int) -> st
 def copy_blocks_whole(connector: NixlPullConnector) -> None:
     """Tell NIXL's worker half that blocks are the same on both sides.
 
-    NOTE: it says `use_mla` for that: with one rank on each side no block is cut by heads, whatever the model. Only then
-    does it map one remote KV cache group to several local ones and register host and device memory together.
+    NOTE: it says `use_mla` for that: with as many ranks on each side no block is cut by heads, whatever the model. Only
+    then does it map one remote KV cache group to several local ones and register host and device memory together.
     """
     connector.connector_worker.use_mla = True

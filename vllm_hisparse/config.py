@@ -324,6 +324,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
                 "1 in this release",
                 "Use --tensor-parallel-size or --data-parallel-size instead.",
             )
+    if parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        raise HiSparseConfigError(
+            "--distributed-executor-backend",
+            "external_launcher",
+            "mp or ray with --tensor-parallel-size above 1",
+            "Remove it: one scheduler decides for all ranks what the host pool holds.",
+        )
     if vllm_config.speculative_config is not None:
         raise HiSparseConfigError(
             "--speculative-config", vllm_config.speculative_config.method, "none in this release", "Remove it."

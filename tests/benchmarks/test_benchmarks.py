@@ -65,7 +65,6 @@ def test_cpu_decode(run, dtype: str) -> None:
     assert set(rows[0]["wall_ratio"]) == set(rows[0]["cpu_ratio"]) == SPREAD
     assert 0 < rows[0]["misses_per_selection"] <= 16
     assert rows[0]["host_to_device_bytes_per_step"] > 0
-    assert rows[0]["device_to_host_bytes_per_step"] == 2 * 2 * 576 * (4 if dtype == "float32" else 2)
 
 
 def test_cpu_decode_compares_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

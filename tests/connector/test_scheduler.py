@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine, FakeTransport
+from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine, FakeTransport, scheduler_output
 from vllm.v1.request import Request
 
 from vllm_hisparse.connector import request_log
@@ -10,6 +10,7 @@ from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.hot_buffer_manager import RequestBlocks
 
 PROMPT = list(range(10, 20))
+COPIES = ("device_to_host_bytes", "host_to_device_bytes")
 
 
 def output(**fields) -> SimpleNamespace:
@@ -24,7 +25,17 @@ def host_ids(engine: FakeEngine, request: Request) -> list[int]:
 
 
 def counters(engine: FakeEngine) -> dict[str, int]:
-    """What was counted since the last call."""
+    """What was counted since the last call, beside copies."""
+    return {name: value for name, value in all_counters(engine).items() if name not in COPIES}
+
+
+def copies(engine: FakeEngine) -> tuple[int, int]:
+    """Bytes to the host and to the device since the last call."""
+    counted = all_counters(engine)
+    return tuple(counted[name] for name in COPIES)
+
+
+def all_counters(engine: FakeEngine) -> dict[str, int]:
     engine.stats.aggregate(engine.connector.take_stats())
     counted = engine.stats.data["counters"]
     engine.stats.reset()
@@ -72,8 +83,8 @@ def test_a_long_prompt_in_chunks_sends_its_table_once(engine: FakeEngine) -> Non
 def test_requests_that_do_not_run_this_step_wait_with_their_changes(engine: FakeEngine) -> None:
     request = engine.add("a", PROMPT)
     engine.schedule(budget=8)
-    assert not engine.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})).tables
-    later = engine.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 8}))
+    assert not engine.connector.build_connector_meta(scheduler_output({})).tables
+    later = engine.connector.build_connector_meta(scheduler_output({"a": 8}))
     assert later.tables == {engine.tables_of(request)[0]: (0, host_ids(engine, request))}
 
 
@@ -143,7 +154,7 @@ def test_published_with_the_save_and_not_before(engine: FakeEngine) -> None:
     request = engine.add("a", PROMPT)
     scheduled = engine.schedule(budget=9)
     assert num_published(engine, request) == 0
-    metadata = engine.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
+    metadata = engine.connector.build_connector_meta(scheduler_output(scheduled))
     assert len(metadata.saves) == 2
     assert num_published(engine, request) == 8
 
@@ -210,7 +221,7 @@ def test_preemption_saves_the_partial_block(num_tokens: int) -> None:
     request, hosts, devices = preempted(engine, num_tokens)
     num_full, tail = divmod(num_tokens, BLOCK_SIZE)
     engine.waiting.clear()
-    metadata = engine.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    metadata = engine.connector.build_connector_meta(scheduler_output({}))
     assert metadata.tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
     assert len(metadata.released) == 1 and not metadata.tables
     match = engine.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
@@ -280,6 +291,25 @@ def test_restored_tokens_of_other_requests_are_no_resumption() -> None:
     engine.add("b", PROMPT)
     engine.schedule(budget=8)
     assert counters(engine) == {"host_prefix_tokens": 8}
+
+
+def test_copies_of_every_rank_are_counted() -> None:
+    engine = FakeEngine()
+    engine.connector.num_ranks, layout = 2, engine.groups.layout
+    token, block = 2 * layout.num_layers * layout.row_bytes, 2 * layout.indexer_block_bytes
+    engine.add("a", PROMPT, max_tokens=3)
+    seen = []
+    for _ in range(4):
+        engine.step(budget=BLOCK_SIZE)
+        seen.append(copies(engine))
+    assert len(PROMPT) == 2 * BLOCK_SIZE + 2
+    assert seen == [(4 * token + block, 0), (4 * token + block, 0), (2 * token, 0), (token, 0)]
+    engine.run_to_end()
+    engine.kv.reset_prefix_cache()
+    copies(engine)
+    engine.add("b", PROMPT)
+    engine.step(budget=1)
+    assert copies(engine) == (token, 2 * block)
 
 
 # Release
@@ -513,12 +543,12 @@ def test_first_decodes_of_dense_models() -> None:
     connector = object.__new__(HiSparseSchedulerConnector)
     connector.hot_manager = SimpleNamespace(states={"a": RequestBlocks(7, 100)}, requests={"a": request})
 
-    def step(num_tokens: int) -> tuple[list[tuple[int, int]], int]:
+    def step(num_tokens: int) -> list[tuple[int, int]]:
         metadata = HiSparseMetadata()
         connector._add_first_decodes(metadata, {"a": num_tokens})
         request.num_computed_tokens += num_tokens
-        return metadata.first_decodes, metadata.num_decodes
+        return metadata.first_decodes
 
-    assert [step(num) for num in (5, 1, 1, 3, 1)] == [([], 0), ([(7, 5)], 1), ([], 1), ([], 0), ([(7, 10)], 1)]
+    assert [step(num) for num in (5, 1, 1, 3, 1)] == [[], [(7, 5)], [], [], [(7, 10)]]
     connector.hot_manager.states["a"] = RequestBlocks(9, 100)
-    assert step(1) == ([(9, 11)], 1)
+    assert step(1) == [(9, 11)]

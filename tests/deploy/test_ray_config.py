@@ -74,10 +74,15 @@ def test_ratio_needs_room_for_the_pool_it_makes():
 
 
 def test_every_gpu_of_a_dense_model_has_a_pool():
-    decode = {"hisparse": {"host_to_device_ratio": 4}, "engine_kwargs": {"kv_cache_memory_bytes": 2 * 2**30}, "gpus": 2}
+    decode = {
+        "hisparse": {"host_to_device_ratio": 4},
+        "engine_kwargs": {"kv_cache_memory_bytes": 2 * 2**30},
+        "gpus": 2,
+        "host_memory_gib": 10,
+    }
     AppConfig.parse(app_args(decode=decode))
     dense = {**decode, "hisparse": {**decode["hisparse"], "algorithm": "quest"}}
-    with pytest.raises(HiSparseConfigError, match=r"expected at least 17: a host pool of 16 GiB"):
+    with pytest.raises(HiSparseConfigError, match=r"expected at least 18: a host pool of 16 GiB and 2 GiB"):
         AppConfig.parse(app_args(decode=dense, prefill={"gpus": 2}))
 
 

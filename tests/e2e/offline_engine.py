@@ -105,6 +105,8 @@ class Recorder:
     def _recorded(self, take_stats: Any) -> Any:
         def record() -> Any:
             stats = take_stats()
+            if stats is None:
+                return None
             self.counters.update(stats.data["counters"])
             for name, value in stats.data["gauges"].items():
                 self.peaks[name] = max(value, self.peaks.get(name, 0))
@@ -197,14 +199,18 @@ def poison_of(worker: Any, rows: Any) -> float:
     return float("nan") if rows.is_floating_point() else 0x7F
 
 
-def poison(scheduler: Any, worker: Any) -> None:
-    """Fill KV that nobody has written with NaN: whoever reads it shows it.
+def poison_rows(_: Any) -> None:
+    """Fill a worker's KV, which nobody has written, with NaN: whoever reads it shows it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    Host blocks are poisoned again whenever the pool hands them out.
-    """
+    worker = get_kv_transfer_group().worker
     hot_caches = [hot_cache(impl.hot) for impl in worker.impls]
     for rows in (*worker.store.main_kv.values(), *hot_caches):
         rows.fill_(poison_of(worker, rows))
+
+
+def poison_again(scheduler: Any, worker: Any) -> None:
+    """Poison host blocks whenever the pool hands them out."""
     take = scheduler.host_pool._take
 
     def take_poisoned() -> int:
@@ -235,10 +241,11 @@ def make_recorder(llm: Any) -> Recorder | None:
     connector = scheduler_core(llm).scheduler.connector if hasattr(llm.llm_engine.engine_core, "engine_core") else None
     if connector is None:
         return None
+    scheduler_core(llm).model_executor.collective_rpc(poison_rows)
     if not has_kv_transfer_group():
         return Recorder(connector.scheduler)
     halves = connector.scheduler, get_kv_transfer_group().worker
-    poison(*halves)
+    poison_again(*halves)
     return Recorder(*halves)
 
 

@@ -38,7 +38,8 @@ def phase(seed: int = 0) -> dict:
 
 @pytest.mark.parametrize(("model", "options"), [("dsv32", {}), ("llama", EVERYTHING)])
 def test_tensor_parallel(run, model, options):
-    """Evicted rows come back from the pool that all ranks of a DSA model share, or from each rank's own."""
+    """Evicted rows of a DSA model come back from the pool that all ranks share; each rank of a dense model has its KV
+    heads in its own, from which a later request's prefix comes back."""
     (full,) = run(engine_args(model, tensor_parallel_size=2, enable_prefix_caching=False), [phase()])
     first, again = run(hot_args(model, options, tensor_parallel_size=2), [phase(), phase()])
     assert_same(first["completions"], full["completions"])
@@ -60,7 +61,7 @@ def test_ranks_share_one_pool_of_the_size_asked_for(run, reference):
     )
     assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
     assert_pools_empty(record)
-    assert record["peaks"]["host_blocks_used"] <= 18
+    assert record["peaks"]["host_blocks_used"] == 18
     assert record["counters"]["resumed_requests"] >= 1
     assert record["counters"]["recomputed_tokens"] < 512
 

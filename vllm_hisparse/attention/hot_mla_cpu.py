@@ -53,9 +53,7 @@ class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
         rows = self._impl.hot_buffer.rows_of(hot_tables)
         known, query_lens = rows < self._impl.hot_buffer.shape.num_requests, torch.diff(starts)
         decodes = (known & (query_lens == 1)).nonzero()[:, 0]
-        self._impl.hot_buffer.begin_decode(
-            hot_tables[decodes], common.seq_lens[:num_reqs][decodes], len(decodes), self._impl.hot
-        )
+        self._impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes], self._impl.hot)
         chunks = [
             self._chunk(i, starts, common.seq_lens, hot_tables, rows)
             for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()

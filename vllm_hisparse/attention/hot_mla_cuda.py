@@ -74,8 +74,7 @@ class HotMLAMetadataBuilder:
     def _begin_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> None:
         impl = self._impl
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        num_live = int((common.seq_lens_cpu_upper_bound[:num_decodes] > 0).sum())
-        impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes], num_live, impl.hot)
+        impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes], impl.hot)
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""

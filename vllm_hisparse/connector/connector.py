@@ -22,7 +22,6 @@ from vllm_hisparse.connector.nixl_transport import NixlSchedulerTransport, NixlW
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.host_kv_store import check_free_memory
 from vllm_hisparse.kv_manager.host_memory import num_host_pools
 
 if TYPE_CHECKING:
@@ -55,8 +54,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:
-            num_pools = num_host_pools(vllm_config)
-            check_free_memory(num_host_blocks * groups.layout.host_block_bytes * num_pools, config.size_option)
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
             self.scheduler = HiSparseSchedulerConnector(
                 config,
@@ -65,7 +62,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.cache_config.enable_prefix_caching,
                 NixlSchedulerTransport(*args) if is_pd else None,
                 vllm_config.parallel_config.tensor_parallel_size,
-                num_pools,
+                num_host_pools(vllm_config),
             )
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None
@@ -141,6 +138,11 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Nothing to do: the backend writes rows itself."""
 
+    def finish_forward(self) -> None:
+        # NOTE: Model Runner V2 has this hook before it samples: a request is not finished, nor are its blocks free,
+        # before its newest rows are on the host. Model Runner V1 has none, and calls `wait_for_save` before it samples.
+        self.worker.finish_step()
+
     def wait_for_save(self) -> None:
         self.worker.finish_step()
 
@@ -155,7 +157,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both halves
 
-    def get_kv_connector_stats(self) -> HiSparseStats:
+    def get_kv_connector_stats(self) -> HiSparseStats | None:
         return self._half.take_stats()
 
     def shutdown(self) -> None:

@@ -21,7 +21,6 @@ class HiSparseMetadata(KVConnectorMetadata):
         saves: (device, host) indexer blocks that this step fills, to copy to the host after the forward.
         first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
             before and decode the token at `position` in this one.
-        num_decodes: requests of a dense model that decode in this step.
         transport: metadata of the transport, or None.
     """
 
@@ -31,7 +30,6 @@ class HiSparseMetadata(KVConnectorMetadata):
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)
-    num_decodes: int = 0
     transport: KVConnectorMetadata | None = None
 
 

@@ -111,6 +111,7 @@ class HiSparseSchedulerConnector:
             self._add_first_decodes(metadata, scheduler_output.num_scheduled_tokens)
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
+        self._record_copies(metadata, scheduler_output.total_num_scheduled_tokens)
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -229,7 +230,13 @@ class HiSparseSchedulerConnector:
                 position = self.hot_manager.requests[request_id].num_computed_tokens
                 metadata.first_decodes.append((state.handle, position))
             state.is_decoding = decodes
-            metadata.num_decodes += decodes
+
+    def _record_copies(self, metadata: HiSparseMetadata, num_tokens: int) -> None:
+        """Account for what the workers copy in this step beside misses, which only they know."""
+        layout, num_saves = self.layout, len(metadata.saves) + len(metadata.tail_saves)
+        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.indexer_block_bytes
+        restored = len(metadata.restores) * layout.indexer_block_bytes
+        self.stats.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
 
     def _publish(self, request: Request, state: RequestBlocks) -> None:
         """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.

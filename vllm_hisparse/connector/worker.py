@@ -11,18 +11,20 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_transport import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.host_memory import private_memory, shared_memory, shares_host_pool
+from vllm_hisparse.kv_manager.host_memory import allocate_host_pool
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, check_state_fits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+
+FREE_DEVICE_SHARE = 0.9  # for an algorithm's state; the rest for what grows with the batch
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -48,10 +50,11 @@ class HiSparseWorkerConnector:
     ):
         self.config, self.vllm_config = config, vllm_config
         self.groups, self.layout, self.transport = groups, groups.layout, transport
-        allocate = shared_memory if shares_host_pool(vllm_config) else private_memory
+        num_bytes = num_host_blocks * self.layout.host_block_bytes
+        memory = allocate_host_pool(num_bytes, vllm_config, config.size_option)
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
-        self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, config.size_option, allocate)
-        self.stats = HiSparseStats()
+        self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, memory)
+        self._saves: BlockPairs = []
         self.reports_requests = vllm_config.parallel_config.rank == 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -79,7 +82,7 @@ class HiSparseWorkerConnector:
         NOTE: not in `start_load_kv`, which may run after it. Model Runner V2 has built the step's attention metadata by
         now, Model Runner V1 has not.
         """
-        saved_bytes = self.store.save_indexer_keys(self.indexer_keys, metadata.tail_saves)
+        self.store.save_indexer_keys(self.indexer_keys, metadata.tail_saves)
         for handle in metadata.released:
             self.hot_buffer.release(handle)
         for handle, (first, host_ids) in metadata.tables.items():
@@ -88,16 +91,14 @@ class HiSparseWorkerConnector:
             missing = self.hot_buffer.begin_decoding(handle, position)
             for impl in self.impls if missing else ():
                 impl.represent(missing)
-        restored_bytes = self.store.restore_indexer_keys(self.indexer_keys, metadata.restores)
-        self.stats.add(device_to_host_bytes=saved_bytes, host_to_device_bytes=restored_bytes)
+        self.store.restore_indexer_keys(self.indexer_keys, metadata.restores)
 
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:
-        self.metadata = metadata
+        self._saves = metadata.saves
         if self.transport:
             self.transport.bind_metadata(metadata.transport)
 
     def clear_metadata(self) -> None:
-        self.metadata = None
         if self.transport:
             self.transport.clear_metadata()
 
@@ -106,11 +107,10 @@ class HiSparseWorkerConnector:
             self.transport.start_load(forward_context)
 
     def finish_step(self) -> None:
-        """Bring what the forward produced to the host: newest rows and full indexer blocks."""
-        saved_bytes = self.store.save_indexer_keys(self.indexer_keys, self.metadata.saves)
-        num_rows = self.hot_buffer.write_back([i.hot for i in self.impls], [i.host_rows for i in self.impls])
-        saved_bytes += (num_rows + self.metadata.num_decodes) * self.layout.num_layers * self.layout.row_bytes
-        self.stats.add(device_to_host_bytes=saved_bytes)
+        """Bring what the forward produced to the host: newest rows and full indexer blocks. Once per step."""
+        self.store.save_indexer_keys(self.indexer_keys, self._saves)
+        self._saves = []
+        self.hot_buffer.write_back([i.hot for i in self.impls], [i.host_rows for i in self.impls])
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()
@@ -119,12 +119,14 @@ class HiSparseWorkerConnector:
         released = self.hot_buffer.take_released()
         return HiSparseWorkerMetadata(released) if released and self.reports_requests else None
 
-    def take_stats(self) -> HiSparseStats:
-        """Counters since the last call."""
-        stats, self.stats = self.stats, HiSparseStats()
+    def take_stats(self) -> HiSparseStats | None:
+        """What only the worker knows, since the last call; None in most steps."""
         hits, misses = self.hot_buffer.take_counts()
-        stats.add(cache_hits=hits, cache_misses=misses, host_to_device_bytes=misses * self.layout.unit_bytes)
         nixl_stats = self.transport.take_stats() if self.transport else None
+        if not (hits or misses or nixl_stats):
+            return None
+        stats = HiSparseStats()
+        stats.add(cache_hits=hits, cache_misses=misses, host_to_device_bytes=misses * self.layout.unit_bytes)
         if nixl_stats is not None:
             stats.add_nixl(nixl_stats)
         return stats
@@ -157,7 +159,9 @@ class HiSparseWorkerConnector:
             model.max_model_len,
         )
         if cache.device.type != "cpu":
-            check_state_fits(algorithm.name, shape.num_requests, request_bytes, _free_bytes(cache.device))
+            staging_bytes = shape.max_blocks * self.layout.block_size * self.layout.row_bytes
+            free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(cache.device)) - staging_bytes
+            check_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
         return PagedHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device, refresh_hits)

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
-from vllm_hisparse.config import HiSparseConfigError
-from vllm_hisparse.kv_manager.host_memory import private_memory
 from vllm_hisparse.kv_manager.pinned_memory import PinnedMemory
 from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:
     import mmap
 
-FREE_MEMORY_SHARE = 0.95  # of the memory the system reports as available
-
 
 class HostKVStore:
-    """Main KV and indexer keys of all host blocks in one page-aligned allocation.
+    """Main KV and indexer keys of all host blocks in one allocation.
 
     Args:
         layout: byte sizes.
         num_blocks: host blocks.
         main_layers: layer names.
         dtype: element type of a main row.
-        size_option: the option that asked for this size, for the error message.
-        allocate: where the memory comes from, by bytes.
+        memory: `num_blocks * layout.host_block_bytes` bytes, page-aligned.
 
     Attributes:
         main_kv: layer -> [num_blocks, block_size, row elements] of `dtype`.
         indexer_keys: [num_blocks, bytes of the indexer keys of all layers] uint8.
-
-    Raises:
-        HiSparseConfigError: the host has less free memory.
     """
 
     def __init__(
@@ -44,14 +35,9 @@ class HostKVStore:
         num_blocks: int,
         main_layers: Sequence[str],
         dtype: torch.dtype,
-        size_option: str,
-        allocate: Callable[[int], mmap.mmap] = private_memory,
+        memory: mmap.mmap,
     ):
-        self.layout = layout
-        num_bytes = num_blocks * layout.host_block_bytes
-        check_free_memory(num_bytes, size_option)
-        self._memory = allocate(num_bytes)
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
         main_bytes = layout.block_size * layout.row_bytes * num_blocks
         self.main_kv = {
             name: flat[i * main_bytes : (i + 1) * main_bytes].view(dtype).view(num_blocks, layout.block_size, -1)
@@ -67,26 +53,22 @@ class HostKVStore:
             self._pinned = PinnedMemory(self._flat)
             self._device_keys = self._pinned.device_view(self.indexer_keys)
 
-    def save_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> int:
-        """Copy (device, host) blocks of all layers to the host; returns the bytes copied.
+    def save_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (device, host) blocks of all layers to the host.
 
         Args:
             cache: [num_device_blocks, bytes of the indexer keys of all layers] uint8.
             pairs: block ids.
         """
-        if not pairs:
-            return 0
-        device_ids, host_ids = self._ids(pairs, cache.device)
-        self._device_keys.index_copy_(0, host_ids, cache.index_select(0, device_ids))
-        return len(pairs) * self.layout.indexer_block_bytes
+        if pairs:
+            device_ids, host_ids = self._ids(pairs, cache.device)
+            self._device_keys.index_copy_(0, host_ids, cache.index_select(0, device_ids))
 
-    def restore_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> int:
-        """Copy (host, device) blocks of all layers to the device; returns the bytes copied."""
-        if not pairs:
-            return 0
-        host_ids, device_ids = self._ids(pairs, cache.device)
-        cache.index_copy_(0, device_ids, self._device_keys.index_select(0, host_ids))
-        return len(pairs) * self.layout.indexer_block_bytes
+    def restore_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (host, device) blocks of all layers to the device."""
+        if pairs:
+            host_ids, device_ids = self._ids(pairs, cache.device)
+            cache.index_copy_(0, device_ids, self._device_keys.index_select(0, host_ids))
 
     def close(self) -> None:
         """Unpin the memory, once the device is done with it."""
@@ -97,20 +79,3 @@ class HostKVStore:
     def _ids(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.tensor(pairs, pin_memory=self._pinned is not None).to(device, non_blocking=True)
         return ids[:, 0].contiguous(), ids[:, 1].contiguous()
-
-
-def check_free_memory(num_bytes: int, size_option: str) -> None:
-    """Refuse a host pool that the host's free memory cannot hold.
-
-    Raises:
-        HiSparseConfigError: less than `num_bytes` is free.
-    """
-    available = int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
-    if num_bytes > available:
-        name, value = size_option.split("=")
-        raise HiSparseConfigError(
-            name,
-            float(value),
-            f"a host pool of at most {available / 2**30:.1f} GiB (free host memory), not {num_bytes / 2**30:.1f} GiB",
-            "Lower it, or free memory on the host.",
-        )

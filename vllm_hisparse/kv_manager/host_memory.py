@@ -5,14 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
+import torch
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from vllm_hisparse.config import HiSparseConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+FREE_MEMORY_SHARE = 0.95  # of the memory the system reports as available
+
+T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]  # what every rank gives, by rank; also waits for all of them
 
 
 def shares_host_pool(vllm_config: VllmConfig) -> bool:
@@ -25,45 +32,120 @@ def num_host_pools(vllm_config: VllmConfig) -> int:
     return 1 if shares_host_pool(vllm_config) else vllm_config.parallel_config.tensor_parallel_size
 
 
-def private_memory(num_bytes: int) -> mmap.mmap:
-    """Memory of this process alone, page-aligned as cudaHostRegister and NIXL want it."""
-    return mmap.mmap(-1, num_bytes)
+def allocate_host_pool(num_bytes: int, vllm_config: VllmConfig, size_option: str) -> mmap.mmap:
+    """The host pool of this rank; called by all ranks of the engine together.
 
+    Args:
+        num_bytes: of one pool.
+        vllm_config: the engine's configuration.
+        size_option: the option that asked for this size, for the error message.
 
-def shared_memory(num_bytes: int) -> mmap.mmap:
-    """Memory that every tensor parallel rank maps; called by all of them.
-
-    Every rank writes all rows, each to the same place and the same bytes, so that no rank waits for another one's.
+    Returns:
+        Memory that is page-aligned, as cudaHostRegister and NIXL want it.
 
     Raises:
-        HiSparseConfigError: the ranks run on several hosts.
+        HiSparseConfigError: the host has less free memory, or ranks that share a pool run on several hosts.
+        RuntimeError: on the other ranks, when it fails on one.
     """
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        check_free_memory(num_bytes, size_option)
+        return mmap.mmap(-1, num_bytes)
     group = get_tp_group()
-    if not all(in_the_same_node_as(group.cpu_group)):
+    is_one_host = all(in_the_same_node_as(group.cpu_group))
+
+    def gather(given: Any) -> list[Any]:
+        gathered = [None] * group.world_size
+        torch.distributed.all_gather_object(gathered, given, group=group.cpu_group)
+        return gathered
+
+    if not shares_host_pool(vllm_config):
+        num_bytes_here = num_bytes * (group.world_size if is_one_host else 1)
+        # NOTE: no rank pins its pool before every rank has looked: pinned memory is not free any more.
+        _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option))
+        return mmap.mmap(-1, num_bytes)
+    if not is_one_host:
         raise HiSparseConfigError(
             "--tensor-parallel-size",
             group.world_size,
             "GPUs of one host, whose memory all ranks share",
             "Lower it to the GPUs of one host, or raise --data-parallel-size instead.",
         )
-    return _map_together(num_bytes, group.rank_in_group == 0, group.broadcast_object, group.barrier)
+    return _share(num_bytes, size_option, group.rank_in_group == 0, gather)
 
 
-def _map_together(
-    num_bytes: int, is_owner: bool, broadcast: Callable[[str | None], str], barrier: Callable[[], None]
-) -> mmap.mmap:
+def check_free_memory(num_bytes: int, size_option: str) -> None:
+    """Refuse host pools that the host's free memory cannot hold.
+
+    Raises:
+        HiSparseConfigError: less than `num_bytes` is free.
+    """
+    available = int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
+    if num_bytes > available:
+        name, value = size_option.split("=")
+        raise HiSparseConfigError(
+            name,
+            float(value),
+            f"a host pool of at most {available / 2**30:.1f} GiB (free host memory), not {num_bytes / 2**30:.1f} GiB",
+            "Lower it, or free memory on the host.",
+        )
+
+
+def _share(num_bytes: int, size_option: str, is_owner: bool, gather: Gather) -> mmap.mmap:
     """Map what the owner creates.
+
+    Every rank writes all rows, each to the same place and the same values, so that no rank waits for another one's.
 
     NOTE: without a name in a file system, so that nothing remains of a killed engine and no size limit of /dev/shm, 64
     MiB in most containers, applies.
     """
-    file = os.memfd_create("hisparse-host-pool") if is_owner else None
-    if file is not None:
+
+    def create() -> int | None:
+        if not is_owner:
+            return None
+        check_free_memory(num_bytes, size_option)
+        file = os.memfd_create("hisparse-host-pool")
         os.ftruncate(file, num_bytes)
-    path = broadcast(f"/proc/{os.getpid()}/fd/{file}" if is_owner else None)
-    if file is None:
-        file = os.open(path, os.O_RDWR)
-    memory = mmap.mmap(file, num_bytes)
-    barrier()
-    os.close(file)
+        return file
+
+    own = _on_all_ranks(gather, create)
+    path, identity = gather(own and (f"/proc/{os.getpid()}/fd/{own}", _identity(own)))[0]
+    file, memory = _on_all_ranks(gather, lambda: _map(own, path, identity, num_bytes))
+    os.close(file)  # the mappings stay
     return memory
+
+
+def _map(own: int | None, path: str, identity: tuple[int, int], num_bytes: int) -> tuple[int, mmap.mmap]:
+    """The owner's file, and a mapping of it."""
+    try:
+        file = os.open(path, os.O_RDWR) if own is None else own
+        if _identity(file) != identity:
+            raise FileNotFoundError(f"{path} is another file")
+        return file, mmap.mmap(file, num_bytes)
+    except OSError as error:
+        raise HiSparseConfigError(
+            "--tensor-parallel-size",
+            f"a rank that cannot map the host pool ({error})",
+            "ranks of one user in one container, which share the host pool through /proc",
+            "Start all ranks of an engine in one container.",
+        ) from error
+
+
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
+
+
+def _on_all_ranks(gather: Gather, action: Callable[[], T]) -> T:
+    """Do something on every rank; when it fails on one it fails on all, so that none waits for another for ever."""
+    result, failure = None, None
+    try:
+        result = action()
+    except (HiSparseConfigError, OSError) as error:
+        failure = error
+    failures = gather(failure and str(failure))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise RuntimeError(f"tensor parallel rank {rank} has no host pool: {message}")
+    return result

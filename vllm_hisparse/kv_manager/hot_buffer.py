@@ -76,7 +76,6 @@ class HotBuffer:
         self.newest_rows = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
         self.resolved = Resolved.allocate(shape.max_batch, shape.top_k, device)
         self.decode_tables: StepTables | None = None
-        self.num_decodes = 0
         self._free_rows = list(reversed(range(shape.num_requests)))
         self._row_by_handle: dict[int, int] = {}
         self._counted_before = [(0, 0)] * shape.num_requests
@@ -128,17 +127,16 @@ class HotBuffer:
         before, self._reported, self._total = self._reported, self._total.values, None
         return self._reported[0] - before[0], self._reported[1] - before[1]
 
-    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int, hot: HotRows) -> None:
+    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotRows) -> None:
         """Say which requests decode one token in this step.
 
         Args:
             hot_tables, seq_lens: as in `StepTables`, graph padding included.
-            num_decodes: requests without padding.
             hot: hot rows of any layer.
         """
         tables = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.shape.block_size)
         self.ops.newest_rows(tables, self.num_slots, hot, self.newest_rows)
-        self.decode_tables, self.num_decodes = tables, num_decodes
+        self.decode_tables = tables
 
     def swap_in(self, layer: int, top_k: torch.Tensor, host_rows: torch.Tensor, hot: HotRows) -> Resolved:
         """Make one layer's selection hot.
@@ -153,17 +151,15 @@ class HotBuffer:
         self.ops.swap_in(self.residency[layer], self.decode_tables, top_k, host_rows, hot, self.counts, self.resolved)
         return self.resolved
 
-    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> int:
-        """Copy the newest rows of the running step to the host; returns the requests that have one.
+    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> None:
+        """Copy the newest rows of the running step to the host.
 
         Args:
             hot, host_rows: one entry per layer, as in `swap_in`.
         """
-        if self.decode_tables is None:
-            return 0
-        self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
-        self.decode_tables = None
-        return self.num_decodes
+        if self.decode_tables is not None:
+            self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
+            self.decode_tables = None
 
     def rows_of(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """State row of each hot block table, [batch] int64; the row of no request where there is none."""

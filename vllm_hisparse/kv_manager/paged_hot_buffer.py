@@ -156,10 +156,9 @@ class PagedHotBuffer(HotBuffer):
             key, value, self.units, self.decode_tables, self.num_slots, hot, host_units, self.reload[layer]
         )
 
-    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> int:
+    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> None:
         """Nothing to copy: a token is written to the host with its layer."""
         self.decode_tables = None
-        return 0
 
     def represent_prefill(self, row: int, first: int, last: int) -> Represent | None:
         """What to represent now that a chunk of the prompt, positions [first, last), is on the host, too.
@@ -213,14 +212,15 @@ class PagedHotBuffer(HotBuffer):
         return Represent(row, first, last) if first < last else None
 
 
-def check_state_fits(algorithm: str, num_requests: int, request_bytes: int, free_bytes: int) -> None:
+def check_state_fits(algorithm: str, num_requests: int, max_num_seqs: int, request_bytes: int, free_bytes: int) -> None:
     """Refuse state that the device cannot hold beside what vLLM has allocated.
 
     Args:
         algorithm: its name.
-        num_requests: requests with state at once.
+        num_requests: requests with state at once, at most `max_num_seqs`.
+        max_num_seqs: what was asked for.
         request_bytes: of one request of `--max-model-len`, all layers.
-        free_bytes: of the device.
+        free_bytes: of the device, for state.
 
     Raises:
         HiSparseConfigError: there is no room.
@@ -228,9 +228,9 @@ def check_state_fits(algorithm: str, num_requests: int, request_bytes: int, free
     if (num_requests + 1) * request_bytes > free_bytes:
         raise HiSparseConfigError(
             "--max-num-seqs",
-            num_requests,
+            max_num_seqs,
             f"at most {max(free_bytes // request_bytes - 1, 0)}: '{algorithm}' keeps {request_bytes / 2**20:.1f} MiB "
-            f"for a request of --max-model-len, and {free_bytes / 2**30:.1f} GiB of the device are free",
+            f"for a request of --max-model-len, and {free_bytes / 2**30:.1f} GiB of the device are free for it",
             "Lower it or --max-model-len, or lower --gpu-memory-utilization to leave more free.",
         )
 

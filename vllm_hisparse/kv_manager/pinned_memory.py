@@ -6,6 +6,8 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
+CHUNK_BYTES = 64 * 2**30  # drivers refuse larger ones at times; vLLM pins its offloaded KV in chunks of this size, too
+
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
@@ -20,13 +22,17 @@ class PinnedMemory:
     """
 
     def __init__(self, memory: torch.Tensor):
-        self._memory = memory
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if int(status) != 0:
-            raise RuntimeError(
-                f"cudaHostRegister of {memory.nbytes / 2**30:.1f} GiB failed ({status}). Raise the limit of locked "
-                "memory (ulimit -l unlimited), or lower host_pool_gib or host_to_device_ratio."
-            )
+        self._memory, self._chunks = memory, []
+        first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        for start in range(first, last, CHUNK_BYTES):
+            status = torch.cuda.cudart().cudaHostRegister(start, min(CHUNK_BYTES, last - start), 0)
+            if int(status) != 0:
+                raise RuntimeError(
+                    f"cudaHostRegister of {memory.nbytes / 2**30:.1f} GiB failed ({status}) after "
+                    f"{(start - first) / 2**30:.1f} GiB. Raise the limit of locked memory (ulimit -l unlimited), or "
+                    "lower host_pool_gib or host_to_device_ratio."
+                )
+            self._chunks.append(start)
 
     def device_view(self, part: torch.Tensor) -> torch.Tensor:
         """A device tensor over the same bytes; valid until `close`."""
@@ -39,4 +45,5 @@ class PinnedMemory:
         except RuntimeError as error:
             logger.warning("The device failed (%s); its host memory stays pinned until the process ends.", error)
             return
-        torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        for start in self._chunks:
+            torch.cuda.cudart().cudaHostUnregister(start)

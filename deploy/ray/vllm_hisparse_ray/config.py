@@ -15,7 +15,7 @@ RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "
 # Set by every replica for itself.
 RESERVED_ENV = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 # Host memory of a decode replica beside its host pool: the Python processes, pinned staging buffers, NIXL.
-HOST_OVERHEAD_GIB = 1.0
+HOST_OVERHEAD_GIB = 1.0  # of each engine process
 GIB = 2**30
 PORTS = range(1024, 65536)
 
@@ -228,12 +228,13 @@ def _check_decode(config: AppConfig) -> None:
     pool_gib = options.host_pool_gib
     if pool_gib is None:
         pool_gib = _ratio_pool_gib(config, options)
-    needed = pool_gib + HOST_OVERHEAD_GIB
+    overhead_gib = HOST_OVERHEAD_GIB * max(1, config.decode.gpus)
+    needed = pool_gib + overhead_gib
     if config.decode.host_memory_gib < needed:
         raise HiSparseConfigError(
             "decode.host_memory_gib",
             config.decode.host_memory_gib,
-            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {HOST_OVERHEAD_GIB:g} GiB beside it",
+            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {overhead_gib:g} GiB beside it",
             "Raise it, or shrink the host pool in decode.hisparse.",
         )
 
