@@ -47,8 +47,10 @@ class RowCheck:
             if corrupt and tables is not None and self.num_steps == every - 1:
                 self.corrupt(worker, tables)
             finish()
+            if tables is None:  # nothing decoded, or the second of Model Runner V2's two calls per step
+                return
             self.num_steps += 1
-            if tables is not None and self.num_steps % every == 0:
+            if self.num_steps % every == 0:
                 self.check(worker, tables)
 
         worker.finish_step = checked
