@@ -10,6 +10,7 @@ confidence intervals (Wilson) and a plot beside them.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -172,6 +173,11 @@ def _budget(row: dict[str, Any]) -> int:
     return row["budget"]
 
 
+def _run_of(row: dict[str, Any]) -> tuple[str, str, int | None]:
+    """Which engine a row is of."""
+    return row["model"], row["algorithm"], row["budget"]
+
+
 @app.command()
 def main(
     ctx: typer.Context,
@@ -187,6 +193,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     num_processes: Annotated[int, typer.Option(min=1, help="Engines at a time.")] = 1,
     seed: Annotated[int, typer.Option()] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run what the output file lacks, with equal options.")
+    ] = False,
     output: Annotated[Path, typer.Option()] = RESULTS / "accuracy.json",
 ) -> None:
     """Fill the table."""
@@ -206,15 +215,22 @@ def main(
     for path in model:
         sizes = {name: (*budget, everything(name, context)) for name in algorithm}
         runs += [(path, FULL, None), *((path, name, size) for name in algorithm for size in sizes[name])]
+    order = {(path.name, name, size): index for index, (path, name, size) in enumerate(runs)}
+    rows = json.loads(output.read_text())["rows"] if resume else []
+    done = {_run_of(row) for row in rows}
+    if not done <= order.keys():
+        raise typer.BadParameter(f"{output.name} has rows of other options: {next(iter(done - order.keys()))}")
+    runs = [(path, name, size) for path, name, size in runs if (path.name, name, size) not in done]
     jobs = []
     for path, name, size in runs:
         transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib)} if size else {}
         jobs.append(Job({**engine, "model": str(path), **transfer}, context, num_examples, seed))
-    rows, hardware = [], gpu_hardware() if torch.cuda.is_available() else None
+    hardware = gpu_hardware() if torch.cuda.is_available() else None
     results = run_jobs(jobs, num_processes)
     for index in track(len(runs), "engines"):
         path, name, size = runs[index]
         rows += [with_interval(row, path.name, name, size) for row in next(results)]
+        rows.sort(key=lambda row: order[_run_of(row)])
         write_result(output, ctx, "benchmarks.accuracy", rows, hardware)
     show("Right answers", rows)
     for path in model:

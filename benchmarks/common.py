@@ -126,10 +126,10 @@ def write_result(
 
 
 def command(ctx: typer.Context, module: str) -> str:
-    """The running command with every option spelled out, except where the result goes; paths without their place."""
+    """The running command with every option spelled out, except where the result goes and how; paths without place."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
-        if name == "output" or value is None:
+        if name in ("output", "resume") or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):
             named = Path(str(item)).name if Path(str(item)).is_absolute() else item

@@ -169,3 +169,31 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     }
     assert set(rows[0]) == {"model", "task", "context", "budget", "algorithm", "correct", "total", "low", "high"}
     assert (tmp_path / "accuracy_m.png").stat().st_size > 1000
+
+
+def test_an_interrupted_table_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(job: accuracy.Job) -> list[dict]:
+        jobs.append(job)
+        return [{"task": task, "context": 128, "correct": len(jobs), "total": 10} for task in job.tasks]
+
+    jobs: list[accuracy.Job] = []
+    monkeypatch.setattr(accuracy, "run_jobs", lambda jobs, num_processes: map(run, jobs))
+    output = tmp_path / "accuracy.json"
+    options = ["--model", "some/m", "--context", "128", "--budget", "64", "--algorithm", "quest"]
+
+    def rows(*more: str) -> list[dict]:
+        CliRunner().invoke(accuracy.app, [*options, *more, "--output", str(output)], catch_exceptions=False)
+        return json.loads(output.read_text())["rows"]
+
+    whole = rows()
+    assert len(jobs) == 3
+    output.write_text(json.dumps({"rows": [row for row in whole if row["budget"] != 64]}))
+    again = rows("--resume")
+    assert len(jobs) == 4 and "kv_transfer_config" in jobs[3].engine
+    assert [{**row, "correct": 0, "low": 0, "high": 0} for row in again] == [
+        {**row, "correct": 0, "low": 0, "high": 0} for row in whole
+    ]
+    assert "--resume" not in json.loads(output.read_text())["command"]
+    options[-1] = "oracle"
+    result = CliRunner().invoke(accuracy.app, [*options, "--resume", "--output", str(output)])
+    assert result.exit_code == 2 and "rows of other options" in result.output
