@@ -58,7 +58,7 @@ class RowCheck:
     def requests(self, worker: Any, tables: Any) -> list[tuple[Any, int]]:
         """Hot block table and state row of each decoding request."""
         rows = worker.hot_buffer.rows_of(tables.hot_tables).tolist()
-        known = worker.hot_buffer.shape.num_requests
+        known = worker.hot_buffer.num_rows
         return [(table.long(), row) for table, row in zip(tables.hot_tables, rows, strict=True) if row < known]
 
     def flat(self, impl: Any, table: Any, slots: Any) -> Any:

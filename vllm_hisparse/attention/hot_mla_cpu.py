@@ -51,7 +51,7 @@ class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
         starts = common.query_start_loc_cpu[: num_reqs + 1]
         hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
         rows = self._impl.hot_buffer.rows_of(hot_tables)
-        known, query_lens = rows < self._impl.hot_buffer.shape.num_requests, torch.diff(starts)
+        known, query_lens = rows < self._impl.hot_buffer.num_rows, torch.diff(starts)
         decodes = (known & (query_lens == 1)).nonzero()[:, 0]
         self._impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes], self._impl.hot)
         chunks = [

@@ -20,13 +20,13 @@ class HotBufferShape:
 
     Attributes:
         num_requests: requests that can have hot blocks at once.
-        max_batch: requests of a step, padding included.
+        max_batch: selections of a step in a layer, padding included: requests, or their KV heads.
         num_slots: hot rows per request and layer, `device_buffer_size`; the newest-row slot is not counted.
         num_layers: layers with a hot buffer.
         top_k: entries of a selection.
         max_blocks: host blocks of the longest request.
         block_size: tokens of a host block.
-        num_device_blocks: blocks of vLLM's device pool.
+        num_device_blocks: blocks of vLLM's device pool, or parts of them.
     """
 
     num_requests: int
@@ -40,7 +40,8 @@ class HotBufferShape:
 
 
 class HotBuffer:
-    """State of all hot buffers. A request has one row, found by its handle (its first hot block).
+    """State of all hot buffers. A request has as many neighbouring rows as selections, found by its handle (its first
+    hot block).
 
     Everything a step reads lies in static tensors, so that a CUDA graph may replay it; changes are enqueued on the
     current stream and never wait for the device.
@@ -49,30 +50,37 @@ class HotBuffer:
         shape: sizes.
         device: where the hot rows are.
         refresh_hits: True for LRU eviction, False for FIFO.
+        num_heads: selections of a request in a layer: KV heads that select for themselves.
+        head_stride: parts of KV heads from one device block to the next; head h's part of block b has number `b *
+            head_stride + h`, its part of host block b number `b * num_heads + h`.
 
     Attributes:
         ops: swap-in operations of the device.
-        host_tables: [num_requests + 1, max_blocks] int32 host blocks, -1 beyond. The last row is of no request: steps
-            that vLLM runs without requests (profiling, padding) use it.
-        state_rows: [num_device_blocks] int32 row of each handle, -1 elsewhere.
-        counts: [num_requests, 2] int64 hits and misses, never reset.
+        num_rows: rows of all requests.
+        host_tables: [num_rows + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last row is of no request:
+            steps that vLLM runs without requests (profiling, padding) use it.
+        state_rows: [num_device_blocks] int32 row of each handle's part, -1 elsewhere.
+        counts: [num_rows, 2] int64 hits and misses, never reset.
         newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position.
         resolved: output of the last `swap_in`.
         decode_tables: of the running step, or None; its newest rows are not on the host yet.
     """
 
-    def __init__(self, shape: HotBufferShape, device: torch.device, refresh_hits: bool):
+    def __init__(
+        self, shape: HotBufferShape, device: torch.device, refresh_hits: bool, num_heads: int = 1, head_stride: int = 1
+    ):
         self.shape, self.num_slots = shape, shape.num_slots
+        self.num_heads, self.head_stride, self.num_rows = num_heads, head_stride, shape.num_requests * num_heads
         self.ops = swap_in_ops(device, refresh_hits)
-        num_rows = shape.num_requests + 1
         self.pin_memory = device.type != "cpu"
         self._slot_order = torch.arange(shape.num_slots, dtype=torch.int32, device=device)
-        self._slots = self._slot_order.repeat(shape.num_layers, num_rows, 1)
+        self._row_numbers = torch.arange(self.num_rows, dtype=torch.int32, device=device)
+        self._slots = self._slot_order.repeat(shape.num_layers, self.num_rows + 1, 1)
         self._positions = torch.full_like(self._slots, -1)
         self.residency = [Residency(self._slots[i], self._positions[i]) for i in range(shape.num_layers)]
-        self.host_tables = torch.full((num_rows, shape.max_blocks), -1, dtype=torch.int32, device=device)
+        self.host_tables = torch.full((self.num_rows + 1, shape.max_blocks), -1, dtype=torch.int32, device=device)
         self.state_rows = torch.full((shape.num_device_blocks,), -1, dtype=torch.int32, device=device)
-        self.counts = torch.zeros((shape.num_requests, 2), dtype=torch.int64, device=device)
+        self.counts = torch.zeros((self.num_rows, 2), dtype=torch.int64, device=device)
         self.newest_rows = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
         self.resolved = Resolved.allocate(shape.max_batch, shape.top_k, device)
         self.decode_tables: StepTables | None = None
@@ -89,20 +97,42 @@ class HotBuffer:
         """Append host blocks to a request's table; `first` 0 starts a request with an empty buffer."""
         if first == 0:
             row = self._row_by_handle[handle] = self._free_rows.pop()
-            self.state_rows[handle] = row
-        row = self._row_by_handle[handle]
-        ids = torch.tensor(host_ids, dtype=torch.int32, pin_memory=self.pin_memory)
-        self.host_tables[row, first : first + len(host_ids)].copy_(ids, non_blocking=True)
+            self.state_rows[self._parts(handle)] = self._row_numbers[self.rows_of_heads(row)]
+        rows = self.rows_of_heads(self.row_of(handle))
+        heads = torch.arange(self.num_heads, dtype=torch.int32)
+        ids = torch.tensor(host_ids, dtype=torch.int32) * self.num_heads + heads[:, None]
+        ids = ids.pin_memory() if self.pin_memory else ids
+        self.host_tables[rows, first : first + len(host_ids)].copy_(ids, non_blocking=True)
 
     def release(self, handle: int) -> None:
         """Forget a request; `take_released` reports its hits and misses."""
         row = self._row_by_handle.pop(handle)
-        self._released.append((handle, row, CountSnapshot(self.counts[row])))
-        self.state_rows[handle] = -1
-        self._slots[:, row] = self._slot_order
-        self._positions[:, row] = -1
-        self.host_tables[row] = -1
+        rows = self.rows_of_heads(row)
+        self._released.append((handle, row, CountSnapshot(self.counts[rows].sum(0))))
+        self.state_rows[self._parts(handle)] = -1
+        self._empty(row)
+        self.host_tables[rows] = -1
         self._free_rows.append(row)
+
+    def row_of(self, handle: int) -> int:
+        """Row of a request among the requests, below `num_requests`."""
+        return self._row_by_handle[handle]
+
+    def rows_of_heads(self, row: int) -> slice:
+        """Rows of a request's heads.
+
+        Args:
+            row: of the request, from `row_of`.
+        """
+        return slice(row * self.num_heads, (row + 1) * self.num_heads)
+
+    def _parts(self, handle: int) -> slice:
+        return slice(handle * self.head_stride, handle * self.head_stride + self.num_heads)
+
+    def _empty(self, row: int) -> None:
+        """Forget what a request has hot."""
+        rows = self.rows_of_heads(row)
+        self._slots[:, rows], self._positions[:, rows] = self._slot_order, -1
 
     def take_released(self) -> list[tuple[int, int, int]]:
         """Handle, hits and misses of released requests, in order; those whose counts have not arrived come later."""
@@ -164,7 +194,7 @@ class HotBuffer:
     def rows_of(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """State row of each hot block table, [batch] int64; the row of no request where there is none."""
         rows = self.state_rows[hot_tables[:, 0].long()].long()
-        return torch.where(rows < 0, self.shape.num_requests, rows)
+        return torch.where(rows < 0, self.num_rows, rows)
 
     def seed(self, layer: int, row: torch.Tensor, first: int, last: int) -> None:
         """Record that slots [first, last) hold the positions of the same number.
@@ -199,6 +229,8 @@ class HotBuffer:
         for residency in self.residency:
             assert (residency.slots.sort(-1).values == self._slot_order).all(), "a slot is lost"
             for row in owned:
-                hot = residency.positions[row][residency.positions[row] >= 0]
-                assert len(hot.unique()) == len(hot), "a position is hot twice"
-            assert (residency.positions[self._free_rows] == -1).all(), "a free row holds positions"
+                for positions in residency.positions[self.rows_of_heads(row)]:
+                    hot = positions[positions >= 0]
+                    assert len(hot.unique()) == len(hot), "a position is hot twice"
+            for row in self._free_rows:
+                assert (residency.positions[self.rows_of_heads(row)] == -1).all(), "a free row holds positions"

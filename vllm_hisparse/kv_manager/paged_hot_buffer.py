@@ -64,7 +64,7 @@ class PagedHotBuffer(HotBuffer):
     ):
         per_unit, num_heads = algorithm.tokens_per_unit, algorithm.shape.num_kv_heads
         by_head = HotBufferShape(
-            num_requests=shape.num_requests * num_heads,
+            num_requests=shape.num_requests,
             max_batch=shape.max_batch * num_heads,
             num_slots=shape.num_slots // per_unit,
             num_layers=shape.num_layers,
@@ -73,41 +73,19 @@ class PagedHotBuffer(HotBuffer):
             block_size=shape.block_size // per_unit,
             num_device_blocks=shape.num_device_blocks * head_stride,
         )
-        super().__init__(by_head, device, refresh_hits)
-        self.algorithm, self.num_heads, self.head_stride = algorithm, num_heads, head_stride
-        self.num_requests, self.block_size = shape.num_requests, shape.block_size
+        super().__init__(by_head, device, refresh_hits, num_heads, head_stride)
+        self.algorithm, self.num_requests, self.block_size = algorithm, shape.num_requests, shape.block_size
         self.states = [algorithm.allocate_state(shape.num_requests + 1, device) for _ in range(shape.num_layers)]
         self.units = UnitTables.allocate(shape.max_batch, num_hot_blocks, num_heads, head_stride, per_unit, device)
         self.reload = torch.zeros((shape.num_layers, len(self.host_tables)), dtype=torch.int32, device=device)
         self._num_represented = [0] * shape.num_requests  # by row
-        self._arrived: list[tuple[int, int, int]] = []
 
     def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
-        for head in range(self.num_heads):
-            by_head = [host_id * self.num_heads + head for host_id in host_ids]
-            super().extend_table(handle * self.head_stride + head, first, by_head)
+        super().extend_table(handle, first, host_ids)
         if first == 0:
             row = self.row_of(handle)
             self._num_represented[row] = 0
-            self.reload[:, self._heads_of(row)] = 1
-
-    def release(self, handle: int) -> None:
-        # NOTE: last head first, so that the next request's heads find their rows in order.
-        for head in reversed(range(self.num_heads)):
-            super().release(handle * self.head_stride + head)
-
-    def take_released(self) -> list[tuple[int, int, int]]:
-        self._arrived += super().take_released()
-        taken, num_heads = [], self.num_heads
-        while len(self._arrived) >= num_heads:
-            heads, self._arrived = self._arrived[:num_heads], self._arrived[num_heads:]
-            handles, hits, misses = zip(*heads, strict=True)
-            taken.append((handles[0] // self.head_stride, sum(hits), sum(misses)))
-        return taken
-
-    def row_of(self, handle: int) -> int:
-        """Row of a request by its handle."""
-        return self._row_by_handle[handle * self.head_stride] // self.num_heads
+            self.reload[:, self.rows_of_heads(row)] = 1
 
     def request_rows(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """Row of each request, [batch] int64; `num_requests` where there is none."""
@@ -170,6 +148,7 @@ class PagedHotBuffer(HotBuffer):
         if row == self.num_requests:
             return None
         if self._num_represented[row] == DECODING:
+            # NOTE: a chunk of a prompt goes to the host alone, and may complete units that are hot.
             self._empty(row)
             if last - first == 1:
                 # NOTE: a step of one token that Model Runner V1 put among the prefills; the scheduler counts it as one
@@ -194,18 +173,9 @@ class PagedHotBuffer(HotBuffer):
             self._staging = hot.rows.new_zeros(self.shape.max_blocks, self.block_size, row_elements)
         return self._staging
 
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        for handle, row in self._row_by_handle.items():
-            assert row % self.num_heads == handle % self.head_stride, "a KV head is in the row of another"
-
-    def _heads_of(self, row: int) -> slice:
-        return slice(row * self.num_heads, (row + 1) * self.num_heads)
-
     def _empty(self, row: int) -> None:
-        """Forget what is hot: a chunk of a prompt goes to the host alone, and may complete units that are hot."""
-        heads = self._heads_of(row)
-        self._slots[:, heads], self._positions[:, heads], self.reload[:, heads] = self._slot_order, -1, 1
+        super()._empty(row)
+        self.reload[:, self.rows_of_heads(row)] = 1
 
     def _represent(self, row: int, last: int) -> Represent | None:
         first, self._num_represented[row] = self._num_represented[row], last
