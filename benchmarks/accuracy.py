@@ -66,11 +66,13 @@ def options_of(algorithm: str, budget: int) -> dict[str, Any]:
     return {}
 
 
-def connector_of(algorithm: str, budget: int, dense_layers: list[int], host_pool_gib: float) -> dict[str, Any]:
-    """`kv_transfer_config` of one instance."""
+def connector_of(
+    algorithm: str, budget: int, dense_layers: list[int], host_pool_gib: float, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """`kv_transfer_config` of one instance; `options` beside or in place of the scaled ones."""
     extra = {
         "algorithm": algorithm,
-        "algorithm_options": options_of(algorithm, budget),
+        "algorithm_options": options_of(algorithm, budget) | (options or {}),
         "top_k": budget,
         "dense_layers": dense_layers,
         "host_pool_gib": host_pool_gib,
@@ -186,6 +188,9 @@ def main(
     budget: Annotated[list[int], typer.Option(min=32)] = BUDGETS,
     algorithm: Annotated[list[str], typer.Option()] = ALGORITHMS,
     dense_layer: Annotated[list[int], typer.Option(help="Layers that every algorithm leaves dense.")] = DENSE_LAYERS,
+    algorithm_option: Annotated[
+        list[str], typer.Option(metavar="NAME=NUMBER", help="Option of every algorithm; repeatable.")
+    ] = [],  # noqa: B006
     num_examples: Annotated[int, typer.Option(min=1, help="Prompts per task and context.")] = 100,
     device_kv_gib: Annotated[float, typer.Option(min=0.001, help="Device memory for KV of each engine.")] = 1.0,
     host_pool_gib: Annotated[float, typer.Option(min=0.001)] = 2.0,
@@ -215,6 +220,7 @@ def main(
     for path in model:
         sizes = {name: (*budget, everything(name, context)) for name in algorithm}
         runs += [(path, FULL, None), *((path, name, size) for name in algorithm for size in sizes[name])]
+    options = {name: int(number) for name, _, number in (option.partition("=") for option in algorithm_option)}
     order = {(path.name, name, size): index for index, (path, name, size) in enumerate(runs)}
     rows = json.loads(output.read_text())["rows"] if resume else []
     done = {_run_of(row) for row in rows}
@@ -223,7 +229,7 @@ def main(
     runs = [(path, name, size) for path, name, size in runs if (path.name, name, size) not in done]
     jobs = []
     for path, name, size in runs:
-        transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib)} if size else {}
+        transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib, options)} if size else {}
         jobs.append(Job({**engine, "model": str(path), **transfer}, context, num_examples, seed))
     hardware = gpu_hardware() if torch.cuda.is_available() else None
     results = run_jobs(jobs, num_processes)

@@ -76,19 +76,19 @@ def test_an_update_clusters_as_the_prompt_would() -> None:
     assert torch.equal(state["labels"][ROW, :53], before["labels"][ROW, :53]), "old clusters stay"
 
 
-@given(num_tokens=st.integers(40, 90), seed=st.integers(0, 1000))
-def test_takes_whole_clusters_in_the_order_of_their_centroids(num_tokens: int, seed: int) -> None:
+@given(num_tokens=st.integers(40, 90), seed=st.integers(0, 1000), window=st.sampled_from([0, 6, 11]))
+def test_takes_whole_clusters_in_the_order_of_their_centroids(num_tokens: int, seed: int, window: int) -> None:
     budget, keys, query = 30, random_keys(num_tokens, seed), random_query(seed)
-    algorithm = make(ClusterKV, budget, **OPTIONS)
+    algorithm = make(ClusterKV, budget, **OPTIONS, window_tokens=window)
     state = represent(algorithm, keys, num_tokens - 4)
     selected = chosen(retrieve(algorithm, state, query, num_tokens))
     for kv_head in range(SHAPE.num_kv_heads):
         members = cluster_members(state, num_tokens, kv_head)
-        taken = members.pop(UNCLUSTERED) | {num_tokens - 1}
+        taken = members.pop(UNCLUSTERED) | set(range(num_tokens - max(window, 1), num_tokens))
         centroids = {c: keys[sorted(p), kv_head].mean(0) for c, p in members.items()}
         scores = {c: float((group_of(query, kv_head) @ mean).max()) for c, mean in centroids.items()}
         for cluster in sorted(scores, key=scores.get, reverse=True):
-            if len(taken) + len(members[cluster]) > budget:
+            if len(taken | members[cluster]) > budget:
                 assert taken <= selected[kv_head] <= taken | members[cluster], "the last cluster is cut"
                 break
             taken |= members[cluster]
@@ -100,3 +100,10 @@ def test_defaults_are_the_papers() -> None:
     assert (options.sink_tokens, options.tokens_per_cluster) == (16, 80)
     assert (options.update_interval, options.clusters_per_update) == (320, 4)
     assert ClusterKV.min_budget(options) == 336 and ClusterKV.num_dense_layers == 2
+    assert options.window_tokens == 0
+
+
+def test_the_budget_holds_what_is_always_attended() -> None:
+    options = ClusterKV.Options(sink_tokens=3, update_interval=7)
+    assert ClusterKV.min_budget(options) == 10
+    assert ClusterKV.min_budget(options.model_copy(update={"window_tokens": 12})) == 15

@@ -13,10 +13,12 @@ UNCLUSTERED = -1
 
 
 class ClusterKVOptions(AlgorithmOptions):
-    """Defaults of the paper; the number of iterations is ours."""
+    """Defaults of the paper; the window, and the number of iterations, are ours."""
 
     sink_tokens: int = Field(default=16, ge=0, le=1024)
     """First tokens, always attended and never clustered."""
+    window_tokens: int = Field(default=0, ge=0, le=4096)
+    """Latest tokens, always attended, too; for models that look at the tokens just before in layers that are sparse."""
     tokens_per_cluster: int = Field(default=80, ge=1, le=4096)
     """Prompt tokens per cluster: C0 = L / 80."""
     update_interval: int = Field(default=320, ge=1, le=4096)
@@ -45,7 +47,7 @@ class ClusterKV(SparseAlgorithm):
 
     @classmethod
     def min_budget(cls, options: ClusterKVOptions) -> int:
-        return options.sink_tokens + options.update_interval
+        return options.sink_tokens + max(options.update_interval, options.window_tokens)
 
     @property
     def max_clusters(self) -> int:
@@ -95,7 +97,9 @@ class ClusterKV(SparseAlgorithm):
         cluster_scores = (self.group_queries(query) @ centroids).amax(2)
         labels = state["labels"][rows].transpose(1, 2).long()
         scores = cluster_scores.gather(2, labels.clamp_min(0))
-        return self.select(scores, num_tokens, labels == UNCLUSTERED)
+        positions = torch.arange(self.max_tokens, device=query.device)
+        recent = positions >= num_tokens[:, None] - self.options.window_tokens
+        return self.select(scores, num_tokens, (labels == UNCLUSTERED) | recent[:, None])
 
     def _add_clusters(self, state: State, row: int, keys: torch.Tensor, first: int, num_clusters: int) -> None:
         keys = keys.float().transpose(0, 1)
