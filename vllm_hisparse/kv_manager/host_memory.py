@@ -108,7 +108,7 @@ def _share(num_bytes: int, size_option: str, is_owner: bool, gather: Gather) -> 
         return file
 
     own = _on_all_ranks(gather, create)
-    path, identity = gather(own and (f"/proc/{os.getpid()}/fd/{own}", _identity(own)))[0]
+    path, identity = gather(None if own is None else (f"/proc/{os.getpid()}/fd/{own}", _identity(own)))[0]
     file, memory = _on_all_ranks(gather, lambda: _map(own, path, identity, num_bytes))
     os.close(file)  # the mappings stay
     return memory

@@ -226,6 +226,9 @@ class HotBuffer:
         """
         owned = list(self._row_by_handle.values())
         assert sorted(owned + self._free_rows) == list(range(self.shape.num_requests)), "a row is lost or owned twice"
+        for handle, row in self._row_by_handle.items():
+            rows = self.state_rows[self._parts(handle)]
+            assert torch.equal(rows, self._row_numbers[self.rows_of_heads(row)]), "a head is in the row of another"
         for residency in self.residency:
             assert (residency.slots.sort(-1).values == self._slot_order).all(), "a slot is lost"
             for row in owned:

@@ -6,7 +6,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-CHUNK_BYTES = 64 * 2**30  # drivers refuse larger ones at times; vLLM pins its offloaded KV in chunks of this size, too
+CHUNK_BYTES = 64 * 2**30  # drivers limit one registration (vllm/v1/kv_offload/cpu/gpu_worker.py has the same bound)
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 

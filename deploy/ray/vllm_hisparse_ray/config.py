@@ -14,8 +14,8 @@ SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
 # Set by every replica for itself.
 RESERVED_ENV = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
-# Host memory of a decode replica beside its host pool: the Python processes, pinned staging buffers, NIXL.
-HOST_OVERHEAD_GIB = 1.0  # of each engine process
+# Host memory of a decode replica beside its host pool, by GPU: the Python processes, pinned staging buffers, NIXL.
+HOST_OVERHEAD_GIB = 1.0
 GIB = 2**30
 PORTS = range(1024, 65536)
 
