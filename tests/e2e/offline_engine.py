@@ -40,20 +40,19 @@ class RowCheck:
 
     def __init__(self, worker: Any, every: int, corrupt: bool):
         self.num_steps, self.num_rows, self.num_wrong = 0, 0, 0
-        finish = worker.finish_step
+        take_stats = worker.take_stats  # called once, when a step is over
 
-        def checked() -> None:
+        def checked() -> Any:
             tables = worker.hot_buffer.decode_tables
-            if corrupt and tables is not None and self.num_steps == every - 1:
-                self.corrupt(worker, tables)
-            finish()
-            if tables is None:  # nothing decoded, or the second of Model Runner V2's two calls per step
-                return
-            self.num_steps += 1
-            if self.num_steps % every == 0:
-                self.check(worker, tables)
+            if tables is not None:
+                self.num_steps += 1
+                if corrupt and self.num_steps == every:
+                    self.corrupt(worker, tables)
+                if self.num_steps % every == 0:
+                    self.check(worker, tables)
+            return take_stats()
 
-        worker.finish_step = checked
+        worker.take_stats = checked
 
     def requests(self, worker: Any, tables: Any) -> list[tuple[Any, int]]:
         """Hot block table and state row of each decoding request."""

@@ -31,7 +31,7 @@ def row_of(buffer: HotBuffer, handle: int) -> int:
 def decode(buffer: HotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
     """One layer of one step: (handle, newest position, selection) of each request."""
     handles, newest, selections = zip(*requests, strict=True)
-    buffer.begin_decode(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1, HOT)
+    buffer.begin_decode(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
     padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
     return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32), HOST_ROWS, HOT)
 
@@ -128,7 +128,8 @@ def test_prefill_seeds_the_slots_of_its_positions(first: int, last: int) -> None
 def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:
     buffer = make_buffer()
     for newest, slot in [(0, 0), (5, 5), (6, 6), (20, 6)]:
-        buffer.begin_decode(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32), HOT)
+        buffer.begin_decode(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32))
+        buffer.find_newest_rows(HOT)
         assert buffer.newest_rows[0] == 3 * ROWS_PER_BLOCK + slot
 
 

@@ -55,6 +55,7 @@ class HotMLAImpl:
         """
         self.hot_buffer, self.layer_index = hot_buffer, layer_index
         self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
+        hot_buffer.add_layer(self.hot, self.host_rows)
 
     def set_new_rows(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> None:
         """Hand over the step's new rows before `forward_mqa`, which knows whose they are.
@@ -63,6 +64,16 @@ class HotMLAImpl:
             kv_c: [tokens, kv_lora_rank]. k_pe: [tokens, 1, qk_rope_head_dim] or [tokens, qk_rope_head_dim].
         """
         self.new_rows = kv_c, k_pe
+
+    def begin_layer(self) -> None:
+        """Called by every layer before it decodes: the first one finds the newest rows, in a CUDA graph, too."""
+        if self.layer_index == 0:
+            self.hot_buffer.find_newest_rows(self.hot)
+
+    def end_layer(self) -> None:
+        """Called by every layer when it has decoded: the last one brings the newest rows of all to the host."""
+        if self.layer_index == self.hot_buffer.shape.num_layers - 1:
+            self.hot_buffer.write_back()
 
     def do_kv_cache_update(self, *args: Any) -> None:
         """Nothing to do: `forward_mqa` writes the rows."""

@@ -53,7 +53,7 @@ class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
         rows = self._impl.hot_buffer.rows_of(hot_tables)
         known, query_lens = rows < self._impl.hot_buffer.num_rows, torch.diff(starts)
         decodes = (known & (query_lens == 1)).nonzero()[:, 0]
-        self._impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes], self._impl.hot)
+        self._impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
         chunks = [
             self._chunk(i, starts, common.seq_lens, hot_tables, rows)
             for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()
@@ -113,7 +113,9 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
             out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
         decodes = attn_metadata.decode_tokens
         if len(decodes):
+            self.begin_layer()
             out[decodes] = self._decode(query[decodes], new_rows[decodes], self.topk_indices_buffer[decodes])
+            self.end_layer()
         return out, None
 
     def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class HotMLAMetadataBuilder:
     def _begin_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> None:
         impl = self._impl
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes], impl.hot)
+        impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes])
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
@@ -121,15 +121,21 @@ class HotMLACudaImpl(HotMLAImpl):
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, None]:
         if not attn_metadata.prefill_groups:
-            return self._decode(q, attn_metadata, layer), None
+            return self._decode_step(q, attn_metadata, layer), None
         num_tokens, query = attn_metadata.num_actual_tokens, q if isinstance(q, tuple) else (q,)
         out = query[0].new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
         if attn_metadata.decode is not None:
             tokens = slice(0, attn_metadata.num_decode_tokens)
-            out[tokens] = self._decode(_slice_query(q, tokens), attn_metadata, layer)
+            out[tokens] = self._decode_step(_slice_query(q, tokens), attn_metadata, layer)
         for group in attn_metadata.prefill_groups:
             out[group.tokens] = self._prefill(_slice_query(q, group.tokens), group, layer)
         return out, None
+
+    def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        self.begin_layer()
+        out = self._decode(q, metadata, layer)
+        self.end_layer()
+        return out
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         """Write the newest rows, then attend over hot rows; `_hot_selection` swaps them in on the way."""

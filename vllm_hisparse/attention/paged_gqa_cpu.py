@@ -144,7 +144,7 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         rows, tokens, positions = zip(*((row, span.start, length - 1) for row, span, length in spans), strict=True)
         batch, buffer = DecodeBatch(*map(torch.tensor, (tokens, rows, positions))), self.hot_buffer
         buffer.begin_units(hot_tables, (batch.positions + 1).int())
-        buffer.ops.newest_rows(buffer.decode_tables, buffer.num_slots, self._impl.hot, buffer.newest_rows)
+        buffer.find_newest_rows(self._impl.hot)
         return batch
 
 

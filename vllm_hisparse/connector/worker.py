@@ -107,10 +107,9 @@ class HiSparseWorkerConnector:
             self.transport.start_load(forward_context)
 
     def finish_step(self) -> None:
-        """Bring what the forward produced to the host: newest rows and full indexer blocks. Once per step."""
+        """Bring the indexer blocks that the forward filled to the host, once per step; rows are there by now."""
         self.store.save_indexer_keys(self.indexer_keys, self._saves)
         self._saves = []
-        self.hot_buffer.write_back([i.hot for i in self.impls], [i.host_rows for i in self.impls])
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()

@@ -63,7 +63,7 @@ class HotBuffer:
         counts: [num_rows, 2] int64 hits and misses, never reset.
         newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position.
         resolved: output of the last `swap_in`.
-        decode_tables: of the running step, or None; its newest rows are not on the host yet.
+        decode_tables: of the running step's decoding requests.
     """
 
     def __init__(
@@ -92,6 +92,16 @@ class HotBuffer:
         self._num_takes, self._takes_per_snapshot = 0, TAKES_PER_SNAPSHOT if self.pin_memory else 1
         self._reported = (0, 0)
         self._staging: torch.Tensor | None = None
+        self._layers: list[tuple[HotRows, torch.Tensor]] = []
+
+    def add_layer(self, hot: HotRows, host_rows: torch.Tensor) -> None:
+        """Name a layer's rows to `write_back`; in the order of the layers.
+
+        Args:
+            hot: hot rows of the layer.
+            host_rows: [num_host_rows, row elements] of the layer.
+        """
+        self._layers.append((hot, host_rows))
 
     def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
         """Append host blocks to a request's table; `first` 0 starts a request with an empty buffer."""
@@ -157,16 +167,22 @@ class HotBuffer:
         before, self._reported, self._total = self._reported, self._total.values, None
         return self._reported[0] - before[0], self._reported[1] - before[1]
 
-    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, hot: HotRows) -> None:
+    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Say which requests decode one token in this step.
 
         Args:
             hot_tables, seq_lens: as in `StepTables`, graph padding included.
+        """
+        self.decode_tables = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.shape.block_size)
+
+    def find_newest_rows(self, hot: HotRows) -> None:
+        """Set `newest_rows`.
+
+        Args:
             hot: hot rows of any layer.
         """
-        tables = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.shape.block_size)
-        self.ops.newest_rows(tables, self.num_slots, hot, self.newest_rows)
-        self.decode_tables = tables
+        assert self.decode_tables is not None
+        self.ops.newest_rows(self.decode_tables, self.num_slots, hot, self.newest_rows)
 
     def swap_in(self, layer: int, top_k: torch.Tensor, host_rows: torch.Tensor, hot: HotRows) -> Resolved:
         """Make one layer's selection hot.
@@ -181,15 +197,11 @@ class HotBuffer:
         self.ops.swap_in(self.residency[layer], self.decode_tables, top_k, host_rows, hot, self.counts, self.resolved)
         return self.resolved
 
-    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> None:
-        """Copy the newest rows of the running step to the host.
-
-        Args:
-            hot, host_rows: one entry per layer, as in `swap_in`.
-        """
-        if self.decode_tables is not None:
-            self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
-            self.decode_tables = None
+    def write_back(self) -> None:
+        """Copy the newest rows of the running step to the host, all layers at once."""
+        assert self.decode_tables is not None
+        hot, host_rows = zip(*self._layers, strict=True)
+        self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
 
     def rows_of(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """State row of each hot block table, [batch] int64; the row of no request where there is none."""

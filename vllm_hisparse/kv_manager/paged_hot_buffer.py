@@ -134,10 +134,6 @@ class PagedHotBuffer(HotBuffer):
             key, value, self.units, self.decode_tables, self.num_slots, hot, host_units, self.reload[layer]
         )
 
-    def write_back(self, hot: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> None:
-        """Nothing to copy: a token is written to the host with its layer."""
-        self.decode_tables = None
-
     def represent_prefill(self, row: int, first: int, last: int) -> Represent | None:
         """What to represent now that a chunk of the prompt, positions [first, last), is on the host, too.
 
