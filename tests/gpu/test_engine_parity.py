@@ -22,10 +22,17 @@ LENGTHS = [1, 63, 64, 65, 2047, 2048, 2049, 4094, 4097, 6000, 8191, 12000, 16384
 MAX_TOKENS = 128
 PHASE = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
 ROW_CHECK = {"every": 40, "corrupt": False}
+GENERIC_CLASS = {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 1 << 18}
 BACKENDS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8", "attention_config": {"backend": "FLASHMLA_SPARSE"}},
     "bf16_flashmla": {"attention_config": {"backend": "FLASHMLA_SPARSE"}},
     "bf16_flash_attn": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE"}},
+    "bf16_generic": {"attention_config": {"backend": "FLASHMLA_SPARSE"}, "hf_overrides": GENERIC_CLASS},
+    "fp8_generic": {
+        "kv_cache_dtype": "fp8",
+        "attention_config": {"backend": "FLASHMLA_SPARSE"},
+        "hf_overrides": GENERIC_CLASS,
+    },
 }
 
 

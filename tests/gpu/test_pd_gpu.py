@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,58 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 START_TIMEOUT_S = 400
 NUM_LAYERS = 4
-ROW_BYTES = {"auto": 1152, "fp8": 656}
-LENGTHS = [1, 63, 64, 65, 2049, 4097, 12000, 32000]
-OPTIONS = {"host_pool_gib": 4.0, "device_buffer_size": 4096}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on both sides.
+
+    Attributes:
+        model, sizes: of `make_model`.
+        args: of both servers.
+        options: of the connector on the decode side.
+        token_bytes: one token's KV that goes to the host, of all ranks.
+        lengths: of the prompts.
+        num_ranks: tensor parallel ranks of each side, the first on the first device.
+    """
+
+    model: str
+    sizes: dict[str, int]
+    args: tuple[str, ...]
+    options: dict[str, Any]
+    token_bytes: int
+    lengths: tuple[int, ...]
+    num_ranks: int = 1
+
+
+DSA_SIZES = {"num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
+DSA_ARGS = ("--attention-backend", "FLASHMLA_SPARSE", "--attention-config", json.dumps({"sparse_mla_force_mqa": True}))
+DSA_LENGTHS = (1, 63, 64, 65, 2049, 4097, 12000, 32000)
+DENSE_ARGS = ("--attention-backend", "FLASH_ATTN", "--block-size", "64")
+DENSE_OPTIONS = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
+DENSE_TOKEN = 2 * 4 * 2 * 32 * 2  # layers without dense ones, KV heads, key and value, elements, bf16
+DENSE_LENGTHS = (1, 15, 16, 65, 1000, 8000, 16000)
+CASES = {
+    "auto": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS),
+    "fp8": Case("dsv32", DSA_SIZES, (*DSA_ARGS, "--kv-cache-dtype", "fp8"), {}, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
+    "auto_tp2": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS, num_ranks=2),
+    "llama_tp2": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS, num_ranks=2),
+}
 
 
 class Pair:
-    """A stock prefill server, which is the full-KV reference too, and a decode server on the same device."""
+    """A stock prefill server, which is the full-KV reference too, and a decode server on the same devices."""
 
-    def __init__(self, group: ProcessGroup, directory: Path, model: Path, kv_dtype: str):
-        self.kv_dtype = kv_dtype
-        args = ["--kv-cache-dtype", kv_dtype, "--attention-backend", "FLASHMLA_SPARSE", "--max-model-len", "33024"]
-        args += ["--hf-overrides", json.dumps({"max_position_embeddings": 1 << 18}), "--gpu-memory-utilization", "0.1"]
-        args += ["--kv-cache-memory-bytes", str(1 << 30), "--dtype", "bfloat16", "--max-num-seqs", "8"]
-        args += ["--attention-config", json.dumps({"sparse_mla_force_mqa": True})]
-        self.args = ["--model", str(model), *args]
+    def __init__(self, group: ProcessGroup, directory: Path, model: Path, name: str):
+        self.name, self.case = name, CASES[name]
+        args = ["--max-model-len", "33024", "--gpu-memory-utilization", "0.1", "--dtype", "bfloat16"]
+        args += ["--hf-overrides", json.dumps({"max_position_embeddings": 1 << 18}), "--max-num-seqs", "8"]
+        args += ["--kv-cache-memory-bytes", str(1 << 30), "--tensor-parallel-size", str(self.case.num_ranks)]
+        self.args = ["--model", str(model), *args, *self.case.args]
+        options = {"host_pool_gib": 4.0, "device_buffer_size": 4096, **self.case.options}
         self.prefill = self.start(group, directory, "prefill", PREFILL_CONNECTOR, ["--no-enable-prefix-caching"])
-        self.decode = self.start(group, directory, "decode", hisparse_connector(**OPTIONS), [])
+        self.decode = self.start(group, directory, "decode", hisparse_connector(**options), [])
         group.wait_healthy(START_TIMEOUT_S)
 
     def start(self, group: ProcessGroup, directory: Path, name: str, connector: dict, args: list[str]) -> Server:
@@ -47,7 +83,7 @@ class Pair:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", MODEL_NAME]
         command += ["--host", LOOPBACK, "--port", str(port), "--kv-transfer-config", json.dumps(connector), *self.args]
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
-        log = directory / f"{self.kv_dtype}_{name}.log"
+        log = directory / f"{self.name}_{name}.log"
         url = f"http://{LOOPBACK}:{port}"
         process = EngineProcess(name, [*command, *args], log, env=env, health_url=f"{url}/health")
         return Server(group.start(process), url)
@@ -56,16 +92,14 @@ class Pair:
         return self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=list(CASES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     from vllm_hisparse.cli.tiny_model import make_model
 
-    directory = tmp_path_factory.mktemp("models") / "dsv32"
-    return make_model("dsv32", directory, num_layers=NUM_LAYERS, num_heads=64, index_n_heads=64, index_topk=2048)
-
-
-@pytest.fixture(scope="module", params=list(ROW_BYTES))
-def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    case = CASES[request.param]
+    if torch.cuda.device_count() < case.num_ranks:
+        pytest.skip(f"needs {case.num_ranks} CUDA devices")
+    model = make_model(case.model, tmp_path_factory.mktemp("models") / "model", num_layers=NUM_LAYERS, **case.sizes)
     directory = Path(os.environ.get("HISPARSE_TEST_REPORT") or tmp_path_factory.mktemp("logs"))
     with ProcessGroup() as group:
         yield Pair(group, directory, model, request.param)
@@ -104,28 +138,30 @@ class DeviceMemory:
 
 
 def test_imported_prompts_give_the_same_tokens(pair: Pair) -> None:
-    row_bytes, replies, expected = ROW_BYTES[pair.kv_dtype], [], []
-    for length in LENGTHS:
+    replies, expected, lengths = [], [], pair.case.lengths
+    for length in lengths:
         prompt = make_prompt(length, seed=1)
         before = pair.decode.metric("hisparse_transfer_bytes_to_host")
         replies.append(completion(pair.decode.complete(prompt, 64, pair.prefilled(prompt))))
         expected.append(completion(pair.prefill.complete(prompt, 64)))
         received = pair.decode.metric("hisparse_transfer_bytes_to_host") - before
-        assert received == -(-length // 64) * 64 * row_bytes * NUM_LAYERS
+        assert received == -(-length // 64) * 64 * pair.case.token_bytes
     found = differences(replies, expected)
-    report(f"pd_{pair.kv_dtype}", [{"length": length, **one} for length, one in zip(LENGTHS, found, strict=True)])
+    report(f"pd_{pair.name}", [{"length": length, **one} for length, one in zip(lengths, found, strict=True)])
     assert_same_but_ties(replies, expected)
 
 
 def test_an_import_takes_no_device_memory(pair: Pair) -> None:
     """The main KV of a 32K prompt is 147 MiB in bf16 and 84 MiB in fp8: device memory must not grow by that."""
+    if pair.case.model != "dsv32":
+        pytest.skip("the KV of dense layers does go to the device")
     warm, prompt = make_prompt(32001, seed=2), make_prompt(32000, seed=2)
     pair.decode.complete(warm, 2, pair.prefilled(warm))
     transfer = pair.prefilled(prompt)
     with DeviceMemory() as memory:
         assert pair.decode.complete(prompt, 2, transfer)["choices"]
-    prompt_bytes = 32000 * ROW_BYTES[pair.kv_dtype] * NUM_LAYERS
-    report(f"pd_memory_{pair.kv_dtype}", {"transient_bytes": memory.transient, "prompt_bytes": prompt_bytes})
+    prompt_bytes = 32000 * pair.case.token_bytes
+    report(f"pd_memory_{pair.name}", {"transient_bytes": memory.transient, "prompt_bytes": prompt_bytes})
     assert memory.transient < prompt_bytes // 8
 
 

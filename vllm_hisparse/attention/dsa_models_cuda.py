@@ -9,6 +9,7 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.models import deepseek_v2
 from vllm.models import deepseek_v32
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
@@ -57,15 +58,25 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
 HOT_LAYERS = {DeepseekV32Attention: HotDeepseekV32Attention, MLAAttention: HotMLAAttention}
 
 
-class DeepseekV32ForCausalLM(deepseek_v32.DeepseekV32ForCausalLM):
+class HotBufferModel:
+    """Mixin of a model class."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if uses_host_connector(vllm_config):
             attach_hot_buffers(self)
 
 
+class DeepseekV32ForCausalLM(HotBufferModel, deepseek_v32.DeepseekV32ForCausalLM):
+    pass
+
+
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     pass
+
+
+class DeepseekV3ForCausalLM(HotBufferModel, deepseek_v2.DeepseekV3ForCausalLM):
+    """vLLM's generic class, which DSA models take on request (`--hf-overrides`)."""
 
 
 def attach_hot_buffers(model: torch.nn.Module) -> None:
