@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from paged_layer import HEAD_SIZE, NUM_HEADS, PagedLayer, Request
+from paged_layer import BUFFER, HEAD_SIZE, NUM_HEADS, PagedLayer, Request
 from paged_layers import CpuLayer, CudaLayer, paged_gqa_cuda
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
@@ -67,6 +67,26 @@ def test_kv_that_arrived_in_the_host_pool(layer: PagedLayer) -> None:
         for _ in range(20):
             layer.step([(request, 1)])
         layer.buffer.release(handle)
+
+
+def test_the_latest_whole_units_of_a_prompt_are_hot(layer: PagedLayer) -> None:
+    """A prompt that fits, in chunks that end within pages; then one of which only the end fits."""
+    short, long = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
+    layer.start(short)
+    for num in (5, 20, 15):
+        layer.step([(short, num)])
+    layer.step([(short, 1)])
+    hits, misses = layer.buffer.take_counts()
+    assert hits > 0 == misses
+    layer.start(long)
+    for num in (130, 37):
+        layer.step([(long, num)])
+    per_unit = layer.algorithm.tokens_per_unit
+    hot = range(167 // per_unit - BUFFER // per_unit, 167 // per_unit)
+    for positions in layer.buffer.residency[0].positions[layer.buffer.rows_of_heads(layer.buffer.row_of(10))]:
+        assert sorted(positions.tolist()) == list(hot)
+    for _ in range(20):
+        layer.step([(long, 1), (short, 1)])
 
 
 def test_a_prompt_of_one_token(layer: PagedLayer) -> None:

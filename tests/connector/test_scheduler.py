@@ -6,7 +6,7 @@ from vllm.v1.request import Request
 
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
-from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
+from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT, HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.hot_buffer_manager import RequestBlocks
 
 PROMPT = list(range(10, 20))
@@ -356,6 +356,21 @@ def test_a_request_that_the_host_cannot_take_waits() -> None:
     engine.run_to_end()
     assert engine.connector.take_stats().data["gauges"]["requests_waiting_for_host_memory"] == 0
     engine.check_idle()
+
+
+def test_reports_come_every_few_calls_and_when_no_request_is_left() -> None:
+    engine = FakeEngine()
+    engine.add("a", PROMPT[:5], max_tokens=2)
+    reports = []
+    for _ in range(2 * CALLS_PER_REPORT + 1):
+        engine.connector.stats.add(resumed_requests=1)
+        reports.append(engine.connector.take_due_stats())
+    due = [index for index, stats in enumerate(reports) if stats]
+    assert due == [0, CALLS_PER_REPORT, 2 * CALLS_PER_REPORT]
+    assert sum(reports[index].data["counters"]["resumed_requests"] for index in due) == len(reports)
+    engine.run_to_end()
+    assert engine.connector.take_due_stats().data["gauges"]["host_blocks_used"] == 0
+    assert engine.connector.take_due_stats()
 
 
 def test_an_aborted_request_waits_no_longer() -> None:

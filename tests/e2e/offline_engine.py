@@ -243,9 +243,11 @@ def make_recorder(llm: Any) -> Recorder | None:
     if connector is None:
         return None
     scheduler_core(llm).model_executor.collective_rpc(poison_rows)
+    scheduler = connector.scheduler
+    scheduler.take_due_stats = lambda: scheduler.take_stats()  # in every step: a gauge may peak in any
     if not has_kv_transfer_group():
-        return Recorder(connector.scheduler)
-    halves = connector.scheduler, get_kv_transfer_group().worker
+        return Recorder(scheduler)
+    halves = scheduler, get_kv_transfer_group().worker
     poison_again(*halves)
     return Recorder(*halves)
 

@@ -15,7 +15,7 @@ from typing import Any
 ENGINE = Path(__file__).parent.parent / "e2e" / "offline_engine.py"
 VOCABULARY = range(3, 500)
 DEVICE_KV_BYTES = 4 << 30
-HOST_POOL_GIB = 8.0
+HOST_POOL_GIB = 2.0
 DEVICE_BUFFER_SIZE = 4096
 START_TIMEOUT_S = 400
 # Rounding moves a logprob by this much in the mean of a run's requests; where the two best tokens are closer than a

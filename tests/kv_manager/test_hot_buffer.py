@@ -113,16 +113,29 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
     assert buffer.take_released() == []
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 3), (2, 6), (0, 6)])
-def test_prefill_seeds_the_slots_of_its_positions(first: int, last: int) -> None:
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (2, 6), (0, 6), (3, 8), (5, 40), (6, 6)])
+def test_prefill_seeds_the_latest_positions_that_fit(first: int, last: int) -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2])
-    row = buffer.rows_of(hot_tables(40))
-    buffer.seed(1, row, first, last)
-    expected = [slot if first <= slot < last else -1 for slot in range(NUM_SLOTS)]
-    assert buffer.residency[1].positions[int(row)].tolist() == expected
+    seeds = buffer.seeds(hot_tables(40), first, last, HOT)
+    buffer.seed(1, seeds)
+    hot = range(max(first, last - NUM_SLOTS), last)
+    expected = [next((position for position in hot if position % NUM_SLOTS == slot), -1) for slot in range(NUM_SLOTS)]
+    row = int(buffer.rows_of(hot_tables(40)))
+    assert buffer.residency[1].positions[row].tolist() == expected
+    assert seeds.hot_rows.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
     assert (buffer.residency[0].positions == -1).all()
     buffer.check_integrity()
+
+
+def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [1, 2, 3])
+    for first, last in ((0, 5), (5, 9)):
+        buffer.seed(0, buffer.seeds(hot_tables(40), first, last, HOT))
+    row = int(buffer.rows_of(hot_tables(40)))
+    assert buffer.residency[0].positions[row].tolist() == [6, 7, 8, 3, 4, 5]
+    assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
 
 
 def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:

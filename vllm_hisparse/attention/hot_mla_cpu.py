@@ -19,13 +19,11 @@ class PrefillChunk:
 
     Attributes:
         tokens: its tokens in the step's batch.
-        row: [1] int64 row of the hot buffer's state.
         first: position of its first token.
-        hot_table: [hot blocks per request] int32. host_table: [blocks] int32.
+        hot_table: [1, hot blocks per request] int32. host_table: [blocks] int32.
     """
 
     tokens: slice
-    row: torch.Tensor
     first: int
     hot_table: torch.Tensor
     host_table: torch.Tensor
@@ -78,7 +76,7 @@ class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
         tokens = slice(int(starts[index]), int(starts[index + 1]))
         first = int(seq_lens[index]) - (tokens.stop - tokens.start)
         host_table = self._impl.hot_buffer.host_tables[rows[index]]
-        return PrefillChunk(tokens, rows[index, None], first, hot_tables[index], host_table)
+        return PrefillChunk(tokens, first, hot_tables[index, None], host_table)
 
 
 class HotMLACpuBackend(SparseMLACpuBackend):
@@ -139,7 +137,6 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return self.attend(query, positions >= 0, rows_of)
 
     def _seed(self, new_rows: torch.Tensor, chunk: PrefillChunk) -> None:
-        last = min(chunk.first + len(new_rows), self.hot_buffer.num_slots)
-        if last > chunk.first:
-            self.hot.rows[self.hot.flat_rows(chunk.hot_table, chunk.first, last)] = new_rows[: last - chunk.first]
-            self.hot_buffer.seed(self.layer_index, chunk.row, chunk.first, last)
+        seeds = self.hot_buffer.seeds(chunk.hot_table, chunk.first, chunk.first + len(new_rows), self.hot)
+        self.hot.rows[seeds.hot_rows[0]] = new_rows[seeds.units - chunk.first]
+        self.hot_buffer.seed(self.layer_index, seeds)

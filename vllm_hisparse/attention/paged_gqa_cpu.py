@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.compat import cpu_attention_isa
+from vllm_hisparse.kv_manager.hot_buffer import Seeds
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent, view_units
 from vllm_hisparse.ops.base import Resolved
 from vllm_hisparse.ops.paged_gqa import CpuBlocks, attend
@@ -63,12 +64,14 @@ class PagedGqaCpuMetadata(AttentionMetadata):
         tokens: [tokens] int64 rows of the step's token batch that belong to a request.
         host_slots: [tokens] int64 where their KV goes in the host pool.
         represent: keys of prompts that the algorithm has yet to see, once the step's are on the host.
+        seeds: what becomes hot of the prompts then.
         prefill, decode: None where there is none.
     """
 
     tokens: torch.Tensor
     host_slots: torch.Tensor
     represent: list[Represent]
+    seeds: list[Seeds]
     prefill: PrefillBatch | None
     decode: DecodeBatch | None
 
@@ -81,21 +84,25 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         lengths = common.seq_lens[:num_reqs].tolist()
         hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
-        buffer, represent = self.hot_buffer, []
+        buffer, represent, seeds = self.hot_buffer, [], []
         rows = buffer.request_rows(hot_tables).tolist()
         spans = [(row, slice(a, b), n) for row, (a, b), n in zip(rows, pairwise(starts), lengths, strict=True)]
         known = [i for i, (row, span, _) in enumerate(spans) if row < buffer.num_requests and span.stop > span.start]
         decodes = [i for i in known if spans[i][1].stop - spans[i][1].start == 1]
-        prefills = [spans[i] for i in known if spans[i][1].stop - spans[i][1].start > 1]
-        for row, span, length in prefills:
-            missing = buffer.represent_prefill(row, length - (span.stop - span.start), length)
+        prefills = [i for i in known if spans[i][1].stop - spans[i][1].start > 1]
+        for i in prefills:
+            row, span, length = spans[i]
+            first = length - (span.stop - span.start)
+            missing = buffer.represent_prefill(row, first, length)
             represent += [missing] if missing else []
+            seeds.append(buffer.seeds(hot_tables[i, None], first, length, self._impl.hot))
         tokens, slots = self._host_slots([spans[i] for i in known])
         return PagedGqaCpuMetadata(
             tokens,
             slots,
             represent,
-            self._prefill_batch(prefills) if prefills else None,
+            seeds,
+            self._prefill_batch([spans[i] for i in prefills]) if prefills else None,
             self._decode_batch([spans[i] for i in decodes], hot_tables[decodes]) if decodes else None,
         )
 
@@ -219,6 +226,10 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         )
         for missing in metadata.represent:
             self.represent(missing)
+        for seeds in metadata.seeds:
+            homes = self._host_units(seeds.rows[:, None], seeds.units)
+            self.hot.rows[seeds.hot_rows.flatten()] = self._load_units(homes.flatten())
+            self.hot_buffer.seed(self.layer_index, seeds)
         if metadata.prefill is not None:
             output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
         if metadata.decode is not None:
@@ -282,16 +293,16 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         reload = self.hot_buffer.reload[self.layer_index]
         stale = reload[by_head] != 0
         if stale.any():
-            homes = self._newest_host_units(by_head[stale], batch.positions.repeat_interleave(num_heads)[stale])
-            self.hot.rows[newest[stale]] = self._load_units(homes)
+            units = batch.positions.repeat_interleave(num_heads)[stale] // self.algorithm.tokens_per_unit
+            self.hot.rows[newest[stale]] = self._load_units(self._host_units(by_head[stale], units))
             reload[by_head] = 0
         tokens = self.hot.rows.unflatten(1, (self.algorithm.tokens_per_unit, -1))
         offsets = (batch.positions % self.algorithm.tokens_per_unit).repeat_interleave(num_heads)
         tokens[newest, offsets] = torch.cat((key, value), -1).flatten(0, 1).to(tokens.dtype)
 
-    def _newest_host_units(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Flat host unit of a position of each row by KV head; all [n] int64."""
-        units, per_block = positions // self.algorithm.tokens_per_unit, self.hot_buffer.shape.block_size
+    def _host_units(self, rows: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """Flat host unit of units of rows by KV head; int64, the two broadcast."""
+        per_block = self.hot_buffer.shape.block_size
         return self.hot_buffer.host_tables[rows, units // per_block].long() * per_block + units % per_block
 
     def _load_missed(self, resolved: Resolved, batch: int) -> None:
@@ -314,7 +325,7 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         blocks, heads = parts // self.num_kv_heads, parts % self.num_kv_heads
         where = blocks.repeat_interleave(per_unit), heads.repeat_interleave(per_unit), offsets
         rows = torch.cat((self.host_blocks.load_keys(*where), self.host_blocks.load_values(*where)), -1)
-        return rows.view(len(host_units), -1)
+        return rows.view(-1, self.hot.rows.shape[1])
 
     def _load_host_keys(self, missing: Represent) -> torch.Tensor:
         """[last - first, num_kv_heads, head_size]."""

@@ -10,7 +10,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
+from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, Seeds
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent
 from vllm_hisparse.ops.base import HotRows, SwapInOps
 
@@ -26,6 +26,8 @@ class PrefillRequest:
         row: [1] int64 row of the hot buffer's state, set by the first layer.
         host_table: [blocks] int32 host blocks, set by the first layer.
         represent: keys that a dense model's algorithm has yet to see, or None; set by the first layer.
+        seeds: what becomes hot, set by the first layer.
+        staged_seeds: [KV heads, units] int64 rows of the staging memory, in units, where that is; likewise.
     """
 
     first: int
@@ -35,6 +37,8 @@ class PrefillRequest:
     row: torch.Tensor | None = None
     host_table: torch.Tensor | None = None
     represent: Represent | None = None
+    seeds: Seeds | None = None
+    staged_seeds: torch.Tensor | None = None
 
 
 @dataclass
@@ -107,13 +111,24 @@ class PrefillStaging:
     ) -> None:
         """Bring the query tokens' rows to the host, and to the hot buffer as far as they fit."""
         for request in group.requests:
-            first, last = request.first, request.last
+            first, last = self._rows_to_save(request)
             rows = self.rows[request.first_row + first : request.first_row + last]
             hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, self.block_size)
-            last = min(last, hot_buffer.num_slots)
-            if last > first:
-                hot.rows.index_copy_(0, hot.flat_rows(request.hot_table[0], first, last), rows[: last - first])
-                hot_buffer.seed(layer_index, request.row, first, last)
+            self._seed(request, hot_buffer, layer_index, hot)
+
+    def _rows_to_save(self, request: PrefillRequest) -> tuple[int, int]:
+        return request.first, request.last
+
+    def _seed(self, request: PrefillRequest, hot_buffer: HotBuffer, layer_index: int, hot: HotRows) -> None:
+        if request.seeds is None:
+            request.seeds = hot_buffer.seeds(request.hot_table, request.first, request.last, hot)
+            units, per_block = request.seeds.units, hot_buffer.shape.block_size
+            heads = torch.arange(hot_buffer.num_heads, device=units.device)[:, None]
+            blocks = request.first_row // self.block_size + units // per_block
+            request.staged_seeds = (blocks * hot_buffer.num_heads + heads) * per_block + units % per_block
+        staged = self.cache.view(-1, hot.rows.shape[1])[request.staged_seeds.flatten()]
+        hot.rows.index_copy_(0, request.seeds.hot_rows.flatten(), staged)
+        hot_buffer.seed(layer_index, request.seeds)
 
     def _group(
         self,
@@ -145,10 +160,7 @@ class PrefillStaging:
 
 
 class WholeBlockStaging(PrefillStaging):
-    """Staging for KV whose blocks are ordered by KV head first, so that only whole blocks can be copied.
-
-    Nothing is made hot: a dense model's first decode step selects by head.
-    """
+    """Staging for KV whose blocks are ordered by KV head first, so that only whole blocks can be copied."""
 
     def load(self, group: PrefillGroup, hot_buffer: PagedHotBuffer, host_rows: torch.Tensor) -> None:
         for request in group.requests:
@@ -159,14 +171,9 @@ class WholeBlockStaging(PrefillStaging):
             history = self.rows[request.first_row : request.first_row + num_rows]
             hot_buffer.ops.stage_rows(host_rows, request.host_table, self.block_size, history)
 
-    def store(
-        self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
-    ) -> None:
-        for request in group.requests:
-            first = request.first // self.block_size * self.block_size
-            last = cdiv(request.last, self.block_size) * self.block_size
-            rows = self.rows[request.first_row + first : request.first_row + last]
-            hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, self.block_size)
+    def _rows_to_save(self, request: PrefillRequest) -> tuple[int, int]:
+        first, last = request.first // self.block_size, cdiv(request.last, self.block_size)
+        return first * self.block_size, last * self.block_size
 
     def load_span(
         self, ops: SwapInOps, host_table: torch.Tensor, first: int, last: int, host_rows: torch.Tensor

@@ -158,14 +158,12 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     # Both halves
 
     def get_kv_connector_stats(self) -> HiSparseStats | None:
-        return self._half.take_stats()
+        is_scheduler = self.role == KVConnectorRole.SCHEDULER
+        return self.scheduler.take_due_stats() if is_scheduler else self.worker.take_stats()
 
     def shutdown(self) -> None:
-        self._half.shutdown()
-
-    @property
-    def _half(self) -> HiSparseSchedulerConnector | HiSparseWorkerConnector:
-        return self.scheduler if self.role == KVConnectorRole.SCHEDULER else self.worker
+        half = self.scheduler if self.role == KVConnectorRole.SCHEDULER else self.worker
+        half.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiSparseStats:

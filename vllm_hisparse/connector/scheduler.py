@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+CALLS_PER_REPORT = 16  # vLLM asks for statistics in every step, and each report costs host time
+
+
 @dataclass
 class _Transfer:
     num_host_blocks: int
@@ -61,6 +64,7 @@ class HiSparseSchedulerConnector:
         self.transport = transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size)
         self.stats = HiSparseStats()
+        self._calls_to_report = 0
         self._restores: BlockPairs = []
         self._transfers: dict[str, _Transfer] = {}
         self.request_log = RequestLog() if config.log_request_stats else None
@@ -153,6 +157,14 @@ class HiSparseSchedulerConnector:
             requests_waiting_for_host_memory=len(self.hot_manager.waiting_for_host),
         )
         return stats
+
+    def take_due_stats(self) -> HiSparseStats | None:
+        """`take_stats` every few calls, and when no request is left; else None."""
+        self._calls_to_report -= 1
+        if self._calls_to_report > 0 and self.hot_manager.requests:
+            return None
+        self._calls_to_report = CALLS_PER_REPORT
+        return self.take_stats()
 
     def shutdown(self) -> None:
         if self.transport:

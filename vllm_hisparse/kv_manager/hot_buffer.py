@@ -39,6 +39,27 @@ class HotBufferShape:
     num_device_blocks: int
 
 
+@dataclass(frozen=True)
+class Seeds:
+    """Units of a prompt's chunk that become hot: the latest whole ones, as many as fit.
+
+    Attributes:
+        rows: [num_heads] int64 rows of the hot buffer's state.
+        first, last: the units, half-open.
+        hot_rows: [num_heads, last - first] int64 flat hot row of each.
+    """
+
+    rows: torch.Tensor
+    first: int
+    last: int
+    hot_rows: torch.Tensor
+
+    @property
+    def units(self) -> torch.Tensor:
+        """[last - first] int64."""
+        return torch.arange(self.first, self.last, device=self.hot_rows.device)
+
+
 class HotBuffer:
     """State of all hot buffers. A request has as many neighbouring rows as selections, found by its handle (its first
     hot block).
@@ -53,6 +74,7 @@ class HotBuffer:
         num_heads: selections of a request in a layer: KV heads that select for themselves.
         head_stride: parts of KV heads from one device block to the next; head h's part of block b has number `b *
             head_stride + h`, its part of host block b number `b * num_heads + h`.
+        tokens_per_unit: tokens of a hot row.
 
     Attributes:
         ops: swap-in operations of the device.
@@ -67,10 +89,17 @@ class HotBuffer:
     """
 
     def __init__(
-        self, shape: HotBufferShape, device: torch.device, refresh_hits: bool, num_heads: int = 1, head_stride: int = 1
+        self,
+        shape: HotBufferShape,
+        device: torch.device,
+        refresh_hits: bool,
+        num_heads: int = 1,
+        head_stride: int = 1,
+        tokens_per_unit: int = 1,
     ):
         self.shape, self.num_slots = shape, shape.num_slots
         self.num_heads, self.head_stride, self.num_rows = num_heads, head_stride, shape.num_requests * num_heads
+        self.tokens_per_unit = tokens_per_unit
         self.ops = swap_in_ops(device, refresh_hits)
         self.pin_memory = device.type != "cpu"
         self._slot_order = torch.arange(shape.num_slots, dtype=torch.int32, device=device)
@@ -208,16 +237,31 @@ class HotBuffer:
         rows = self.state_rows[hot_tables[:, 0].long()].long()
         return torch.where(rows < 0, self.num_rows, rows)
 
-    def seed(self, layer: int, row: torch.Tensor, first: int, last: int) -> None:
-        """Record that slots [first, last) hold the positions of the same number.
+    def seeds(self, hot_table: torch.Tensor, first: int, last: int, hot: HotRows) -> Seeds:
+        """What becomes hot of a chunk of a prompt that a layer has written.
+
+        Args:
+            hot_table: [1, hot blocks per request] int32 of the request.
+            first, last: positions of the chunk, half-open.
+            hot: hot rows of any layer.
+        """
+        per_unit, heads = self.tokens_per_unit, self._row_numbers[: self.num_heads]
+        last_unit = last // per_unit
+        first_unit = min(max(first // per_unit, last_unit - self.num_slots), last_unit)
+        tables = hot_table * self.head_stride + heads[:, None]
+        slots = torch.arange(first_unit, last_unit, device=heads.device) % self.num_slots
+        return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_rows(tables, slots))
+
+    def seed(self, layer: int, seeds: Seeds) -> None:
+        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`.
 
         Args:
             layer: index of the layer.
-            row: [1] int64 state row.
-            first, last: positions, none beyond the buffer.
+            seeds: from `seeds`.
         """
-        slots, positions = self._slots[layer, row], self._positions[layer, row]
-        self._positions[layer, row] = torch.where((slots >= first) & (slots < last), slots, positions)
+        slots, positions = self._slots[layer, seeds.rows], self._positions[layer, seeds.rows]
+        units = seeds.first + (slots - seeds.first) % self.num_slots  # the one in each slot, from the first on
+        self._positions[layer, seeds.rows] = torch.where(units < seeds.last, units, positions)
 
     def staging(self, hot: HotRows) -> torch.Tensor:
         """Device memory for the longest request in one layer, shared: [max_blocks, block_size, row elements].

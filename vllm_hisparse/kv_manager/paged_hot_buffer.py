@@ -73,7 +73,7 @@ class PagedHotBuffer(HotBuffer):
             block_size=shape.block_size // per_unit,
             num_device_blocks=shape.num_device_blocks * head_stride,
         )
-        super().__init__(by_head, device, refresh_hits, num_heads, head_stride)
+        super().__init__(by_head, device, refresh_hits, num_heads, head_stride, per_unit)
         self.algorithm, self.num_requests, self.block_size = algorithm, shape.num_requests, shape.block_size
         self.states = [algorithm.allocate_state(shape.num_requests + 1, device) for _ in range(shape.num_layers)]
         self.units = UnitTables.allocate(shape.max_batch, num_hot_blocks, num_heads, head_stride, per_unit, device)

@@ -35,10 +35,14 @@ class HotRows:
         num_rows = (num_blocks - 1) * stride + rows_per_block
         return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
 
-    def flat_rows(self, hot_table: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Flat rows of slots [first, last) of the request with this hot block table: [last - first] int64."""
-        slots = torch.arange(first, last, device=hot_table.device)
-        blocks = hot_table[slots // self.rows_per_block].long()
+    def flat_rows(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Flat rows of the same slots of several requests: [requests, slots] int64.
+
+        Args:
+            hot_tables: [requests, hot blocks per request].
+            slots: [slots] int64.
+        """
+        blocks = hot_tables[:, slots // self.rows_per_block].long()
         return blocks * self.block_stride_rows + slots % self.rows_per_block
 
 
