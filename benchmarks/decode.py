@@ -105,7 +105,7 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model": job["model"],
         "max_model_len": max(job["contexts"]) + job["max_tokens"] + 64,
-        "hf_overrides": {"max_position_embeddings": 1 << 18},
+        "hf_overrides": {"max_position_embeddings": 1 << 18, **class_override(job)},
         "dtype": "bfloat16",
         "kv_cache_dtype": {"bfloat16": "auto", "fp8": "fp8"}[job["kv_dtype"]],
         "kv_cache_memory_bytes": int(job["device_kv_gib"] * 2**30),
@@ -133,6 +133,11 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
             "kv_connector_extra_config": options,
         }
     return args
+
+
+def class_override(job: dict[str, Any]) -> dict[str, list[str]]:
+    """What makes vLLM take another model class than the checkpoint's."""
+    return {"architectures": [job["model_class"]]} if job["model_class"] else {}
 
 
 def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
@@ -167,7 +172,7 @@ def run_system(system: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def describe(system: str, job: dict[str, Any], context: int, requests: int) -> dict[str, Any]:
-    names = ("kv_dtype", "device_kv_gib", "device_buffer_size", "max_tokens")
+    names = ("model_class", "kv_dtype", "device_kv_gib", "device_buffer_size", "max_tokens")
     return {"system": system, "model": job["model_name"], "context": context, "requests": requests} | {
         name: job[name] for name in names
     }
@@ -239,6 +244,10 @@ def run(
     query_noise: Annotated[
         float | None, typer.Option(help="Give queries locality, with this share of noise. Default: none.")
     ] = None,
+    model_class: Annotated[
+        str | None,
+        typer.Option(help="vLLM's class of the model, e.g. DeepseekV3ForCausalLM. Default: the checkpoint's."),
+    ] = None,
     model_dir: Annotated[Path, typer.Option(help="Where the model is made.")] = Path("build/models/bench"),
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "decode.json",
 ) -> None:
@@ -247,6 +256,7 @@ def run(
         "architecture": architecture.value,
         "model": str(model_dir),
         "model_name": make_model_of(architecture, model_dir, num_layers, query_noise),
+        "model_class": model_class,
         "num_layers": num_layers,
         "kv_dtype": kv_dtype,
         "device_kv_gib": device_kv_gib,

@@ -14,7 +14,7 @@ from typing import Any
 
 ENGINE = Path(__file__).parent.parent / "e2e" / "offline_engine.py"
 VOCABULARY = range(3, 500)
-DEVICE_KV_BYTES = 4 << 30
+DEVICE_KV_BYTES = 2 << 30
 HOST_POOL_GIB = 2.0
 DEVICE_BUFFER_SIZE = 4096
 START_TIMEOUT_S = 400
@@ -69,15 +69,21 @@ class EngineRun:
 
     @classmethod
     def start(
-        cls, directory: Path, name: str, engine: dict[str, Any], phases: list[dict[str, Any]], **job_options: Any
+        cls,
+        directory: Path,
+        name: str,
+        engine: dict[str, Any],
+        phases: list[dict[str, Any]],
+        environment: dict[str, str] | None = None,
+        **job_options: Any,
     ) -> EngineRun:
         """Start an engine; `job_options` as in tests/e2e/offline_engine.py."""
         job, result, log = (directory / f"{name}.{suffix}" for suffix in ("job.json", "result.json", "log"))
         job.write_text(json.dumps({"engine": engine, "phases": phases, **job_options}))
-        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **(environment or {})}
         with log.open("w") as stream:
             command = [sys.executable, str(ENGINE), str(job), str(result)]
-            process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment)
+            process = subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, **settings})
         return cls(process, log, result)
 
     def phases(self) -> list[dict[str, Any]]:

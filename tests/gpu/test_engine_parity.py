@@ -36,6 +36,11 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
+# NOTE: vLLM 0.32 cannot load what it compiled of the generic class ahead of time: "Index not registered in
+# index_to_user_object_weakref", of the streams in the graph, with full KV, too.
+ENVIRONMENTS = {name: {"VLLM_USE_AOT_COMPILE": "0"} for name in BACKENDS if name.endswith("_generic")}
+
+
 def backend(name: str) -> dict[str, Any]:
     """Engine arguments of a backend; a fresh copy, because `engine_args` takes them apart."""
     return json.loads(json.dumps(BACKENDS[name]))
@@ -54,15 +59,14 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Eng
     """Full KV and hot buffers for every backend, and full KV with smaller chunks, all side by side."""
     directory, started = tmp_path_factory.mktemp("runs"), {}
     for name in BACKENDS:
-        started[f"{name}_full"] = EngineRun.start(
-            directory, f"{name}_full", engine_args(model, **backend(name)), [PHASE]
-        )
-        started[f"{name}_hot"] = EngineRun.start(
-            directory, f"{name}_hot", hot_args(model, **backend(name)), [PHASE], row_check=ROW_CHECK
-        )
-        started[f"{name}_chunks"] = EngineRun.start(
-            directory, f"{name}_chunks", engine_args(model, max_num_batched_tokens=4096, **backend(name)), [PHASE]
-        )
+        kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+            "full": (engine_args(model, **backend(name)), {}),
+            "hot": (hot_args(model, **backend(name)), {"row_check": ROW_CHECK}),
+            "chunks": (engine_args(model, max_num_batched_tokens=4096, **backend(name)), {}),
+        }
+        for kind, (engine, options) in kinds.items():
+            label, environment = f"{name}_{kind}", ENVIRONMENTS.get(name)
+            started[label] = EngineRun.start(directory, label, engine, [PHASE], environment, **options)
     return started
 
 
