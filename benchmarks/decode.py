@@ -303,21 +303,24 @@ def make_jobs(
 
 @app.command()
 def plot(
-    result: Annotated[Path, typer.Option(help="Result file of `run`.")] = RESULTS / "h200" / "decode.json",
+    result: Annotated[list[Path], typer.Option(help="Result file of `run`; repeatable.")] = [  # noqa: B006
+        RESULTS / "h200" / "decode.json"
+    ],
     output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/decode.png"),
 ) -> None:
-    """Draw a result: tokens per second by context and oversubscription."""
+    """Draw results: tokens per second by context and oversubscription."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in json.loads(result.read_text())["rows"] if row["requests"] > 1]
+    rows = [row for path in result for row in json.loads(path.read_text())["rows"] if row["requests"] > 1]
+    systems = [system for system in SYSTEMS if any(row["system"] == system for row in rows)]
     contexts = sorted({row["context"] for row in rows})
     figure, axes = plt.subplots(1, len(contexts), figsize=(4 * len(contexts), 4), squeeze=False)
     for axis, context in zip(axes[0], contexts, strict=True):
         requests = sorted({row["requests"] for row in rows if row["context"] == context})
-        for index, system in enumerate(SYSTEMS):
+        for index, system in enumerate(systems):
             own = [row for row in rows if (row["system"], row["context"]) == (system, context)]
             found = {row["requests"]: row["tokens_per_s"] for row in own}
-            places = [place + 0.27 * (index - 1) for place in range(len(requests))]
+            places = [place + 0.27 * (index - (len(systems) - 1) / 2) for place in range(len(requests))]
             axis.bar(places, [found.get(number, 0) for number in requests], width=0.25, label=system)
         axis.set(title=f"{context // 1000}K tokens", xlabel="requests")
         axis.set_xticks(range(len(requests)), requests)
