@@ -36,8 +36,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-# NOTE: vLLM 0.32 can neither store nor load what it compiled of the generic class, with full KV, either: there are streams
-# in the graph ("The compiled artifact is not serializable").
+# NOTE: vLLM 0.32 can neither store nor load what it compiled of the generic class, with full KV, either: its graph has
+# streams ("The compiled artifact is not serializable").
 ENVIRONMENTS = {name: {"VLLM_DISABLE_COMPILE_CACHE": "1"} for name in BACKENDS if name.endswith("_generic")}
 
 
