@@ -218,7 +218,7 @@ def main(
     }
     runs: list[tuple[Path, str, int | None]] = []
     for path in model:
-        sizes = {name: (*budget, everything(name, context)) for name in algorithm}
+        sizes = {name: tuple(dict.fromkeys((*budget, everything(name, context)))) for name in algorithm}
         runs += [(path, FULL, None), *((path, name, size) for name in algorithm for size in sizes[name])]
     options = {name: int(number) for name, _, number in (option.partition("=") for option in algorithm_option)}
     order = {(path.name, name, size): index for index, (path, name, size) in enumerate(runs)}

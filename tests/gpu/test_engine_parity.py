@@ -55,10 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineRun]:
-    """Full KV and hot buffers for every backend, and full KV with smaller chunks, all side by side."""
+def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineRun]:
+    """Full KV and hot buffers for every backend under test, and full KV with smaller chunks, all side by side."""
     directory, started = tmp_path_factory.mktemp("runs"), {}
-    for name in BACKENDS:
+    tests = [item for item in request.session.items if "runs" in item.fixturenames and "name" in item.callspec.params]
+    for name in dict.fromkeys(item.callspec.params["name"] for item in tests):
         kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "full": (engine_args(model, **backend(name)), {}),
             "hot": (hot_args(model, **backend(name)), {"row_check": ROW_CHECK}),
