@@ -313,6 +313,9 @@ def plot(
 
     rows = [row for path in result for row in json.loads(path.read_text())["rows"] if row["requests"] > 1]
     systems = [system for system in SYSTEMS if any(row["system"] == system for row in rows)]
+    bars = [(row["system"], row["context"], row["requests"]) for row in rows]
+    if len(set(bars)) < len(bars):
+        raise typer.BadParameter("two rows have the same system, context and requests", param_hint="--result")
     contexts = sorted({row["context"] for row in rows})
     figure, axes = plt.subplots(1, len(contexts), figsize=(4 * len(contexts), 4), squeeze=False)
     for axis, context in zip(axes[0], contexts, strict=True):

@@ -107,7 +107,7 @@ class Scheduler:
             partial(self.connector.build_connector_meta, self.output)
         )
         self.connector.update_connector_output(KVConnectorOutput())
-        self.samples["take_stats"].measure(self.connector.take_stats)
+        self.samples["take_stats"].measure(self.connector.take_due_stats)
         return metadata
 
     def _allocate(self) -> None:

@@ -48,7 +48,7 @@ class Step:
         self.ops.newest_rows(self.tables, NUM_SLOTS, self.hot[0], self.newest)
         self.homes = host_tables[:, last_block].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
         packed = batch * num_layers * row_bytes
-        self.packed = torch.zeros(packed, dtype=torch.uint8, device=DEVICE)
+        self.packed = torch.randint(0, 255, (packed,), dtype=torch.uint8, device=DEVICE)
         self.packed_host = torch.zeros(packed, dtype=torch.uint8, pin_memory=True)
 
     def ours(self) -> None:

@@ -45,7 +45,8 @@ def _register_cuda_models() -> None:
     from vllm import ModelRegistry
 
     models = {
-        "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM"),
+        "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        "generic_dsa_model_cuda": ("DeepseekV3ForCausalLM",),
         "dense_models_cuda": ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     }
     for module, names in models.items():

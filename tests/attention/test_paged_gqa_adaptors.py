@@ -44,7 +44,7 @@ def test_prefill_in_chunks_beside_decodes(layer: PagedLayer) -> None:
     layer.step([(third, 64), (second, 2), (first, 1)])
     for _ in range(50):
         layer.step([(second, 1), (first, 1), (third, 1)])
-    hits, misses = layer.buffer.take_counts()
+    hits, misses = layer.buffer.counts.take()
     assert hits > misses > 0
 
 
@@ -76,7 +76,7 @@ def test_the_latest_whole_units_of_a_prompt_are_hot(layer: PagedLayer) -> None:
     for num in (5, 20, 15):
         layer.step([(short, num)])
     layer.step([(short, 1)])
-    hits, misses = layer.buffer.take_counts()
+    hits, misses = layer.buffer.counts.take()
     assert hits > 0 == misses
     layer.start(long)
     for num in (130, 37):
@@ -130,6 +130,10 @@ def test_prefill_after_a_step_of_one_token(layer: PagedLayer, chunks: tuple[int,
     layer.start(request)
     for num in chunks:
         layer.step([(request, num)])
+        if num >= max(layer.algorithm.tokens_per_unit, 2):
+            rows = layer.buffer.rows_of_heads(layer.buffer.row_of(request.handle))
+            latest = request.num_computed // layer.algorithm.tokens_per_unit - 1
+            assert (layer.buffer.residency[0].positions[rows] == latest).any(1).all(), "what it has written is not hot"
 
 
 @pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, HiSparsePromMetrics, HiSparseStats
+from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, LOG_NAMES, HiSparsePromMetrics, HiSparseStats
 
 LABELS = ["model_name", "engine"]
 
@@ -82,6 +82,14 @@ def test_reduces_to_a_log_line() -> None:
     assert (figures["Host blocks used"], figures["Requests waiting for host memory"]) == (4, 6)
     assert (figures["Transfers"], figures["Failed transfers"]) == (2, 1)
     assert HiSparseStats().reduce()["Hot-buffer hit rate (%)"] == 0.0
+
+
+def test_the_log_line_names_no_gauge_that_nobody_reported() -> None:
+    stats = HiSparseStats()
+    stats.add(cache_hits=1)
+    assert not set(LOG_NAMES.values()) & set(stats.reduce())
+    stats.set_gauges(**dict.fromkeys(GAUGES, 0))
+    assert set(LOG_NAMES.values()) <= set(stats.reduce())
 
 
 @pytest.fixture

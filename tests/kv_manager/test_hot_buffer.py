@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.ops.base import HotRows, Resolved
 
 NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 5, 6, 2, 9
@@ -16,19 +17,19 @@ HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS
 HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
 
 
-def make_buffer(refresh_hits: bool = True) -> HotBuffer:
-    return HotBuffer(SHAPE, torch.device("cpu"), refresh_hits)
+def make_buffer(refresh_hits: bool = True) -> MLAHotBuffer:
+    return MLAHotBuffer(SHAPE, torch.device("cpu"), refresh_hits)
 
 
 def hot_tables(*handles: int) -> torch.Tensor:
     return torch.tensor(handles, dtype=torch.int32)[:, None]
 
 
-def row_of(buffer: HotBuffer, handle: int) -> int:
+def row_of(buffer: MLAHotBuffer, handle: int) -> int:
     return int(buffer.rows_of(hot_tables(handle)))
 
 
-def decode(buffer: HotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
+def decode(buffer: MLAHotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
     """One layer of one step: (handle, newest position, selection) of each request."""
     handles, newest, selections = zip(*requests, strict=True)
     buffer.begin_decode(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
@@ -36,9 +37,9 @@ def decode(buffer: HotBuffer, layer: int, *requests: tuple[int, int, list[int]])
     return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32), HOST_ROWS, HOT)
 
 
-def released(buffer: HotBuffer, handle: int) -> tuple[int, int]:
+def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
     buffer.release(handle)
-    [(name, hits, misses)] = buffer.take_released()
+    [(name, hits, misses)] = buffer.counts.take_released()
     assert name == handle
     return hits, misses
 
@@ -103,14 +104,14 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
     buffer.extend_table(40, 0, [1, 2, 3])
     buffer.extend_table(50, 0, [4, 5, 6])
     decode(buffer, 0, (40, 10, [2, 5, 10]), (50, 8, [1, 2, 3]))
-    assert buffer.take_counts() == (0, 5)
+    assert buffer.counts.take() == (0, 5)
     decode(buffer, 0, (50, 9, [1, 2, 7]))
-    assert buffer.take_counts() == (2, 1)
-    assert buffer.take_counts() == (0, 0)
+    assert buffer.counts.take() == (2, 1)
+    assert buffer.counts.take() == (0, 0)
     buffer.release(50)
     buffer.release(40)
-    assert buffer.take_released() == [(50, 2, 4), (40, 0, 2)]
-    assert buffer.take_released() == []
+    assert buffer.counts.take_released() == [(50, 2, 4), (40, 0, 2)]
+    assert buffer.counts.take_released() == []
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 3), (2, 6), (0, 6), (3, 8), (5, 40), (6, 6)])
@@ -119,10 +120,10 @@ def test_prefill_seeds_the_latest_positions_that_fit(first: int, last: int) -> N
     buffer.extend_table(40, 0, [1, 2])
     seeds = buffer.seeds(hot_tables(40), first, last, HOT)
     buffer.seed(1, seeds)
-    hot = range(max(first, last - NUM_SLOTS), last)
-    expected = [next((position for position in hot if position % NUM_SLOTS == slot), -1) for slot in range(NUM_SLOTS)]
-    row = int(buffer.rows_of(hot_tables(40)))
-    assert buffer.residency[1].positions[row].tolist() == expected
+    hot, row = range(max(first, last - NUM_SLOTS), last), int(buffer.rows_of(hot_tables(40)))
+    assert buffer.residency[1].positions[row].tolist() == [-1] * (NUM_SLOTS - len(hot)) + list(hot)
+    slots = buffer.residency[1].slots[row].tolist()
+    assert slots[NUM_SLOTS - len(hot) :] == [position % NUM_SLOTS for position in hot]
     assert seeds.hot_rows.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
     assert (buffer.residency[0].positions == -1).all()
     buffer.check_integrity()
@@ -134,8 +135,9 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
     for first, last in ((0, 5), (5, 9)):
         buffer.seed(0, buffer.seeds(hot_tables(40), first, last, HOT))
     row = int(buffer.rows_of(hot_tables(40)))
-    assert buffer.residency[0].positions[row].tolist() == [6, 7, 8, 3, 4, 5]
+    assert buffer.residency[0].positions[row].tolist() == [3, 4, 5, 6, 7, 8]
     assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
+    assert buffer.residency[0].positions[row].tolist() == [5, 6, 7, 2, 3, 8]
 
 
 def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:

@@ -9,8 +9,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes
 from vllm_hisparse.ops.base import HotRows
 
@@ -44,7 +44,7 @@ class HotMLAImpl:
     `bind` is called once, when vLLM has allocated the layer's cache.
     """
 
-    def bind(self, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+    def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.
 
         Args:

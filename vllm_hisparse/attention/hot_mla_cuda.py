@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.hot_mla import HotMLAImpl
 from vllm_hisparse.attention.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
-from vllm_hisparse.kv_manager.hot_buffer import HotBuffer
+from vllm_hisparse.kv_manager.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import BLOCK_SIZE
 
 
@@ -100,7 +100,7 @@ class HotMLACudaImpl(HotMLAImpl):
     decode_block_size = 1
     _first_token = 0
 
-    def bind(self, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+    def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         super().bind(hot_buffer, layer_index, host_rows, cache)
         self.staging, self.decode_cache = PrefillStaging(hot_buffer.staging(self.hot)), self._decode_cache()
 
@@ -171,7 +171,7 @@ class HotMLACudaImpl(HotMLAImpl):
 
 
 class HotFlashMLAImpl(HotMLACudaImpl, FlashMLASparseImpl):
-    def bind(self, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+    def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         if self.kv_cache_dtype == "fp8_ds_mla":
             self.decode_block_size = BLOCK_SIZE
         super().bind(hot_buffer, layer_index, host_rows, cache)

@@ -258,14 +258,14 @@ class PagedGqaImpl(FlashAttentionImpl):
         """Complete the staged history with the new tokens, bring those to the host, attend over the staged blocks."""
         buffer = self.hot_buffer
         self.staging.load(group, buffer, self.host_rows)
+        for request in group.requests if self.layer_index == 0 else ():
+            # NOTE: waits for the device, once per prompt chunk. Before anything becomes hot: it may empty the buffer.
+            request.represent = buffer.represent_prefill(int(request.row), request.first, request.last)
         cache = self._staged_blocks(self.staging.cache)
         self.do_kv_cache_update(layer, key, value, cache, group.slots)
         self.staging.store(group, buffer, self.layer_index, self.host_rows, self.hot)
         super().forward(layer, query, key, value, cache, group.metadata, output)
         for request in group.requests:
-            if self.layer_index == 0:
-                # NOTE: waits for the device, once per prompt chunk.
-                request.represent = buffer.represent_prefill(int(request.row), request.first, request.last)
             if request.represent is not None:
                 blocks = self.staging.cache[request.first_row // self.staging.block_size :]
                 self._represent(blocks, request.represent, 0)

@@ -140,7 +140,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def finish_forward(self) -> None:
         # NOTE: Model Runner V2 has this hook before it samples: a request is not finished, nor are its blocks free,
-        # before its newest rows are on the host. Model Runner V1 has none, and calls `wait_for_save` before it samples.
+        # before its indexer keys are on the host. Model Runner V1 calls `wait_for_save` before it samples instead.
         self.worker.finish_step()
 
     def wait_for_save(self) -> None:

@@ -18,6 +18,7 @@ from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.host_memory import allocate_host_pool
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, check_state_fits
 
 if TYPE_CHECKING:
@@ -115,12 +116,12 @@ class HiSparseWorkerConnector:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()
 
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
-        released = self.hot_buffer.take_released()
+        released = self.hot_buffer.counts.take_released()
         return HiSparseWorkerMetadata(released) if released and self.reports_requests else None
 
     def take_stats(self) -> HiSparseStats | None:
         """What only the worker knows, since the last call; None in most steps."""
-        hits, misses = self.hot_buffer.take_counts()
+        hits, misses = self.hot_buffer.counts.take()
         nixl_stats = self.transport.take_stats() if self.transport else None
         if not (hits or misses or nixl_stats):
             return None
@@ -145,7 +146,7 @@ class HiSparseWorkerConnector:
         config, model, spec = self.config, self.vllm_config.model_config, self.groups.hot_spec
         shape, refresh_hits = self._shape(len(cache)), config.eviction_policy == "lru"
         if config.algorithm_class.model_family == "dsa":
-            return HotBuffer(shape, cache.device, refresh_hits)
+            return MLAHotBuffer(shape, cache.device, refresh_hits)
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
         algorithm = config.make_algorithm(attention, model.max_model_len)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_hisparse.kv_manager.count_snapshot import CountSnapshot
+from vllm_hisparse.kv_manager.hit_counts import HitCounts
 from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
 from vllm_hisparse.ops.registry import swap_in_ops
-
-TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a device costs host time
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class Seeds:
 
 
 class HotBuffer:
-    """State of all hot buffers. A request has as many neighbouring rows as selections, found by its handle (its first
-    hot block).
+    """State of all hot buffers: what those of both model families share. A request has as many neighbouring rows as
+    selections, found by its handle (its first hot block).
 
     Everything a step reads lies in static tensors, so that a CUDA graph may replay it; changes are enqueued on the
     current stream and never wait for the device.
@@ -82,7 +80,7 @@ class HotBuffer:
         host_tables: [num_rows + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last row is of no request:
             steps that vLLM runs without requests (profiling, padding) use it.
         state_rows: [num_device_blocks] int32 row of each handle's part, -1 elsewhere.
-        counts: [num_rows, 2] int64 hits and misses, never reset.
+        counts: hits and misses.
         newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position.
         resolved: output of the last `swap_in`.
         decode_tables: of the running step's decoding requests.
@@ -109,28 +107,13 @@ class HotBuffer:
         self.residency = [Residency(self._slots[i], self._positions[i]) for i in range(shape.num_layers)]
         self.host_tables = torch.full((self.num_rows + 1, shape.max_blocks), -1, dtype=torch.int32, device=device)
         self.state_rows = torch.full((shape.num_device_blocks,), -1, dtype=torch.int32, device=device)
-        self.counts = torch.zeros((self.num_rows, 2), dtype=torch.int64, device=device)
+        self.counts = HitCounts(self.num_rows, num_heads, device)
         self.newest_rows = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
         self.resolved = Resolved.allocate(shape.max_batch, shape.top_k, device)
         self.decode_tables: StepTables | None = None
         self._free_rows = list(reversed(range(shape.num_requests)))
         self._row_by_handle: dict[int, int] = {}
-        self._counted_before = [(0, 0)] * shape.num_requests
-        self._released: list[tuple[int, int, CountSnapshot]] = []
-        self._total: CountSnapshot | None = None
-        self._num_takes, self._takes_per_snapshot = 0, TAKES_PER_SNAPSHOT if self.pin_memory else 1
-        self._reported = (0, 0)
         self._staging: torch.Tensor | None = None
-        self._layers: list[tuple[HotRows, torch.Tensor]] = []
-
-    def add_layer(self, hot: HotRows, host_rows: torch.Tensor) -> None:
-        """Name a layer's rows to `write_back`; in the order of the layers.
-
-        Args:
-            hot: hot rows of the layer.
-            host_rows: [num_host_rows, row elements] of the layer.
-        """
-        self._layers.append((hot, host_rows))
 
     def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
         """Append host blocks to a request's table; `first` 0 starts a request with an empty buffer."""
@@ -144,10 +127,10 @@ class HotBuffer:
         self.host_tables[rows, first : first + len(host_ids)].copy_(ids, non_blocking=True)
 
     def release(self, handle: int) -> None:
-        """Forget a request; `take_released` reports its hits and misses."""
+        """Forget a request; `counts` reports its hits and misses."""
         row = self._row_by_handle.pop(handle)
         rows = self.rows_of_heads(row)
-        self._released.append((handle, row, CountSnapshot(self.counts[rows].sum(0))))
+        self.counts.release(handle, row, rows)
         self.state_rows[self._parts(handle)] = -1
         self._empty(row)
         self.host_tables[rows] = -1
@@ -173,37 +156,6 @@ class HotBuffer:
         rows = self.rows_of_heads(row)
         self._slots[:, rows], self._positions[:, rows] = self._slot_order, -1
 
-    def take_released(self) -> list[tuple[int, int, int]]:
-        """Handle, hits and misses of released requests, in order; those whose counts have not arrived come later."""
-        taken = []
-        while self._released and self._released[0][2].ready:
-            handle, row, snapshot = self._released.pop(0)
-            hits, misses = snapshot.values
-            before = self._counted_before[row]
-            self._counted_before[row] = (hits, misses)
-            taken.append((handle, hits - before[0], misses - before[1]))
-        return taken
-
-    def take_counts(self) -> tuple[int, int]:
-        """Hits and misses of all requests since they were last reported; a device's counts arrive some calls later."""
-        if self._total is None:
-            self._num_takes += 1
-            if self._num_takes % self._takes_per_snapshot:
-                return 0, 0
-            self._total = CountSnapshot(self.counts.sum(0))
-        if not self._total.ready:
-            return 0, 0
-        before, self._reported, self._total = self._reported, self._total.values, None
-        return self._reported[0] - before[0], self._reported[1] - before[1]
-
-    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Say which requests decode one token in this step.
-
-        Args:
-            hot_tables, seq_lens: as in `StepTables`, graph padding included.
-        """
-        self.decode_tables = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.shape.block_size)
-
     def find_newest_rows(self, hot: HotRows) -> None:
         """Set `newest_rows`.
 
@@ -223,14 +175,10 @@ class HotBuffer:
             hot: hot rows of the layer.
         """
         assert self.decode_tables is not None
-        self.ops.swap_in(self.residency[layer], self.decode_tables, top_k, host_rows, hot, self.counts, self.resolved)
+        self.ops.swap_in(
+            self.residency[layer], self.decode_tables, top_k, host_rows, hot, self.counts.by_row, self.resolved
+        )
         return self.resolved
-
-    def write_back(self) -> None:
-        """Copy the newest rows of the running step to the host, all layers at once."""
-        assert self.decode_tables is not None
-        hot, host_rows = zip(*self._layers, strict=True)
-        self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
 
     def rows_of(self, hot_tables: torch.Tensor) -> torch.Tensor:
         """State row of each hot block table, [batch] int64; the row of no request where there is none."""
@@ -247,13 +195,13 @@ class HotBuffer:
         """
         per_unit, heads = self.tokens_per_unit, self._row_numbers[: self.num_heads]
         last_unit = last // per_unit
-        first_unit = min(max(first // per_unit, last_unit - self.num_slots), last_unit)
+        first_unit = max(first // per_unit, last_unit - self.num_slots)
         tables = hot_table * self.head_stride + heads[:, None]
         slots = torch.arange(first_unit, last_unit, device=heads.device) % self.num_slots
         return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_rows(tables, slots))
 
     def seed(self, layer: int, seeds: Seeds) -> None:
-        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`.
+        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`, the last one used last.
 
         Args:
             layer: index of the layer.
@@ -261,7 +209,11 @@ class HotBuffer:
         """
         slots, positions = self._slots[layer, seeds.rows], self._positions[layer, seeds.rows]
         units = seeds.first + (slots - seeds.first) % self.num_slots  # the one in each slot, from the first on
-        self._positions[layer, seeds.rows] = torch.where(units < seeds.last, units, positions)
+        seeded, num_kept = units < seeds.last, self.num_slots - (seeds.last - seeds.first)
+        entries = torch.where(seeded, num_kept + units - seeds.first, (~seeded).cumsum(-1) - 1)
+        self._slots[layer, seeds.rows] = torch.empty_like(slots).scatter_(-1, entries, slots)
+        hot = torch.where(seeded, units, positions)
+        self._positions[layer, seeds.rows] = torch.empty_like(hot).scatter_(-1, entries, hot)
 
     def staging(self, hot: HotRows) -> torch.Tensor:
         """Device memory for the longest request in one layer, shared: [max_blocks, block_size, row elements].

@@ -116,7 +116,7 @@ class PagedHotBuffer(HotBuffer):
             hot: hot units of the layer.
         """
         assert self.decode_tables is not None
-        self.ops.resolve(self.residency[layer], self.decode_tables, units, hot, self.counts, self.resolved)
+        self.ops.resolve(self.residency[layer], self.decode_tables, units, hot, self.counts.by_row, self.resolved)
         return self.resolved
 
     def write_tokens(

@@ -1,0 +1,86 @@
+"""Hits and misses: counted on the device by the swap-in operations, read without waiting for it."""
+
+from __future__ import annotations
+
+import torch
+
+TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a device costs host time
+
+
+class CountSnapshot:
+    """The values of a small tensor as of now, readable once the device has got there.
+
+    Args:
+        counts: [n] int64, on any device.
+    """
+
+    def __init__(self, counts: torch.Tensor):
+        on_device = counts.device.type != "cpu"
+        self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=on_device)
+        self._host.copy_(counts, non_blocking=True)
+        self._copied = torch.Event(counts.device) if on_device else None
+        if self._copied is not None:
+            self._copied.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `values` may be read."""
+        return self._copied is None or self._copied.query()
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(self._host.tolist())
+
+
+class HitCounts:
+    """Hits and misses of all hot buffers.
+
+    Args:
+        num_rows: rows of all requests.
+        rows_per_request: neighbouring rows of each.
+        device: where they are counted.
+
+    Attributes:
+        by_row: [num_rows, 2] int64 hits and misses, never reset.
+    """
+
+    def __init__(self, num_rows: int, rows_per_request: int, device: torch.device):
+        self.by_row = torch.zeros((num_rows, 2), dtype=torch.int64, device=device)
+        self._released: list[tuple[int, int, CountSnapshot]] = []
+        self._before = [(0, 0)] * (num_rows // rows_per_request)  # by request, when its row was last released
+        self._total: CountSnapshot | None = None
+        self._num_takes, self._takes_per_snapshot = 0, 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
+        self._reported = (0, 0)
+
+    def release(self, handle: int, row: int, rows: slice) -> None:
+        """Note the counts of a request that ends.
+
+        Args:
+            handle: of the request.
+            row: of the request among the requests.
+            rows: its rows of `by_row`.
+        """
+        self._released.append((handle, row, CountSnapshot(self.by_row[rows].sum(0))))
+
+    def take_released(self) -> list[tuple[int, int, int]]:
+        """Handle, hits and misses of released requests, in order; those whose counts have not arrived come later."""
+        taken = []
+        while self._released and self._released[0][2].ready:
+            handle, row, snapshot = self._released.pop(0)
+            hits, misses = snapshot.values
+            before = self._before[row]
+            self._before[row] = (hits, misses)
+            taken.append((handle, hits - before[0], misses - before[1]))
+        return taken
+
+    def take(self) -> tuple[int, int]:
+        """Hits and misses of all requests since they were last reported; a device's counts arrive some calls later."""
+        if self._total is None:
+            self._num_takes += 1
+            if self._num_takes % self._takes_per_snapshot:
+                return 0, 0
+            self._total = CountSnapshot(self.by_row.sum(0))
+        if not self._total.ready:
+            return 0, 0
+        before, self._reported, self._total = self._reported, self._total.values, None
+        return self._reported[0] - before[0], self._reported[1] - before[1]
