@@ -114,13 +114,13 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
     assert buffer.counts.take_released() == []
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 3), (2, 6), (0, 6), (3, 8), (5, 40), (6, 6)])
-def test_prefill_seeds_the_latest_positions_that_fit(first: int, last: int) -> None:
+@pytest.mark.parametrize("num_tokens", [0, 3, 6, 8, 35])
+def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2])
-    seeds = buffer.seeds(hot_tables(40), first, last, HOT)
+    seeds = buffer.seeds(hot_tables(40), num_tokens, HOT)
     buffer.seed(1, seeds)
-    hot, row = range(max(first, last - NUM_SLOTS), last), int(buffer.rows_of(hot_tables(40)))
+    hot, row = range(max(num_tokens - NUM_SLOTS, 0), num_tokens), int(buffer.rows_of(hot_tables(40)))
     assert buffer.residency[1].positions[row].tolist() == [-1] * (NUM_SLOTS - len(hot)) + list(hot)
     slots = buffer.residency[1].slots[row].tolist()
     assert slots[NUM_SLOTS - len(hot) :] == [position % NUM_SLOTS for position in hot]
@@ -132,8 +132,8 @@ def test_prefill_seeds_the_latest_positions_that_fit(first: int, last: int) -> N
 def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2, 3])
-    for first, last in ((0, 5), (5, 9)):
-        buffer.seed(0, buffer.seeds(hot_tables(40), first, last, HOT))
+    for num_tokens in (5, 9):
+        buffer.seed(0, buffer.seeds(hot_tables(40), num_tokens, HOT))
     row = int(buffer.rows_of(hot_tables(40)))
     assert buffer.residency[0].positions[row].tolist() == [3, 4, 5, 6, 7, 8]
     assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1

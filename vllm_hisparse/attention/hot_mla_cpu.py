@@ -127,16 +127,24 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
         block_size = self.hot_buffer.shape.block_size
         self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_table, block_size)
-        self._seed(new_rows, chunk)
+        self._seed(chunk, chunk.first + len(new_rows))
         positions = self.topk_indices_buffer[chunk.tokens].long()
 
         def rows_of(tokens: slice) -> torch.Tensor:
-            selected = positions[tokens].clamp_min(0)
-            return self.host_rows[chunk.host_table[selected // block_size].long() * block_size + selected % block_size]
+            return self._load_rows(chunk, positions[tokens].clamp_min(0))
 
         return self.attend(query, positions >= 0, rows_of)
 
-    def _seed(self, new_rows: torch.Tensor, chunk: PrefillChunk) -> None:
-        seeds = self.hot_buffer.seeds(chunk.hot_table, chunk.first, chunk.first + len(new_rows), self.hot)
-        self.hot.rows[seeds.hot_rows[0]] = new_rows[seeds.units - chunk.first]
+    def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
+        seeds = self.hot_buffer.seeds(chunk.hot_table, num_tokens, self.hot)
+        self.hot.rows[seeds.hot_rows[0]] = self._load_rows(chunk, seeds.units)
         self.hot_buffer.seed(self.layer_index, seeds)
+
+    def _load_rows(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of a request from the host pool.
+
+        Args:
+            positions: int64, any shape.
+        """
+        block_size = self.hot_buffer.shape.block_size
+        return self.host_rows[chunk.host_table[positions // block_size].long() * block_size + positions % block_size]

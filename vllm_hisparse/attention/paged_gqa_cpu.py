@@ -92,10 +92,9 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         prefills = [i for i in known if spans[i][1].stop - spans[i][1].start > 1]
         for i in prefills:
             row, span, length = spans[i]
-            first = length - (span.stop - span.start)
-            missing = buffer.represent_prefill(row, first, length)
+            missing = buffer.represent_prefill(row, length - (span.stop - span.start), length)
             represent += [missing] if missing else []
-            seeds.append(buffer.seeds(hot_tables[i, None], first, length, self._impl.hot))
+            seeds.append(buffer.seeds(hot_tables[i, None], length, self._impl.hot))
         tokens, slots = self._host_slots([spans[i] for i in known])
         return PagedGqaCpuMetadata(
             tokens,

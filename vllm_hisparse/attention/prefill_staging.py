@@ -109,7 +109,7 @@ class PrefillStaging:
     def store(
         self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
     ) -> None:
-        """Bring the query tokens' rows to the host, and to the hot buffer as far as they fit."""
+        """Bring the query tokens' rows to the host, and the latest rows of the request to its hot buffer."""
         for request in group.requests:
             first, last = self._rows_to_save(request)
             rows = self.rows[request.first_row + first : request.first_row + last]
@@ -121,7 +121,7 @@ class PrefillStaging:
 
     def _seed(self, request: PrefillRequest, hot_buffer: HotBuffer, layer_index: int, hot: HotRows) -> None:
         if request.seeds is None:
-            request.seeds = hot_buffer.seeds(request.hot_table, request.first, request.last, hot)
+            request.seeds = hot_buffer.seeds(request.hot_table, request.last, hot)
             units, per_block = request.seeds.units, hot_buffer.shape.block_size
             heads = torch.arange(hot_buffer.num_heads, device=units.device)[:, None]
             blocks = request.first_row // self.block_size + units // per_block

@@ -39,7 +39,7 @@ class HotBufferShape:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Units of a prompt's chunk that become hot: the latest whole ones, as many as fit.
+    """Units of a request that become hot when a chunk of its prompt is computed: the latest whole ones that fit.
 
     Attributes:
         rows: [num_heads] int64 rows of the hot buffer's state.
@@ -185,17 +185,16 @@ class HotBuffer:
         rows = self.state_rows[hot_tables[:, 0].long()].long()
         return torch.where(rows < 0, self.num_rows, rows)
 
-    def seeds(self, hot_table: torch.Tensor, first: int, last: int, hot: HotRows) -> Seeds:
-        """What becomes hot of a chunk of a prompt that a layer has written.
+    def seeds(self, hot_table: torch.Tensor, num_tokens: int, hot: HotRows) -> Seeds:
+        """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it.
 
         Args:
             hot_table: [1, hot blocks per request] int32 of the request.
-            first, last: positions of the chunk, half-open.
+            num_tokens: of the request, the chunk's included.
             hot: hot rows of any layer.
         """
-        per_unit, heads = self.tokens_per_unit, self._row_numbers[: self.num_heads]
-        last_unit = last // per_unit
-        first_unit = max(first // per_unit, last_unit - self.num_slots)
+        heads, last_unit = self._row_numbers[: self.num_heads], num_tokens // self.tokens_per_unit
+        first_unit = max(last_unit - self.num_slots, 0)
         tables = hot_table * self.head_stride + heads[:, None]
         slots = torch.arange(first_unit, last_unit, device=heads.device) % self.num_slots
         return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_rows(tables, slots))
