@@ -25,7 +25,7 @@ from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, f
 pytestmark = pytest.mark.e2e
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 500
 LEASE_S = 12
 DRAIN_S = 60  # longestRequestSeconds of the chart
 METRIC = re.compile(r"\b(vllm:[a-z_]+)")

@@ -19,7 +19,7 @@ from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 500  # five engines may load at once, from a cold disk
 SETTLE_TIMEOUT_S = 60
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
 TOLERANCE = 1e-4
