@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, track, write_result
-from benchmarks.swap_in import DEVICE, SLEEP_CYCLES
+from benchmarks.swap_in import DEVICE, time_replay
 from vllm_hisparse.layout import BLOCK_SIZE, FP8_DS_MLA_ROW_BYTES
 from vllm_hisparse.ops.base import HotRows, StepTables
 from vllm_hisparse.ops.registry import swap_in_ops
@@ -30,7 +30,7 @@ class Step:
     """The newest rows of one decode step, in the hot buffers of all layers."""
 
     def __init__(self, batch: int, num_layers: int, row_bytes: int, context: int):
-        self.batch, self.ops = batch, swap_in_ops(DEVICE, refresh_hits=True)
+        self.ops = swap_in_ops(DEVICE, refresh_hits=True)
         num_blocks = batch * BLOCKS_PER_REQUEST
         size = (num_layers, num_blocks, ROWS_PER_BLOCK, row_bytes)
         self.hot = [HotRows.from_cache(rows) for rows in torch.randint(0, 255, size, dtype=torch.uint8, device=DEVICE)]
@@ -74,19 +74,11 @@ class Step:
 
 def time_graph(operation: Any, repeats: int, steps: int) -> list[float]:
     """Microseconds of one operation: means over the steps of a CUDA graph."""
-    graph, samples = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(steps):
             operation()
-    for _ in range(repeats + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(SLEEP_CYCLES)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1000 / steps)
-    return samples[1:]
+    return [time_replay(graph, steps) for _ in range(repeats + 1)][1:]
 
 
 @app.command()

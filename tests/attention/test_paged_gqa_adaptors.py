@@ -33,11 +33,9 @@ def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> I
 
 def assert_latest_are_hot(layer: PagedLayer, request: Request) -> None:
     """What a chunk of a prompt leaves: the latest whole units of the request, as many as fit."""
-    last, num_slots = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer.num_slots
-    expected = set(range(max(last - num_slots, 0), last))
-    for positions in layer.buffer.residency[0].positions[
-        layer.buffer.rows_of_heads(layer.buffer.row_of(request.handle))
-    ]:
+    last, buffer = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer
+    expected = set(range(max(last - buffer.num_slots, 0), last))
+    for positions in buffer.residency[0].positions[buffer.rows_of_heads(buffer.row_of(request.handle))]:
         assert expected <= set(positions.tolist())
 
 

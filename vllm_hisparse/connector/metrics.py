@@ -32,12 +32,6 @@ GAUGES = {
     "host_blocks_cached": "Number of host blocks kept for later requests, evicted when space is needed.",
     "requests_waiting_for_host_memory": "Number of requests that wait for host blocks.",
 }
-LOG_NAMES = {
-    "host_blocks_used": "Host blocks used",
-    "host_blocks_free": "Host blocks free",
-    "host_blocks_cached": "Host blocks cached",
-    "requests_waiting_for_host_memory": "Requests waiting for host memory",
-}
 
 
 class HiSparseStats(KVConnectorStats):
@@ -79,7 +73,6 @@ class HiSparseStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """The figures of vLLM's stats log line; gauges only if there was a report of the scheduler half."""
         counters = {name: self.data["counters"].get(name, 0) for name in COUNTERS}
-        gauges = self.data["gauges"]
         selected = counters["cache_hits"] + counters["cache_misses"]
         figures: dict[str, int | float] = {
             "Hot-buffer hit rate (%)": round(100 * counters["cache_hits"] / selected, 1) if selected else 0.0,
@@ -89,7 +82,7 @@ class HiSparseStats(KVConnectorStats):
             "Failed transfers": counters["transfer_failures"],
             "Received to host (MB)": round(counters["transfer_bytes_to_host"] / 2**20, 1),
         }
-        return figures | {LOG_NAMES[name]: value for name, value in gauges.items()}
+        return figures | {name.replace("_", " ").capitalize(): value for name, value in self.data["gauges"].items()}
 
     def is_empty(self) -> bool:
         return not (self.data["counters"] or self.data["gauges"] or self.data["nixl"])
