@@ -3,22 +3,16 @@
 namespace hisparse {
 namespace {
 
-// Counts of entries or columns before some place. Each stays below 2^21: one 64-bit sum adds all three.
+// Counts of entries and columns before some place: one 64-bit sum adds both.
 struct Tally {
     int32_t hits;
-    int32_t own;  // entries that take the position of their slot's number
     int32_t misses;
 
     __device__ uint64_t pack() const {
-        return static_cast<uint64_t>(hits) | static_cast<uint64_t>(own) << 21 | static_cast<uint64_t>(misses) << 42;
+        return static_cast<uint64_t>(misses) << 32 | static_cast<uint32_t>(hits);
     }
     __device__ static Tally unpack(uint64_t packed) {
-        constexpr uint64_t kMask = (1 << 21) - 1;
-        return {
-            static_cast<int32_t>(packed & kMask),
-            static_cast<int32_t>(packed >> 21 & kMask),
-            static_cast<int32_t>(packed >> 42)
-        };
+        return {static_cast<int32_t>(packed), static_cast<int32_t>(packed >> 32)};
     }
 };
 
@@ -89,6 +83,13 @@ __device__ inline int rank_in(uint32_t mask, int lane) {
     return __popc(mask & ((1u << lane) - 1));
 }
 
+// Counts of one request, by one thread.
+__device__ inline void report(int64_t* counts, int32_t request, const Tally& total, const Resolved& out, int batch_row) {
+    out.num_misses[batch_row] = total.misses;
+    atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request, total.hits);
+    atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request + 1, total.misses);
+}
+
 // Padding: nothing is valid, nothing is missed.
 __device__ inline void resolve_padding(const Resolved& out, int batch_row) {
     for (int column = threadIdx.x; column < out.top_k; column += kNumThreads) {
@@ -97,10 +98,76 @@ __device__ inline void resolve_padding(const Resolved& out, int batch_row) {
     if (threadIdx.x == 0) out.num_valid[batch_row] = out.num_misses[batch_row] = 0;
 }
 
+// A sequence that fits: entry p is slot p and holds position p or nothing. Nothing is searched for, nothing moves.
+template <int kColumnRounds>
+__device__ inline void resolve_fitting(
+    const Residency& residency,
+    const StepTables& tables,
+    const HotRows& hot,
+    int64_t* counts,
+    const Resolved& out,
+    const Divisor& rows_per_block,
+    const Divisor& block_size,
+    const int32_t request,
+    const int32_t newest,
+    const int32_t (&selected)[kColumnRounds],
+    uint64_t* warp_sums,
+    int32_t* num_valid
+) {
+    const int batch_row = blockIdx.x;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    int32_t* positions = residency.positions + static_cast<int64_t>(request) * residency.num_slots;
+    const int column_rounds = (out.top_k + kNumThreads - 1) / kNumThreads;
+    const int first_column = warp * column_rounds * kWarpSize + lane;
+
+    Tally sum{0, 0};
+    uint32_t miss_bits = 0;
+    int32_t last_valid = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const bool wanted = selected[i] >= 0 && selected[i] < newest;
+        const bool hit = wanted && positions[selected[i]] == selected[i];
+        if (selected[i] >= 0 && selected[i] <= newest) last_valid = first_column + i * kWarpSize + 1;
+        miss_bits |= (wanted && !hit) << i;
+        sum.hits += __popc(__ballot_sync(kAllLanes, hit));
+        sum.misses += __popc(__ballot_sync(kAllLanes, wanted && !hit));
+    }
+    last_valid = __reduce_max_sync(kAllLanes, last_valid);
+    if (lane == 0) warp_sums[warp] = sum.pack();
+    __syncthreads();
+    if (lane == 0 && last_valid > 0) atomicMax(num_valid, last_valid);
+    Tally before, total;
+    scan_warps(warp_sums, warp, lane, before, total);
+
+    const int64_t first_out = static_cast<int64_t>(batch_row) * out.top_k;
+    int misses_before = before.misses;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = first_column + i * kWarpSize;
+        const bool missed = miss_bits >> i & 1;
+        const uint32_t mask = __ballot_sync(kAllLanes, missed);
+        const int rank = misses_before + rank_in(mask, lane);
+        misses_before += __popc(mask);
+        if (i >= column_rounds || column >= out.top_k) continue;
+        const int32_t slot = selected[i] <= newest ? selected[i] : -1;
+        const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, rows_per_block, batch_row, slot));
+        out.hot_rows[first_out + column] = row;
+        if (!missed) continue;
+        out.miss_hot_rows[first_out + rank] = row;
+        out.miss_host_rows[first_out + rank] = flat_host_row(tables, block_size, request, slot);
+        positions[slot] = slot;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    positions[newest] = newest;
+    out.num_valid[batch_row] = *num_valid;
+    report(counts, request, total, out, batch_row);
+}
+
 // One thread block per request. Each warp takes a run of entries and a run of columns, kWarpSize at a time, so that
 // ballots give every order: nothing is sorted.
 template <int kEntryRounds, int kColumnRounds, bool kRefreshHits>
-__global__ void __launch_bounds__(kNumThreads) resolve_kernel(
+__global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
     const StepTables tables,
     const int32_t* __restrict__ top_k,  // [batch, out.top_k], rows top_k_stride apart
@@ -121,7 +188,7 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     const int num_slots = residency.num_slots;
     const Scratch scratch(memory, out.top_k, bucket_bits);
 
-    // Load the selection; empty the hash table.
+    // Load the selection.
     const int32_t first_block = tables.hot_tables[batch_row * tables.hot_table_stride];
     const int32_t newest = tables.seq_lens[batch_row] - 1;
     const int column_rounds = (out.top_k + kNumThreads - 1) / kNumThreads;
@@ -134,12 +201,17 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
         selected[i] = exists ? __ldg(top_k + batch_row * top_k_stride + column) : -1;
     }
     if (threadIdx.x == 0) num_valid = 0;
-    scratch.clear();
     const int32_t request = state_row(tables, first_block, newest + 1);
     if (request < 0 || request >= residency.num_requests) return resolve_padding(out, batch_row);
-    const bool fits = newest < num_slots;
+    if (newest < num_slots) {
+        return resolve_fitting(
+            residency, tables, hot, counts, out, rows_per_block, block_size, request, newest, selected, warp_sums,
+            &num_valid
+        );
+    }
+    scratch.clear();
 
-    // Load the entries; they arrive while the hash table is filled.
+    // Load the entries; they arrive while the hash table is emptied and filled.
     const int64_t first_state = static_cast<int64_t>(request) * num_slots;
     const int entry_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
     const int first_entry = warp * entry_rounds * kWarpSize + lane;
@@ -168,21 +240,17 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     __syncthreads();
     if (lane == 0 && last_valid > 0) atomicMax(&num_valid, last_valid);
 
-    // Find hits. A slot takes only the position of its own number while the sequence fits.
-    Tally sum{0, 0, 0};
-    uint32_t hit_bits = 0, own_bits = 0;
+    // Find hits.
+    Tally sum{0, 0};
+    uint32_t hit_bits = 0;
 #pragma unroll
     for (int i = 0; i < kEntryRounds; ++i) {
         if (i >= entry_rounds) continue;
-        const int32_t key = fits ? slots[i] : positions[i];
-        const int column = key >= 0 ? scratch.find(key) : -1;
-        const bool hit = column >= 0 && positions[i] == key;
-        const bool own = fits && slots[i] >= 0 && ((column >= 0 && !hit) || slots[i] == newest);
+        const int column = positions[i] >= 0 ? scratch.find(positions[i]) : -1;
+        const bool hit = column >= 0;
         if (hit) scratch.chosen[column] = slots[i];
         hit_bits |= hit << i;
-        own_bits |= own << i;
         sum.hits += __popc(__ballot_sync(kAllLanes, hit));
-        sum.own += __popc(__ballot_sync(kAllLanes, own));
     }
     __syncthreads();
 
@@ -218,7 +286,7 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
         const bool other = slots[i] >= 0 && !(hit_bits >> i & 1);
         const uint32_t mask = __ballot_sync(kAllLanes, other);
         const int rank = others_before + rank_in(mask, lane);
-        if (!fits && other && rank < total.misses) scratch.victims[rank] = slots[i];
+        if (other && rank < total.misses) scratch.victims[rank] = slots[i];
         others_before += __popc(mask);
     }
     __syncthreads();
@@ -235,8 +303,8 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
         misses_before += __popc(mask);
         if (i >= column_rounds || column >= out.top_k) continue;
         int32_t slot = scratch.chosen[column];
-        if (missed) slot = fits ? selected[i] : scratch.victims[rank];
-        if (selected[i] == newest) slot = newest_slot(newest, num_slots);
+        if (missed) slot = scratch.victims[rank];
+        if (selected[i] == newest) slot = num_slots;
         const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, rows_per_block, batch_row, slot));
         out.hot_rows[first_out + column] = row;
         if (!missed) continue;
@@ -245,38 +313,33 @@ __global__ void __launch_bounds__(kNumThreads) resolve_kernel(
     }
 
     // Write the entries in their new order: kept ones, filled ones, hits.
-    const int num_filled = fits ? total.own : total.misses;
-    const int num_kept = num_slots - num_filled - (kRefreshHits ? total.hits : 0);
-    int hits_before = before.hits, own_before = before.own;
+    const int num_kept = num_slots - total.misses - (kRefreshHits ? total.hits : 0);
+    int hits_before = before.hits;
     others_before = warp * entry_rounds * kWarpSize - before.hits;
 #pragma unroll
     for (int i = 0; i < kEntryRounds; ++i) {
         if (i >= entry_rounds) continue;
-        const bool exists = slots[i] >= 0, hit = hit_bits >> i & 1, own = own_bits >> i & 1;
+        const bool exists = slots[i] >= 0, hit = hit_bits >> i & 1;
         const uint32_t hit_mask = __ballot_sync(kAllLanes, hit);
-        const uint32_t own_mask = __ballot_sync(kAllLanes, own);
         const uint32_t other_mask = __ballot_sync(kAllLanes, exists && !hit);
         const int hit_rank = hits_before + rank_in(hit_mask, lane);
         const int other_rank = others_before + rank_in(other_mask, lane);
-        const int fill_rank = fits ? own_before + rank_in(own_mask, lane) : min(other_rank, num_filled);
-        const bool filled = fits ? own : !hit && other_rank < num_filled;
+        const int fill_rank = min(other_rank, total.misses);
+        const bool filled = !hit && fill_rank < total.misses;
         hits_before += __popc(hit_mask);
-        own_before += __popc(own_mask);
         others_before += __popc(other_mask);
         if (!exists) continue;
         int entry = other_rank + (kRefreshHits ? 0 : hit_rank) - fill_rank;
         if (filled) entry = num_kept + fill_rank;
-        if (kRefreshHits && hit) entry = num_kept + num_filled + hit_rank;
-        if (filled) positions[i] = fits ? slots[i] : scratch.missed[fill_rank];
+        if (kRefreshHits && hit) entry = num_kept + total.misses + hit_rank;
+        if (filled) positions[i] = scratch.missed[fill_rank];
         residency.slots[first_state + entry] = slots[i];
         residency.positions[first_state + entry] = positions[i];
     }
 
     if (threadIdx.x != 0) return;
     out.num_valid[batch_row] = num_valid;
-    out.num_misses[batch_row] = total.misses;
-    atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request, total.hits);
-    atomicAdd(reinterpret_cast<unsigned long long*>(counts) + 2 * request + 1, total.misses);
+    report(counts, request, total, out, batch_row);
 }
 
 using Kernel =

@@ -74,13 +74,12 @@ class EngineRun:
         name: str,
         engine: dict[str, Any],
         phases: list[dict[str, Any]],
-        environment: dict[str, str] | None = None,
         **job_options: Any,
     ) -> EngineRun:
         """Start an engine; `job_options` as in tests/e2e/offline_engine.py."""
         job, result, log = (directory / f"{name}.{suffix}" for suffix in ("job.json", "result.json", "log"))
         job.write_text(json.dumps({"engine": engine, "phases": phases, **job_options}))
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         with log.open("w") as stream:
             command = [sys.executable, str(ENGINE), str(job), str(result)]
             process = subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, **settings})

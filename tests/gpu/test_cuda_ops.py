@@ -162,7 +162,7 @@ class Scenario:
         hot = torch.full((self.hot_tables.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
         state_rows = torch.full((len(hot),), -1, dtype=torch.int32)
         state_rows[self.hot_tables[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
-        slots = torch.stack([torch.randperm(case.num_slots, generator=self.generator) for _ in self.lengths]).int()
+        slots = torch.arange(case.num_slots, dtype=torch.int32).repeat(case.batch, 1)
         positions = torch.full_like(slots, -1)
         out = Resolved.allocate(case.batch + 1, case.top_k, torch.device("cpu"))
         counts, newest = torch.zeros(case.batch, 2, dtype=torch.int64), torch.full((case.batch + 1,), -5)
@@ -172,6 +172,8 @@ class Scenario:
         )
         for row, length in enumerate(self.lengths):
             request = state_rows[self.hot_tables[row, 0]]
+            if length >= case.num_slots:
+                slots[request] = torch.randperm(case.num_slots, generator=self.generator).int()
             tables[request] = host_tables[row]
             known = self.host_ids(host_tables[row], torch.arange(length))
             host_rows[known] = self.bytes(len(known))

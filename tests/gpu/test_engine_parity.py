@@ -23,10 +23,17 @@ MAX_TOKENS = 128
 PHASE = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
 ROW_CHECK = {"every": 40, "corrupt": False}
 GENERIC_CLASS = {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 1 << 18}
+SHARED_INDEX = {"index_topk_freq": 2, "max_position_embeddings": 1 << 18}
 BACKENDS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8", "attention_config": {"backend": "FLASHMLA_SPARSE"}},
     "bf16_flashmla": {"attention_config": {"backend": "FLASHMLA_SPARSE"}},
     "bf16_flash_attn": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE"}},
+    "bf16_shared_index": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE"}, "hf_overrides": SHARED_INDEX},
+    "fp8_shared_index": {
+        "kv_cache_dtype": "fp8",
+        "attention_config": {"backend": "FLASHMLA_SPARSE"},
+        "hf_overrides": SHARED_INDEX,
+    },
     "bf16_generic": {"attention_config": {"backend": "FLASHMLA_SPARSE"}, "hf_overrides": GENERIC_CLASS},
     "fp8_generic": {
         "kv_cache_dtype": "fp8",
@@ -34,11 +41,8 @@ BACKENDS: dict[str, dict[str, Any]] = {
         "hf_overrides": GENERIC_CLASS,
     },
 }
-
-
-# NOTE: vLLM 0.32 can neither store nor load what it compiled of the generic class, with full KV, either: its graph has
-# streams ("The compiled artifact is not serializable").
-ENVIRONMENTS = {name: {"VLLM_DISABLE_COMPILE_CACHE": "1"} for name in BACKENDS if name.endswith("_generic")}
+# NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; without the connector it runs eagerly alone.
+REFERENCES = {name: {"enforce_eager": True} for name in BACKENDS if name.endswith("_generic")}
 
 
 def backend(name: str) -> dict[str, Any]:
@@ -60,14 +64,15 @@ def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     directory, started = tmp_path_factory.mktemp("runs"), {}
     tests = [item for item in request.session.items if "runs" in item.fixturenames and "name" in item.callspec.params]
     for name in dict.fromkeys(item.callspec.params["name"] for item in tests):
+        reference = REFERENCES.get(name, {})
         kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-            "full": (engine_args(model, **backend(name)), {}),
+            "full": (engine_args(model, **reference, **backend(name)), {}),
             "hot": (hot_args(model, **backend(name)), {"row_check": ROW_CHECK}),
-            "chunks": (engine_args(model, max_num_batched_tokens=4096, **backend(name)), {}),
+            "chunks": (engine_args(model, max_num_batched_tokens=4096, **reference, **backend(name)), {}),
         }
         for kind, (engine, options) in kinds.items():
-            label, environment = f"{name}_{kind}", ENVIRONMENTS.get(name)
-            started[label] = EngineRun.start(directory, label, engine, [PHASE], environment, **options)
+            label = f"{name}_{kind}"
+            started[label] = EngineRun.start(directory, label, engine, [PHASE], **options)
     return started
 
 

@@ -121,9 +121,9 @@ def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
     seeds = buffer.seeds(hot_tables(40), num_tokens, HOT)
     buffer.seed(1, seeds)
     hot, row = range(max(num_tokens - NUM_SLOTS, 0), num_tokens), int(buffer.rows_of(hot_tables(40)))
-    assert buffer.residency[1].positions[row].tolist() == [-1] * (NUM_SLOTS - len(hot)) + list(hot)
+    assert buffer.residency[1].positions[row].tolist() == list(hot) + [-1] * (NUM_SLOTS - len(hot))
     slots = buffer.residency[1].slots[row].tolist()
-    assert slots[NUM_SLOTS - len(hot) :] == [position % NUM_SLOTS for position in hot]
+    assert slots[: len(hot)] == [position % NUM_SLOTS for position in hot]
     assert seeds.hot_rows.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
     assert (buffer.residency[0].positions == -1).all()
     buffer.check_integrity()

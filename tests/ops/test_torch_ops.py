@@ -72,10 +72,10 @@ class Model:
         missed = [position for position in wanted if self.slot_of(position, newest) is None]
         hits = {self.slot_of(position, newest) for position in wanted if position not in missed}
         if newest < self.num_slots:
-            filled = {position: position for position in [*missed, newest]}
-        else:
-            victims = [slot for slot in self.entries if slot not in hits]
-            filled = dict(zip(victims, missed, strict=False))
+            self.entries |= {position: position for position in [*missed, newest]}
+            return [-1 if position < 0 else position for position in selected], missed
+        victims = [slot for slot in self.entries if slot not in hits]
+        filled = dict(zip(victims, missed, strict=False))
         moved = hits if self.refresh_hits else set()
         kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in moved}
         taken = {slot: filled[slot] for slot in self.entries if slot in filled}

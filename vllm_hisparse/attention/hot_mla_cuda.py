@@ -113,6 +113,12 @@ class HotMLACudaImpl(HotMLAImpl):
     def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
         self._indexer, self._topk_indices_buffer = None, buffer
 
+    def record_logical_topk_ready(self) -> None:
+        """Nothing to do: no other stream reads the selection.
+
+        NOTE: vLLM records an event, which what torch 2.13 compiles of the generic class does not find when it runs.
+        """
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -200,12 +200,16 @@ class HotBuffer:
         return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_rows(tables, slots))
 
     def seed(self, layer: int, seeds: Seeds) -> None:
-        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`, the last one used last.
+        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`, the last one used last. If all
+        units fit, entries keep their places (`Residency`).
 
         Args:
             layer: index of the layer.
             seeds: from `seeds`.
         """
+        if seeds.first == 0:
+            self._positions[layer, seeds.rows, : seeds.last] = self._slot_order[: seeds.last]
+            return
         slots, positions = self._slots[layer, seeds.rows], self._positions[layer, seeds.rows]
         units = seeds.first + (slots - seeds.first) % self.num_slots  # the one in each slot, from the first on
         seeded, num_kept = units < seeds.last, self.num_slots - (seeds.last - seeds.first)

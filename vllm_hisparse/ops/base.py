@@ -51,7 +51,7 @@ class Residency:
     """Which position each hot slot of one layer holds, least recently used first.
 
     Entry j of a request: slot `slots[j]` holds position `positions[j]`, or nothing where that is -1. While a sequence
-    is no longer than the buffer, a slot holds only the position of its own number.
+    is no longer than the buffer, entry j is slot j and holds position j or nothing: nothing is evicted, no order kept.
 
     Attributes:
         slots: [num_requests, num_slots] int32, a permutation of the slots in each row.
@@ -187,7 +187,7 @@ class SwapInOps(ABC):
         The least recently used entries that are not hits of this step are the victims, in the order of the misses in
         `top_k`. The new order: entries neither hit nor filled, filled ones, hits, each part in its old order. With FIFO
         eviction hits keep their place. While the sequence is no longer than the buffer, a miss fills the slot of its
-        own number and nothing is evicted.
+        own number, and entries keep their places.
 
         Args:
             residency: of one layer, updated in place; has at least as many slots as `top_k` has columns.

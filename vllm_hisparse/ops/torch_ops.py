@@ -18,7 +18,7 @@ class _Entries:
     Attributes:
         slots, positions: the entries, least recently used first.
         hits: entries that the step selects.
-        filled: entries that take a new position.
+        filled: entries that take the position of a victim.
     """
 
     slots: torch.Tensor
@@ -53,7 +53,7 @@ class TorchSwapInOps(SwapInOps):
             return
         selected, seq_lens = top_k[live], tables.seq_lens[live][:, None]
         chosen, missed, entries = _choose(residency, requests, selected, seq_lens)
-        self._store(residency, requests, entries)
+        self._store(residency, requests, entries, seq_lens <= residency.slots.shape[1])
         num_misses = missed.sum(1)
         counts[requests] += torch.stack((entries.hits.sum(1), num_misses), 1)
 
@@ -68,12 +68,18 @@ class TorchSwapInOps(SwapInOps):
         out.miss_hot_rows[places] = hot_ids[miss_rows, miss_columns].int()
         out.miss_host_rows[places] = host_ids[miss_rows, miss_columns]
 
-    def _store(self, residency: Residency, requests: torch.Tensor, entries: _Entries) -> None:
-        """Write entries back in their new order."""
-        kept = ~(entries.filled | entries.hits) if self.refresh_hits else ~entries.filled
+    def _store(self, residency: Residency, requests: torch.Tensor, entries: _Entries, fits: torch.Tensor) -> None:
+        """Write entries back in their new order.
+
+        Args:
+            residency, requests: where.
+            entries: in the old order.
+            fits: [n, 1] which sequences fit: their entries keep their places.
+        """
+        hits = entries.hits & ~fits if self.refresh_hits else torch.zeros_like(entries.hits)
         target = torch.zeros_like(entries.slots, dtype=torch.int64)
         first = 0
-        for part in (kept, entries.filled, entries.hits) if self.refresh_hits else (kept, entries.filled):
+        for part in (~(entries.filled | hits), entries.filled, hits):
             rank = part.cumsum(1)
             target = torch.where(part, first + rank - 1, target)
             first = first + rank[:, -1:]
@@ -207,16 +213,15 @@ def _choose(
     chosen[hit_rows, columns[hits].long()] = slots[hits]
     missed = wanted & (chosen < 0)
 
-    oldest = ~hits & ((~hits).cumsum(1) <= missed.sum(1, keepdim=True))
-    own = (slots == newest) | (columns >= 0) & ~hits
-    filled = own.where(fits, oldest)
-    evicting, loading = filled & ~fits, missed & ~fits  # as many in each row, paired in order
+    own = fits & ((slots == newest) | (columns >= 0))
+    evicting = ~fits & ~hits & ((~hits).cumsum(1) <= missed.sum(1, keepdim=True))
+    loading = missed & ~fits  # as many in each row as are evicted, paired in order
     chosen = selected.where(missed & fits, chosen)
     chosen[loading] = slots[evicting]
     positions[evicting] = selected[loading]
-    positions = slots.where(filled & fits, positions)
+    positions = slots.where(own, positions)
     chosen = torch.where(selected == newest, newest.clamp(max=num_slots), chosen)
-    return chosen, missed, _Entries(slots, positions, hits, filled)
+    return chosen, missed, _Entries(slots, positions, hits, evicting)
 
 
 def _columns_of(keys: torch.Tensor, selected: torch.Tensor, wanted: torch.Tensor, num_positions: int) -> torch.Tensor:
