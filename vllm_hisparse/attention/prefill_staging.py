@@ -139,22 +139,24 @@ class PrefillStaging:
         seq_lens: list[int],
         build: Callable[[CommonAttentionMetadata], Any],
     ) -> PrefillGroup:
-        requests, num_blocks = [], 0
+        requests, slots, num_blocks, num_rows = [], [], 0, len(self.rows)
         for index in range(first, last):
-            begin = seq_lens[index] - (starts[index + 1] - starts[index])
+            seq_len, first_row = seq_lens[index], num_blocks * self.block_size
+            begin = seq_len - (starts[index + 1] - starts[index])
+            slots.append(torch.arange(first_row + begin, first_row + seq_len, device=self.rows.device))
+            # NOTE: vLLM warms up with requests longer than `max_model_len`: their last rows share one.
             hot_table = common.block_table_tensor[index, None]
-            requests.append(PrefillRequest(begin, seq_lens[index], num_blocks * self.block_size, hot_table))
-            num_blocks += cdiv(seq_lens[index], self.block_size)
-        device = self.rows.device
-        slots = [torch.arange(r.first_row + r.first, r.first_row + r.last, device=device) for r in requests]
-        block_table = self._block_table(requests)
+            requests.append(PrefillRequest(begin, min(seq_len, num_rows), first_row, hot_table))
+            num_blocks += cdiv(seq_len, self.block_size)
+        block_table = self._block_table(requests, max(seq_lens[first:last]))
         part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
-        return PrefillGroup(slice(starts[first], starts[last]), requests, torch.cat(slots), build(part))
+        tokens = slice(starts[first], starts[last])
+        return PrefillGroup(tokens, requests, torch.cat(slots).clamp_max(num_rows - 1), build(part))
 
-    def _block_table(self, requests: list[PrefillRequest]) -> torch.Tensor:
-        """[requests, blocks] int32 staging blocks."""
+    def _block_table(self, requests: list[PrefillRequest], max_seq_len: int) -> torch.Tensor:
+        """[requests, blocks of the longest] int32 staging blocks."""
         first_blocks = torch.tensor([r.first_row // self.block_size for r in requests], dtype=torch.int32)
-        columns = torch.arange(max(cdiv(r.last, self.block_size) for r in requests), dtype=torch.int32)
+        columns = torch.arange(cdiv(max_seq_len, self.block_size), dtype=torch.int32)
         table = (first_blocks[:, None] + columns).clamp_max(self.num_blocks - 1)
         return table.pin_memory().to(self.rows.device, non_blocking=True)
 
