@@ -48,10 +48,13 @@ def test_smallest_buffer_and_fifo(run, reference, options):
     assert_pools_empty(record)
 
 
-def test_glm_architecture(run, reference):
+@pytest.mark.parametrize("model", ["glm", "glm52"])
+def test_glm_architectures(run, reference, model):
+    """GLM-5.2's layers share indexers."""
     lengths = [65, 777, 1500]
-    record = run(hot_args("glm"), [phase(lengths)])[0]
-    assert_same(record["completions"], reference(lengths, MAX_TOKENS, model="glm"))
+    record = run(hot_args(model), [phase(lengths)])[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS, model=model))
+    assert_pools_empty(record)
     assert record["counters"]["cache_misses"] > 0
 
 

@@ -23,17 +23,10 @@ MAX_TOKENS = 128
 PHASE = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
 ROW_CHECK = {"every": 40, "corrupt": False}
 GENERIC_CLASS = {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 1 << 18}
-SHARED_INDEX = {"index_topk_freq": 2, "max_position_embeddings": 1 << 18}
 BACKENDS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8", "attention_config": {"backend": "FLASHMLA_SPARSE"}},
     "bf16_flashmla": {"attention_config": {"backend": "FLASHMLA_SPARSE"}},
     "bf16_flash_attn": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE"}},
-    "bf16_shared_index": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE"}, "hf_overrides": SHARED_INDEX},
-    "fp8_shared_index": {
-        "kv_cache_dtype": "fp8",
-        "attention_config": {"backend": "FLASHMLA_SPARSE"},
-        "hf_overrides": SHARED_INDEX,
-    },
     "bf16_generic": {"attention_config": {"backend": "FLASHMLA_SPARSE"}, "hf_overrides": GENERIC_CLASS},
     "fp8_generic": {
         "kv_cache_dtype": "fp8",
@@ -119,16 +112,33 @@ def test_preemption_and_prefix_reuse(model: Path, tmp_path: Path) -> None:
     assert hot[1]["wrong_rows"] == 0
 
 
-def test_glm_architecture_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["glm", "glm52"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_glm_architectures_eager(tmp_path: Path, name: str, kv_cache_dtype: str) -> None:
+    """GLM-5.2's layers share indexers."""
     from vllm_hisparse.cli.tiny_model import make_model
 
-    glm = make_model("glm", tmp_path / "glm", num_layers=3, num_heads=64, index_n_heads=32, index_topk=2048)
+    glm = make_model(name, tmp_path / name, num_layers=4, num_heads=64, index_n_heads=32, index_topk=2048)
     phase = {"prompts": [make_prompt(length) for length in (65, 2500, 5000)], "max_tokens": 24}
-    full = EngineRun.start(tmp_path, "full", engine_args(glm, enforce_eager=True), [phase])
-    hot = EngineRun.start(tmp_path, "hot", hot_args(glm, enforce_eager=True), [phase], row_check=ROW_CHECK)
+    options = {"enforce_eager": True, "kv_cache_dtype": kv_cache_dtype}
+    full = EngineRun.start(tmp_path, "full", engine_args(glm, **options), [phase])
+    hot = EngineRun.start(tmp_path, "hot", hot_args(glm, **options), [phase], row_check=ROW_CHECK)
     expected, got = full.phases()[0], hot.phases()[0]
-    report("glm", {"hot": got}, expected)
+    report(f"{name}_{kv_cache_dtype}", {"hot": got}, expected)
     assert_same_but_ties(got["completions"], expected["completions"])
+    assert got["wrong_rows"] == 0
+
+
+def test_one_request_at_a_time(model: Path, tmp_path: Path) -> None:
+    """vLLM warms up with one request of the whole token budget, longer than any real one; then everything fits."""
+    phase = {"prompts": [make_prompt(length) for length in (65, 3000)], "max_tokens": 64}
+    options = {"max_num_seqs": 1, "max_model_len": 4000, "max_num_batched_tokens": 8192}
+    full = EngineRun.start(tmp_path, "full", engine_args(model, **options), [phase])
+    hot = EngineRun.start(tmp_path, "hot", hot_args(model, **options), [phase], row_check=ROW_CHECK)
+    expected, got = full.phases()[0], hot.phases()[0]
+    report("one_request", {"hot": got}, expected)
+    assert_same_but_ties(got["completions"], expected["completions"])
+    assert got["wrong_rows"] == got["counters"]["cache_misses"] == 0
 
 
 def report(name: str, runs: dict[str, dict[str, Any]], full: dict[str, Any]) -> None:

@@ -24,8 +24,12 @@ class HotBufferLayer:
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = super().get_kv_cache_spec(vllm_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
-        index_head_dim = vllm_config.model_config.hf_text_config.index_head_dim
-        layout = KVLayout(spec.state_content_size_bytes, indexer_row_bytes(index_head_dim), 1, 1, spec.block_size)
+        key_bytes = indexer_row_bytes(vllm_config.model_config.hf_text_config.index_head_dim)
+        # NOTE: layers may share an indexer; the more do, the fewer hot rows are as wide as its keys.
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
+        sizes = len(has_indexer), sum(has_indexer), spec.block_size
+        layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes)
         return HotBufferSpec.from_mla_spec(spec, layout.rows_per_hot_block, layout.num_hot_blocks(config.rows))
 
 

@@ -108,6 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+VARIANTS["glm52"] = {**VARIANTS["glm"], "index_topk_freq": 4}
 DENSE_VARIANTS = ("llama", "qwen3")
 HEADS_PER_KV_HEAD = 4  # of the dense variants
 
@@ -229,7 +230,8 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
         yield f"{prefix}.post_attention_layernorm.weight", Weight((hidden,), constant=1.0)
         if "index_topk" in config:
             yield from attention_weights(config, f"{prefix}.self_attn")
-            yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
+            if has_indexer(config, layer):
+                yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
         else:
             yield from gqa_weights(config, f"{prefix}.self_attn")
         if layer < config.get("first_k_dense_replace", config["num_hidden_layers"]):
@@ -238,6 +240,11 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
             yield from moe_weights(config, f"{prefix}.mlp")
     yield "model.norm.weight", Weight((hidden,), constant=1.0)
     yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
+
+
+def has_indexer(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer selects for itself; the others take the selection of the layer before (vLLM's deepseek_v2.py)."""
+    return max(layer - 1, 0) % config.get("index_topk_freq", 1) == 0
 
 
 def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -322,7 +329,10 @@ def unprintable_ids(tokenizer: "Tokenizer") -> list[int]:
 
 
 def make_model_command(
-    variant: Annotated[Variant, typer.Argument(help="dsv32: DeepSeek-V3.2; glm: GLM-5; llama, qwen3: dense models")],
+    variant: Annotated[
+        Variant,
+        typer.Argument(help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52: GLM-5.2; llama, qwen3: dense models"),
+    ],
     out: Annotated[Path, typer.Option(help="Directory to write to.")],
     layers: Annotated[
         int, typer.Option(min=2, help="Layers; the first of a DSA model is dense, the others are MoE.")
