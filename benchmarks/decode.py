@@ -1,8 +1,9 @@
 """Decode throughput on a GPU: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
 
-Each system runs in one engine of its own; every case submits all its requests at once. Only steps in which every
-scheduled request decodes one token are counted, so that the figures are those of a decode instance: how fast prompts
-are prefilled does not enter.
+Each system runs in one engine of its own. All are loaded at once and take turns, case by case, so that a host that is
+slower for a minute slows every system; every case submits all its requests at once. Only steps in which every scheduled
+request decodes one token are counted, so that the figures are those of a decode instance: how fast prompts are
+prefilled does not enter.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
@@ -41,6 +42,9 @@ TOKEN_BYTES = {  # of one layer; of a DSA model main KV and indexer key
     ("llama", "bfloat16"): 2 * LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * 2,
 }
 CHUNK_TOKENS = 16384
+WARM_UP = (512, 2)  # context, requests
+DEVICE_SHARE = 0.9  # of the device's memory, for all engines together
+STOP_TIMEOUT_S = 60
 
 
 @dataclass
@@ -109,6 +113,7 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
         "dtype": "bfloat16",
         "kv_cache_dtype": {"bfloat16": "auto", "fp8": "fp8"}[job["kv_dtype"]],
         "kv_cache_memory_bytes": int(job["device_kv_gib"] * 2**30),
+        "gpu_memory_utilization": job["device_share"],
         "max_num_seqs": max(job["max_num_seqs"], 1),
         "max_num_batched_tokens": CHUNK_TOKENS,
         "enable_prefix_caching": False,
@@ -153,22 +158,89 @@ def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
     return int(quest.state_bytes_per_token * max_tokens * num_layers * (args["max_num_seqs"] + 1))
 
 
-def run_system(system: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run all cases of one system in this process; yields their rows, that of a warm-up first."""
+def serve_cases(connection: Connection, system: str, job: dict[str, Any]) -> None:
+    """Load one system in this process, then measure every case that comes; None says that it is ready, or ends it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # the engine in this process, so that its scheduler can be watched
+    )
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine_args(system, job))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    for context, requests in [(512, 2), *job["cases"]]:
+    params = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
+    connection.send(None)
+    for context, requests in iter(connection.recv, None):
         source = random.Random(context)
         prompts = [{"prompt_token_ids": source.choices(VOCABULARY, k=context)} for _ in range(requests)]
         clock, before = StepClock(), counters()
         update = scheduler.update_from_output
         clock.attach(scheduler)
-        params = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
         llm.generate(prompts, params, use_tqdm=False)
         scheduler.update_from_output = update
-        yield describe(system, job, context, requests) | clock.summary() | moved(before, counters())
+        connection.send(describe(system, job, context, requests) | clock.summary() | moved(before, counters()))
+
+
+class Engine:
+    """A system in a process of its own, that measures cases when asked to.
+
+    Args:
+        system, job: what runs.
+        serve: `serve_cases`, or what stands for it.
+    """
+
+    def __init__(self, system: str, job: dict[str, Any], serve: Callable[..., None] = serve_cases):
+        context = get_context("spawn")
+        self.system, self.alive = system, True
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other, system, job))
+        self._process.start()
+        other.close()
+
+    def wait(self) -> dict[str, Any] | None:
+        """What the process sends next; None, and not `alive` any more, when it has ended."""
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            self.alive = False
+            self._process.join()
+            typer.echo(f"{self.system} failed with exit code {self._process.exitcode}", err=True)
+            return None
+
+    def measure(self, case: tuple[int, int]) -> dict[str, Any] | None:
+        """Row of a case (context, requests); None when the process has ended."""
+        with suppress(BrokenPipeError):
+            self._connection.send(case)
+        return self.wait()
+
+    def stop(self) -> None:
+        if self.alive:
+            self._connection.send(None)
+        self._process.join(STOP_TIMEOUT_S)
+        self._process.kill()
+        self._process.join()
+
+
+def take_turns(engines: list[Engine], cases: list[tuple[int, int]], repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of all engines, case by case; those of an engine that fails end there.
+
+    Args:
+        engines: loading.
+        cases: (context, requests).
+        repeats: measurements of each case with one request.
+    """
+    try:
+        for engine in engines:
+            engine.wait()
+        for case in [WARM_UP, *cases]:
+            for _ in range(repeats if case[1] == 1 else 1):
+                for engine in engines:
+                    row = engine.measure(case) if engine.alive else None
+                    if row and case != WARM_UP:
+                        typer.echo(json.dumps(row), err=True)
+                        yield row
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 def describe(system: str, job: dict[str, Any], context: int, requests: int) -> dict[str, Any]:
@@ -198,28 +270,6 @@ def make_cases(contexts: list[int], oversubscription: list[float], job: dict[str
     return cases
 
 
-def run_child(system: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run one system in a process of its own; returns the rows it finished."""
-    with TemporaryDirectory() as directory:
-        job_path, rows_path = Path(directory) / "job.json", Path(directory) / "rows.json"
-        job_path.write_text(json.dumps(job))
-        command = [sys.executable, "-m", "benchmarks.decode", "child", system, str(job_path), str(rows_path)]
-        # The engine in this process, so that its scheduler can be watched.
-        code = subprocess.call(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-        if code:
-            typer.echo(f"{system} failed with exit code {code}", err=True)
-        return json.loads(rows_path.read_text()) if rows_path.exists() else []
-
-
-@app.command(hidden=True)
-def child(system: str, job_path: Path, rows_path: Path) -> None:
-    rows: list[dict[str, Any]] = []
-    for row in run_system(system, json.loads(job_path.read_text())):
-        rows.append(row)
-        rows_path.write_text(json.dumps(rows[1:]))
-        typer.echo(json.dumps(row), err=True)
-
-
 @app.command()
 def run(
     ctx: typer.Context,
@@ -240,6 +290,7 @@ def run(
     top_k: Annotated[int, typer.Option(help="Budget of Quest; a DSA model's is 2048.")] = 2048,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each case with one request.")] = 5,
     num_layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
     query_noise: Annotated[
         float | None, typer.Option(help="Give queries locality, with this share of noise. Default: none.")
@@ -264,11 +315,13 @@ def run(
         "top_k": top_k,
         "device_buffer_size": device_buffer_size,
         "max_tokens": max_tokens,
+        "device_share": DEVICE_SHARE / len(system),
     }
     rows: list[dict[str, Any]] = []
-    for name, own in product(system, make_jobs(job, context, single, oversubscription)):
-        rows += run_child(name, own)
-        write_result(output, ctx, "benchmarks.decode run", rows, gpu_hardware())
+    for own in make_jobs(job, context, single, oversubscription):
+        for row in take_turns([Engine(name, own) for name in system], own["cases"], repeats):
+            rows.append(row)
+            write_result(output, ctx, "benchmarks.decode run", rows, gpu_hardware())
     columns = ("system", "context", "requests", "tokens_per_s", "itl_ms_p50", "itl_ms_p99", "running_max", "hit_rate")
     show("Decode", [{name: row.get(name) for name in columns} for row in rows])
 

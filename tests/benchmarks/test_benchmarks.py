@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,36 @@ def test_cpu_decode_compares_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_decode = importlib.import_module("benchmarks.cpu_decode")
     with pytest.raises(AssertionError):
         cpu_decode.compare([torch.zeros(2)], [torch.ones(2)])
+
+
+def serve_fakes(connection: Connection, system: str, job: dict[str, Any]) -> None:
+    """Stands for an engine: answers with the case, and ends when it comes to the one it cannot do."""
+    connection.send(None)
+    for case in iter(connection.recv, None):
+        if list(case) == job.get("fails_at"):
+            sys.exit(3)
+        connection.send({"system": system, "case": list(case)})
+
+
+def test_engines_of_the_decode_benchmark_take_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case by case; a case with one request is repeated; an engine that fails ends alone."""
+    monkeypatch.syspath_prepend(ROOT)
+    decode = importlib.import_module("benchmarks.decode")
+    engines = [
+        decode.Engine("full", {}, serve_fakes),
+        decode.Engine("ours", {"fails_at": [300, 7]}, serve_fakes),
+    ]
+    rows = list(decode.take_turns(engines, [(100, 1), (200, 3), (300, 7)], repeats=2))
+    assert [(row["system"], *row["case"]) for row in rows] == [
+        ("full", 100, 1),
+        ("ours", 100, 1),
+        ("full", 100, 1),
+        ("ours", 100, 1),
+        ("full", 200, 3),
+        ("ours", 200, 3),
+        ("full", 300, 7),
+    ]
+    assert "ours failed with exit code 3" in capsys.readouterr().err
+    assert not any(engine._process.is_alive() for engine in engines)
