@@ -160,9 +160,8 @@ def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
 
 def serve_cases(connection: Connection, system: str, job: dict[str, Any]) -> None:
     """Load one system in this process, then measure every case that comes; None says that it is ready, or ends it."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # the engine in this process, so that its scheduler can be watched
-    )
+    # The engine in this process, so that its scheduler can be watched.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine_args(system, job))
@@ -200,7 +199,7 @@ class Engine:
         """What the process sends next; None, and not `alive` any more, when it has ended."""
         try:
             return self._connection.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             self.alive = False
             self._process.join()
             typer.echo(f"{self.system} failed with exit code {self._process.exitcode}", err=True)
@@ -208,12 +207,14 @@ class Engine:
 
     def measure(self, case: tuple[int, int]) -> dict[str, Any] | None:
         """Row of a case (context, requests); None when the process has ended."""
-        with suppress(BrokenPipeError):
+        if not self.alive:
+            return None
+        with suppress(OSError):
             self._connection.send(case)
         return self.wait()
 
     def stop(self) -> None:
-        if self.alive:
+        with suppress(OSError):
             self._connection.send(None)
         self._process.join(STOP_TIMEOUT_S)
         self._process.kill()
@@ -231,11 +232,13 @@ def take_turns(engines: list[Engine], cases: list[tuple[int, int]], repeats: int
     try:
         for engine in engines:
             engine.wait()
-        for case in [WARM_UP, *cases]:
+        for engine in engines:
+            engine.measure(WARM_UP)
+        for case in cases:
             for _ in range(repeats if case[1] == 1 else 1):
                 for engine in engines:
-                    row = engine.measure(case) if engine.alive else None
-                    if row and case != WARM_UP:
+                    row = engine.measure(case)
+                    if row:
                         typer.echo(json.dumps(row), err=True)
                         yield row
     finally:

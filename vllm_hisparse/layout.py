@@ -8,7 +8,7 @@ INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per indexer block
-MIN_USED_SHARE = 0.75  # of an indexer block by hot rows
+MAX_UNUSED_SHARE = 0.25  # of an indexer block by hot rows
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:
@@ -51,8 +51,8 @@ class KVLayout:
 
     @property
     def rows_per_hot_block(self) -> int:
-        """Hot rows in one device block, whole units: as many as fit in the bytes of an indexer block, or one unit more
-        where these would leave over a quarter of it unused.
+        """Hot rows in one device block, whole units: as many as fit in the bytes of an indexer block; one unit more
+        where over a quarter of it, and over half a unit, would stay unused.
 
         The two groups share vLLM's block pool, whose blocks are as wide as the widest group.
         """
@@ -60,9 +60,10 @@ class KVLayout:
             return self.block_size
         block_bytes = self.block_size * self.indexer_row_bytes * self.num_indexer_layers
         unit_bytes = self.row_bytes * self.num_layers * self.tokens_per_unit
-        num_units = block_bytes // unit_bytes
-        if num_units * unit_bytes < MIN_USED_SHARE * block_bytes:
+        num_units, unused_bytes = divmod(block_bytes, unit_bytes)
+        if unused_bytes > max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2):
             num_units += 1
+        num_units = max(1, num_units)
         # NOTE: vLLM cuts groups to equal numbers of layers when pages are of one size.
         if self.num_layers != self.num_indexer_layers and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     }
     scratch.clear();
 
-    // Load the entries; they arrive while the hash table is emptied and filled.
+    // Load the entries; they arrive while the hash table is filled.
     const int64_t first_state = static_cast<int64_t>(request) * num_slots;
     const int entry_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
     const int first_entry = warp * entry_rounds * kWarpSize + lane;

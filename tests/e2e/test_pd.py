@@ -21,6 +21,7 @@ pytestmark = pytest.mark.e2e
 
 START_TIMEOUT_S = 500  # five engines may load at once, from a cold disk
 SETTLE_TIMEOUT_S = 60
+MODEL = "glm52"  # layers share indexers; tests/e2e/test_cluster.py has one per layer
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
 TOLERANCE = 1e-4
 
@@ -71,7 +72,7 @@ class Cluster:
         args = ["--max-num-seqs", "8" if name == "decode" else "1", "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
-        process = vllm_engine(name, MODELS / "dsv32", self.log_dir, port, connector, side_port, [core], args)
+        process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, side_port, [core], args)
         return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
 
     def prefilled(self, prompt: list[int]) -> dict:

@@ -114,7 +114,7 @@ class HotMLACudaImpl(HotMLAImpl):
         self._indexer, self._topk_indices_buffer = None, buffer
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing to do: no other stream reads the selection.
+        """Nothing to do: the stream that selects is the one that reads the selection.
 
         NOTE: vLLM records an event, which what torch 2.13 compiles of the generic class does not find when it runs.
         """

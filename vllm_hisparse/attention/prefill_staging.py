@@ -144,13 +144,13 @@ class PrefillStaging:
             seq_len, first_row = seq_lens[index], num_blocks * self.block_size
             begin = seq_len - (starts[index + 1] - starts[index])
             slots.append(torch.arange(first_row + begin, first_row + seq_len, device=self.rows.device))
-            # NOTE: vLLM warms up with requests longer than `max_model_len`: their last rows share one.
             hot_table = common.block_table_tensor[index, None]
             requests.append(PrefillRequest(begin, min(seq_len, num_rows), first_row, hot_table))
             num_blocks += cdiv(seq_len, self.block_size)
         block_table = self._block_table(requests, max(seq_lens[first:last]))
         part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
         tokens = slice(starts[first], starts[last])
+        # NOTE: vLLM warms up with requests longer than `max_model_len`: their last tokens share a row.
         return PrefillGroup(tokens, requests, torch.cat(slots).clamp_max(num_rows - 1), build(part))
 
     def _block_table(self, requests: list[PrefillRequest], max_seq_len: int) -> torch.Tensor:

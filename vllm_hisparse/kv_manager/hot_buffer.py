@@ -200,23 +200,17 @@ class HotBuffer:
         return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_rows(tables, slots))
 
     def seed(self, layer: int, seeds: Seeds) -> None:
-        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`, the last one used last. If all
-        units fit, entries keep their places (`Residency`).
+        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`. They fill all slots, the last
+        one used last, or all units fit and entries keep their places (`Residency`).
 
         Args:
             layer: index of the layer.
             seeds: from `seeds`.
         """
-        if seeds.first == 0:
-            self._positions[layer, seeds.rows, : seeds.last] = self._slot_order[: seeds.last]
-            return
-        slots, positions = self._slots[layer, seeds.rows], self._positions[layer, seeds.rows]
-        units = seeds.first + (slots - seeds.first) % self.num_slots  # the one in each slot, from the first on
-        seeded, num_kept = units < seeds.last, self.num_slots - (seeds.last - seeds.first)
-        entries = torch.where(seeded, num_kept + units - seeds.first, (~seeded).cumsum(-1) - 1)
-        self._slots[layer, seeds.rows] = torch.empty_like(slots).scatter_(-1, entries, slots)
-        hot = torch.where(seeded, units, positions)
-        self._positions[layer, seeds.rows] = torch.empty_like(hot).scatter_(-1, entries, hot)
+        units = seeds.units.int()
+        self._positions[layer, seeds.rows, : len(units)] = units
+        if seeds.first > 0:
+            self._slots[layer, seeds.rows] = units % self.num_slots
 
     def staging(self, hot: HotRows) -> torch.Tensor:
         """Device memory for the longest request in one layer, shared: [max_blocks, block_size, row elements].

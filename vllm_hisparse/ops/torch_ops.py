@@ -18,12 +18,14 @@ class _Entries:
     Attributes:
         slots, positions: the entries, least recently used first.
         hits: entries that the step selects.
-        filled: entries that take the position of a victim.
+        moving_hits: those that LRU eviction moves to the end.
+        filled: entries that take a miss in place of a victim.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     hits: torch.Tensor
+    moving_hits: torch.Tensor
     filled: torch.Tensor
 
 
@@ -53,7 +55,7 @@ class TorchSwapInOps(SwapInOps):
             return
         selected, seq_lens = top_k[live], tables.seq_lens[live][:, None]
         chosen, missed, entries = _choose(residency, requests, selected, seq_lens)
-        self._store(residency, requests, entries, seq_lens <= residency.slots.shape[1])
+        self._store(residency, requests, entries)
         num_misses = missed.sum(1)
         counts[requests] += torch.stack((entries.hits.sum(1), num_misses), 1)
 
@@ -68,15 +70,9 @@ class TorchSwapInOps(SwapInOps):
         out.miss_hot_rows[places] = hot_ids[miss_rows, miss_columns].int()
         out.miss_host_rows[places] = host_ids[miss_rows, miss_columns]
 
-    def _store(self, residency: Residency, requests: torch.Tensor, entries: _Entries, fits: torch.Tensor) -> None:
-        """Write entries back in their new order.
-
-        Args:
-            residency, requests: where.
-            entries: in the old order.
-            fits: [n, 1] which sequences fit: their entries keep their places.
-        """
-        hits = entries.hits & ~fits if self.refresh_hits else torch.zeros_like(entries.hits)
+    def _store(self, residency: Residency, requests: torch.Tensor, entries: _Entries) -> None:
+        """Write entries back in their new order."""
+        hits = entries.moving_hits if self.refresh_hits else torch.zeros_like(entries.hits)
         target = torch.zeros_like(entries.slots, dtype=torch.int64)
         first = 0
         for part in (~(entries.filled | hits), entries.filled, hits):
@@ -221,7 +217,7 @@ def _choose(
     positions[evicting] = selected[loading]
     positions = slots.where(own, positions)
     chosen = torch.where(selected == newest, newest.clamp(max=num_slots), chosen)
-    return chosen, missed, _Entries(slots, positions, hits, evicting)
+    return chosen, missed, _Entries(slots, positions, hits, hits & ~fits, evicting)
 
 
 def _columns_of(keys: torch.Tensor, selected: torch.Tensor, wanted: torch.Tensor, num_positions: int) -> torch.Tensor:
