@@ -34,7 +34,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
         "hf_overrides": GENERIC_CLASS,
     },
 }
-# NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; without the connector it runs eagerly alone.
+# NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; the reference is not compiled.
 REFERENCES = {name: {"enforce_eager": True} for name in BACKENDS if name.endswith("_generic")}
 
 
