@@ -79,8 +79,22 @@ __device__ inline void scan_warps(const uint64_t* sums, int warp, int lane, Tall
     before = Tally::unpack(warp > 0 ? previous : 0);
 }
 
-__device__ inline int rank_in(uint32_t mask, int lane) {
-    return __popc(mask & ((1u << lane) - 1));
+// Rank of this lane, if it is `chosen`, among the lanes that are; `before`: how many precede the warp, then the next one.
+__device__ inline int take_rank(bool chosen, int lane, int& before) {
+    const uint32_t mask = __ballot_sync(kAllLanes, chosen);
+    const int rank = before + __popc(mask & ((1u << lane) - 1));
+    before += __popc(mask);
+    return rank;
+}
+
+// Where one selected row is, and the copy that brings it there. `place`, `miss_place`: of the column and of its miss.
+__device__ inline void write_column(
+    const Resolved& out, int64_t place, int64_t miss_place, int32_t hot_row, bool missed, int64_t host_row
+) {
+    out.hot_rows[place] = hot_row;
+    if (!missed) return;
+    out.miss_hot_rows[miss_place] = hot_row;
+    out.miss_host_rows[miss_place] = host_row;
 }
 
 // Counts of one request, by one thread.
@@ -145,17 +159,13 @@ __device__ inline void resolve_fitting(
     for (int i = 0; i < kColumnRounds; ++i) {
         const int column = first_column + i * kWarpSize;
         const bool missed = miss_bits >> i & 1;
-        const uint32_t mask = __ballot_sync(kAllLanes, missed);
-        const int rank = misses_before + rank_in(mask, lane);
-        misses_before += __popc(mask);
+        const int rank = take_rank(missed, lane, misses_before);
         if (i >= column_rounds || column >= out.top_k) continue;
         const int32_t slot = selected[i] <= newest ? selected[i] : -1;
         const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, rows_per_block, batch_row, slot));
-        out.hot_rows[first_out + column] = row;
-        if (!missed) continue;
-        out.miss_hot_rows[first_out + rank] = row;
-        out.miss_host_rows[first_out + rank] = flat_host_row(tables, block_size, request, slot);
-        positions[slot] = slot;
+        const int64_t host_row = missed ? flat_host_row(tables, block_size, request, slot) : -1;
+        write_column(out, first_out + column, first_out + rank, row, missed, host_row);
+        if (missed) positions[slot] = slot;
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -276,18 +286,15 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const bool missed = miss_bits >> i & 1;
-        const uint32_t mask = __ballot_sync(kAllLanes, missed);
-        if (missed) scratch.missed[misses_before + rank_in(mask, lane)] = selected[i];
-        misses_before += __popc(mask);
+        const int rank = take_rank(missed, lane, misses_before);
+        if (missed) scratch.missed[rank] = selected[i];
     }
 #pragma unroll
     for (int i = 0; i < kEntryRounds; ++i) {
         if (i >= entry_rounds) continue;
         const bool other = slots[i] >= 0 && !(hit_bits >> i & 1);
-        const uint32_t mask = __ballot_sync(kAllLanes, other);
-        const int rank = others_before + rank_in(mask, lane);
+        const int rank = take_rank(other, lane, others_before);
         if (other && rank < total.misses) scratch.victims[rank] = slots[i];
-        others_before += __popc(mask);
     }
     __syncthreads();
 
@@ -298,18 +305,13 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     for (int i = 0; i < kColumnRounds; ++i) {
         const int column = first_column + i * kWarpSize;
         const bool missed = miss_bits >> i & 1;
-        const uint32_t mask = __ballot_sync(kAllLanes, missed);
-        const int rank = misses_before + rank_in(mask, lane);
-        misses_before += __popc(mask);
+        const int rank = take_rank(missed, lane, misses_before);
         if (i >= column_rounds || column >= out.top_k) continue;
         int32_t slot = scratch.chosen[column];
         if (missed) slot = scratch.victims[rank];
         if (selected[i] == newest) slot = num_slots;
         const auto row = static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row(tables, hot, rows_per_block, batch_row, slot));
-        out.hot_rows[first_out + column] = row;
-        if (!missed) continue;
-        out.miss_hot_rows[first_out + rank] = row;
-        out.miss_host_rows[first_out + rank] = host_rows[i];
+        write_column(out, first_out + column, first_out + rank, row, missed, host_rows[i]);
     }
 
     // Write the entries in their new order: kept ones, filled ones, hits.
@@ -320,14 +322,10 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     for (int i = 0; i < kEntryRounds; ++i) {
         if (i >= entry_rounds) continue;
         const bool exists = slots[i] >= 0, hit = hit_bits >> i & 1;
-        const uint32_t hit_mask = __ballot_sync(kAllLanes, hit);
-        const uint32_t other_mask = __ballot_sync(kAllLanes, exists && !hit);
-        const int hit_rank = hits_before + rank_in(hit_mask, lane);
-        const int other_rank = others_before + rank_in(other_mask, lane);
+        const int hit_rank = take_rank(hit, lane, hits_before);
+        const int other_rank = take_rank(exists && !hit, lane, others_before);
         const int fill_rank = min(other_rank, total.misses);
         const bool filled = !hit && fill_rank < total.misses;
-        hits_before += __popc(hit_mask);
-        others_before += __popc(other_mask);
         if (!exists) continue;
         int entry = other_rank + (kRefreshHits ? 0 : hit_rank) - fill_rank;
         if (filled) entry = num_kept + fill_rank;
