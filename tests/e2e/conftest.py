@@ -59,11 +59,11 @@ def hot_args(model: str = "dsv32", options: dict[str, Any] | None = None, **over
 
 
 def run_engine(
-    tmp_path: Path, engine: dict[str, Any], phases: list[dict[str, Any]], in_process: bool = True
+    tmp_path: Path, engine: dict[str, Any], phases: list[dict[str, Any]], in_process: bool = True, **options: Any
 ) -> list[dict[str, Any]]:
-    """Run phases on one engine; returns one record per phase."""
+    """Run phases on one engine, with other options of `offline_engine.py`'s jobs; returns one record per phase."""
     job, result, log = tmp_path / "job.json", tmp_path / "result.json", tmp_path / "engine.log"
-    job.write_text(json.dumps({"engine": engine, "phases": phases}))
+    job.write_text(json.dumps({"engine": engine, "phases": phases, **options}))
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",

@@ -84,7 +84,7 @@ class RowCheck:
         """Shift one hot row of one layer by one element: the check must find it."""
         table, row = self.requests(worker, tables)[0]
         impl, residency = worker.impls[0], worker.hot_buffer.residency[0]
-        slot = residency.slots[row][-1:].long()
+        slot = residency.slots[row][residency.positions[row] >= 0][-1:].long()
         rows = self.flat(impl, table, slot)
         impl.hot.rows[rows] = impl.hot.rows[rows].roll(1, -1)
 

@@ -41,6 +41,13 @@ def test_short_sequences_copy_nothing(run, reference):
     assert record["counters"]["host_to_device_bytes"] == 0
 
 
+@pytest.mark.parametrize("length", [HOT_ROWS - MAX_TOKENS, 777])
+def test_a_wrong_row_is_found(run, length):
+    """Where hot rows are compared byte by byte: all are the host's but the one that is changed on purpose."""
+    record = run(hot_args(), [phase([length])], row_check={"every": 8, "corrupt": True})[0]
+    assert record["wrong_rows"] == 1
+
+
 @pytest.mark.parametrize("options", [{"device_buffer_size": TOP_K}, {"eviction_policy": "fifo"}])
 def test_smallest_buffer_and_fifo(run, reference, options):
     record = run(hot_args(options=options), [phase()])[0]

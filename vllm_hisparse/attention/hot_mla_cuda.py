@@ -54,6 +54,12 @@ class HotMLAMetadata(AttentionMetadata):
 class HotMLAMetadataBuilder:
     """Mixin of a sparse MLA metadata builder."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._one_token_each = torch.arange(
+            len(self.req_id_per_token_buffer), dtype=torch.int32, device=self.req_id_per_token_buffer.device
+        )
+
     def _init_reorder_batch_threshold(self, *args: Any, **kwargs: Any) -> None:
         super()._init_reorder_batch_threshold(1)
 
@@ -70,6 +76,12 @@ class HotMLAMetadataBuilder:
         if num_prefills:
             metadata.prefill_groups = self._impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
+
+    def _build_req_id_per_token(self, common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
+        # NOTE: vLLM launches a kernel in every step to find what is plain here.
+        if common_attn_metadata.max_query_len == 1:
+            return self._one_token_each[: common_attn_metadata.num_actual_tokens]
+        return super()._build_req_id_per_token(common_attn_metadata)
 
     def _begin_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> None:
         impl = self._impl
