@@ -373,7 +373,7 @@ def plot(
     if len(set(bars)) < len(bars):
         raise typer.BadParameter("two rows have the same system, context and requests", param_hint="--result")
     contexts = sorted({row["context"] for row in rows})
-    figure, axes = plt.subplots(1, len(contexts), figsize=(4 * len(contexts), 4), squeeze=False)
+    figure, axes = plt.subplots(1, len(contexts), figsize=(4 * len(contexts), 4), squeeze=False, layout="constrained")
     for axis, context in zip(axes[0], contexts, strict=True):
         requests = sorted({row["requests"] for row in rows if row["context"] == context})
         for index, system in enumerate(systems):
@@ -385,8 +385,7 @@ def plot(
         axis.set_xticks(range(len(requests)), requests)
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("decoded tokens per second")
-    axes[0][0].legend()
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(systems))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)
 
