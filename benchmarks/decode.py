@@ -76,19 +76,23 @@ class StepClock:
         scheduler.update_from_output = timed
 
     def summary(self) -> dict[str, float | int | None]:
-        """Throughput, inter-token latency over all tokens, and the most requests of one step."""
+        """Throughput, in all steps and in those with the most requests, inter-token latency over all tokens, and the
+        most requests of one step."""
         if not self.seconds:
-            return {"tokens_per_s": None, "itl_ms_p50": None, "itl_ms_p99": None, "running_max": 0, "steps": 0}
-        latencies = np.repeat(np.array(self.seconds) * 1e3, self.tokens)
-        p10, p50, p90, p99 = np.percentile(latencies, (10, 50, 90, 99)).round(3).tolist()
+            speeds = dict.fromkeys(("tokens_per_s", "tokens_per_s_full_batch", "itl_ms_p50", "itl_ms_p99"))
+            return {**speeds, "running_max": 0, "steps": 0}
+        seconds, tokens = np.array(self.seconds), np.array(self.tokens)
+        is_full = tokens == tokens.max()
+        p10, p50, p90, p99 = np.percentile(np.repeat(seconds * 1e3, tokens), (10, 50, 90, 99)).round(3).tolist()
         return {
-            "tokens_per_s": round(sum(self.tokens) / sum(self.seconds), 1),
+            "tokens_per_s": round(float(tokens.sum() / seconds.sum()), 1),
+            "tokens_per_s_full_batch": round(float(tokens[is_full].sum() / seconds[is_full].sum()), 1),
             "itl_ms_p10": p10,
             "itl_ms_p50": p50,
             "itl_ms_p90": p90,
             "itl_ms_p99": p99,
-            "running_max": max(self.tokens),
-            "steps": len(self.seconds),
+            "running_max": int(tokens.max()),
+            "steps": len(seconds),
         }
 
 

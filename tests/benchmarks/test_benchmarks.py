@@ -5,6 +5,7 @@ import json
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,3 +109,23 @@ def test_engines_of_the_decode_benchmark_take_turns(
     ]
     assert "ours failed with exit code 3" in capsys.readouterr().err
     assert not any(engine._process.is_alive() for engine in engines)
+
+
+def test_the_decode_benchmark_counts_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    decode = importlib.import_module("benchmarks.decode")
+    # At 0.1 s a prompt is computed; 2 requests decode for 3 steps, the one that is left for 2.
+    steps = [(0.1, (9, 9)), (0.2, (1, 1)), (0.3, (1, 1)), (0.4, (1, 1)), (0.6, (1, 1)), (0.7, (1,)), (0.8, (1,))]
+    scheduler = SimpleNamespace(update_from_output=lambda scheduler_output, model_output: model_output)
+    clock = decode.StepClock()
+    clock.attach(scheduler)
+    for index, (now, counts) in enumerate(steps):
+        monkeypatch.setattr(decode.time, "perf_counter", lambda now=now: now)
+        output = SimpleNamespace(num_scheduled_tokens=dict(enumerate(counts)))
+        assert scheduler.update_from_output(output, index) == index
+    summary = clock.summary()
+    assert (summary["steps"], summary["running_max"]) == (5, 2)
+    assert summary["tokens_per_s"] == pytest.approx(8 / 0.6, abs=0.1)
+    assert summary["tokens_per_s_full_batch"] == pytest.approx(6 / 0.4, abs=0.1)
+    assert (summary["itl_ms_p50"], summary["itl_ms_p99"]) == (pytest.approx(100), pytest.approx(200))
+    assert decode.StepClock().summary()["tokens_per_s"] is None
