@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-KV_CACHE_DTYPES = {
-    "cpu": ("auto", "bfloat16", "float16", "float32"),
-    "cuda": ("auto", "bfloat16", "fp8", "fp8_ds_mla"),
-}  # by device
-DENSE_KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
+DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # beside those
+CUDA_MODELS = {  # module of `attention/` -> classes whose layers get hot buffers; on the CPU platform every class's do
+    "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    "generic_dsa_model_cuda": ("DeepseekV3ForCausalLM",),
+    "dense_models_cuda": ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+}
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
 
@@ -96,6 +98,7 @@ class HiSparseConfig(BaseModel):
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         _check_engine(vllm_config)
+        config._check_kv_cache_dtype(vllm_config)
         return config._for_model(vllm_config)
 
     @cached_property
@@ -116,6 +119,10 @@ class HiSparseConfig(BaseModel):
     def dense_unit(self) -> int | None:
         """`tokens_per_unit` of a dense model, whose KV heads select for themselves; None for a DSA model."""
         return None if self.algorithm_class.model_family == "dsa" else self.tokens_per_unit
+
+    def kv_cache_dtypes(self, device: str) -> tuple[str, ...]:
+        """What `--kv-cache-dtype` may be on a device ("cpu" or "cuda")."""
+        return KV_CACHE_DTYPES[device] + (DSA_KV_CACHE_DTYPES[device] if self.dense_unit is None else ())
 
     def make_algorithm(self, shape: AttentionShape, max_tokens: int) -> SparseAlgorithm:
         """The algorithm, after the defaults are filled in."""
@@ -164,6 +171,17 @@ class HiSparseConfig(BaseModel):
             "KV cache.",
         )
 
+    def _check_kv_cache_dtype(self, vllm_config: VllmConfig) -> None:
+        device, dtype = vllm_config.device_config.device_type, vllm_config.cache_config.cache_dtype
+        dtypes = self.kv_cache_dtypes(device)
+        if dtype not in dtypes:
+            raise HiSparseConfigError(
+                "--kv-cache-dtype",
+                dtype,
+                f"one of {', '.join(dtypes)} with algorithm '{self.algorithm}' on {device}",
+                "Remove it to keep the KV in the model's dtype.",
+            )
+
     def _for_model(self, vllm_config: VllmConfig) -> HiSparseConfig:
         model, algorithm = vllm_config.model_config, self.algorithm_class
         if algorithm.model_family == "dsa":
@@ -182,6 +200,7 @@ class HiSparseConfig(BaseModel):
                 f"Remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows or raise it.",
             )
         if vllm_config.device_config.device_type == "cuda":
+            _check_model_class(model)
             _check_kernel_limits(top_k, rows, unit)
         return self.model_copy(update={**updates, "device_buffer_size": rows})
 
@@ -239,14 +258,7 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
 
 def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse a model whose attention is not plain causal attention with keys for the algorithm to see."""
-    model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
-    if cache_dtype not in DENSE_KV_CACHE_DTYPES:
-        raise HiSparseConfigError(
-            "--kv-cache-dtype",
-            cache_dtype,
-            f"one of {', '.join(DENSE_KV_CACHE_DTYPES)} with algorithm '{config.algorithm}'",
-            "Remove it to keep the KV in the model's dtype.",
-        )
+    model = vllm_config.model_config
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     reasons = {
@@ -297,6 +309,17 @@ def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
     return layers
 
 
+def _check_model_class(model: ModelConfig) -> None:
+    known = [name for names in CUDA_MODELS.values() for name in names]
+    if model.architecture not in known:
+        raise HiSparseConfigError(
+            "--model",
+            model.architecture,
+            f"a model of class {', '.join(known)} on cuda",
+            f"Serve another model, or remove {CONNECTOR_NAME}.",
+        )
+
+
 def _check_kernel_limits(top_k: int, rows: int, unit: int) -> None:
     """Refuse sizes beyond those of the CUDA kernels."""
     from vllm_hisparse.ops.cuda_ops import MAX_SLOTS, MAX_TOP_K
@@ -338,13 +361,6 @@ def _check_engine(vllm_config: VllmConfig) -> None:
     device = vllm_config.device_config.device_type
     if device not in KV_CACHE_DTYPES:
         raise HiSparseConfigError("device", device, " or ".join(KV_CACHE_DTYPES), f"Remove {CONNECTOR_NAME}.")
-    if vllm_config.cache_config.cache_dtype not in KV_CACHE_DTYPES[device]:
-        raise HiSparseConfigError(
-            "--kv-cache-dtype",
-            vllm_config.cache_config.cache_dtype,
-            f"one of {', '.join(KV_CACHE_DTYPES[device])} on {device}",
-            "Remove it to keep the KV in the model's dtype.",
-        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise HiSparseConfigError(
             "--disable-hybrid-kv-cache-manager",

@@ -44,11 +44,8 @@ def _register_cpu_layers() -> None:
 def _register_cuda_models() -> None:
     from vllm import ModelRegistry
 
-    models = {
-        "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-        "generic_dsa_model_cuda": ("DeepseekV3ForCausalLM",),
-        "dense_models_cuda": ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    }
-    for module, names in models.items():
+    from vllm_hisparse.config import CUDA_MODELS
+
+    for module, names in CUDA_MODELS.items():
         for name in names:
             ModelRegistry.register_model(name, f"vllm_hisparse.attention.{module}:{name}")

@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from vllm_hisparse.config import KV_CACHE_DTYPES
+from vllm_hisparse.config import DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES
 
 HELM = Path(__file__).parent.parent.parent / "deploy" / "helm"
 CHART = HELM / "vllm-hisparse"
@@ -115,10 +115,12 @@ def test_schema_refuses(bad: dict):
 def test_chart_knows_the_kv_dtypes():
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["engine"]["properties"]["kvCacheDtype"]["enum"]
-    assert set(known) == set().union(*KV_CACHE_DTYPES.values())
+    assert set(known) == set().union(*KV_CACHE_DTYPES.values(), *DSA_KV_CACHE_DTYPES.values())
     checks = (CHART / "templates" / "_checks.tpl").read_text()
     for device, dtypes in KV_CACHE_DTYPES.items():
         assert f'"{device}" (list {" ".join(map(json.dumps, dtypes))})' in checks
+    assert f"concat $known (list {' '.join(map(json.dumps, DSA_KV_CACHE_DTYPES['cuda']))})" in checks
+    assert not DSA_KV_CACHE_DTYPES["cpu"]
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
@@ -250,7 +252,8 @@ def test_renderings_are_current(name: str):
         ("model.tiny=glm", "model.id / model.tiny"),
         ("device=cpu", "prefill.gpus: got 1"),
         ("decode.gpus=2,decode.hisparse.extraConfig.algorithm=quest", "prefill.gpus: got 1, expected 2"),
-        ("engine.kvCacheDtype=float32", "engine.kvCacheDtype: got float32"),
+        ("engine.kvCacheDtype=float16", "engine.kvCacheDtype: got float16"),
+        ("engine.kvCacheDtype=fp8,decode.hisparse.extraConfig.algorithm=quest", "engine.kvCacheDtype: got fp8"),
         ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
     ],

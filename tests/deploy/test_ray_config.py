@@ -50,7 +50,14 @@ def test_shipped_configs_parse(path: Path):
             "decode.side_channel_port_base: got 65535",
         ),
         ({"prefill": {"engine_kwargs": {"kv_cache_dtype": "fp8"}}}, "prefill.engine_kwargs.kv_cache_dtype: got 'fp8'"),
-        ({"engine_kwargs": {"kv_cache_dtype": "float32"}}, "engine_kwargs.kv_cache_dtype: got 'float32'"),
+        ({"engine_kwargs": {"kv_cache_dtype": "float16"}}, "engine_kwargs.kv_cache_dtype: got 'float16'"),
+        (
+            {
+                "engine_kwargs": {"kv_cache_dtype": "fp8"},
+                "decode": {"hisparse": {"host_pool_gib": 4, "algorithm": "quest"}},
+            },
+            "got 'fp8', expected one of auto, bfloat16 with algorithm 'quest' and device: gpu",
+        ),
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),
         ({"env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}}, "prefill.env.VLLM_NIXL_SIDE_CHANNEL_PORT: got '5600'"),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_hisparse.config import KV_CACHE_DTYPES, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 # What prefill and decode replicas must share: KV blocks move between them byte for byte.
 SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
@@ -181,12 +181,13 @@ def _check_same_engine(config: AppConfig) -> None:
 
 def _check_kv_dtype(config: AppConfig) -> None:
     dtype = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_dtype", "auto")
-    dtypes = KV_CACHE_DTYPES["cuda" if config.device == "gpu" else config.device]
+    options = HiSparseConfig.from_extra_config(config.decode.hisparse)
+    dtypes = options.kv_cache_dtypes("cuda" if config.device == "gpu" else config.device)
     if dtype not in dtypes:
         raise HiSparseConfigError(
             "engine_kwargs.kv_cache_dtype",
             dtype,
-            f"one of {', '.join(dtypes)} with device: {config.device}",
+            f"one of {', '.join(dtypes)} with algorithm '{options.algorithm}' and device: {config.device}",
             "Remove it to keep the KV in the model's dtype.",
         )
 

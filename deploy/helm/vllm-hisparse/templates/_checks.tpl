@@ -17,11 +17,16 @@
 {{- if eq (empty .Values.model.id) (empty .Values.model.tiny) -}}
 {{- include "hisparse.refuse" (dict "option" "model.id / model.tiny" "got" (printf "%q and %q" .Values.model.id .Values.model.tiny) "expected" "exactly one of the two" "fix" "Set model.id to the model to serve, or clear it for a tiny model.") -}}
 {{- end -}}
-{{- $dtypes := dict "cpu" (list "auto" "bfloat16" "float16" "float32") "cuda" (list "auto" "bfloat16" "fp8" "fp8_ds_mla") -}}
-{{- if not (has .Values.engine.kvCacheDtype (index $dtypes .Values.device)) -}}
-{{- include "hisparse.refuse" (dict "option" "engine.kvCacheDtype" "got" .Values.engine.kvCacheDtype "expected" (printf "one of %s with device: %s" (index $dtypes .Values.device | join ", ") .Values.device) "fix" "Set auto to keep the KV in the model's dtype.") -}}
+{{- $algorithm := .Values.decode.hisparse.extraConfig.algorithm | default "dsa" -}}
+{{- $dtypes := dict "cpu" (list "auto" "bfloat16" "float16") "cuda" (list "auto" "bfloat16") -}}
+{{- $known := index $dtypes .Values.device -}}
+{{- if and (eq "cuda" .Values.device) (eq "dsa" $algorithm) -}}
+{{- $known = concat $known (list "fp8" "fp8_ds_mla") -}}
 {{- end -}}
-{{- if and (ne "dsa" (.Values.decode.hisparse.extraConfig.algorithm | default "dsa")) (ne (int .Values.prefill.gpus) (int .Values.decode.gpus)) -}}
+{{- if not (has .Values.engine.kvCacheDtype $known) -}}
+{{- include "hisparse.refuse" (dict "option" "engine.kvCacheDtype" "got" .Values.engine.kvCacheDtype "expected" (printf "one of %s with algorithm %s and device: %s" ($known | join ", ") $algorithm .Values.device) "fix" "Set auto to keep the KV in the model's dtype.") -}}
+{{- end -}}
+{{- if and (ne "dsa" $algorithm) (ne (int .Values.prefill.gpus) (int .Values.decode.gpus)) -}}
 {{- include "hisparse.refuse" (dict "option" "prefill.gpus" "got" .Values.prefill.gpus "expected" (printf "%v, as many as decode: both split the KV heads of a dense model over their GPUs" .Values.decode.gpus) "fix" "Set both to the same number.") -}}
 {{- end -}}
 {{- range $name := list "prefill" "decode" -}}
