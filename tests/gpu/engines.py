@@ -22,6 +22,7 @@ START_TIMEOUT_S = 400
 # tie, it may swap them. Full KV with another chunk size differs from full KV as much: by 0.03, with ties of up to 0.4.
 MEAN_TOLERANCE = 0.06
 TIE_MARGIN = 0.75
+MIN_SAME_SHARE = 0.4
 
 
 def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -93,7 +94,7 @@ class EngineRun:
 
 
 def differences(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How far each request's completion agrees: tokens, mean logprob difference, margin where it leaves."""
+    """How far each request's completion agrees: tokens, mean logprob difference (0 of none), margin where it leaves."""
     found = []
     for ours, full in zip(got, expected, strict=True):
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, ours["tokens"], full["tokens"])))
@@ -104,13 +105,24 @@ def differences(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> li
     return found
 
 
-def assert_same_but_ties(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Identical greedy tokens up to a tie, and logprobs within rounding in the mean of the requests."""
+def assert_same_but_ties(
+    got: list[dict[str, Any]], expected: list[dict[str, Any]], control: list[dict[str, Any]] | None = None
+) -> None:
+    """Identical greedy tokens up to a tie, and logprobs within rounding in the mean of all tokens up to there.
+
+    Args:
+        got, expected: completions.
+        control: what full KV with other chunks gives; `got` must not leave `expected` much earlier than this does.
+    """
     found = differences(got, expected)
     for index, request in enumerate(found):
         assert request["margin"] is None or request["margin"] <= TIE_MARGIN, f"request {index}: {request}"
-    mean = sum(request["mean_difference"] for request in found) / len(found)
+    num_same = sum(request["same"] for request in found)
+    mean = sum(request["mean_difference"] * request["same"] for request in found) / num_same
     assert mean <= MEAN_TOLERANCE, f"logprobs differ by {mean} in the mean"
+    if control is not None:
+        most = sum(request["same"] for request in differences(control, expected))
+        assert num_same >= MIN_SAME_SHARE * most, f"{num_same} tokens are the same, {most} of the control's"
 
 
 def assert_pools_empty(record: dict[str, Any]) -> None:
