@@ -70,3 +70,17 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
     assert not host_rows.any()
     assert sorted(buffer.residency[0].positions[2].tolist()) == list(range(NUM_ROWS - NUM_SLOTS, NUM_ROWS))
     assert (buffer.residency[0].positions[:2] == -1).all()
+
+
+def test_the_history_of_a_chunk_is_counted() -> None:
+    staging, groups = make_groups((1, 3, 4), (HANDLE, 5, 2))
+    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
+    buffer = MLAHotBuffer(shape, torch.device("cpu"), refresh_hits=True)
+    for handle in (1, HANDLE):
+        buffer.extend_table(handle, 0, [2 * handle, 2 * handle + 1])
+    host_rows = torch.arange(64.0 * WIDTH).view(64, WIDTH)
+    for group in groups:
+        staging.load(group, buffer, host_rows)
+    assert torch.equal(staging.rows[:3], host_rows[8:11])
+    assert buffer.take_staged_bytes() == (3 + 5) * WIDTH * 4
+    assert buffer.take_staged_bytes() == 0

@@ -188,7 +188,7 @@ class PagedGqaImpl(FlashAttentionImpl):
     def represent(self, missing: Represent) -> None:
         """Let the algorithm see keys that are on the host."""
         staging, table = self.staging, self.hot_buffer.host_table(missing.row)
-        blocks = staging.load_span(self.hot_buffer.ops, table, missing.first, missing.last, self.host_rows)
+        blocks = staging.load_span(self.hot_buffer, table, missing.first, missing.last, self.host_rows)
         self._represent(blocks, missing, missing.first // staging.block_size * staging.block_size)
 
     def _decode(

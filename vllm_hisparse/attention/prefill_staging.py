@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, Seeds
 from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, Represent
-from vllm_hisparse.ops.base import HotRows, SwapInOps
+from vllm_hisparse.ops.base import HotRows
 
 
 @dataclass
@@ -101,10 +101,10 @@ class PrefillStaging:
         for request in group.requests:
             if request.row is None:
                 # NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
-                request.row = hot_buffer.rows_of(request.hot_table)
-                request.host_table = hot_buffer.host_tables[request.row].flatten()
-            history = self.rows[request.first_row : request.first_row + request.first]
+                request.row, request.host_table = self._find(request.hot_table, hot_buffer)
+            history = self.rows[request.first_row : request.first_row + self._rows_to_load(request)]
             hot_buffer.ops.stage_rows(host_rows, request.host_table, self.block_size, history)
+            hot_buffer.staged_bytes += history.nbytes
 
     def store(
         self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
@@ -115,6 +115,14 @@ class PrefillStaging:
             rows = self.rows[request.first_row + first : request.first_row + last]
             hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, self.block_size)
             self._seed(request, hot_buffer, layer_index, hot)
+
+    def _find(self, hot_table: torch.Tensor, hot_buffer: HotBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of a request, [1] int64, or of its KV heads, and its host blocks, [blocks] int32."""
+        row = hot_buffer.rows_of(hot_table)
+        return row, hot_buffer.host_tables[row].flatten()
+
+    def _rows_to_load(self, request: PrefillRequest) -> int:
+        return request.first
 
     def _rows_to_save(self, request: PrefillRequest) -> tuple[int, int]:
         return request.first, request.last
@@ -164,28 +172,28 @@ class PrefillStaging:
 class WholeBlockStaging(PrefillStaging):
     """Staging for KV whose blocks are ordered by KV head first, so that only whole blocks can be copied."""
 
-    def load(self, group: PrefillGroup, hot_buffer: PagedHotBuffer, host_rows: torch.Tensor) -> None:
-        for request in group.requests:
-            if request.row is None:
-                request.row = hot_buffer.request_rows(request.hot_table)
-                request.host_table = hot_buffer.host_table(request.row)[0]
-            num_rows = cdiv(request.first, self.block_size) * self.block_size
-            history = self.rows[request.first_row : request.first_row + num_rows]
-            hot_buffer.ops.stage_rows(host_rows, request.host_table, self.block_size, history)
+    def _find(self, hot_table: torch.Tensor, hot_buffer: PagedHotBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+        row = hot_buffer.request_rows(hot_table)
+        return row, hot_buffer.host_table(row)[0]
+
+    def _rows_to_load(self, request: PrefillRequest) -> int:
+        return cdiv(request.first, self.block_size) * self.block_size
 
     def _rows_to_save(self, request: PrefillRequest) -> tuple[int, int]:
         first, last = request.first // self.block_size, cdiv(request.last, self.block_size)
         return first * self.block_size, last * self.block_size
 
     def load_span(
-        self, ops: SwapInOps, host_table: torch.Tensor, first: int, last: int, host_rows: torch.Tensor
+        self, hot_buffer: PagedHotBuffer, host_table: torch.Tensor, first: int, last: int, host_rows: torch.Tensor
     ) -> torch.Tensor:
         """Copy the blocks of positions [first, last) of one request: [blocks, block_size, row elements]."""
         first_block, last_block = first // self.block_size, cdiv(last, self.block_size)
         num_blocks = last_block - first_block
         table = host_table[first_block:last_block].contiguous()
-        ops.stage_rows(host_rows, table, self.block_size, self.rows[: num_blocks * self.block_size])
-        return self.cache[:num_blocks]
+        staged = self.cache[:num_blocks]
+        hot_buffer.ops.stage_rows(host_rows, table, self.block_size, staged.flatten(0, 1))
+        hot_buffer.staged_bytes += staged.nbytes
+        return staged
 
 
 def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:

@@ -122,11 +122,15 @@ class HiSparseWorkerConnector:
     def take_stats(self) -> HiSparseStats | None:
         """What only the worker knows, since the last call; None in most steps."""
         hits, misses = self.hot_buffer.counts.take()
+        staged_bytes = self.hot_buffer.take_staged_bytes()
         nixl_stats = self.transport.take_stats() if self.transport else None
-        if not (hits or misses or nixl_stats):
+        if not (hits or misses or staged_bytes or nixl_stats):
             return None
         stats = HiSparseStats()
-        stats.add(cache_hits=hits, cache_misses=misses, host_to_device_bytes=misses * self.layout.unit_bytes)
+        missed_bytes = misses * self.layout.unit_bytes
+        stats.add(
+            cache_hits=hits, cache_misses=misses, host_to_device_bytes=missed_bytes, prefill_staged_bytes=staged_bytes
+        )
         if nixl_stats is not None:
             stats.add_nixl(nixl_stats)
         return stats

@@ -81,6 +81,7 @@ class HotBuffer:
             steps that vLLM runs without requests (profiling, padding) use it.
         state_rows: [num_device_blocks] int32 row of each handle's part, -1 elsewhere.
         counts: hits and misses.
+        staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
         newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position.
         resolved: output of the last `swap_in`.
         decode_tables: of the running step's decoding requests.
@@ -108,6 +109,7 @@ class HotBuffer:
         self.host_tables = torch.full((self.num_rows + 1, shape.max_blocks), -1, dtype=torch.int32, device=device)
         self.state_rows = torch.full((shape.num_device_blocks,), -1, dtype=torch.int32, device=device)
         self.counts = HitCounts(self.num_rows, num_heads, device)
+        self.staged_bytes = 0
         self.newest_rows = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
         self.resolved = Resolved.allocate(shape.max_batch, shape.top_k, device)
         self.decode_tables: StepTables | None = None
@@ -222,6 +224,11 @@ class HotBuffer:
             size = (self.shape.max_blocks, self.shape.block_size, hot.rows.shape[1])
             self._staging = hot.rows.new_zeros(size)
         return self._staging
+
+    def take_staged_bytes(self) -> int:
+        """`staged_bytes`, which starts from 0 again."""
+        taken, self.staged_bytes = self.staged_bytes, 0
+        return taken
 
     def check_integrity(self) -> None:
         """Check that every row is free or owned and that no position or slot occurs twice. Waits for the device.
