@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import torch
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -126,10 +127,12 @@ def write_result(
 
 
 def command(ctx: typer.Context, module: str) -> str:
-    """The running command with every option spelled out, except where the result goes and how; paths without place."""
+    """The running command with every option spelled out, except what is the default place of its result and whether it
+    goes on; paths without place."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
-        if name in ("output", "resume") or value is None:
+        is_default_place = name == "output" and ctx.get_parameter_source(name) == ParameterSource.DEFAULT
+        if name == "resume" or is_default_place or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):
             named = Path(str(item)).name if Path(str(item)).is_absolute() else item

@@ -362,7 +362,9 @@ def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, An
 
 def test_refuses_quantised_kv_of_dense_models() -> None:
     message = dense_refusal({"algorithm": "quest"}, device_config__device_type="cuda", cache_config__cache_dtype="fp8")
-    check_parts(message, "--kv-cache-dtype", "'fp8'", "one of auto, bfloat16 with algorithm 'quest' on cuda", "Remove it")
+    check_parts(
+        message, "--kv-cache-dtype", "'fp8'", "one of auto, bfloat16 with algorithm 'quest' on cuda", "Remove it"
+    )
 
 
 @pytest.mark.parametrize("make", [engine, dense_engine])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm_hisparse.connector.metrics import COUNTERS, GAUGES
+
 GRAFANA = Path(__file__).parent.parent.parent / "deploy" / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboard.json").read_text())
 
@@ -98,4 +100,6 @@ def test_panels_have_their_own_id_and_place():
 
 def test_every_metric_is_ours_or_vllms():
     names = set(re.findall(r"[a-z_]+:[a-z_]+", " ".join(expressions())))
-    assert names and all(name.startswith("vllm:") for name in names)
+    own = {f"vllm:hisparse_{name}_total" for name in COUNTERS} | {f"vllm:hisparse_{name}" for name in GAUGES}
+    assert names & own
+    assert all(name in own if "hisparse" in name else name.startswith("vllm:") for name in names)

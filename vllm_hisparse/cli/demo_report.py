@@ -18,6 +18,7 @@ from typing import Any
 
 import vllm_hisparse
 from vllm_hisparse.cli.openai_client import Completion
+from vllm_hisparse.cli.tiny_model import has_indexer
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes, mla_row_bytes
 
 STATS_LINE = re.compile(
@@ -171,7 +172,8 @@ def kv_layout(model_config: Mapping[str, Any], element_bytes: int) -> KVLayout:
     """
     num_layers = model_config["num_hidden_layers"]
     row_bytes = mla_row_bytes(model_config["kv_lora_rank"], model_config["qk_rope_head_dim"], element_bytes)
-    return KVLayout(row_bytes, indexer_row_bytes(model_config["index_head_dim"]), num_layers, num_layers)
+    num_indexers = sum(has_indexer(model_config, layer) for layer in range(num_layers))
+    return KVLayout(row_bytes, indexer_row_bytes(model_config["index_head_dim"]), num_layers, num_indexers)
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -242,7 +242,7 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
     yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
 
 
-def has_indexer(config: dict[str, Any], layer: int) -> bool:
+def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer selects for itself; the others take the selection of the layer before (vLLM's deepseek_v2.py)."""
     return max(layer - 1, 0) % config.get("index_topk_freq", 1) == 0
 
