@@ -216,18 +216,18 @@ def test_refuses_one_kv_cache_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "num_blocks", "size_option"),
+    ("option", "value", "num_blocks"),
     [
-        ({"host_pool_gib": 1.0}, 1024, "host_pool_gib=1.0"),
-        ({"host_pool_gib": 0.5}, 512, "host_pool_gib=0.5"),
-        ({"host_to_device_ratio": 2.5}, 250, "host_to_device_ratio=2.5"),
-        ({"host_to_device_ratio": 0.001}, 0, "host_to_device_ratio=0.001"),
+        ("host_pool_gib", 1.0, 1024),
+        ("host_pool_gib", 0.5, 512),
+        ("host_to_device_ratio", 2.5, 250),
+        ("host_to_device_ratio", 0.001, 0),
     ],
 )
-def test_sizes_the_host_pool(options: dict[str, float], num_blocks: int, size_option: str) -> None:
-    config = HiSparseConfig.from_extra_config(options)
+def test_sizes_the_host_pool(option: str, value: float, num_blocks: int) -> None:
+    config = HiSparseConfig.from_extra_config({option: value})
     assert config.num_host_blocks(host_block_bytes=2**20, device_kv_bytes=100 * 2**20 + 5) == num_blocks
-    assert config.size_option == size_option
+    assert config.size_option == (option, value)
 
 
 def test_an_integer_is_a_size() -> None:

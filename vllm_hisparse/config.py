@@ -154,10 +154,10 @@ class HiSparseConfig(BaseModel):
         return int(self.host_to_device_ratio * device_kv_bytes) // host_block_bytes
 
     @property
-    def size_option(self) -> str:
-        """The option that sizes the host pool, as the user wrote it."""
+    def size_option(self) -> tuple[str, float]:
+        """The option that sizes the host pool, and its value."""
         name = "host_pool_gib" if self.host_pool_gib is not None else "host_to_device_ratio"
-        return f"{name}={getattr(self, name)}"
+        return name, getattr(self, name)
 
     def _check_size_options(self) -> None:
         if (self.host_pool_gib is None) != (self.host_to_device_ratio is None):

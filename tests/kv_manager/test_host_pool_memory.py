@@ -17,7 +17,7 @@ from vllm_hisparse.kv_manager.host_memory import (
 )
 
 NUM_BYTES = 3 * 4096 + 16
-OPTION = "host_pool_gib=1.0"
+OPTION = ("host_pool_gib", 1.0)
 
 
 def config(num_ranks: int, use_mla: bool = True) -> SimpleNamespace:
@@ -152,6 +152,6 @@ def test_ranks_of_an_mla_model_share(use_mla: bool, num_ranks: int, shares: bool
 
 def test_names_the_option_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
-    check_free_memory(2**29, "host_to_device_ratio=2.5")
+    check_free_memory(2**29, ("host_to_device_ratio", 2.5))
     with pytest.raises(HiSparseConfigError, match=r"^host_to_device_ratio: got 2\.5, .* not 8\.0 GiB"):
-        check_free_memory(2**33, "host_to_device_ratio=2.5")
+        check_free_memory(2**33, ("host_to_device_ratio", 2.5))

@@ -191,10 +191,8 @@ def _num_host_blocks(vllm_config: VllmConfig, config: HiSparseConfig, groups: De
     num_blocks = config.num_host_blocks(layout.host_block_bytes, groups.device_kv_bytes, num_pools)
     needed_bytes = layout.host_request_bytes(max_model_len) * num_pools
     if num_blocks < layout.num_blocks(max_model_len):
-        option, value = config.size_option.split("=")
         raise HiSparseConfigError(
-            option,
-            float(value),
+            *config.size_option,
             f"a host pool of at least {needed_bytes / 2**30:.3f} GiB, one request of max_model_len {max_model_len}; "
             f"this is {num_blocks * layout.host_block_bytes * num_pools / 2**30:.3f} GiB",
             "Raise it, or lower --max-model-len.",

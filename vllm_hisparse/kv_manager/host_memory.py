@@ -32,13 +32,13 @@ def num_host_pools(vllm_config: VllmConfig) -> int:
     return 1 if shares_host_pool(vllm_config) else vllm_config.parallel_config.tensor_parallel_size
 
 
-def allocate_host_pool(num_bytes: int, vllm_config: VllmConfig, size_option: str) -> mmap.mmap:
+def allocate_host_pool(num_bytes: int, vllm_config: VllmConfig, size_option: tuple[str, float]) -> mmap.mmap:
     """The host pool of this rank; called by all ranks of the engine together.
 
     Args:
         num_bytes: of one pool.
         vllm_config: the engine's configuration.
-        size_option: the option that asked for this size, for the error message.
+        size_option: the option that asked for this size and its value, for the error message.
 
     Returns:
         Memory that is page-aligned, as cudaHostRegister and NIXL want it.
@@ -73,7 +73,7 @@ def allocate_host_pool(num_bytes: int, vllm_config: VllmConfig, size_option: str
     return _share(num_bytes, size_option, group.rank_in_group == 0, gather)
 
 
-def check_free_memory(num_bytes: int, size_option: str) -> None:
+def check_free_memory(num_bytes: int, size_option: tuple[str, float]) -> None:
     """Refuse host pools that the host's free memory cannot hold.
 
     Raises:
@@ -81,16 +81,14 @@ def check_free_memory(num_bytes: int, size_option: str) -> None:
     """
     available = int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
     if num_bytes > available:
-        name, value = size_option.split("=")
         raise HiSparseConfigError(
-            name,
-            float(value),
+            *size_option,
             f"a host pool of at most {available / 2**30:.1f} GiB (free host memory), not {num_bytes / 2**30:.1f} GiB",
             "Lower it, or free memory on the host.",
         )
 
 
-def _share(num_bytes: int, size_option: str, is_owner: bool, gather: Gather) -> mmap.mmap:
+def _share(num_bytes: int, size_option: tuple[str, float], is_owner: bool, gather: Gather) -> mmap.mmap:
     """Map what the owner creates.
 
     Every rank writes all rows, each to the same place and the same values, so that no rank waits for another one's.
