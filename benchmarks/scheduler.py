@@ -158,7 +158,10 @@ class Scheduler:
 
 def _scheduler_output(num_scheduled: dict[str, int]) -> SimpleNamespace:
     """What `build_connector_meta` reads of vLLM's `SchedulerOutput`."""
-    return SimpleNamespace(num_scheduled_tokens=num_scheduled, total_num_scheduled_tokens=sum(num_scheduled.values()))
+    total = sum(num_scheduled.values())
+    return SimpleNamespace(
+        num_scheduled_tokens=num_scheduled, total_num_scheduled_tokens=total, new_block_ids_to_zero=None
+    )
 
 
 def measure(num_requests: int, num_tokens: list[int], steps: int, warmup: int) -> list[dict[str, Any]]:

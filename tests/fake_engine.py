@@ -104,6 +104,11 @@ class FakeWorker:
                 continue
             assert self.device_keys.get((device_ids[block], offset)) == row, f"indexer key {position} is wrong"
 
+    def zero(self, device_ids: list[int] | None) -> None:
+        """What vLLM does to new blocks."""
+        for device_id in device_ids or ():
+            self.device_keys.update({(device_id, offset): ("zeroed",) for offset in range(BLOCK_SIZE)})
+
     def finish(self, metadata: HiSparseMetadata) -> None:
         for device_id, host_id in metadata.saves:
             self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
@@ -142,13 +147,22 @@ class FakeTransport:
         self.finished.append(request.request_id)
 
 
-def scheduler_output(num_scheduled: dict[str, int]) -> SimpleNamespace:
-    """What `build_connector_meta` reads of vLLM's `SchedulerOutput`."""
-    return SimpleNamespace(num_scheduled_tokens=num_scheduled, total_num_scheduled_tokens=sum(num_scheduled.values()))
+def scheduler_output(num_scheduled: dict[str, int], new_block_ids: list[int] | None = None) -> SimpleNamespace:
+    """What `build_connector_meta` reads and changes of vLLM's `SchedulerOutput`."""
+    return SimpleNamespace(
+        num_scheduled_tokens=num_scheduled,
+        total_num_scheduled_tokens=sum(num_scheduled.values()),
+        new_block_ids_to_zero=new_block_ids or None,
+    )
 
 
 class FakeEngine:
-    """First come, first served; the newest running request is preempted first."""
+    """First come, first served; the newest running request is preempted first.
+
+    Args:
+        zeroes_first: whether new blocks are zeroed before the worker half gets its metadata, as Model Runner V2 does, or
+            after it, as V1 does.
+    """
 
     def __init__(
         self,
@@ -159,7 +173,9 @@ class FakeEngine:
         log_request_stats: bool = False,
         transport=None,
         has_indexer: bool = True,
+        zeroes_first: bool = True,
     ):
+        self.zeroes_first = zeroes_first
         kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_indexer=has_indexer)
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats)
@@ -188,9 +204,14 @@ class FakeEngine:
     def step(self, budget: int = 8) -> HiSparseMetadata:
         """Schedule, run and update; returns what the worker was told."""
         scheduled = self.schedule(budget)
-        metadata = self.connector.build_connector_meta(scheduler_output(scheduled))
+        output = scheduler_output(scheduled, self.kv.take_new_block_ids())
+        metadata = self.connector.build_connector_meta(output)
         self.log.append(metadata)
+        if self.zeroes_first:
+            self.worker.zero(output.new_block_ids_to_zero)
         self.worker.apply(metadata)
+        if not self.zeroes_first:
+            self.worker.zero(output.new_block_ids_to_zero)
         batch = [request for request in self.running if request.request_id in scheduled]
         for request in batch:
             first, last = request.num_computed_tokens, request.num_computed_tokens + scheduled[request.request_id]

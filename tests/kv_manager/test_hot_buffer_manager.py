@@ -15,6 +15,7 @@ class HotBufferManagerMachine(RuleBasedStateMachine):
         hot_first=st.booleans(),
         enable_caching=st.sampled_from([True, True, False]),
         has_indexer=st.sampled_from([True, True, False]),
+        zeroes_first=st.booleans(),
     )
     def start(self, **options) -> None:
         self.engine = FakeEngine(transport=FakeTransport(), **options)

@@ -115,6 +115,7 @@ class HiSparseSchedulerConnector:
             self._add_first_decodes(metadata, scheduler_output.num_scheduled_tokens)
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
+        _keep_copied_blocks(scheduler_output, metadata)
         self._record_copies(metadata, scheduler_output.total_num_scheduled_tokens)
         return metadata
 
@@ -265,3 +266,16 @@ class HiSparseSchedulerConnector:
         if self.indexer_manager is not None:
             blocks = self.indexer_manager.req_to_blocks[request_id]
             yield from ((index, blocks[index]) for index in range(first, last))
+
+
+def _keep_copied_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMetadata) -> None:
+    """Take the device blocks that the worker copies before the forward out of those that vLLM zeroes.
+
+    NOTE: Model Runner V2 zeroes before the copies, and a preempted request's last block may already be another's; V1
+    zeroes after them, what was restored included. vLLM zeroes against bytes of another precision: a block that held
+    indexer keys has none that a new owner reads, and a restored one is overwritten as a whole.
+    """
+    copied = {device_id for device_id, _ in metadata.tail_saves} | {device_id for _, device_id in metadata.restores}
+    if copied and scheduler_output.new_block_ids_to_zero:
+        new_block_ids = scheduler_output.new_block_ids_to_zero
+        scheduler_output.new_block_ids_to_zero = [block_id for block_id in new_block_ids if block_id not in copied]
