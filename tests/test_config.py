@@ -34,10 +34,14 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
         ),
         parallel_config=SimpleNamespace(
-            distributed_executor_backend=None, **dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1)
+            distributed_executor_backend=None,
+            use_ubatching=False,
+            num_ubatches=1,
+            **dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1),
         ),
+        use_v2_model_runner=True,
         speculative_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
     )
@@ -208,6 +212,28 @@ def test_refuses_quantised_kv(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 def test_accepts_unquantised_kv(dtype: str) -> None:
     assert HiSparseConfig.from_vllm_config(engine(cache_config__cache_dtype=dtype)).top_k == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "got", "expected"),
+    [
+        (
+            {"parallel_config__use_ubatching": True, "parallel_config__num_ubatches": 2},
+            "--enable-dbo / --ubatch-size",
+            "2",
+            "no microbatches",
+        ),
+        ({"cache_config__prefix_match_unit": 16}, "--prefix-match-unit", "16", "none: prefixes match in whole blocks"),
+        (
+            {"device_config__device_type": "cuda", "use_v2_model_runner": False},
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "False",
+            "Model Runner V2 on cuda",
+        ),
+    ],
+)
+def test_refuses_what_hot_buffers_do_not_support(changes: dict[str, Any], option: str, got: str, expected: str) -> None:
+    check_parts(refusal(**changes), option, got, expected, "Remove")
 
 
 def test_refuses_one_kv_cache_group() -> None:

@@ -361,6 +361,27 @@ def _check_engine(vllm_config: VllmConfig) -> None:
     device = vllm_config.device_config.device_type
     if device not in KV_CACHE_DTYPES:
         raise HiSparseConfigError("device", device, " or ".join(KV_CACHE_DTYPES), f"Remove {CONNECTOR_NAME}.")
+    if device == "cuda" and not vllm_config.use_v2_model_runner:
+        raise HiSparseConfigError(
+            "VLLM_USE_V2_MODEL_RUNNER",
+            False,
+            "Model Runner V2 on cuda",
+            "Remove VLLM_USE_V2_MODEL_RUNNER=0, or the options that vLLM's log names as unsupported by V2.",
+        )
+    if parallel.use_ubatching:
+        raise HiSparseConfigError(
+            "--enable-dbo / --ubatch-size",
+            parallel.num_ubatches,
+            "no microbatches in this release",
+            "Remove it: a step's requests share the hot buffers' state.",
+        )
+    if vllm_config.cache_config.prefix_match_unit is not None:
+        raise HiSparseConfigError(
+            "--prefix-match-unit",
+            vllm_config.cache_config.prefix_match_unit,
+            "none: prefixes match in whole blocks of the host pool",
+            "Remove it.",
+        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise HiSparseConfigError(
             "--disable-hybrid-kv-cache-manager",
