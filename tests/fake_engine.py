@@ -160,8 +160,8 @@ class FakeEngine:
     """First come, first served; the newest running request is preempted first.
 
     Args:
-        zeroes_first: whether new blocks are zeroed before the worker half gets its metadata, as Model Runner V2 does, or
-            after it, as V1 does.
+        zeroes_first: whether new blocks are zeroed before the worker half gets its metadata, as by Model Runner V2, or
+            after it, as by V1.
     """
 
     def __init__(

@@ -137,6 +137,8 @@ class NixlSchedulerTransport:
         missing = [name for name in _REMOTE_PARAMS if not params.get(name)]
         if missing:
             reason = f"lack {', '.join(missing)}"
+        elif request.prompt_token_ids is None:
+            reason = "come with embeddings, of which NIXL does not know the number"
         elif self._num_ranks is not None and params.get("tp_size", 1) != self._num_ranks:
             reason = f"have tp_size {params.get('tp_size', 1)}, and this model's KV heads lie as with {self._num_ranks}"
         if reason:
