@@ -203,6 +203,21 @@ def test_the_device_hit_is_capped_by_the_host(engine: FakeEngine) -> None:
     engine.run_to_end()
 
 
+def test_a_block_is_saved_again_when_its_last_token_is_taken_back() -> None:
+    """A streaming session ends a turn while the step after its last token runs, and goes on with another token."""
+    engine = FakeEngine()
+    request = engine.add("a", PROMPT[: BLOCK_SIZE - 1], max_tokens=12)
+    engine.step()
+    saves = engine.step().saves
+    assert len(saves) == 1 and request.num_computed_tokens == BLOCK_SIZE
+    del request._all_token_ids[BLOCK_SIZE - 1 :], request._output_token_ids[:], request.block_hashes[:]
+    request.append_output_token_ids(5)
+    request.num_computed_tokens = BLOCK_SIZE - 1
+    assert engine.step().saves == saves
+    engine.run_to_end()
+    engine.check_idle()
+
+
 # Preemption, restores
 
 

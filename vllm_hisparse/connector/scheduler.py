@@ -227,6 +227,7 @@ class HiSparseSchedulerConnector:
             metadata.tables[state.handle] = (state.num_sent_blocks, host_ids[state.num_sent_blocks :])
             state.num_sent_blocks = len(host_ids)
         num_full, tail = divmod(num_tokens, self.layout.block_size)
+        state.num_saved_blocks = min(state.num_saved_blocks, request.num_computed_tokens // self.layout.block_size)
         for index, block in self._device_blocks(request_id, state.num_saved_blocks, num_full):
             metadata.saves.append((block.block_id, host_ids[index]))
         state.num_saved_blocks = max(state.num_saved_blocks, num_full)

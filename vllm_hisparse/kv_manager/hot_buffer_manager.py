@@ -32,6 +32,7 @@ class RequestBlocks:
         handle: its first hot block, which names the request on the worker.
         num_reserved_tokens: tokens its host blocks hold.
         num_matched_tokens: tokens the host held when it was admitted.
+        num_tokens: tokens it was last given room for.
         next_event: number of tokens at which a block becomes full or a new one is begun.
         num_sent_blocks: host blocks the worker knows; 0 before the request first runs.
         num_saved_blocks: leading blocks whose indexer keys are on the host.
@@ -43,6 +44,7 @@ class RequestBlocks:
     handle: int
     num_reserved_tokens: int
     num_matched_tokens: int = 0
+    num_tokens: int = 0
     next_event: int = 0
     num_sent_blocks: int = 0
     num_saved_blocks: int = 0
@@ -141,10 +143,12 @@ class HotBufferManager(CircularBufferManager):
         if num_tokens > state.num_reserved_tokens:
             self.host_pool.grow(request_id, num_tokens)
             state.num_reserved_tokens = len(self.host_pool.block_ids(request_id)) * self.block_size
-        if num_tokens >= state.next_event:
+        # NOTE: no more than before: a streaming session went back over what a step in flight had computed.
+        if num_tokens >= state.next_event or num_tokens <= state.num_tokens:
             self.changed[request_id] = None
             tail = num_tokens % self.block_size
             state.next_event = num_tokens + (self.block_size - tail if tail else 1)
+        state.num_tokens = num_tokens
         return new_blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
