@@ -79,7 +79,7 @@ __device__ inline void scan_warps(const uint64_t* sums, int warp, int lane, Tall
     before = Tally::unpack(warp > 0 ? previous : 0);
 }
 
-// Rank of this lane, if it is `chosen`, among the lanes that are; `before`: how many precede the warp, then the next one.
+// Rank of this lane, if it is `chosen`, among the lanes that are; `before`: how many precede this round, then the next.
 __device__ inline int take_rank(bool chosen, int lane, int& before) {
     const uint32_t mask = __ballot_sync(kAllLanes, chosen);
     const int rank = before + __popc(mask & ((1u << lane) - 1));

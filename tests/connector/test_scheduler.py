@@ -203,9 +203,11 @@ def test_the_device_hit_is_capped_by_the_host(engine: FakeEngine) -> None:
     engine.run_to_end()
 
 
-def test_a_block_is_saved_again_when_its_last_token_is_taken_back() -> None:
-    """A streaming session ends a turn while the step after its last token runs, and goes on with another token."""
-    engine = FakeEngine()
+def take_back(engine: FakeEngine) -> tuple[Request, list[tuple[int, int]]]:
+    """A streaming session ends a turn while the step after its last token runs, and goes on with another token.
+
+    Returns the request, whose first block is one token short again, and what was saved of it.
+    """
     request = engine.add("a", PROMPT[: BLOCK_SIZE - 1], max_tokens=12)
     engine.step()
     saves = engine.step().saves
@@ -213,9 +215,23 @@ def test_a_block_is_saved_again_when_its_last_token_is_taken_back() -> None:
     del request._all_token_ids[BLOCK_SIZE - 1 :], request._output_token_ids[:], request.block_hashes[:]
     request.append_output_token_ids(5)
     request.num_computed_tokens = BLOCK_SIZE - 1
+    return request, saves
+
+
+def test_a_block_is_saved_again_when_its_last_token_is_taken_back() -> None:
+    engine = FakeEngine()
+    _, saves = take_back(engine)
     assert engine.step().saves == saves
     engine.run_to_end()
     engine.check_idle()
+
+
+def test_a_block_whose_last_token_was_taken_back_is_not_published() -> None:
+    engine = FakeEngine()
+    request, _ = take_back(engine)
+    assert len(request.block_hashes) == 1
+    engine.abort(request)
+    assert num_published(engine, request) == 0
 
 
 # Preemption, restores

@@ -18,8 +18,8 @@ DEVICE_KV_BYTES = 2 << 30
 HOST_POOL_GIB = 2.0
 DEVICE_BUFFER_SIZE = 4096
 START_TIMEOUT_S = 400
-# Rounding moves a logprob by this much in the mean of a run's requests; where the two best tokens are closer than a
-# tie, it may swap them. Full KV with another chunk size differs from full KV as much: by 0.03, with ties of up to 0.4.
+# Rounding moves a logprob by this much in the mean of a run's tokens; where the two best tokens are closer than a tie,
+# it may swap them. Full KV with another chunk size differs from full KV by 0.03 at most, with ties of up to 0.4.
 MEAN_TOLERANCE = 0.06
 TIE_MARGIN = 0.75
 MIN_SAME_SHARE = 0.4
@@ -118,6 +118,7 @@ def assert_same_but_ties(
     for index, request in enumerate(found):
         assert request["margin"] is None or request["margin"] <= TIE_MARGIN, f"request {index}: {request}"
     num_same = sum(request["same"] for request in found)
+    assert num_same > 0, "every request differs from its first token on"
     mean = sum(request["mean_difference"] * request["same"] for request in found) / num_same
     assert mean <= MEAN_TOLERANCE, f"logprobs differ by {mean} in the mean"
     if control is not None:

@@ -17,7 +17,7 @@ COUNTERS = {
     "cache_hits": "Number of selected KV rows found in hot buffers.",
     "cache_misses": "Number of selected KV rows copied from the host pool.",
     "host_to_device_bytes": "Bytes copied from the host pool: missed rows and restored indexer keys.",
-    "prefill_staged_bytes": "Bytes of prompts' history copied from the host pool for their next chunks.",
+    "prefill_staged_bytes": "Bytes of prompts copied from the host pool for their next chunks or an algorithm.",
     "device_to_host_bytes": "Bytes copied to the host pool: new rows and indexer keys.",
     "host_prefix_tokens": "Number of tokens served from the host pool instead of being computed.",
     "resumed_requests": "Number of preempted requests that resumed.",

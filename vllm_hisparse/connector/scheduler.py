@@ -136,8 +136,10 @@ class HiSparseSchedulerConnector:
         """Forget a request; its blocks come back through the managers."""
         if self.request_log:
             self.request_log.ended(request.request_id, request.num_prompt_tokens)
-        if request.request_id in self.hot_manager.states:
-            self._publish(request, self.hot_manager.states[request.request_id])
+        state = self.hot_manager.states.get(request.request_id)
+        if state is not None:
+            self._forget_what_was_taken_back(request, state)
+            self._publish(request, state)
         self.hot_manager.forget(request.request_id)
         if self.transport:
             self.transport.request_finished(request)
@@ -227,7 +229,7 @@ class HiSparseSchedulerConnector:
             metadata.tables[state.handle] = (state.num_sent_blocks, host_ids[state.num_sent_blocks :])
             state.num_sent_blocks = len(host_ids)
         num_full, tail = divmod(num_tokens, self.layout.block_size)
-        state.num_saved_blocks = min(state.num_saved_blocks, request.num_computed_tokens // self.layout.block_size)
+        self._forget_what_was_taken_back(request, state)
         for index, block in self._device_blocks(request_id, state.num_saved_blocks, num_full):
             metadata.saves.append((block.block_id, host_ids[index]))
         state.num_saved_blocks = max(state.num_saved_blocks, num_full)
@@ -235,6 +237,11 @@ class HiSparseSchedulerConnector:
         for _, block in self._device_blocks(request_id, num_full, num_full + bool(tail)):
             state.tail_block_id = block.block_id
         self._publish(request, state)
+
+    def _forget_what_was_taken_back(self, request: Request, state: RequestBlocks) -> None:
+        """A streaming session's next turn may begin before the last token that was computed; its block is not saved."""
+        num_full = request.num_computed_tokens // self.layout.block_size
+        state.num_saved_blocks = min(state.num_saved_blocks, num_full)
 
     def _add_first_decodes(self, metadata: HiSparseMetadata, num_scheduled: dict[str, int]) -> None:
         """Say which requests begin to decode: their prompt's keys must be represented by then, whoever wrote them."""
@@ -273,8 +280,8 @@ def _keep_copied_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMet
     """Take the device blocks that the worker copies before the forward out of those that vLLM zeroes.
 
     NOTE: Model Runner V2 zeroes before the copies, and a preempted request's last block may already be another's; V1
-    zeroes after them, what was restored included. vLLM zeroes against bytes of another precision: a block that held
-    indexer keys has none that a new owner reads, and a restored one is overwritten as a whole.
+    zeroes after them, what was restored included. vLLM zeroes against bytes of another precision. Only indexer blocks
+    are in its list, so a block spared passes from indexer keys to indexer keys.
     """
     copied = {device_id for device_id, _ in metadata.tail_saves} | {device_id for _, device_id in metadata.restores}
     if copied and scheduler_output.new_block_ids_to_zero:
