@@ -127,8 +127,8 @@ def write_result(
 
 
 def command(ctx: typer.Context, module: str) -> str:
-    """The running command with every option spelled out, except what is the default place of its result and whether it
-    goes on; paths without place."""
+    """The running command with every option spelled out, except `--resume` and a default `--output`; paths without
+    place."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
         is_default_place = name == "output" and ctx.get_parameter_source(name) == ParameterSource.DEFAULT
