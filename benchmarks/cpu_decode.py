@@ -170,7 +170,7 @@ class HotKV:
         metadata = self.builder.build(0, common_metadata(self.hot_table, inputs.newest))
         outputs = []
         for impl, _, query, new_rows, top_k in layer_inputs(self.impls, self.impls, inputs):
-            impl.set_new_rows(*split_rows(new_rows))
+            impl.new_rows = split_rows(new_rows)
             outputs.append(attend(impl, None, query, top_k, metadata))
         self.worker.bind_metadata(HiSparseMetadata())
         self.worker.finish_step()

@@ -162,24 +162,44 @@ def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
     return int(quest.state_bytes_per_token * max_tokens * num_layers * (args["max_num_seqs"] + 1))
 
 
-def serve_cases(connection: Connection, system: str, job: dict[str, Any]) -> None:
-    """Load one system in this process, then measure every case that comes; None says that it is ready, or ends it."""
+def load_engine(system: str, job: dict[str, Any]) -> Any:
+    """One system in this process: `vllm.LLM`."""
     # The engine in this process, so that its scheduler can be watched.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    llm = LLM(**engine_args(system, job))
+    return LLM(**engine_args(system, job))
+
+
+def run_case(llm: Any, watch: Callable[[Any], None], context: int, requests: int, max_tokens: int) -> None:
+    """Complete so many random prompts at once.
+
+    Args:
+        llm: from `load_engine`.
+        watch: `attach` of a clock; it is detached at the end.
+        context: tokens of a prompt.
+        requests: prompts.
+        max_tokens: to generate for each.
+    """
+    from vllm import SamplingParams
+
+    source = random.Random(context)
+    prompts = [{"prompt_token_ids": source.choices(VOCABULARY, k=context)} for _ in range(requests)]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    params = SamplingParams(max_tokens=job["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
+    update = scheduler.update_from_output
+    watch(scheduler)
+    llm.generate(prompts, params, use_tqdm=False)
+    scheduler.update_from_output = update
+
+
+def serve_cases(connection: Connection, system: str, job: dict[str, Any]) -> None:
+    """Load one system in this process, then measure every case that comes; None says that it is ready, or ends it."""
+    llm = load_engine(system, job)
     connection.send(None)
     for context, requests in iter(connection.recv, None):
-        source = random.Random(context)
-        prompts = [{"prompt_token_ids": source.choices(VOCABULARY, k=context)} for _ in range(requests)]
         clock, before = StepClock(), counters()
-        update = scheduler.update_from_output
-        clock.attach(scheduler)
-        llm.generate(prompts, params, use_tqdm=False)
-        scheduler.update_from_output = update
+        run_case(llm, clock.attach, context, requests, job["max_tokens"])
         connection.send(describe(system, job, context, requests) | clock.summary() | moved(before, counters()))
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
 from vllm_hisparse.attention.base import with_class
@@ -18,16 +19,23 @@ from vllm_hisparse.config import HiSparseConfigError
 
 
 class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
-    """The fused attention layer of vLLM's CUDA model class over a hot buffer."""
+    """The fused attention layer of vLLM's CUDA model class over a hot buffer.
+
+    Where every token of a step decodes, the fused norm and rotary kernel writes the newest rows to their hot rows;
+    otherwise `forward_mqa` writes them, which knows what becomes of each request's rows.
+    """
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        # NOTE: without a cache the fused norm and rotary kernel writes none; `forward_mqa` writes the rows.
         self.kv_cache = None
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        # NOTE: the fused kernel takes a token without a slot for padding and skips its indexer key, too. Hot buffers
-        # have no slots, so it gets the indexer's.
         slot_mapping = get_forward_context().slot_mapping
+        if self._decodes_only(len(positions)):
+            self.kv_cache, slot_mapping[self.layer_name] = self.impl.newest_rows(len(positions))
+            return super().forward(positions, hidden_states)
+        # NOTE: without a cache the fused kernel writes no rows. It takes a token without a slot for padding and skips
+        # its indexer key, too, so it gets the indexer's slots.
+        self.kv_cache = None
         if self.indexer is not None and self.indexer.k_cache.prefix in slot_mapping:
             slot_mapping[self.layer_name] = slot_mapping[self.indexer.k_cache.prefix]
         return super().forward(positions, hidden_states)
@@ -46,10 +54,19 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         k_pe: torch.Tensor,
         *args: Any,
     ) -> None:
-        self.impl.set_new_rows(kv_c, k_pe)
+        self.impl.new_rows = None if self._decodes_only(len(positions)) else (kv_c, k_pe)
         super()._sparse_indexer_and_attn(
             positions, q_c, q_nope, q_pe, index_q_fp8, index_k, index_weights_out, kv_c, k_pe, *args
         )
+
+    def _decodes_only(self, num_tokens: int) -> bool:
+        """Whether each of so many tokens is the only one of its request.
+
+        NOTE: never in a piecewise graph, which replays the fused kernel as it was captured for any batch of its size.
+        """
+        metadata, *_ = get_attention_context(self.layer_name)
+        is_piecewise = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+        return metadata is not None and metadata.num_decodes == num_tokens and not is_piecewise
 
 
 HOT_LAYERS = {DeepseekV32Attention: HotDeepseekV32Attention, MLAAttention: HotMLAAttention}

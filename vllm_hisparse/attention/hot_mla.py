@@ -38,7 +38,7 @@ class HotMLAAttention(HotBufferLayer, MLAAttention):
 
     def forward_impl(self, q: torch.Tensor, k_c_normed: torch.Tensor, k_pe: torch.Tensor, *args: Any, **kwargs: Any):
         # NOTE: not through the KV cache update, whose Python code a piecewise CUDA graph does not replay.
-        self.impl.set_new_rows(k_c_normed, k_pe)
+        self.impl.new_rows = k_c_normed, k_pe
         return super().forward_impl(q, k_c_normed, k_pe, *args, **kwargs)
 
 
@@ -46,7 +46,14 @@ class HotMLAImpl:
     """Mixin of an MLA implementation: storage of one layer.
 
     `bind` is called once, when vLLM has allocated the layer's cache.
+
+    Attributes:
+        new_rows: of the step's tokens, [tokens, kv_lora_rank] and [tokens, 1, qk_rope_head_dim] or [tokens,
+            qk_rope_head_dim]; the layer sets them before `forward_mqa`, which knows whose they are and writes them.
+            None where the layer has written them itself.
     """
+
+    new_rows: tuple[torch.Tensor, torch.Tensor] | None
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.
@@ -61,16 +68,8 @@ class HotMLAImpl:
         self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
         hot_buffer.add_layer(self.hot, self.host_rows)
 
-    def set_new_rows(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> None:
-        """Hand over the step's new rows before `forward_mqa`, which knows whose they are.
-
-        Args:
-            kv_c: [tokens, kv_lora_rank]. k_pe: [tokens, 1, qk_rope_head_dim] or [tokens, qk_rope_head_dim].
-        """
-        self.new_rows = kv_c, k_pe
-
     def begin_layer(self) -> None:
-        """Called by every layer before it decodes: the first one finds the newest rows, in a CUDA graph, too."""
+        """Called by every layer before it writes new rows: the first one finds where to, in a CUDA graph, too."""
         if self.layer_index == 0:
             self.hot_buffer.find_newest_rows(self.hot)
 

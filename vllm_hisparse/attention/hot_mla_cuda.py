@@ -150,15 +150,25 @@ class HotMLACudaImpl(HotMLAImpl):
         return out, None
 
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        self.begin_layer()
+        if self.new_rows is not None:
+            cache, slots = self.newest_rows(metadata.num_decodes)
+            self._write(self.new_rows, cache, slots, layer)
         out = self._decode(q, metadata, layer)
         self.end_layer()
         return out
 
+    def newest_rows(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the new rows of decoding requests go.
+
+        Returns:
+            Hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it, [num_decodes] int64,
+            -1 for padding.
+        """
+        self.begin_layer()
+        return self.hot.rows.unsqueeze(1), self.hot_buffer.newest_rows[:num_decodes]
+
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        """Write the newest rows, then attend over hot rows; `_hot_selection` swaps them in on the way."""
-        slots = self.hot_buffer.newest_rows[: metadata.num_decodes]
-        self._write(self.new_rows, self.hot.rows.unsqueeze(1), slots, layer)
+        """Attend over hot rows; `_hot_selection` swaps them in on the way."""
         return super().forward_mqa(q, self.decode_cache, metadata.decode, layer)[0]
 
     def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
@@ -212,8 +222,6 @@ class HotFlashMLAImpl(HotMLACudaImpl, FlashMLASparseImpl):
 
 class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        slots = self.hot_buffer.newest_rows[: metadata.num_decodes]
-        self._write(self.new_rows, self.decode_cache, slots, layer)
         selection = self._hot_selection(self.topk_indices_buffer[: len(q[0])])
         return self._run_mqa_kernel(*q, self.hot.rows, *selection, self.decode_block_size, cache_is_flat=True)
 
