@@ -8,9 +8,11 @@ __global__ void __launch_bounds__(kNumThreads) newest_rows_kernel(
 ) {
     const int batch_row = blockIdx.x * kNumThreads + threadIdx.x;
     if (batch_row >= tables.batch) return;
-    const int32_t newest = tables.seq_lens[batch_row] - 1;
-    const int32_t slot = newest_slot(newest, num_slots);
-    const int64_t row = newest < 0 ? -1 : flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);
+    const int32_t seq_len = tables.seq_lens[batch_row];
+    const int32_t first_block = tables.hot_tables[batch_row * tables.hot_table_stride];
+    const bool is_padding = state_row(tables, first_block, seq_len) < 0;
+    const int32_t slot = newest_slot(seq_len - 1, num_slots);
+    const int64_t row = is_padding ? -1 : flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);
     out[batch_row] = in_range(row, hot.num_rows) ? row : -1;
 }
 

@@ -142,6 +142,7 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
 
 def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:
     buffer = make_buffer()
+    buffer.extend_table(3, 0, [1])
     for newest, slot in [(0, 0), (5, 5), (6, 6), (20, 6)]:
         buffer.begin_decode(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32))
         buffer.find_newest_rows(HOT)

@@ -191,13 +191,12 @@ class Simulation:
 
     def write_newest(self, requests: list[int], tables: StepTables) -> None:
         newest = torch.full((len(requests) + 2,), 77)
-        stale = StepTables(torch.full_like(self.state_rows, -1), tables.hot_tables, tables.seq_lens, *self.host_args)
-        self.ops.newest_rows(stale, self.shape.num_slots, self.hot_rows, newest)
+        self.ops.newest_rows(tables, self.shape.num_slots, self.hot_rows, newest)
         for row, request in enumerate(requests):
             position = self.lengths[request]
             assert newest[row] == self.hot_index(request, min(position, self.shape.num_slots))
             self.hot_rows.rows[newest[row]] = torch.tensor(expected_row(request, position))
-        assert newest[-1] == 77
+        assert newest[-2:].tolist() == [-1, 77]
 
     @property
     def host_args(self) -> tuple[torch.Tensor, int]:
@@ -312,13 +311,13 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
     assert torch.equal(simulation.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1))
 
 
-@pytest.mark.parametrize("stale", [0, -3])
-def test_newest_rows_of_padding(stale: int) -> None:
+@pytest.mark.parametrize(("seq_len", "has_request"), [(0, True), (-3, True), (5, False)])
+def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=20, seeded=False), 0)
     tables = StepTables(
-        simulation.state_rows,
+        simulation.state_rows if has_request else torch.full_like(simulation.state_rows, -1),
         simulation.hot_tables[:1],
-        torch.tensor([stale], dtype=torch.int32),
+        torch.tensor([seq_len], dtype=torch.int32),
         *simulation.host_args,
     )
     out = torch.full((2,), 77)

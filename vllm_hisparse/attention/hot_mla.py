@@ -48,11 +48,13 @@ class HotMLAImpl:
     `bind` is called once, when vLLM has allocated the layer's cache.
 
     Attributes:
+        hot_buffer: state shared by all layers; None before `bind`.
         new_rows: of the step's tokens, [tokens, kv_lora_rank] and [tokens, 1, qk_rope_head_dim] or [tokens,
             qk_rope_head_dim]; the layer sets them before `forward_mqa`, which knows whose they are and writes them.
             None where the layer has written them itself.
     """
 
+    hot_buffer: MLAHotBuffer | None = None
     new_rows: tuple[torch.Tensor, torch.Tensor] | None
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:

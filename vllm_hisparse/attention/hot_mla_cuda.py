@@ -65,7 +65,9 @@ class HotMLAMetadataBuilder:
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> HotMLAMetadata:
+    ) -> HotMLAMetadata | None:
+        if self._impl.hot_buffer is None:
+            return None  # NOTE: layers without storage: vLLM captures graphs to see how much memory those take.
         common = common_attn_metadata
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, num_prefills)

@@ -87,7 +87,9 @@ class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedGqaMetadata:
+    ) -> PagedGqaMetadata | None:
+        if self._impl.hot_buffer is None:
+            return None  # NOTE: layers without storage: vLLM captures graphs to see how much memory those take.
         common = common_attn_metadata
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
@@ -139,7 +141,12 @@ class PagedGqaImpl(FlashAttentionImpl):
     """Attends over hot units when a request decodes, over staged blocks when it prefills.
 
     `bind` is called once, when the connector has allocated the host pool.
+
+    Attributes:
+        hot_buffer: state shared by all layers; None before `bind`.
     """
+
+    hot_buffer: PagedHotBuffer | None = None
 
     def bind(self, hot_buffer: PagedHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.

@@ -82,7 +82,7 @@ class HotBuffer:
         state_rows: [num_device_blocks] int32 row of each handle's part, -1 elsewhere.
         counts: hits and misses.
         staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
-        newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position.
+        newest_rows: [max_batch] int64 flat hot row of each decoding request's newest position, -1 for padding.
         resolved: output of the last `swap_in`.
         decode_tables: of the running step's decoding requests.
     """

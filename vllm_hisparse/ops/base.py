@@ -226,10 +226,10 @@ class SwapInOps(ABC):
         """Flat hot row of each request's newest position: the slot mapping of a decode step.
 
         Args:
-            tables: of the step; `state_rows` may be stale, so that only the hot block table decides.
+            tables: of the step.
             num_slots: hot slots per request, the reserved one not counted.
             hot_rows: of any layer.
-            out: [>= batch] int64, the first `batch` written; -1 where `seq_lens` is below 1.
+            out: [>= batch] int64, the first `batch` written; -1 for padding.
         """
 
     @abstractmethod

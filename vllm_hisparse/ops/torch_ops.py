@@ -103,8 +103,10 @@ class TorchSwapInOps(SwapInOps):
 
     def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)
-        rows = _newest_hot_rows(tables, torch.arange(batch, device=out.device), num_slots, hot_rows)
-        out[:batch] = rows.where(rows < len(hot_rows.rows), -1)
+        live, _ = _requests_of(tables, batch, len(tables.host_tables))
+        rows = _newest_hot_rows(tables, live, num_slots, hot_rows)
+        out[:batch] = -1
+        out[live] = rows.where(rows < len(hot_rows.rows), -1)
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
