@@ -55,7 +55,10 @@ class StepProfile(StepClock):
         scheduler.update_from_output = profiled
 
     def summary(self) -> dict[str, Any]:
-        """A step's time without the profiler, its time on the device, launches, and both by kernel."""
+        """A step's time without the profiler, its time on the device, launches, and both by kernel.
+
+        NOTE: kernels overlap where a launch does not wait for the one before, so that their sum is more than the step.
+        """
         steps = np.array(self.seconds[WARM_UP_STEPS : WARM_UP_STEPS + NUM_STEPS]) * 1e6
         p10, p50, p90 = np.percentile(steps, (10, 50, 90)).round(1).tolist()
         kernels = self.kernels()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,12 @@ def test_block_tables_of_no_request_give_zeros(algorithm: type[SparseAlgorithm])
 def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
     out = torch.full((2, NUM_HEADS, HEAD_SIZE), float("nan"))
     assert not layer.impl.forward(None, out, out, out, None, None, out).any()
+
+
+def test_layers_without_storage_get_no_metadata() -> None:
+    """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
+    builder = SimpleNamespace(_impl=object.__new__(paged_gqa_cuda.PagedGqaImpl))
+    assert paged_gqa_cuda.PagedGqaMetadataBuilder.build(builder, 0, None) is None
 
 
 def test_other_versions_of_flash_attention_are_refused() -> None:

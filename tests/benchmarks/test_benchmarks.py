@@ -111,6 +111,23 @@ def test_engines_of_the_decode_benchmark_take_turns(
     assert not any(engine._process.is_alive() for engine in engines)
 
 
+def test_the_profile_of_a_step_adds_up_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    module = importlib.import_module("benchmarks.decode_profile")
+    steps, on_device, on_host = module.NUM_STEPS, torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    profile = module.StepProfile()
+    profile.seconds = [9.0] * module.WARM_UP_STEPS + [0.001] * (steps - 1) + [0.5] + [9.0] * steps
+    found = [("b", 2.0, on_device), ("a", 3.0, on_device), ("b", 4.0, on_device), ("a", 100.0, on_host)]
+    events = [
+        SimpleNamespace(name=name, device_type=where, time_range=SimpleNamespace(elapsed_us=lambda us=us: us))
+        for name, us, where in found
+    ]
+    profile._profiler = SimpleNamespace(events=lambda: events * steps)
+    summary = profile.summary()
+    assert summary["kernels"] == [{"name": "b", "launches": 2, "us": 6.0}, {"name": "a", "launches": 1, "us": 3.0}]
+    assert (summary["device_us"], summary["launches"], summary["step_us_p50"]) == (9.0, 3, 1000.0)
+
+
 def test_the_decode_benchmark_counts_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     decode = importlib.import_module("benchmarks.decode")
