@@ -1,6 +1,6 @@
 """Engines that start as `vllm serve` does by default: vLLM measures what a model needs before there is a KV cache.
 
-It runs the model and captures its CUDA graphs once without any storage, and again when the hot buffers have theirs.
+It captures CUDA graphs once before there is a connector, and again when hot buffers have their storage.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from vllm_hisparse.config import HiSparseConfigError
 class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
     """The fused attention layer of vLLM's CUDA model class over a hot buffer.
 
-    Where every token of a step decodes, the fused norm and rotary kernel writes the newest rows to their hot rows;
-    otherwise `forward_mqa` writes them, which knows what becomes of each request's rows.
+    Where every token of a step decodes, the fused norm and rotary kernel writes the newest rows to the hot buffer;
+    otherwise, and in piecewise graphs, `forward_mqa` writes them, which knows what becomes of each request's rows.
     """
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -30,8 +30,8 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         slot_mapping = get_forward_context().slot_mapping
-        if self._decodes_only(len(positions)):
-            self.kv_cache, slot_mapping[self.layer_name] = self.impl.newest_rows(len(positions))
+        if self._kernel_writes_rows(len(positions)):
+            self.kv_cache, slot_mapping[self.layer_name] = self.impl.newest_slots(len(positions))
             return super().forward(positions, hidden_states)
         # NOTE: without a cache the fused kernel writes no rows. It takes a token without a slot for padding and skips
         # its indexer key, too, so it gets the indexer's slots.
@@ -54,15 +54,16 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         k_pe: torch.Tensor,
         *args: Any,
     ) -> None:
-        self.impl.new_rows = None if self._decodes_only(len(positions)) else (kv_c, k_pe)
+        self.impl.new_rows = None if self._kernel_writes_rows(len(positions)) else (kv_c, k_pe)
         super()._sparse_indexer_and_attn(
             positions, q_c, q_nope, q_pe, index_q_fp8, index_k, index_weights_out, kv_c, k_pe, *args
         )
+        self.impl.new_rows = None
 
-    def _decodes_only(self, num_tokens: int) -> bool:
-        """Whether each of so many tokens is the only one of its request.
+    def _kernel_writes_rows(self, num_tokens: int) -> bool:
+        """Whether the fused kernel writes the rows of a step of so many tokens: each is the only one of its request.
 
-        NOTE: never in a piecewise graph, which replays the fused kernel as it was captured for any batch of its size.
+        NOTE: never in a piecewise graph, which replays the kernel as it was captured for any batch of its size.
         """
         metadata, *_ = get_attention_context(self.layer_name)
         is_piecewise = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
@@ -36,10 +37,25 @@ class HotBufferLayer:
 class HotMLAAttention(HotBufferLayer, MLAAttention):
     """`MLAAttention` of vLLM's generic model classes over a hot buffer."""
 
-    def forward_impl(self, q: torch.Tensor, k_c_normed: torch.Tensor, k_pe: torch.Tensor, *args: Any, **kwargs: Any):
+    def forward_impl(
+        self,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata | None,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            # NOTE: vLLM allocates here what its dense prefill may need, which hot buffers never take.
+            return output.fill_(0)
         # NOTE: not through the KV cache update, whose Python code a piecewise CUDA graph does not replay.
         self.impl.new_rows = k_c_normed, k_pe
-        return super().forward_impl(q, k_c_normed, k_pe, *args, **kwargs)
+        out = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
+        self.impl.new_rows = None
+        return out
 
 
 class HotMLAImpl:
@@ -50,12 +66,12 @@ class HotMLAImpl:
     Attributes:
         hot_buffer: state shared by all layers; None before `bind`.
         new_rows: of the step's tokens, [tokens, kv_lora_rank] and [tokens, 1, qk_rope_head_dim] or [tokens,
-            qk_rope_head_dim]; the layer sets them before `forward_mqa`, which knows whose they are and writes them.
-            None where the layer has written them itself.
+            qk_rope_head_dim]; the layer sets them around `forward_mqa`, which knows whose they are and writes them.
+            None where the layer has written them itself, and between steps.
     """
 
     hot_buffer: MLAHotBuffer | None = None
-    new_rows: tuple[torch.Tensor, torch.Tensor] | None
+    new_rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.
@@ -71,7 +87,7 @@ class HotMLAImpl:
         hot_buffer.add_layer(self.hot, self.host_rows)
 
     def begin_layer(self) -> None:
-        """Called by every layer before it writes new rows: the first one finds where to, in a CUDA graph, too."""
+        """Called by every layer before decoding requests' new rows are written: the first one finds where to."""
         if self.layer_index == 0:
             self.hot_buffer.find_newest_rows(self.hot)
 

@@ -118,8 +118,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
 
     def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
         """Write the newest rows, swap in what is missing, attend over hot rows only."""
-        # NOTE: row 0 is of vLLM's null block: for padding.
-        self.hot.rows[self.hot_buffer.newest_rows[: len(query)].clamp_min(0)] = new_rows
+        self.hot.rows[self.hot_buffer.newest_rows[: len(query)]] = new_rows
         resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
         selected = resolved.hot_rows[: len(query)]
         return self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])

@@ -67,7 +67,7 @@ class HotMLAMetadataBuilder:
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotMLAMetadata | None:
         if self._impl.hot_buffer is None:
-            return None  # NOTE: layers without storage: vLLM captures graphs to see how much memory those take.
+            return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
         common = common_attn_metadata
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, num_prefills)
@@ -153,14 +153,14 @@ class HotMLACudaImpl(HotMLAImpl):
 
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         if self.new_rows is not None:
-            cache, slots = self.newest_rows(metadata.num_decodes)
+            cache, slots = self.newest_slots(metadata.num_decodes)
             self._write(self.new_rows, cache, slots, layer)
         out = self._decode(q, metadata, layer)
         self.end_layer()
         return out
 
-    def newest_rows(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the new rows of decoding requests go.
+    def newest_slots(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the new rows of decoding requests go; called once per layer and step, the first layer finds it.
 
         Returns:
             Hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it, [num_decodes] int64,

@@ -89,7 +89,7 @@ class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedGqaMetadata | None:
         if self._impl.hot_buffer is None:
-            return None  # NOTE: layers without storage: vLLM captures graphs to see how much memory those take.
+            return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
         common = common_attn_metadata
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
