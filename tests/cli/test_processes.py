@@ -215,9 +215,10 @@ def test_calms_only_threads_that_never_sleep(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_stop_the_members(tmp_path: Path, signum: int) -> None:
     code = f"""
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
     from vllm_hisparse.cli.processes import EngineProcess, ProcessGroup
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with ProcessGroup(grace_s=0.5) as group:
         print(group.start(EngineProcess("a", [sys.executable, "-c", {STUBBORN!r}], Path("a.log"))).pid, flush=True)
         time.sleep(60)
