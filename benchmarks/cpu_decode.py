@@ -28,8 +28,8 @@ from benchmarks.common import (
     track,
     write_result,
 )
-from vllm_hisparse.attention.hot_mla_cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
-from vllm_hisparse.attention.sparse_mla_cpu import SparseMLACpuImpl, SparseMLACpuMetadataBuilder
+from vllm_hisparse.attention.mla.cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
+from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuImpl, SparseMLACpuMetadataBuilder
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector

@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 from benchmarks.common import RESULTS, Samples, device_groups, show, spread, track, write_result
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
-from vllm_hisparse.kv_manager.hot_buffer_manager import HotBufferManager
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.layout import BLOCK_SIZE
 
 NUM_LAYERS, TOP_K = 61, 2048  # DeepSeek-V3.2
@@ -77,7 +77,7 @@ class Scheduler:
         num_blocks = num_requests * (-(-(num_tokens + num_steps) // BLOCK_SIZE) + 2)
         num_hot_blocks = num_requests * groups.hot_spec.blocks_per_request
         pool = BlockPool(num_blocks + num_hot_blocks + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
-        self.hot_manager = HotBufferManager(
+        self.hot_manager = HotBlockManager(
             groups.hot_spec, block_pool=pool, enable_caching=True, kv_cache_group_id=0, scheduler_block_size=BLOCK_SIZE
         )
         self.indexer_manager = FakeIndexerManager(pool)

@@ -18,14 +18,14 @@ from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.hot_buffer_manager import register_hot_buffer_manager
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
 NUM_HOT_BLOCKS = 2
 
-register_hot_buffer_manager()
+register_hot_block_manager()
 init_none_hash(sha256)
 
 

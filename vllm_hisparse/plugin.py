@@ -16,7 +16,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from vllm_hisparse.config import CONNECTOR_NAME
-    from vllm_hisparse.kv_manager.hot_buffer_manager import register_hot_buffer_manager
+    from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
     from vllm_hisparse.lifetime import end_with_parent
 
     end_with_parent()
@@ -24,7 +24,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector"
         )
-    register_hot_buffer_manager()
+    register_hot_block_manager()
     if current_platform.is_cpu():
         _register_cpu_layers()
     elif current_platform.is_cuda():
@@ -34,11 +34,12 @@ def register() -> None:
 def _register_cpu_layers() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_hisparse.attention import mla_wrapper_cpu, sparse_mla_cpu  # noqa: F401 (registers on import)
+    from vllm_hisparse.attention import mla_wrapper_cpu  # noqa: F401 (registers on import)
+    from vllm_hisparse.attention.mla import full_kv_cpu
     from vllm_hisparse.platform.cpu import FULL_KV_BACKEND
 
-    if sparse_mla_cpu.BACKEND_NAME not in AttentionBackendEnum.__members__:
-        register_backend(sparse_mla_cpu.BACKEND_NAME, FULL_KV_BACKEND)
+    if full_kv_cpu.BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(full_kv_cpu.BACKEND_NAME, FULL_KV_BACKEND)
 
 
 def _register_cuda_models() -> None:

@@ -7,7 +7,7 @@ from vllm.v1.request import Request
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT, HiSparseSchedulerConnector
-from vllm_hisparse.kv_manager.hot_buffer_manager import RequestBlocks
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import RequestBlocks
 
 PROMPT = list(range(10, 20))
 COPIES = ("device_to_host_bytes", "host_to_device_bytes")

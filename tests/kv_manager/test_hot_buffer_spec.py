@@ -7,8 +7,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_hisparse.kv_manager.hot_buffer_manager import HotBufferManager, register_hot_buffer_manager
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager, register_hot_block_manager
 
 
 def mla_spec(head_size: int = 576, dtype: torch.dtype = torch.bfloat16) -> MLAAttentionSpec:
@@ -44,9 +44,9 @@ def test_stays_apart_from_the_indexer_group() -> None:
 
 
 def test_vllm_finds_the_manager_and_keeps_its_own() -> None:
-    register_hot_buffer_manager()
-    register_hot_buffer_manager()
+    register_hot_block_manager()
+    register_hot_block_manager()
     hot = HotBufferSpec.from_mla_spec(mla_spec(), 7, 5)
-    assert KVCacheSpecRegistry.get_manager_class(hot) is HotBufferManager
+    assert KVCacheSpecRegistry.get_manager_class(hot) is HotBlockManager
     assert issubclass(KVCacheSpecRegistry.get_manager_class(mla_spec()), FullAttentionManager)
-    assert KVCacheSpecRegistry.get_manager_class(mla_spec()) is not HotBufferManager
+    assert KVCacheSpecRegistry.get_manager_class(mla_spec()) is not HotBlockManager

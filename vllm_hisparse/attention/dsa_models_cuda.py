@@ -8,7 +8,7 @@ from vllm_hisparse.attention.base import HotBufferModel
 
 
 class DeepseekV32ForCausalLM(HotBufferModel, deepseek_v32.DeepseekV32ForCausalLM):
-    layers_module = "vllm_hisparse.attention.dsa_layers_cuda"
+    layers_module = "vllm_hisparse.attention.mla.fused_cuda"
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):

@@ -8,4 +8,4 @@ from vllm_hisparse.attention.base import HotBufferModel
 
 
 class DeepseekV3ForCausalLM(HotBufferModel, deepseek_v2.DeepseekV3ForCausalLM):
-    layers_module = "vllm_hisparse.attention.dsa_layers_cuda"
+    layers_module = "vllm_hisparse.attention.mla.fused_cuda"

@@ -8,8 +8,8 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_hisparse.attention.gqa_layers import HotAttention, check_layer, is_dense_layer
-from vllm_hisparse.attention.paged_gqa_cpu import PagedGqaCpuBackend
+from vllm_hisparse.attention.gqa.base import HotAttention, check_layer, is_dense_layer
+from vllm_hisparse.attention.gqa.cpu import PagedGqaCpuBackend
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout

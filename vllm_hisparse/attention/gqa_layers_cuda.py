@@ -8,8 +8,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 from vllm_hisparse.attention.base import with_class
-from vllm_hisparse.attention.gqa_layers import HotAttention, check_layer, is_dense_layer
-from vllm_hisparse.attention.paged_gqa_cuda import PagedGqaBackend, PagedGqaImpl, check_flash_attention
+from vllm_hisparse.attention.gqa.base import HotAttention, check_layer, is_dense_layer
+from vllm_hisparse.attention.gqa.cuda import PagedGqaBackend, PagedGqaImpl, check_flash_attention
 from vllm_hisparse.config import HiSparseConfigError
 
 

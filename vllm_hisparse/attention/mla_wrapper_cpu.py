@@ -8,8 +8,8 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
-from vllm_hisparse.attention.hot_mla import HotMLAAttention
-from vllm_hisparse.attention.indexer_cpu import IndexerCpu
+from vllm_hisparse.attention.mla.base import HotMLAAttention
+from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpu
 from vllm_hisparse.compat import uses_host_connector
 
 

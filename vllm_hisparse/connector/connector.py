@@ -18,11 +18,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
-from vllm_hisparse.connector.nixl_transport import NixlSchedulerTransport, NixlWorkerTransport
+from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
+from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.host_memory import num_host_pools
+from vllm_hisparse.kv_manager.worker.host_memory import num_host_pools
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,11 +10,11 @@ from vllm.v1.request import RequestStatus
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
-from vllm_hisparse.connector.nixl_transport import NixlSchedulerTransport
+from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.request_log import RequestLog
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.host_block_pool import HostBlockPool, HostMatch
-from vllm_hisparse.kv_manager.hot_buffer_manager import HotBufferManager, RequestBlocks
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager, RequestBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ class HiSparseSchedulerConnector:
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Find the two managers and give the hot one its host pool."""
         managers = kv_cache_manager.coordinator.single_type_managers
-        self.hot_manager: HotBufferManager = managers[self.groups.hot_group_id]
+        self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         indexer_id = self.groups.indexer_group_id
         self.indexer_manager = None if indexer_id is None else managers[indexer_id]
         self.hot_manager.bind(self.host_pool, caps_device_hits=indexer_id is not None)

@@ -13,13 +13,13 @@ from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
-from vllm_hisparse.connector.nixl_transport import NixlWorkerTransport
+from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.host_memory import allocate_host_pool
-from vllm_hisparse.kv_manager.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.kv_manager.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.paged_hot_buffer import PagedHotBuffer, check_state_fits
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, check_state_fits
+from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.worker.host_memory import allocate_host_pool
+from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -168,7 +168,7 @@ class HiSparseWorkerConnector:
             check_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
-        return PagedHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device, refresh_hits)
+        return GQAHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device, refresh_hits)
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-FULL_KV_BACKEND = "vllm_hisparse.attention.sparse_mla_cpu.SparseMLACpuBackend"
+FULL_KV_BACKEND = "vllm_hisparse.attention.mla.full_kv_cpu.SparseMLACpuBackend"
 DENSE_MODEL_BACKEND = "vllm_hisparse.attention.gqa_layers_cpu.GqaCpuBackend"
-HOT_BUFFER_BACKEND = "vllm_hisparse.attention.hot_mla_cpu.HotMLACpuBackend"
+HOT_BUFFER_BACKEND = "vllm_hisparse.attention.mla.cpu.HotMLACpuBackend"
 
 
 class HiSparseCpuPlatform(CpuPlatform):

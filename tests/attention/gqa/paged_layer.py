@@ -1,0 +1,148 @@
+"""One attention layer of a dense model against the formula: softmax over what the algorithm selects from all keys."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import SimpleNamespace
+
+import torch
+
+from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
+from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+
+BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 32, 16, 224
+NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK = 40, 3  # the layer under test is the second
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 6, 2, 32
+SHAPE = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, torch.float32)
+BUDGET, BUFFER = 32, 48
+
+
+class Request:
+    """Random queries, keys and values of all positions, and where its blocks are."""
+
+    def __init__(self, handle: int, host_ids: list[int], seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.query = torch.randn(MAX_TOKENS, NUM_HEADS, HEAD_SIZE, generator=generator)
+        self.key, self.value = torch.randn(2, MAX_TOKENS, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
+        self.handle, self.host_ids, self.num_computed = handle, host_ids, 0
+
+
+class PagedLayer(ABC):
+    """One attention layer with its builder over a small host pool; hot rows start as NaN."""
+
+    impl_class: type
+    builder_class: type
+
+    def __init__(self, algorithm_class: type[SparseAlgorithm]):
+        self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS)
+        shape = HotBufferShape(4, 6, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS)
+        stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
+        self.hot_blocks = -(-(BUFFER + self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
+        self.buffer = GQAHotBuffer(
+            self.algorithm, shape, self.hot_blocks, stride, torch.device("cpu"), refresh_hits=True
+        )
+        size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
+        self.device = torch.full(size, float("nan"))
+        self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)
+        self.started: list[Request] = []
+        self.impl = object.__new__(self.impl_class)
+        self.impl.num_kv_heads, self.impl.head_size, self.impl.scale = NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5
+        self.impl.bind(self.buffer, 0, self.host, self.device[:, 1])
+        model = SimpleNamespace(get_num_attention_heads=lambda _: NUM_HEADS, dtype=torch.float32)
+        self.builder = object.__new__(self.builder_class)
+        self.builder.layer_names = ["layer"]
+        self.builder.kv_cache_spec = SimpleNamespace(
+            blocks_per_request=self.hot_blocks,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=HEAD_SIZE,
+            dtype=torch.float32,
+        )
+        self.builder.vllm_config = SimpleNamespace(
+            model_config=model,
+            parallel_config=None,
+            compilation_config=SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=self.impl)}),
+        )
+
+    def start(self, request: Request) -> None:
+        self.started.append(request)
+        self.buffer.extend_table(request.handle, 0, request.host_ids)
+
+    def step(self, batch: list[tuple[Request, int]]) -> None:
+        """Compute some tokens of each request and compare with the formula."""
+        for (request, num), result in zip(batch, self.compute(batch), strict=True):
+            span = range(request.num_computed - num, request.num_computed)
+            torch.testing.assert_close(result, self.expected(request, span), atol=2e-5, rtol=2e-5)
+
+    def compute(self, batch: list[tuple[Request, int]]) -> list[torch.Tensor]:
+        """Compute some tokens of each request: [tokens, num_heads, head_size] each."""
+        spans = [range(request.num_computed, request.num_computed + num) for request, num in batch]
+        pieces = [
+            tuple(tensor[list(span)] for tensor in (request.query, request.key, request.value))
+            for (request, _), span in zip(batch, spans, strict=True)
+        ]
+        query, key, value = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
+        tables = torch.zeros(len(batch), 12, dtype=torch.int32)
+        for i, (request, _) in enumerate(batch):
+            tables[i, : self.hot_blocks] = torch.arange(request.handle, request.handle + self.hot_blocks)
+        starts = torch.tensor([0, *(num for _, num in batch)]).cumsum(0)
+        seq_lens = torch.tensor([span.stop for span in spans])
+        out = self.forward(batch, starts, seq_lens, tables, (query, key, value))
+        assert self.device[:, [0, 2]].isnan().all(), "wrote to another layer"
+        self.buffer.check_integrity()
+        for (request, _), span in zip(batch, spans, strict=True):
+            request.num_computed = span.stop
+        return list(out.split([len(span) for span in spans]))
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: list[tuple[Request, int]],
+        starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        tables: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Build the metadata and compute the batch.
+
+        Args:
+            batch: requests and their new tokens.
+            starts: [requests + 1] int64. seq_lens: [requests] int64. tables: [requests, 12] int32.
+            rows: query, key and value of all tokens.
+        """
+
+    def begin_decodes(self, batch: list[tuple[Request, int]], seq_lens: torch.Tensor) -> None:
+        """What the connector does when requests begin to decode."""
+        for (request, num), seq_len in zip(batch, seq_lens.tolist(), strict=True):
+            decodes = num == 1 and request in self.started
+            missing = self.buffer.begin_decoding(request.handle, seq_len - 1) if decodes else None
+            if missing:
+                self.impl.represent(missing)
+
+    def expected(self, request: Request, span: range) -> torch.Tensor:
+        """[tokens, num_heads, head_size]."""
+        if len(span) > 1:
+            return torch.stack([attention(request, p, [range(p + 1)] * NUM_KV_HEADS) for p in span])
+        position, per_unit = span.start, self.algorithm.tokens_per_unit
+        state = self.algorithm.allocate_state(1)
+        self.algorithm.construct_representations(state, 0, request.key[: position + 1], 0)
+        selection = self.algorithm.retrieve_topk(
+            state, torch.tensor([0]), request.query[position][None], torch.tensor([position + 1])
+        )
+        chosen = []
+        for units, count in zip(selection.units[0].tolist(), selection.counts[0].tolist(), strict=True):
+            tokens = [unit * per_unit + i for unit in units[:count] for i in range(per_unit)]
+            chosen.append([token for token in tokens if token <= position])
+        return attention(request, position, chosen)[None]
+
+
+def attention(request: Request, position: int, chosen: list) -> torch.Tensor:
+    """[num_heads, head_size]."""
+    out, per_group = [], NUM_HEADS // NUM_KV_HEADS
+    for head in range(NUM_HEADS):
+        tokens, kv_head = list(chosen[head // per_group]), head // per_group
+        keys, values = request.key[tokens, kv_head], request.value[tokens, kv_head]
+        weights = (keys @ request.query[position, head] * HEAD_SIZE**-0.5).softmax(0)
+        out.append(weights @ values)
+    return torch.stack(out)

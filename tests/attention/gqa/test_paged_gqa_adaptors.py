@@ -1,0 +1,173 @@
+"""The adaptors of dense models: prefill, decode and whatever brings KV, on both devices' code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from paged_layer import HEAD_SIZE, NUM_HEADS, PagedLayer, Request
+from paged_layers import CpuLayer, CudaLayer, gqa_cuda
+
+from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.cluster_kv import ClusterKV
+from vllm_hisparse.algorithms.oracle import Oracle
+from vllm_hisparse.algorithms.pq_cache import PQCache
+from vllm_hisparse.algorithms.quest import Quest
+from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+from vllm_hisparse.config import HiSparseConfigError
+
+
+@pytest.fixture(params=[Quest, Oracle, StreamingLLM])
+def algorithm(request: pytest.FixtureRequest) -> type[SparseAlgorithm]:
+    return request.param
+
+
+@pytest.fixture(params=[CpuLayer, CudaLayer])
+def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[PagedLayer]:
+    layer = request.param(algorithm)
+    yield layer
+    if isinstance(layer, CudaLayer):
+        layer.undo()
+
+
+def assert_latest_are_hot(layer: PagedLayer, request: Request) -> None:
+    """What a chunk of a prompt leaves: the latest whole units of the request, as many as fit."""
+    last, buffer = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer
+    expected = set(range(max(last - buffer.num_slots, 0), last))
+    for positions in buffer.residency[0].positions[buffer.rows_of_heads(buffer.row_of(request.handle))]:
+        assert expected <= set(positions.tolist())
+
+
+def test_prefill_in_chunks_beside_decodes(layer: PagedLayer) -> None:
+    """Three requests come and decode past several pages, past the budget and past the buffer."""
+    first = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    second, third = Request(10, [1, 3, 4, 6, 8, 10, 12], 1), Request(20, [13, 14, 15, 16, 17, 18, 19], 2)
+    layer.start(first)
+    for num in (20, 37, 30, 1, 1):
+        layer.step([(first, num)])
+    layer.start(second)
+    layer.step([(first, 1), (second, 5)])
+    layer.start(third)
+    layer.step([(third, 64), (second, 2), (first, 1)])
+    for _ in range(50):
+        layer.step([(second, 1), (first, 1), (third, 1)])
+    hits, misses = layer.buffer.counts.take()
+    assert hits > misses > 0
+
+
+def test_kv_that_arrived_in_the_host_pool(layer: PagedLayer) -> None:
+    """A transfer or the prefix cache brought the first tokens: a request decodes, or prefills, right after them."""
+    former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer.start(former)
+    layer.step([(former, 75)])
+    layer.buffer.release(former.handle)
+    other = Request(30, [20, 21, 22, 23, 24, 25, 26], 5)  # leaves its state where the next requests find it
+    layer.start(other)
+    layer.step([(other, 100)])
+    layer.step([(other, 1)])
+    layer.buffer.release(other.handle)
+    for handle, num in ((10, 1), (20, 9)):
+        request = Request(handle, former.host_ids, 0)
+        request.num_computed = 75
+        layer.start(request)
+        layer.step([(request, num)])
+        if num > 1:
+            assert_latest_are_hot(layer, request)
+        for _ in range(20):
+            layer.step([(request, 1)])
+        layer.buffer.release(handle)
+
+
+def test_the_latest_whole_units_of_a_prompt_are_hot(layer: PagedLayer) -> None:
+    """A prompt that fits, in chunks that end within pages; then one of which only the end fits."""
+    short, long = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
+    layer.start(short)
+    for num in (5, 20, 15):
+        layer.step([(short, num)])
+    layer.step([(short, 1)])
+    hits, misses = layer.buffer.counts.take()
+    assert hits > 0 == misses
+    layer.start(long)
+    for num in (130, 37):
+        layer.step([(long, num)])
+    assert_latest_are_hot(layer, long)
+    for _ in range(20):
+        layer.step([(long, 1), (short, 1)])
+
+
+def test_a_prompt_of_one_token(layer: PagedLayer) -> None:
+    request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer.start(request)
+    for _ in range(40):
+        layer.step([(request, 1)])
+
+
+def test_block_tables_of_no_request_give_zeros(algorithm: type[SparseAlgorithm]) -> None:
+    """Profiling and padding."""
+    layer = CpuLayer(algorithm)
+    known, unknown = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(20, [1], 1)
+    layer.start(known)
+    layer.step([(known, 40)])
+    layer.expected = lambda request, span: (
+        torch.zeros(len(span), NUM_HEADS, HEAD_SIZE)
+        if request is unknown
+        else PagedLayer.expected(layer, request, span)
+    )
+    layer.step([(unknown, 3), (known, 1), (unknown, 1)])
+
+
+def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
+    out = torch.full((2, NUM_HEADS, HEAD_SIZE), float("nan"))
+    assert not layer.impl.forward(None, out, out, out, None, None, out).any()
+
+
+def test_layers_without_storage_get_no_metadata() -> None:
+    """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
+    builder = SimpleNamespace(_impl=object.__new__(gqa_cuda.PagedGqaImpl))
+    assert gqa_cuda.PagedGqaMetadataBuilder.build(builder, 0, None) is None
+
+
+def test_other_versions_of_flash_attention_are_refused() -> None:
+    with pytest.raises(HiSparseConfigError, match=r"^attention backend: got 'FlashAttention 2', expected FlashAtt"):
+        gqa_cuda.check_flash_attention(2)
+    gqa_cuda.check_flash_attention(3)
+
+
+@pytest.mark.parametrize(
+    "chunks", [(1, 19, 1, 1), (1, 20, 1, 1, 1), (20, 1, 30, 1, 1), (20, 1, 3, 1), (70, 1, 1, 9, 1)]
+)
+def test_prefill_after_a_step_of_one_token(layer: PagedLayer, chunks: tuple[int, ...]) -> None:
+    """What was hot is completed on the host: it must not be taken for whole."""
+    request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer.start(request)
+    for num in chunks:
+        layer.step([(request, num)])
+        if num > 1:
+            assert_latest_are_hot(layer, request)
+
+
+@pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])
+@pytest.mark.parametrize("layer_class", [CpuLayer, CudaLayer])
+def test_a_prompt_of_one_token_in_a_used_row(layer_class: type, algorithm_class: type) -> None:
+    """The state of the row's former owner is forgotten: the same answers as in a fresh row."""
+
+    def answers(used: bool) -> list[torch.Tensor]:
+        layer = layer_class(algorithm_class)
+        try:
+            if used:
+                former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+                layer.start(former)
+                for num in (100, *[1] * 40):
+                    layer.compute([(former, num)])
+                layer.buffer.release(former.handle)
+            request = Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
+            layer.start(request)
+            return [layer.compute([(request, 1)])[0] for _ in range(60)]
+        finally:
+            if isinstance(layer, CudaLayer):
+                layer.undo()
+
+    for fresh, reused in zip(answers(False), answers(True), strict=True):
+        torch.testing.assert_close(reused, fresh)

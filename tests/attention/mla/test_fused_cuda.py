@@ -1,0 +1,93 @@
+"""Who writes the new rows of a step on CUDA: the fused kernel or the backend. vLLM's own layer is replaced."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+KERNELS = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")  # not in a CPU build of vLLM
+PREFIX, KEYS = "model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache"
+ROWS = torch.zeros(3, 1), torch.zeros(3, 1)
+
+
+@pytest.fixture(scope="module")
+def layers() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in KERNELS:
+            module = ModuleType(name)
+            module.__path__, module.flash_attn_varlen_func, module.get_scheduler_metadata = [], print, print
+            patch.setitem(sys.modules, name, module)
+        return import_module("vllm_hisparse.attention.mla.fused_cuda")
+
+
+class Impl:
+    new_rows: Any = None
+
+    def newest_slots(self, num_decodes: int) -> tuple[str, str]:
+        return "hot rows", f"slots of {num_decodes}"
+
+
+def run_layer(
+    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, num_decodes: int | None
+) -> tuple[Any, Any, Any]:
+    """One forward of three tokens: the kernel's cache and slots, and the rows that the backend is to write."""
+    found: list[Any] = []
+    slot_mapping = {KEYS: "indexer's slots"}
+    context = SimpleNamespace(slot_mapping=slot_mapping, cudagraph_runtime_mode=mode)
+    metadata = None if num_decodes is None else SimpleNamespace(num_decodes=num_decodes)
+
+    def forward(layer: Any, positions: torch.Tensor, _hidden_states: torch.Tensor) -> None:
+        found.extend((layer.kv_cache, slot_mapping[PREFIX]))
+        layer._sparse_indexer_and_attn(positions, *[None] * 6, *ROWS)
+
+    monkeypatch.setattr(layers, "get_forward_context", lambda: context)
+    monkeypatch.setattr(layers, "get_attention_context", lambda _name: (metadata, None, None, None))
+    monkeypatch.setattr(layers.DeepseekV32Attention, "forward", forward)
+    monkeypatch.setattr(
+        layers.DeepseekV32Attention,
+        "_sparse_indexer_and_attn",
+        lambda layer, *_args: found.append(layer.impl.new_rows),
+    )
+    layer = object.__new__(layers.HotDeepseekV32Attention)
+    indexer = SimpleNamespace(k_cache=SimpleNamespace(prefix=KEYS))
+    layer.__dict__.update(layer_name=PREFIX, impl=Impl(), indexer=indexer, kv_cache="of another step")
+    layer.forward(torch.arange(3), torch.zeros(3, 1))
+    assert layer.impl.new_rows is None, "the rows of a step are kept"
+    return tuple(found)
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
+def test_the_kernel_writes_where_every_token_decodes(
+    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
+) -> None:
+    assert run_layer(layers, monkeypatch, mode, 3) == ("hot rows", "slots of 3", None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_decodes"),
+    [
+        (CUDAGraphMode.PIECEWISE, 3),  # replayed for other batches
+        (CUDAGraphMode.NONE, 2),  # a prefill, or padding
+        (CUDAGraphMode.NONE, 0),
+        (CUDAGraphMode.FULL, None),  # before there is storage
+    ],
+)
+def test_the_backend_writes_otherwise(
+    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, num_decodes: int | None
+) -> None:
+    cache, slots, rows = run_layer(layers, monkeypatch, mode, num_decodes)
+    assert (cache, slots) == (None, "indexer's slots")
+    assert all(got is given for got, given in zip(rows, ROWS, strict=True))
+
+
+def test_layers_without_storage_get_no_metadata(layers: ModuleType) -> None:
+    """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
+    backend = import_module("vllm_hisparse.attention.mla.cuda")
+    builder = SimpleNamespace(_impl=object.__new__(backend.HotFlashMLAImpl))
+    assert backend.HotMLAMetadataBuilder.build(builder, 0, None) is None

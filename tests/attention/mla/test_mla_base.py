@@ -1,0 +1,33 @@
+"""What an MLA layer with a hot buffer asks vLLM for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from vllm_hisparse.attention.mla import base as mla_base
+from vllm_hisparse.attention.mla.base import HotMLAAttention
+
+
+@pytest.mark.parametrize(("num_layers", "num_indexers", "rows"), [(61, 61, 7), (78, 20, 2), (4, 2, 3)])
+def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
+    monkeypatch: pytest.MonkeyPatch, num_layers: int, num_indexers: int, rows: int
+) -> None:
+    full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096))
+    layers = [object.__new__(HotMLAAttention) for _ in range(num_layers)]
+    for index, layer in enumerate(layers):
+        layer.__dict__["indexer"] = object() if index < num_indexers else None
+    others = {"indexer.k_cache": object()}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=128)),
+        compilation_config=SimpleNamespace(static_forward_context={**dict(enumerate(layers)), **others}),
+    )
+    spec = layers[0].get_kv_cache_spec(config)
+    assert spec.page_size_bytes == rows * 1152
+    assert spec.blocks_per_request == -(-4097 // rows)

@@ -1,0 +1,145 @@
+import pytest
+from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, FakeEngine, FakeTransport
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+class HotBlockManagerMachine(RuleBasedStateMachine):
+    """Random schedules over vLLM's block pool and the host pool; the worker checks every row that a step reads."""
+
+    @initialize(
+        num_device_blocks=st.integers(1 + NUM_HOT_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE, 40),
+        num_host_blocks=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 20),
+        hot_first=st.booleans(),
+        enable_caching=st.sampled_from([True, True, False]),
+        has_indexer=st.sampled_from([True, True, False]),
+        zeroes_first=st.booleans(),
+    )
+    def start(self, **options) -> None:
+        self.engine = FakeEngine(transport=FakeTransport(), **options)
+        self.num_requests = 0
+
+    @rule(
+        stem=st.integers(0, 1),
+        stem_tokens=st.integers(0, 16),
+        own_tokens=st.integers(0, 6),
+        max_tokens=st.integers(1, 12),
+        skip=st.sampled_from([None, None, None, True]),
+        name=st.sampled_from(["local", "local", "remote"]),
+    )
+    def add_request(
+        self, stem: int, stem_tokens: int, own_tokens: int, max_tokens: int, skip: bool | None, name: str
+    ) -> None:
+        self.num_requests += 1
+        skip = None if name == "remote" else skip
+        prompt = [10 * stem + i for i in range(stem_tokens)] + [100 * self.num_requests + i for i in range(own_tokens)]
+        self.engine.add(f"{name}{self.num_requests}", prompt or [0], max_tokens, skip_reading_prefix_cache=skip)
+
+    @rule(budget=st.integers(1, 24))
+    def step(self, budget: int) -> None:
+        engine = self.engine
+        ended = set(engine.ended)
+        engine.step(budget)
+        held = ended & set(engine.host_pool._requests)
+        assert not held, f"host blocks of {held} outlived their hot blocks"
+
+    @precondition(lambda self: self.engine.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.engine.preempt(data.draw(st.sampled_from(self.engine.running)))
+
+    @precondition(lambda self: self.engine.loading)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        self.engine.receive(data.draw(st.sampled_from(self.engine.loading)))
+
+    def alive(self) -> list:
+        loading = [request for request in self.engine.loading if not request.is_finished()]
+        return self.engine.running + self.engine.waiting + loading
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), defer=st.booleans())
+    def abort(self, data: st.DataObject, defer: bool) -> None:
+        self.engine.defer_frees = defer
+        self.engine.abort(data.draw(st.sampled_from(self.alive())))
+
+    @rule(defer=st.booleans())
+    def finish_early_or_late(self, defer: bool) -> None:
+        self.engine.defer_frees = defer
+
+    @precondition(lambda self: self.engine.deferred)
+    @rule()
+    def drain(self) -> None:
+        self.engine.drain()
+
+    @rule()
+    def reset_cache(self) -> None:
+        if not self.engine.running and not self.engine.loading:
+            self.engine.kv.reset_prefix_cache()
+        self.engine.connector.reset_cache()
+
+    @invariant()
+    def nothing_is_lost_or_owned_twice(self) -> None:
+        self.engine.check_integrity()
+
+    @invariant()
+    def host_blocks_wait_for_the_step_in_flight(self) -> None:
+        in_flight = {request_id for request_id, blocks in self.engine.deferred if blocks}
+        assert in_flight <= set(self.engine.host_pool._requests)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.defer_frees = False
+        self.engine.drain()
+        self.engine.run_to_end()
+        self.engine.check_idle()
+
+
+TestHotBlockManager = HotBlockManagerMachine.TestCase
+
+
+@pytest.mark.parametrize("hot_first", [False, True])
+def test_hot_blocks_are_not_taken_from_the_prefix_hit(hot_first: bool) -> None:
+    """The hit's blocks are the oldest in the free queue when the request asks for hot blocks."""
+    engine = FakeEngine(num_device_blocks=12, hot_first=hot_first)
+    engine.add("old", PROMPT[:9], max_tokens=1)
+    engine.run_to_end()
+    engine.add("newer", list(range(50, 66)), max_tokens=1)
+    engine.run_to_end()
+    engine.add("running", list(range(80, 89)))
+    engine.step(budget=9)
+    engine.add("hit", PROMPT[:9])
+    engine.step(budget=9)
+    assert [request.request_id for request in engine.running] == ["running", "hit"]
+    engine.check_integrity()
+
+
+def test_host_blocks_follow_hot_blocks_that_another_request_takes_at_once() -> None:
+    engine = FakeEngine()
+    engine.add("short", [50, 51])
+    engine.add("prefill", list(range(30)))
+    engine.step(budget=6)
+    assert len(engine.running) == 2
+    engine.abort(engine.running[0])
+    engine.step(budget=8)
+    assert set(engine.host_pool._requests) == {"prefill"}
+
+
+def test_host_blocks_need_not_wait_for_those_of_requests_that_ended_earlier() -> None:
+    engine = FakeEngine()
+    for name, num_tokens in (("in_flight", 2), ("idle", 2), ("prefill", 30)):
+        engine.add(name, list(range(num_tokens)))
+    engine.step(budget=6)
+    in_flight, idle, _ = engine.running
+    engine.defer_frees = True
+    engine.abort(in_flight)
+    engine.defer_frees = False
+    engine.abort(idle)
+    engine.step(budget=8)
+    assert set(engine.host_pool._requests) == {"in_flight", "prefill"}
+    engine.drain()
+    engine.step(budget=8)
+    assert set(engine.host_pool._requests) == {"prefill"}

@@ -1,0 +1,193 @@
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.ops.base import HotRows, Resolved
+
+NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 5, 6, 2, 9
+BLOCK_SIZE, NUM_HANDLES, TOP_K = 4, 60, 4
+SHAPE = HotBufferShape(NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES)
+ROWS_PER_BLOCK = NUM_SLOTS + 1  # so that the hot block is the handle
+HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
+HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
+
+
+def make_buffer(refresh_hits: bool = True) -> MLAHotBuffer:
+    return MLAHotBuffer(SHAPE, torch.device("cpu"), refresh_hits)
+
+
+def hot_tables(*handles: int) -> torch.Tensor:
+    return torch.tensor(handles, dtype=torch.int32)[:, None]
+
+
+def row_of(buffer: MLAHotBuffer, handle: int) -> int:
+    return int(buffer.rows_of(hot_tables(handle)))
+
+
+def decode(buffer: MLAHotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
+    """One layer of one step: (handle, newest position, selection) of each request."""
+    handles, newest, selections = zip(*requests, strict=True)
+    buffer.begin_decode(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
+    padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
+    return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32), HOST_ROWS, HOT)
+
+
+def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
+    buffer.release(handle)
+    [(name, hits, misses)] = buffer.counts.take_released()
+    assert name == handle
+    return hits, misses
+
+
+def test_tables_grow_by_deltas() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [7, 3])
+    buffer.extend_table(41, 0, [5])
+    buffer.extend_table(40, 2, [8])
+    buffer.check_integrity()
+    assert buffer.host_tables[row_of(buffer, 40)].tolist() == [7, 3, 8] + [-1] * 6
+    assert buffer.host_tables[row_of(buffer, 41)].tolist() == [5] + [-1] * 8
+
+
+def test_handles_of_no_request_share_the_row_of_none() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [7])
+    assert buffer.rows_of(hot_tables(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
+    assert buffer.host_tables[NUM_REQUESTS].tolist() == [-1] * MAX_BLOCKS
+
+
+def test_as_many_requests_as_rows_and_reuse_after_release() -> None:
+    buffer = make_buffer()
+    for handle in range(NUM_REQUESTS):
+        buffer.extend_table(handle, 0, [handle])
+    assert sorted(buffer.rows_of(hot_tables(*range(NUM_REQUESTS))).tolist()) == list(range(NUM_REQUESTS))
+    with pytest.raises(IndexError):
+        buffer.extend_table(50, 0, [1])
+    buffer.release(2)
+    buffer.extend_table(50, 0, [1])
+    buffer.check_integrity()
+
+
+def test_a_released_row_is_empty_for_its_next_request() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [1, 2, 3])
+    row = row_of(buffer, 40)
+    for layer in range(NUM_LAYERS):
+        decode(buffer, layer, (40, 10, [2, 5]))
+    assert released(buffer, 40) == (0, 4)
+    assert row_of(buffer, 40) == NUM_REQUESTS
+    buffer.check_integrity()
+    buffer.extend_table(41, 0, [4])
+    assert row_of(buffer, 41) == row
+    assert buffer.host_tables[row].tolist() == [4] + [-1] * 8
+    for residency in buffer.residency:
+        assert (residency.positions[row] == -1).all()
+        assert residency.slots[row].tolist() == list(range(NUM_SLOTS))
+    assert released(buffer, 41) == (0, 0)
+
+
+def test_layers_are_independent() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [1, 2, 3])
+    decode(buffer, 0, (40, 10, [2, 5]))
+    assert decode(buffer, 1, (40, 10, [2, 4])).num_misses[0] == 2
+    assert decode(buffer, 0, (40, 11, [2, 5])).num_misses[0] == 0
+
+
+def test_counts_hits_and_misses_by_request_and_in_all() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [1, 2, 3])
+    buffer.extend_table(50, 0, [4, 5, 6])
+    decode(buffer, 0, (40, 10, [2, 5, 10]), (50, 8, [1, 2, 3]))
+    assert buffer.counts.take() == (0, 5)
+    decode(buffer, 0, (50, 9, [1, 2, 7]))
+    assert buffer.counts.take() == (2, 1)
+    assert buffer.counts.take() == (0, 0)
+    buffer.release(50)
+    buffer.release(40)
+    assert buffer.counts.take_released() == [(50, 2, 4), (40, 0, 2)]
+    assert buffer.counts.take_released() == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 6, 8, 35])
+def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [1, 2])
+    seeds = buffer.seeds(hot_tables(40), num_tokens, HOT)
+    buffer.seed(1, seeds)
+    hot, row = range(max(num_tokens - NUM_SLOTS, 0), num_tokens), int(buffer.rows_of(hot_tables(40)))
+    assert buffer.residency[1].positions[row].tolist() == list(hot) + [-1] * (NUM_SLOTS - len(hot))
+    slots = buffer.residency[1].slots[row].tolist()
+    assert slots[: len(hot)] == [position % NUM_SLOTS for position in hot]
+    assert seeds.hot_rows.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
+    assert (buffer.residency[0].positions == -1).all()
+    buffer.check_integrity()
+
+
+def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(40, 0, [1, 2, 3])
+    for num_tokens in (5, 9):
+        buffer.seed(0, buffer.seeds(hot_tables(40), num_tokens, HOT))
+    row = int(buffer.rows_of(hot_tables(40)))
+    assert buffer.residency[0].positions[row].tolist() == [3, 4, 5, 6, 7, 8]
+    assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
+    assert buffer.residency[0].positions[row].tolist() == [5, 6, 7, 2, 3, 8]
+
+
+def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:
+    buffer = make_buffer()
+    buffer.extend_table(3, 0, [1])
+    for newest, slot in [(0, 0), (5, 5), (6, 6), (20, 6)]:
+        buffer.begin_decode(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32))
+        buffer.find_newest_rows(HOT)
+        assert buffer.newest_rows[0] == 3 * ROWS_PER_BLOCK + slot
+
+
+@pytest.mark.parametrize("refresh_hits", [True, False])
+def test_eviction_policy_reaches_resolve(refresh_hits: bool) -> None:
+    buffer = make_buffer(refresh_hits)
+    buffer.extend_table(40, 0, [1, 2, 3, 4, 5, 6, 7])
+    for newest, selection in enumerate([[0, 1], [2, 3], [4, 5], [0, 1], [6, 7]], start=20):
+        decode(buffer, 0, (40, newest, selection))
+    hot = set(buffer.residency[0].positions[row_of(buffer, 40)].tolist())
+    assert hot == ({0, 1, 4, 5, 6, 7} if refresh_hits else {2, 3, 4, 5, 6, 7})
+
+
+@given(seed=st.integers(0, 2**32), refresh_hits=st.booleans())
+def test_random_requests_never_share_or_lose_rows(seed: int, refresh_hits: bool) -> None:
+    source, buffer = random.Random(seed), make_buffer(refresh_hits)
+    lengths: dict[int, int] = {}
+    for _ in range(30):
+        if len(lengths) < NUM_REQUESTS and source.random() < 0.3:
+            handle = source.choice([h for h in range(20) if h not in lengths])
+            buffer.extend_table(handle, 0, [handle] * MAX_BLOCKS)
+            lengths[handle] = source.randint(0, 12)
+        elif lengths and source.random() < 0.2:
+            handle = source.choice(list(lengths))
+            buffer.release(handle)
+            del lengths[handle]
+        elif lengths:
+            handles = source.sample(list(lengths), source.randint(1, len(lengths)))
+            requests = []
+            for handle in handles:
+                newest = lengths[handle]
+                requests.append((handle, newest, source.sample(range(newest + 1), min(newest + 1, TOP_K))))
+                lengths[handle] += 1
+            for layer in range(NUM_LAYERS):
+                decode(buffer, layer, *requests)
+        buffer.check_integrity()
+
+
+def test_a_step_may_have_more_rows_than_there_are_requests() -> None:
+    buffer = make_buffer()
+    for handle in range(NUM_REQUESTS):
+        buffer.extend_table(handle, 0, [handle])
+    handles = (*range(NUM_REQUESTS), NUM_HANDLES - 1)  # the last is padding
+    resolved = decode(buffer, 0, *((handle, 3, [0, 2]) for handle in handles))
+    assert resolved.num_misses.tolist() == [2] * NUM_REQUESTS + [0]

@@ -1,0 +1,1 @@
+"""Grouped-query attention (dense models) over hot buffers."""

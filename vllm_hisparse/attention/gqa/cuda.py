@@ -1,0 +1,296 @@
+"""Grouped-query attention on CUDA over hot units, with vLLM's FlashAttention kernels.
+
+A decoding request attends over hot units: to the kernel every KV head is a request of its own, and what the algorithm
+selects is its block table. A request with several query tokens attends over a staged copy of its history, through
+vLLM's unchanged backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
+from vllm_hisparse.compat import uses_host_connector
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, Represent, view_units
+from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, WholeBlockStaging
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+FLASH_ATTN_VERSION = 3
+MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
+
+
+@dataclass
+class PagedGqaMetadata(AttentionMetadata):
+    """One step's batch: decoding requests first, then groups of prefilling ones.
+
+    Attributes:
+        num_decodes: decoding requests, graph padding included.
+        hot_tables: [num_decodes, hot blocks per request] int32.
+        seq_lens: [num_decodes] int32.
+        prefill_groups: the prefilling requests.
+    """
+
+    num_decodes: int
+    hot_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    prefill_groups: list[PrefillGroup] = field(default_factory=list)
+
+
+def check_flash_attention(version: int) -> None:
+    """Refuse a version of FlashAttention whose pages cannot be single tokens.
+
+    Raises:
+        HiSparseConfigError: the version is not 3.
+    """
+    if version != FLASH_ATTN_VERSION:
+        raise HiSparseConfigError(
+            "attention backend",
+            f"FlashAttention {version}",
+            f"FlashAttention {FLASH_ATTN_VERSION}, which vLLM takes on Hopper",
+            "Serve this model on an H100 or H200, or remove the connector.",
+        )
+
+
+class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
+    reorder_batch_threshold = 1
+    supports_update_block_table = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        config = HiSparseConfig.from_vllm_config(vllm_config)
+        if config.algorithm_class.graph_capturable:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedGqaMetadata | None:
+        if self._impl.hot_buffer is None:
+            return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
+        common = common_attn_metadata
+        num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
+        metadata = PagedGqaMetadata(num_decodes, hot_tables, common.seq_lens[:num_decodes])
+        if num_prefills:
+            metadata.prefill_groups = self._impl.staging.groups(common, num_decodes, self._build_staged)
+        return metadata
+
+    def _build_staged(self, common: CommonAttentionMetadata) -> Any:
+        """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
+        metadata = super().build(0, common)
+        if metadata.scheduler_metadata is None:
+            return metadata
+        # NOTE: the builder reuses one buffer, and a step has several groups.
+        return replace(metadata, scheduler_metadata=metadata.scheduler_metadata.clone())
+
+    @property
+    def _impl(self) -> PagedGqaImpl:
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
+
+
+class PagedGqaBackend(FlashAttentionBackend):
+    """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
+
+    forward_includes_kv_cache_update = True  # into the host pool and the hot buffer
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedGqaImpl]:
+        return PagedGqaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return PagedGqaMetadataBuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        # NOTE: vLLM asks this when it chooses the block size; a backend's preference counts only where it is alone.
+        vllm_config = get_current_vllm_config_or_none()
+        uses_hot_units = vllm_config is not None and uses_host_connector(vllm_config)
+        return [MultipleOf(preferred_block_size(vllm_config) if uses_hot_units else MIN_BLOCK_SIZE)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # NOTE: a unit is contiguous, and hot rows share vLLM's blocks with the KV of dense layers.
+        return (KVCacheLayout.BLHNC,)
+
+
+class PagedGqaImpl(FlashAttentionImpl):
+    """Attends over hot units when a request decodes, over staged blocks when it prefills.
+
+    `bind` is called once, when the connector has allocated the host pool.
+
+    Attributes:
+        hot_buffer: state shared by all layers; None before `bind`.
+    """
+
+    hot_buffer: GQAHotBuffer | None = None
+
+    def bind(self, hot_buffer: GQAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        """Attach storage.
+
+        Args:
+            hot_buffer: state shared by all layers.
+            layer_index: this layer's index in it.
+            host_rows: [num_host_blocks, block_size, row elements], pinned; a block is [num_kv_heads, block_size, 2 *
+                head_size].
+            cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
+        """
+        self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
+        self.layer_index, self.state = layer_index, hot_buffer.states[layer_index]
+        per_unit, width = self.algorithm.tokens_per_unit, 2 * self.head_size
+        self.hot = view_units(cache, per_unit, hot_buffer.head_stride)
+        self.host_rows, self.host_units = host_rows.flatten(0, 1), host_rows.view(-1, per_unit * width)
+        self.staging = WholeBlockStaging(hot_buffer.staging(self.hot))
+        # Units as the kernel's pages of one KV head: [num_units, tokens per unit, 1, head_size] each.
+        pages = self.hot.rows.view(-1, per_unit, 1, width)
+        self.hot_keys, self.hot_values = pages.split(self.head_size, -1)
+        num_heads = len(hot_buffer.units.tails)
+        self.query_starts = torch.arange(num_heads + 1, dtype=torch.int32, device=cache.device)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedGqaMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output.zero_()
+        if attn_metadata.num_decodes:
+            tokens = slice(0, attn_metadata.num_decodes)
+            self._decode(query[tokens], key[tokens], value[tokens], attn_metadata, output[tokens])
+        for group in attn_metadata.prefill_groups:
+            tokens = group.tokens
+            self._prefill(layer, query[tokens], key[tokens], value[tokens], group, output[tokens])
+        return output
+
+    def represent(self, missing: Represent) -> None:
+        """Let the algorithm see keys that are on the host."""
+        staging, table = self.staging, self.hot_buffer.host_table(missing.row)
+        blocks = staging.load_span(self.hot_buffer, table, missing.first, missing.last, self.host_rows)
+        self._represent(blocks, missing, missing.first // staging.block_size * staging.block_size)
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: PagedGqaMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Represent the new tokens, select, swap in what is missing, attend over hot units only.
+
+        Args:
+            query: [batch, num_heads, head_size]. key, value: [batch, num_kv_heads, head_size].
+            metadata: the step's.
+            output: as `query`.
+        """
+        buffer, batch = self.hot_buffer, metadata.num_decodes
+        if self.layer_index == 0:
+            # NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
+            buffer.begin_units(metadata.hot_tables, metadata.seq_lens)
+        rows, positions = buffer.units.rows[:batch], buffer.units.positions[:batch]
+        self.algorithm.update_representations(self.state, rows, key, positions)
+        selection = self.algorithm.retrieve_topk(self.state, rows, query, positions + 1)
+        buffer.write_tokens(self.layer_index, key, value, self.hot, self.host_units)
+        resolved = buffer.swap_in(self.layer_index, selection.units.flatten(0, 1), self.host_units, self.hot)
+        self._attend(query, resolved.hot_rows, resolved.num_valid, output)
+
+    def _attend(
+        self, query: torch.Tensor, hot_units: torch.Tensor, num_units: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Attend over hot units; the newest is the last, and the only one that may not be whole.
+
+        Args:
+            query, output: [batch, num_heads, head_size].
+            hot_units: [>= batch * num_kv_heads, k] int32.
+            num_units: [>= batch * num_kv_heads] int32.
+        """
+        by_head, per_unit = len(query) * self.num_kv_heads, self.algorithm.tokens_per_unit
+        num_tokens = torch.add(self.hot_buffer.units.tails[:by_head], num_units[:by_head], alpha=per_unit)
+        shape = (by_head, self.num_queries_per_kv, self.head_size)
+        flash_attn_varlen_func(
+            q=query.reshape(shape),
+            k=self.hot_keys,
+            v=self.hot_values,
+            out=output.view(shape),
+            cu_seqlens_q=self.query_starts[: by_head + 1],
+            max_seqlen_q=1,
+            seqused_k=num_tokens,
+            max_seqlen_k=hot_units.shape[1] * per_unit,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=hot_units[:by_head],
+            fa_version=self.vllm_flash_attn_version,
+            num_splits=MAX_SPLITS,
+        )
+
+    def _prefill(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: PrefillGroup,
+        output: torch.Tensor,
+    ) -> None:
+        """Complete the staged history with the new tokens, bring those to the host, attend over the staged blocks."""
+        buffer = self.hot_buffer
+        self.staging.load(group, buffer, self.host_rows)
+        for request in group.requests if self.layer_index == 0 else ():
+            # NOTE: waits for the device, once per prompt chunk. Before anything becomes hot: it may empty the buffer.
+            request.represent = buffer.represent_prefill(int(request.row), request.first, request.last)
+        cache = self._staged_blocks(self.staging.cache)
+        self.do_kv_cache_update(layer, key, value, cache, group.slots)
+        self.staging.store(group, buffer, self.layer_index, self.host_rows, self.hot)
+        super().forward(layer, query, key, value, cache, group.metadata, output)
+        for request in group.requests:
+            if request.represent is not None:
+                blocks = self.staging.cache[request.first_row // self.staging.block_size :]
+                self._represent(blocks, request.represent, 0)
+
+    def _represent(self, blocks: torch.Tensor, missing: Represent, first_position: int) -> None:
+        """Let the algorithm see keys of staged blocks.
+
+        Args:
+            blocks: [blocks, block_size, row elements] of one request from `first_position` on.
+            missing: which keys.
+            first_position: at the start of a block.
+        """
+        block_size = self.staging.block_size
+        first, last = missing.first - first_position, missing.last - first_position
+        staged = self._staged_blocks(blocks[: -(-last // block_size)])[..., : self.head_size]
+        keys = staged.transpose(1, 2).flatten(0, 1)[first:last]
+        self.algorithm.construct_representations(self.state, missing.row, keys, missing.first)
+
+    def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
+        return blocks.view(len(blocks), self.num_kv_heads, self.staging.block_size, 2 * self.head_size)

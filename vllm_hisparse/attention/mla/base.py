@@ -1,0 +1,100 @@
+"""MLA layers whose KV cache is a hot buffer; the full KV is in the host pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.v1.attention.backend import AttentionMetadata
+
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.layout import KVLayout, indexer_row_bytes
+from vllm_hisparse.ops.base import HotRows
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+class HotBufferLayer:
+    """Mixin of an `MLAAttention`: asks vLLM for hot blocks instead of full-KV blocks."""
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = super().get_kv_cache_spec(vllm_config)
+        config = HiSparseConfig.from_vllm_config(vllm_config)
+        key_bytes = indexer_row_bytes(vllm_config.model_config.hf_text_config.index_head_dim)
+        # NOTE: layers may share an indexer; the more do, the fewer hot rows are as wide as its keys.
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
+        sizes = len(has_indexer), sum(has_indexer), spec.block_size
+        layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes)
+        return HotBufferSpec.from_mla_spec(spec, layout.rows_per_hot_block, layout.num_hot_blocks(config.rows))
+
+
+class HotMLAAttention(HotBufferLayer, MLAAttention):
+    """`MLAAttention` of vLLM's generic model classes over a hot buffer."""
+
+    def forward_impl(
+        self,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata | None,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            # NOTE: vLLM allocates here what its dense prefill may need, which hot buffers never take.
+            return output.fill_(0)
+        # NOTE: not through the KV cache update, whose Python code a piecewise CUDA graph does not replay.
+        self.impl.new_rows = k_c_normed, k_pe
+        out = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
+        self.impl.new_rows = None
+        return out
+
+
+class HotMLAImpl:
+    """Mixin of an MLA implementation: storage of one layer.
+
+    `bind` is called once, when vLLM has allocated the layer's cache.
+
+    Attributes:
+        hot_buffer: state shared by all layers; None before `bind`.
+        new_rows: of the step's tokens, [tokens, kv_lora_rank] and [tokens, 1, qk_rope_head_dim] or [tokens,
+            qk_rope_head_dim]; the layer sets them around `forward_mqa`, which knows whose they are and writes them.
+            None where the layer has written them itself, and between steps.
+    """
+
+    hot_buffer: MLAHotBuffer | None = None
+    new_rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        """Attach storage.
+
+        Args:
+            hot_buffer: state shared by all layers.
+            layer_index: this layer's index in it.
+            host_rows: [num_host_blocks, block_size, row elements].
+            cache: [num_device_blocks, 1, rows per hot block, row elements].
+        """
+        self.hot_buffer, self.layer_index = hot_buffer, layer_index
+        self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
+        hot_buffer.add_layer(self.hot, self.host_rows)
+
+    def begin_layer(self) -> None:
+        """Called by every layer before decoding requests' new rows are written: the first one finds where to."""
+        if self.layer_index == 0:
+            self.hot_buffer.find_newest_rows(self.hot)
+
+    def end_layer(self) -> None:
+        """Called by every layer when it has decoded: the last one brings the newest rows of all to the host."""
+        if self.layer_index == self.hot_buffer.shape.num_layers - 1:
+            self.hot_buffer.write_back()
+
+    def do_kv_cache_update(self, *args: Any) -> None:
+        """Nothing to do: `forward_mqa` writes the rows."""

@@ -1,0 +1,150 @@
+"""Sparse MLA on the CPU over hot buffers; the full KV is in the host pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_hisparse.attention.base import CpuMetadataBuilder
+from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """A request with several query tokens in this step.
+
+    Attributes:
+        tokens: its tokens in the step's batch.
+        first: position of its first token.
+        hot_table: [1, hot blocks per request] int32. host_table: [blocks] int32.
+    """
+
+    tokens: slice
+    first: int
+    hot_table: torch.Tensor
+    host_table: torch.Tensor
+
+
+@dataclass
+class HotMLACpuMetadata(SparseMLACpuMetadata):
+    """One step's batch, split into requests that decode and requests that prefill.
+
+    Attributes:
+        decode_tokens: [decoding requests] int64 row of each one's token in the step's batch.
+    """
+
+    decode_tokens: torch.Tensor | None = None
+    prefill_chunks: tuple[PrefillChunk, ...] = ()
+
+
+class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HotMLACpuMetadata:
+        common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1]
+        hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
+        rows = self._impl.hot_buffer.rows_of(hot_tables)
+        known, query_lens = rows < self._impl.hot_buffer.num_rows, torch.diff(starts)
+        decodes = (known & (query_lens == 1)).nonzero()[:, 0]
+        self._impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
+        chunks = [
+            self._chunk(i, starts, common.seq_lens, hot_tables, rows)
+            for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()
+        ]
+        return HotMLACpuMetadata(
+            common.num_actual_tokens,
+            common.block_table_tensor,
+            request_of_token=torch.empty(0),
+            num_decodes=num_reqs,
+            num_decode_tokens=common.num_actual_tokens,
+            decode_tokens=starts[:-1][decodes].long(),
+            prefill_chunks=tuple(chunks),
+        )
+
+    @property
+    def _impl(self) -> HotMLACpuImpl:
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
+
+    def _chunk(
+        self, index: int, starts: torch.Tensor, seq_lens: torch.Tensor, hot_tables: torch.Tensor, rows: torch.Tensor
+    ) -> PrefillChunk:
+        tokens = slice(int(starts[index]), int(starts[index + 1]))
+        first = int(seq_lens[index]) - (tokens.stop - tokens.start)
+        host_table = self._impl.hot_buffer.host_tables[rows[index]]
+        return PrefillChunk(tokens, first, hot_tables[index, None], host_table)
+
+
+class HotMLACpuBackend(SparseMLACpuBackend):
+    @staticmethod
+    def get_impl_cls() -> type[HotMLACpuImpl]:
+        return HotMLACpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotMLACpuMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # NOTE: hot rows and indexer keys share vLLM's blocks, which only block-outermost layouts allow.
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+
+class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
+    """Attends over hot rows when a request decodes, over host rows when it prefills."""
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: HotMLACpuMetadata,
+        layer: torch.nn.Module,
+    ) -> tuple[torch.Tensor, None]:
+        query = torch.cat(q, -1) if isinstance(q, tuple) else q
+        new_rows = self.concat_rows(*self.new_rows).to(self.hot.rows.dtype)
+        out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
+        for chunk in attn_metadata.prefill_chunks:
+            out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
+        decodes = attn_metadata.decode_tokens
+        if len(decodes):
+            self.begin_layer()
+            out[decodes] = self._decode(query[decodes], new_rows[decodes], self.topk_indices_buffer[decodes])
+            self.end_layer()
+        return out, None
+
+    def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        """Write the newest rows, swap in what is missing, attend over hot rows only."""
+        self.hot.rows[self.hot_buffer.newest_rows[: len(query)]] = new_rows
+        resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
+        selected = resolved.hot_rows[: len(query)]
+        return self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])
+
+    def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
+        """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
+        block_size = self.hot_buffer.shape.block_size
+        self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_table, block_size)
+        self._seed(chunk, chunk.first + len(new_rows))
+        positions = self.topk_indices_buffer[chunk.tokens].long()
+
+        def rows_of(tokens: slice) -> torch.Tensor:
+            return self._load_rows(chunk, positions[tokens].clamp_min(0))
+
+        return self.attend(query, positions >= 0, rows_of)
+
+    def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
+        seeds = self.hot_buffer.seeds(chunk.hot_table, num_tokens, self.hot)
+        self.hot.rows[seeds.hot_rows[0]] = self._load_rows(chunk, seeds.units)
+        self.hot_buffer.seed(self.layer_index, seeds)
+
+    def _load_rows(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of a request from the host pool.
+
+        Args:
+            positions: int64, any shape.
+        """
+        block_size = self.hot_buffer.shape.block_size
+        return self.host_rows[chunk.host_table[positions // block_size].long() * block_size + positions % block_size]

@@ -1,0 +1,286 @@
+"""Sparse MLA on CUDA over hot buffers, with vLLM's own kernels: FlashMLA and FlashAttention.
+
+A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A
+request with several query tokens attends over a staged copy of its history, through vLLM's unchanged backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
+    FlashAttnMLASparseBackend,
+    FlashAttnMLASparseImpl,
+    FlashAttnMLASparseMetadataBuilder,
+)
+from vllm.v1.attention.backends.mla.flashmla_sparse import (
+    FlashMLASparseBackend,
+    FlashMLASparseImpl,
+    FlashMLASparseMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
+from vllm_hisparse.layout import BLOCK_SIZE
+
+
+@dataclass
+class HotMLAMetadata(AttentionMetadata):
+    """One step's batch: decoding requests first, then groups of prefilling ones.
+
+    Attributes:
+        num_actual_tokens, num_decodes, num_decode_tokens, num_prefills: as in vLLM's sparse MLA metadata.
+        prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
+        decode: vLLM's metadata of the decoding requests, or None.
+        prefill_groups: the prefilling requests.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    decode: Any = None
+    prefill_groups: list[PrefillGroup] = field(default_factory=list)
+    prefill: None = None
+
+
+class HotMLAMetadataBuilder:
+    """Mixin of a sparse MLA metadata builder."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._one_token_each = torch.arange(
+            len(self.req_id_per_token_buffer), dtype=torch.int32, device=self.req_id_per_token_buffer.device
+        )
+
+    def _init_reorder_batch_threshold(self, *args: Any, **kwargs: Any) -> None:
+        super()._init_reorder_batch_threshold(1)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HotMLAMetadata | None:
+        if self._impl.hot_buffer is None:
+            return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
+        common = common_attn_metadata
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, num_prefills)
+        self._begin_decode(common, num_decodes)
+        if num_decodes:
+            metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
+            metadata.decode.block_size = self._impl.decode_block_size
+        if num_prefills:
+            metadata.prefill_groups = self._impl.staging.groups(common, num_decodes, self._build_staged)
+        return metadata
+
+    def _build_req_id_per_token(self, common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
+        # NOTE: vLLM launches a kernel in every step to find what is plain here.
+        if common_attn_metadata.max_query_len == 1:
+            return self._one_token_each[: common_attn_metadata.num_actual_tokens]
+        return super()._build_req_id_per_token(common_attn_metadata)
+
+    def _begin_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> None:
+        impl = self._impl
+        hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
+        impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes])
+
+    def _build_staged(self, common: CommonAttentionMetadata) -> Any:
+        """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
+        metadata = super().build(0, common)
+        # NOTE: the builder reuses one buffer, and a step has several groups.
+        metadata.req_id_per_token = metadata.req_id_per_token.clone()
+        return metadata
+
+    @property
+    def _impl(self) -> HotMLACudaImpl:
+        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
+
+
+class HotMLACudaImpl(HotMLAImpl):
+    """Mixin of a sparse MLA implementation.
+
+    Attributes:
+        decode_block_size: block size under which the implementation reads `decode_cache`.
+        decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
+        staging: where prefilling requests' history is staged, shared by all layers.
+    """
+
+    decode_block_size = 1
+    _first_token = 0
+
+    def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        super().bind(hot_buffer, layer_index, host_rows, cache)
+        self.staging, self.decode_cache = PrefillStaging(hot_buffer.staging(self.hot)), self._decode_cache()
+
+    @property
+    def topk_indices_buffer(self) -> torch.Tensor:
+        """Selections from the first token of the running part of the batch on; vLLM reads them from the start."""
+        return super().topk_indices_buffer[self._first_token :]
+
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
+        self._indexer, self._topk_indices_buffer = None, buffer
+
+    def record_logical_topk_ready(self) -> None:
+        """Nothing to do: the stream that selects is the one that reads the selection.
+
+        NOTE: vLLM records an event, which what torch 2.13 compiles of the generic class does not find when it runs.
+        """
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor | None,
+        attn_metadata: HotMLAMetadata,
+        layer: torch.nn.Module,
+    ) -> tuple[torch.Tensor, None]:
+        if not attn_metadata.prefill_groups:
+            return self._decode_step(q, attn_metadata, layer), None
+        num_tokens, query = attn_metadata.num_actual_tokens, q if isinstance(q, tuple) else (q,)
+        out = query[0].new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
+        if attn_metadata.decode is not None:
+            tokens = slice(0, attn_metadata.num_decode_tokens)
+            out[tokens] = self._decode_step(_slice_query(q, tokens), attn_metadata, layer)
+        for group in attn_metadata.prefill_groups:
+            out[group.tokens] = self._prefill(_slice_query(q, group.tokens), group, layer)
+        return out, None
+
+    def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        if self.new_rows is not None:
+            cache, slots = self.newest_slots(metadata.num_decodes)
+            self._write(self.new_rows, cache, slots, layer)
+        out = self._decode(q, metadata, layer)
+        self.end_layer()
+        return out
+
+    def newest_slots(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the new rows of decoding requests go; called once per layer and step, the first layer finds it.
+
+        Returns:
+            Hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it, [num_decodes] int64,
+            -1 for padding.
+        """
+        self.begin_layer()
+        return self.hot.rows.unsqueeze(1), self.hot_buffer.newest_rows[:num_decodes]
+
+    def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        """Attend over hot rows; `_hot_selection` swaps them in on the way."""
+        return super().forward_mqa(q, self.decode_cache, metadata.decode, layer)[0]
+
+    def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
+        """Complete the staged history with the new rows, bring those to the host, attend over the staged rows."""
+        self.staging.load(group, self.hot_buffer, self.host_rows)
+        new_rows = tuple(part[group.tokens] for part in self.new_rows)
+        self._write(new_rows, self.staging.cache, group.slots, layer)
+        self.staging.store(group, self.hot_buffer, self.layer_index, self.host_rows, self.hot)
+        self._first_token = group.tokens.start
+        out = super().forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
+        self._first_token = 0
+        return out
+
+    def _write(
+        self, new_rows: tuple[torch.Tensor, ...], cache: torch.Tensor, slots: torch.Tensor, layer: torch.nn.Module
+    ) -> None:
+        """Write rows to a paged cache, in its dtype."""
+        # NOTE: past HotMLAImpl, whose update does nothing.
+        super(HotMLAImpl, self).do_kv_cache_update(*new_rows, cache, slots, self.kv_cache_dtype, layer._k_scale)
+
+    def _hot_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the selection hot; returns its flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
+        resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
+        return resolved.hot_rows[: len(top_k)], resolved.num_valid[: len(top_k)]
+
+    def _decode_cache(self) -> torch.Tensor:
+        return self.hot.rows.unsqueeze(1)
+
+
+class HotFlashMLAImpl(HotMLACudaImpl, FlashMLASparseImpl):
+    def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            self.decode_block_size = BLOCK_SIZE
+        super().bind(hot_buffer, layer_index, host_rows, cache)
+
+    def _convert_logical_to_physical_topk(
+        self, logical_topk_indices: torch.Tensor, attn_metadata: Any, *, return_valid_counts: bool, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        hot_rows, num_valid = self._hot_selection(logical_topk_indices)
+        return (hot_rows, num_valid) if return_valid_counts else hot_rows
+
+    def _decode_cache(self) -> torch.Tensor:
+        rows = self.hot.rows
+        if self.decode_block_size == 1:
+            return rows.unsqueeze(1)
+        # NOTE: the fp8 kernel reads 64-row pages by flat row number and no row that was not selected, so that a last
+        # page that is not whole may be missing in the shape.
+        num_pages, width = len(rows) // BLOCK_SIZE, rows.shape[1]
+        return rows.as_strided((num_pages, BLOCK_SIZE, width), (BLOCK_SIZE * width, width, 1))
+
+
+class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
+    def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        selection = self._hot_selection(self.topk_indices_buffer[: len(q[0])])
+        return self._run_mqa_kernel(*q, self.hot.rows, *selection, self.decode_block_size, cache_is_flat=True)
+
+
+class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):
+    pass
+
+
+class HotFlashAttnMLAMetadataBuilder(HotMLAMetadataBuilder, FlashAttnMLASparseMetadataBuilder):
+    pass
+
+
+class HotMLABackend:
+    """Mixin of a sparse MLA backend.
+
+    NOTE: keeps the stock backend's name, which NIXL's handshake compares between the two sides.
+    """
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return spec
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_SIZE)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # NOTE: hot rows and indexer keys share vLLM's blocks, which only block-outermost layouts allow.
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+
+class HotFlashMLABackend(HotMLABackend, FlashMLASparseBackend):
+    @staticmethod
+    def get_impl_cls() -> type[HotFlashMLAImpl]:
+        return HotFlashMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotFlashMLAMetadataBuilder
+
+
+class HotFlashAttnMLABackend(HotMLABackend, FlashAttnMLASparseBackend):
+    @staticmethod
+    def get_impl_cls() -> type[HotFlashAttnMLAImpl]:
+        return HotFlashAttnMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotFlashAttnMLAMetadataBuilder
+
+
+HOT_BACKENDS = {
+    FlashMLASparseBackend.get_name(): HotFlashMLABackend,
+    FlashAttnMLASparseBackend.get_name(): HotFlashAttnMLABackend,
+}
+
+
+def _slice_query(q: torch.Tensor | tuple[torch.Tensor, ...], tokens: slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return tuple(part[tokens] for part in q) if isinstance(q, tuple) else q[tokens]

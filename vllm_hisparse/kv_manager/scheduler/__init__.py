@@ -1,0 +1,1 @@
+"""What the scheduler's process knows: host blocks, hot blocks, requests."""
