@@ -114,10 +114,10 @@ class Ours:
         size = (case.batch * num_blocks, rows_per_block, case.row_bytes)
         self.hot = HotRows.from_cache(torch.full(size, POISON, dtype=torch.uint8, device=DEVICE))
         hot_tables = torch.randperm(size[0], device=DEVICE).view(case.batch, -1).int()
-        state_rows = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
-        state_rows[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
+        state_indices = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
+        state_indices[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
         seq_lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=DEVICE)
-        self.tables = StepTables(state_rows, hot_tables, seq_lens, host_tables, BLOCK_SIZE)
+        self.tables = StepTables(state_indices, hot_tables, seq_lens, host_tables, BLOCK_SIZE)
         slots = torch.arange(case.device_buffer_size, dtype=torch.int32, device=DEVICE).repeat(case.batch, 1)
         self.residency = Residency(slots, torch.full_like(slots, -1))
         self.state = [self.hot.rows, self.residency.slots, self.residency.positions]
@@ -136,7 +136,7 @@ class Ours:
 
     def found_rows(self, step: int) -> torch.Tensor:
         """[batch, top_k, row_bytes]."""
-        return self.hot.rows[self.outputs[step].hot_rows.long()]
+        return self.hot.rows[self.outputs[step].hot_row_ids.long()]
 
     def num_misses(self, step: int) -> int:
         return int(self.outputs[step].num_misses.sum())
@@ -145,7 +145,7 @@ class Ours:
         """Host and hot rows of all misses."""
         out = self.outputs[step]
         counted = torch.arange(self.case.top_k, device=DEVICE) < out.num_misses[:, None]
-        return out.miss_host_rows[counted], out.miss_hot_rows[counted]
+        return out.miss_host_row_ids[counted], out.miss_hot_row_ids[counted]
 
 
 class VllmNative:

@@ -4,7 +4,7 @@ namespace hisparse {
 
 // Tables by KV head, as `UnitTables` in vllm_hisparse/ops/base.py describes them.
 struct UnitTables {
-    int64_t* rows;        // [batch]
+    int64_t* request_indices;  // [batch]
     int64_t* positions;   // [batch]
     int32_t* tails;       // [batch * num_heads]
     int32_t* hot_tables;  // [batch * num_heads, num_hot_blocks]
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
     const int batch_row = blockIdx.x;
     const int32_t* blocks = tables.hot_tables + batch_row * tables.hot_table_stride;
     const int32_t seq_len = tables.seq_lens[batch_row];
-    const int32_t first = state_row(tables, blocks[0] * out.head_stride, seq_len);
+    const int32_t first = state_index(tables, blocks[0] * out.head_stride, seq_len);
     const int32_t newest = first < 0 ? 0 : seq_len - 1;
     const int num_entries = out.num_heads * tables.num_hot_blocks;
     for (int i = threadIdx.x; i < num_entries; i += kUnitThreads) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
     }
     if (threadIdx.x != 0) return;
     // NOTE: the tables have one row more than KV heads of requests.
-    out.rows[batch_row] = (first < 0 ? tables.num_requests - 1 : first) / out.num_heads;
+    out.request_indices[batch_row] = (first < 0 ? tables.num_requests - 1 : first) / out.num_heads;
     out.positions[batch_row] = newest;
 }
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
 
 using namespace hisparse;
 
-// Tables by KV head of the decoding requests: `SwapInOps.begin_units`. `tables` are by request; `state_rows` and
+// Tables by KV head of the decoding requests: `SwapInOps.begin_units`. `tables` are by request; `state_indices` and
 // `num_requests` in it count KV heads.
 extern "C" cudaError_t hisparse_begin_units(const StepTables* tables, const UnitTables* out, cudaStream_t stream) {
     if (tables->batch == 0) return cudaSuccess;

@@ -37,7 +37,7 @@ struct Residency {
 };
 
 struct StepTables {
-    const int32_t* state_rows;   // [num_device_blocks], -1 where a block is no request's first
+    const int32_t* state_indices;   // [num_device_blocks], -1 where a block is no request's first
     const int32_t* hot_tables;   // [batch, num_hot_blocks], rows hot_table_stride apart
     const int32_t* seq_lens;     // [batch]
     const int32_t* host_tables;  // [num_requests, num_host_blocks], rows host_table_stride apart
@@ -52,10 +52,10 @@ struct StepTables {
 };
 
 struct Resolved {
-    int32_t* hot_rows;        // [batch, top_k]
+    int32_t* hot_row_ids;        // [batch, top_k]
     int32_t* num_valid;       // [batch]
-    int64_t* miss_host_rows;  // [batch, top_k]
-    int32_t* miss_hot_rows;   // [batch, top_k]
+    int64_t* miss_host_row_ids;  // [batch, top_k]
+    int32_t* miss_hot_row_ids;   // [batch, top_k]
     int32_t* num_misses;      // [batch]
     int32_t top_k;
 };
@@ -80,9 +80,9 @@ struct Divisor {
 };
 
 // State row of a row of the batch with this first hot block; -1 where it is padding.
-__device__ inline int32_t state_row(const StepTables& tables, int32_t first_block, int32_t seq_len) {
+__device__ inline int32_t state_index(const StepTables& tables, int32_t first_block, int32_t seq_len) {
     const bool known = first_block >= 0 && first_block < tables.num_device_blocks && seq_len > 0;
-    const int32_t request = known ? tables.state_rows[first_block] : -1;
+    const int32_t request = known ? tables.state_indices[first_block] : -1;
     return request < tables.num_requests ? request : -1;
 }
 

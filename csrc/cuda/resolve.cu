@@ -91,10 +91,10 @@ __device__ inline int take_rank(bool chosen, int lane, int& before) {
 __device__ inline void write_column(
     const Resolved& out, int64_t place, int64_t miss_place, int32_t hot_row, bool missed, int64_t host_row
 ) {
-    out.hot_rows[place] = hot_row;
+    out.hot_row_ids[place] = hot_row;
     if (!missed) return;
-    out.miss_hot_rows[miss_place] = hot_row;
-    out.miss_host_rows[miss_place] = host_row;
+    out.miss_hot_row_ids[miss_place] = hot_row;
+    out.miss_host_row_ids[miss_place] = host_row;
 }
 
 // Counts of one request, by one thread.
@@ -107,7 +107,7 @@ __device__ inline void report(int64_t* counts, int32_t request, const Tally& tot
 // Padding: nothing is valid, nothing is missed.
 __device__ inline void resolve_padding(const Resolved& out, int batch_row) {
     for (int column = threadIdx.x; column < out.top_k; column += kNumThreads) {
-        out.hot_rows[static_cast<int64_t>(batch_row) * out.top_k + column] = -1;
+        out.hot_row_ids[static_cast<int64_t>(batch_row) * out.top_k + column] = -1;
     }
     if (threadIdx.x == 0) out.num_valid[batch_row] = out.num_misses[batch_row] = 0;
 }
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
         selected[i] = exists ? __ldg(top_k + batch_row * top_k_stride + column) : -1;
     }
     if (threadIdx.x == 0) num_valid = 0;
-    const int32_t request = state_row(tables, first_block, newest + 1);
+    const int32_t request = state_index(tables, first_block, newest + 1);
     if (request < 0 || request >= residency.num_requests) return resolve_padding(out, batch_row);
     if (newest < num_slots) {
         return resolve_fitting(

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     for (int batch_row = blockIdx.x; batch_row < tables.batch; batch_row += gridDim.x) {
         const int32_t seq_len = tables.seq_lens[batch_row];
-        const int32_t request = state_row(tables, tables.hot_tables[batch_row * tables.hot_table_stride], seq_len);
+        const int32_t request = state_index(tables, tables.hot_tables[batch_row * tables.hot_table_stride], seq_len);
         if (request < 0) continue;
         const int32_t slot = newest_slot(seq_len - 1, num_slots);
         const int64_t source = flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);

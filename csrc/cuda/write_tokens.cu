@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
     const int row = (blockIdx.x * kWriteThreads + threadIdx.x) / kWarpSize;
     if (row >= tables.batch) return;
     const int32_t num_units = tables.seq_lens[row];
-    const int32_t request = state_row(tables, tables.hot_tables[row * tables.hot_table_stride], num_units);
+    const int32_t request = state_index(tables, tables.hot_tables[row * tables.hot_table_stride], num_units);
     if (request < 0) return;
     const int64_t target = flat_hot_row(tables, hot, hot.rows_per_block, row, newest_slot(num_units - 1, num_slots));
     const int64_t home = flat_host_row(tables, tables.block_size, request, num_units - 1);

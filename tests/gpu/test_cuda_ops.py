@@ -96,11 +96,11 @@ class State:
     host_rows: torch.Tensor
     hot_storage: torch.Tensor
     residency: Residency
-    state_rows: torch.Tensor
+    state_indices: torch.Tensor
     host_tables: torch.Tensor
     counts: torch.Tensor
     out: Resolved
-    newest_rows: torch.Tensor
+    newest_row_ids: torch.Tensor
     rows_per_block: int
 
     @property
@@ -109,12 +109,12 @@ class State:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What must be equal, on the CPU."""
-        named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_rows")}
+        named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_row_ids")}
         named |= {"slots": self.residency.slots, "positions": self.residency.positions}
-        named |= {name: getattr(self.out, name) for name in ("hot_rows", "num_valid", "num_misses")}
-        columns = torch.arange(self.out.hot_rows.shape[1], device=self.out.num_misses.device)
+        named |= {name: getattr(self.out, name) for name in ("hot_row_ids", "num_valid", "num_misses")}
+        columns = torch.arange(self.out.hot_row_ids.shape[1], device=self.out.num_misses.device)
         counted = columns < self.out.num_misses[:, None]
-        for name in ("miss_host_rows", "miss_hot_rows"):
+        for name in ("miss_host_row_ids", "miss_hot_row_ids"):
             named[name] = getattr(self.out, name).where(counted, -7)
         return {name: tensor.cpu() for name, tensor in named.items()}
 
@@ -126,11 +126,11 @@ class State:
             self.host_rows.clone().pin_memory(),
             move(self.hot_storage),
             Residency(move(self.residency.slots), move(self.residency.positions)),
-            move(self.state_rows),
+            move(self.state_indices),
             move(self.host_tables),
             move(self.counts),
             Resolved(*(move(getattr(self.out, name)) for name in self.out.__dataclass_fields__)),
-            move(self.newest_rows),
+            move(self.newest_row_ids),
             self.rows_per_block,
         )
 
@@ -160,18 +160,18 @@ class Scenario:
         host_rows = torch.full(((host_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8)
         width = case.rows_per_block + case.gap
         hot = torch.full((self.hot_tables.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
-        state_rows = torch.full((len(hot),), -1, dtype=torch.int32)
-        state_rows[self.hot_tables[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
+        state_indices = torch.full((len(hot),), -1, dtype=torch.int32)
+        state_indices[self.hot_tables[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
         slots = torch.arange(case.num_slots, dtype=torch.int32).repeat(case.batch, 1)
         positions = torch.full_like(slots, -1)
         out = Resolved.allocate(case.batch + 1, case.top_k, torch.device("cpu"))
         counts, newest = torch.zeros(case.batch, 2, dtype=torch.int64), torch.full((case.batch + 1,), -5)
         tables = torch.full_like(host_tables, -1)
         state = State(
-            host_rows, hot, Residency(slots, positions), state_rows, tables, counts, out, newest, case.rows_per_block
+            host_rows, hot, Residency(slots, positions), state_indices, tables, counts, out, newest, case.rows_per_block
         )
         for row, length in enumerate(self.lengths):
-            request = state_rows[self.hot_tables[row, 0]]
+            request = state_indices[self.hot_tables[row, 0]]
             if length >= case.num_slots:
                 slots[request] = torch.randperm(case.num_slots, generator=self.generator).int()
             tables[request] = host_tables[row]
@@ -218,7 +218,7 @@ class Scenario:
             if self.random.random() < 0.5:
                 seq_lens[row] = self.random.choice([0, -4])
             else:
-                hot_tables[row, 0] = self.random.choice([*INVALID, len(self.state.state_rows)])
+                hot_tables[row, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
         self.lengths = [length + (row not in self.padding) for row, length in enumerate(self.lengths)]
         return hot_tables, seq_lens, top_k
 
@@ -236,17 +236,17 @@ def reset_out(out: Resolved) -> None:
 
 
 def tables_of(state: State, case: Case, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
-    return StepTables(state.state_rows, hot_tables, seq_lens, state.host_tables, case.block_size)
+    return StepTables(state.state_indices, hot_tables, seq_lens, state.host_tables, case.block_size)
 
 
 def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
     """All operations of a decode step: newest rows, swap-in, write-back."""
     hot_tables, seq_lens, top_k = inputs
     tables = tables_of(state, case, hot_tables, seq_lens)
-    ops.newest_rows(tables, case.num_slots, state.hot, state.newest_rows)
+    ops.newest_row_ids(tables, case.num_slots, state.hot, state.newest_row_ids)
     # Rows without a newest row overwrite one that no request owns.
     spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
-    newest = state.newest_rows[: case.batch]
+    newest = state.newest_row_ids[: case.batch]
     state.hot.rows[newest.where(newest >= 0, spare)] = new_rows
     state.hot.rows[spare] = 0
     if fused:
@@ -383,7 +383,7 @@ def test_a_step_without_requests_does_nothing(refresh_hits: bool) -> None:
     found = scenario.state.to_cuda()
     hot_tables, seq_lens, top_k = (tensor[:0].cuda() for tensor in scenario.next_step())
     tables, ops = tables_of(found, case, hot_tables, seq_lens), swap_in_ops(torch.device("cuda"), refresh_hits)
-    ops.newest_rows(tables, case.num_slots, found.hot, found.newest_rows)
+    ops.newest_row_ids(tables, case.num_slots, found.hot, found.newest_row_ids)
     ops.swap_in(found.residency, tables, top_k, found.host_rows, found.hot, found.counts, found.out)
     ops.gather(found.host_rows, found.hot, found.out, 0)
     ops.write_back([found.hot], [found.host_rows], tables, case.num_slots)
@@ -468,7 +468,7 @@ def test_every_operation_is_launched_in_microseconds() -> None:
     tables = tables_of(state, case, *inputs[:2])
     staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")
     calls: list[Callable[[], None]] = [
-        lambda: ops.newest_rows(tables, case.num_slots, state.hot, state.newest_rows),
+        lambda: ops.newest_row_ids(tables, case.num_slots, state.hot, state.newest_row_ids),
         lambda: ops.swap_in(state.residency, tables, inputs[2], state.host_rows, state.hot, state.counts, state.out),
         lambda: ops.write_back([state.hot], [state.host_rows], tables, case.num_slots),
         lambda: ops.stage_rows(state.host_rows, state.host_tables[0], case.block_size, staging),

@@ -45,6 +45,6 @@ def test_a_wrong_row_is_refused(swap_in) -> None:
     system = swap_in.Ours(case, pool.rows(656), tables, 1)
     system.swap_in(trace.timed[0], 0)
     swap_in.check_rows(system, trace.timed[0], 0, pool.expected(656))
-    system.hot.rows[system.outputs[0].hot_rows[1, 5].long(), 655] ^= 1
+    system.hot.rows[system.outputs[0].hot_row_ids[1, 5].long(), 655] ^= 1
     with pytest.raises(AssertionError, match="ours copied wrong rows"):
         swap_in.check_rows(system, trace.timed[0], 0, pool.expected(656))

@@ -28,11 +28,11 @@ class Layer:
         seq_lens = torch.tensor([1, 17, 300, 0, 5, 64], dtype=torch.int32)
         handles = torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
         tables = handles[:, None] + torch.arange(num_hot_blocks)
-        state_rows = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
+        state_indices = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
         for request, handle in enumerate(handles.tolist()):
             if request != 4:  # a request that nobody knows
                 heads = torch.arange(num_heads, dtype=torch.int32)
-                state_rows[handle * stride : handle * stride + num_heads] = request * num_heads + heads
+                state_indices[handle * stride : handle * stride + num_heads] = request * num_heads + heads
         max_blocks = 300 // per_unit // self.units_per_host_block + 1
         num_host_blocks = NUM_REQUESTS * max_blocks
         by_request = torch.randperm(num_host_blocks, generator=generator).view(NUM_REQUESTS, max_blocks)
@@ -49,14 +49,14 @@ class Layer:
         )
         self.reload = torch.tensor([1, 0] * 60, dtype=torch.int32)[: len(host_tables)].to(device)
         self.units = UnitTables.allocate(NUM_REQUESTS, num_hot_blocks, num_heads, stride, per_unit, self.device)
-        moved = (x.to(device) for x in (state_rows, tables.int(), seq_lens, host_tables))
+        moved = (x.to(device) for x in (state_indices, tables.int(), seq_lens, host_tables))
         self.by_request = StepTables(*moved, block_size=per_unit * self.units_per_host_block)
 
     def run(self, ops) -> None:
         ops.begin_units(self.by_request, self.units)
         units = self.units
         tables = StepTables(
-            self.by_request.state_rows,
+            self.by_request.state_indices,
             units.hot_tables,
             units.num_units,
             self.by_request.host_tables,
@@ -72,11 +72,11 @@ def test_units_and_tokens(sizes: tuple[int, int, int, int]) -> None:
     expected.run(TorchSwapInOps(True))
     got.run(swap_in_ops(torch.device("cuda"), True))
     torch.cuda.synchronize()
-    for name in ("rows", "positions", "tails", "hot_tables", "num_units"):
+    for name in ("request_indices", "positions", "tails", "hot_tables", "num_units"):
         assert torch.equal(getattr(got.units, name).cpu(), getattr(expected.units, name)), name
     assert torch.equal(got.reload.cpu(), expected.reload)
     assert torch.equal(got.hot.rows.cpu(), expected.hot.rows) and torch.equal(got.host, expected.host)
-    assert expected.units.rows.tolist() == [0, 1, 2, NUM_REQUESTS, NUM_REQUESTS, 5]
+    assert expected.units.request_indices.tolist() == [0, 1, 2, NUM_REQUESTS, NUM_REQUESTS, 5]
     changed = [(now != then).any() for now, then in zip((expected.hot.rows, expected.host), before, strict=True)]
     assert all(changed)
 

@@ -97,8 +97,8 @@ class Simulation:
         width = shape.rows_per_block + shape.gap
         self.hot_storage = torch.full((self.hot_tables.max() + 4, width, ROW), float("nan"))
         self.hot_rows = HotRows.from_cache(self.hot_storage[:, : shape.rows_per_block])
-        self.state_rows = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
-        self.state_rows[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
+        self.state_indices = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
+        self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
         slots = torch.arange(shape.num_slots, dtype=torch.int32).repeat(self.NUM_REQUESTS, 1)
         self.residency = Residency(slots, torch.full_like(slots, -1))
         self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
@@ -156,9 +156,9 @@ class Simulation:
     def step_tables(self, requests: list[int]) -> StepTables:
         """Tables of a batch with one row of padding at its end."""
         seq_lens = [self.lengths[request] + 1 for request in requests]
-        nobody = torch.full_like(self.hot_tables[:1], self.random.choice([-1, 2**31 - 1, len(self.state_rows)]))
+        nobody = torch.full_like(self.hot_tables[:1], self.random.choice([-1, 2**31 - 1, len(self.state_indices)]))
         return StepTables(
-            self.state_rows,
+            self.state_indices,
             torch.cat((self.hot_tables[requests], nobody)),
             torch.tensor([*seq_lens, self.random.choice([0, 5])], dtype=torch.int32),
             self.host_tables,
@@ -174,24 +174,24 @@ class Simulation:
         hot_before, host_before = self.hot_storage.clone(), self.host_rows.clone()
         given = [self.invalid(*pair) for pair in zip(selections, newest, strict=True)]
         top_k = torch.tensor([*given, [0] * self.shape.top_k], dtype=torch.int32)
-        self.out.hot_rows.fill_(77)
+        self.out.hot_row_ids.fill_(77)
         self.out.num_valid.fill_(77)
         self.out.num_misses.fill_(77)
         self.ops.swap_in(self.residency, tables, top_k, self.host_rows, self.hot_rows, self.counts, self.out)
 
         missed = self.check_resolved(requests, selections, newest)
         for row, request in enumerate(requests):
-            for index in self.out.miss_hot_rows[row, : len(missed[row])].tolist():
+            for index in self.out.miss_hot_row_ids[row, : len(missed[row])].tolist():
                 block, offset = divmod(index, self.hot_storage.shape[1])
                 hot_before[block, offset] = self.hot_storage[block, offset]
-            self.check_rows(request, selections[row], self.out.hot_rows[row].tolist())
+            self.check_rows(request, selections[row], self.out.hot_row_ids[row].tolist())
         assert torch.equal(self.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1)), "another row changed"
         self.write_back(requests, tables, host_before)
         return missed
 
     def write_newest(self, requests: list[int], tables: StepTables) -> None:
         newest = torch.full((len(requests) + 2,), 77)
-        self.ops.newest_rows(tables, self.shape.num_slots, self.hot_rows, newest)
+        self.ops.newest_row_ids(tables, self.shape.num_slots, self.hot_rows, newest)
         for row, request in enumerate(requests):
             position = self.lengths[request]
             assert newest[row] == self.hot_index(request, min(position, self.shape.num_slots))
@@ -209,12 +209,12 @@ class Simulation:
             slots, missed = model.resolve(selections[row], newest[row])
             hot_rows = [-1 if slot < 0 else self.hot_index(request, slot) for slot in slots]
             num_valid = max((i + 1 for i, slot in enumerate(slots) if slot >= 0), default=0)
-            miss_hot_rows = [self.hot_index(request, model.slot_of(position, newest[row])) for position in missed]
-            assert self.out.hot_rows[row].tolist() == hot_rows
+            miss_hot_row_ids = [self.hot_index(request, model.slot_of(position, newest[row])) for position in missed]
+            assert self.out.hot_row_ids[row].tolist() == hot_rows
             assert self.out.num_valid[row] == num_valid
             assert self.out.num_misses[row] == len(missed)
-            assert self.out.miss_hot_rows[row, : len(missed)].tolist() == miss_hot_rows
-            assert self.out.miss_host_rows[row, : len(missed)].tolist() == [
+            assert self.out.miss_hot_row_ids[row, : len(missed)].tolist() == miss_hot_row_ids
+            assert self.out.miss_host_row_ids[row, : len(missed)].tolist() == [
                 self.host_index(request, position) for position in missed
             ]
             num_wanted = sum(position not in (-1, newest[row]) for position in selections[row])
@@ -225,9 +225,9 @@ class Simulation:
 
     def check_untouched(self, batch: int) -> None:
         """The padding row means nothing, no row after it is written, and no other request's state changed."""
-        assert self.out.hot_rows[batch].tolist() == [-1] * self.shape.top_k
+        assert self.out.hot_row_ids[batch].tolist() == [-1] * self.shape.top_k
         assert self.out.num_valid[batch] == self.out.num_misses[batch] == 0
-        assert (self.out.hot_rows[batch + 1 :] == 77).all() and (self.out.num_misses[batch + 1 :] == 77).all()
+        assert (self.out.hot_row_ids[batch + 1 :] == 77).all() and (self.out.num_misses[batch + 1 :] == 77).all()
         assert torch.equal(self.counts, self.expected_counts)
         assert self.residency.slots.tolist() == [list(model.entries) for model in self.models]
         assert self.residency.positions.tolist() == [list(model.entries.values()) for model in self.models]
@@ -278,7 +278,7 @@ def test_only_the_newest_and_nothing_at_all() -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=10, seeded=True), 0)
     newest = simulation.lengths[0]
     assert simulation.run_step([0, 1], [[-1, newest, -1], [-1, -1, -1]]) == [[], []]
-    assert simulation.out.hot_rows[0].tolist() == [-1, simulation.hot_index(0, 3), -1]
+    assert simulation.out.hot_row_ids[0].tolist() == [-1, simulation.hot_index(0, 3), -1]
     assert simulation.out.num_valid[:2].tolist() == [2, 0]
 
 
@@ -307,7 +307,7 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
     args = simulation.host_rows, simulation.hot_rows, simulation.counts, simulation.out
     simulation.ops.swap_in(simulation.residency, tables, top_k, *args)
     assert simulation.out.num_misses.tolist()[:2] == [2, 0]
-    assert simulation.out.miss_host_rows[0, :2].tolist() == [-1, 2**32 + 1]
+    assert simulation.out.miss_host_row_ids[0, :2].tolist() == [-1, 2**32 + 1]
     assert torch.equal(simulation.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1))
 
 
@@ -315,13 +315,13 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
 def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=20, seeded=False), 0)
     tables = StepTables(
-        simulation.state_rows if has_request else torch.full_like(simulation.state_rows, -1),
+        simulation.state_indices if has_request else torch.full_like(simulation.state_indices, -1),
         simulation.hot_tables[:1],
         torch.tensor([seq_len], dtype=torch.int32),
         *simulation.host_args,
     )
     out = torch.full((2,), 77)
-    simulation.ops.newest_rows(tables, 3, simulation.hot_rows, out)
+    simulation.ops.newest_row_ids(tables, 3, simulation.hot_rows, out)
     assert out.tolist() == [-1, 77]
 
 

@@ -35,8 +35,8 @@ class HotRows:
         num_rows = (num_blocks - 1) * stride + rows_per_block
         return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
 
-    def flat_rows(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Flat rows of the same slots of several requests: [requests, slots] int64.
+    def flat_row_ids(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Flat hot rows of the same slots of several requests: [requests, slots] int64.
 
         Args:
             hot_tables: [requests, hot blocks per request].
@@ -54,8 +54,8 @@ class Residency:
     is no longer than the buffer, entry j is slot j and holds position j or nothing: nothing is evicted, no order kept.
 
     Attributes:
-        slots: [num_requests, num_slots] int32, a permutation of the slots in each row.
-        positions: [num_requests, num_slots] int32.
+        slots: [num_states, num_slots] int32, a permutation of the slots for each request.
+        positions: [num_states, num_slots] int32.
     """
 
     slots: torch.Tensor
@@ -67,17 +67,17 @@ class StepTables:
     """Where the decoding requests of a step keep their rows. Static device tensors: a CUDA graph may read them.
 
     Attributes:
-        state_rows: [num_device_blocks] int32 row of the hot buffer's state that belongs to a request's first hot
-            block; -1 elsewhere.
+        state_indices: [num_device_blocks] int32 index of the request's state (first dimension of `Residency` and
+            `host_tables`) at its first hot block; -1 elsewhere.
         hot_tables: [batch, >= hot blocks per request] int32 device blocks. A row whose first block is of no request is
             padding.
         seq_lens: [batch] int32 tokens of each request, the newest one included. A row with less than 1 is padding, too:
             vLLM pads a graph's batch so, and its row of `hot_tables` may be stale.
-        host_tables: [num_requests, max blocks] int32 host blocks of each row of the state.
+        host_tables: [num_states, max blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
     """
 
-    state_rows: torch.Tensor
+    state_indices: torch.Tensor
     hot_tables: torch.Tensor
     seq_lens: torch.Tensor
     host_tables: torch.Tensor
@@ -89,17 +89,17 @@ class Resolved:
     """Output of `resolve`, in static buffers of the largest batch.
 
     Attributes:
-        hot_rows: [max_batch, top_k] int32 flat hot row of each selected position; -1 where there is none.
-        num_valid: [max_batch] int32 leading entries of `hot_rows` that contain every valid one.
-        miss_host_rows: [max_batch, top_k] int64 flat host rows to copy; the first `num_misses` count.
-        miss_hot_rows: [max_batch, top_k] int32 flat hot rows to copy them to.
+        hot_row_ids: [max_batch, top_k] int32 flat hot row of each selected position; -1 where there is none.
+        num_valid: [max_batch] int32 leading entries of `hot_row_ids` that contain every valid one.
+        miss_host_row_ids: [max_batch, top_k] int64 flat host rows to copy; the first `num_misses` count.
+        miss_hot_row_ids: [max_batch, top_k] int32 flat hot rows to copy them to.
         num_misses: [max_batch] int32.
     """
 
-    hot_rows: torch.Tensor
+    hot_row_ids: torch.Tensor
     num_valid: torch.Tensor
-    miss_host_rows: torch.Tensor
-    miss_hot_rows: torch.Tensor
+    miss_host_row_ids: torch.Tensor
+    miss_hot_row_ids: torch.Tensor
     num_misses: torch.Tensor
 
     @classmethod
@@ -119,11 +119,11 @@ class Resolved:
 class UnitTables:
     """Tables of a step's decoding requests where every KV head selects for itself and a row is a unit of tokens.
 
-    Static buffers of the largest batch. KV head h of a request's row r of the state has row `r * num_heads + h`, its
+    Static buffers of the largest batch. KV head h of the request with index r has state index `r * num_heads + h`, its
     part of device block b is block `b * head_stride + h`.
 
     Attributes:
-        rows: [max_batch] int64 row of the state by request; that after the last request's where there is none.
+        request_indices: [max_batch] int64 index of each request; the number of requests where there is none.
         positions: [max_batch] int64 newest position; 0 where there is no request.
         tails: [max_batch * num_heads] int32 tokens of the newest unit less those of a whole one; 0 for no request.
         hot_tables: [max_batch * num_heads, hot blocks per request] int32.
@@ -131,7 +131,7 @@ class UnitTables:
         num_heads, head_stride, tokens_per_unit: sizes.
     """
 
-    rows: torch.Tensor
+    request_indices: torch.Tensor
     positions: torch.Tensor
     tails: torch.Tensor
     hot_tables: torch.Tensor
@@ -195,7 +195,7 @@ class SwapInOps(ABC):
             top_k: [batch, top_k] int32 distinct positions; -1 anywhere, and every other value outside [0, seq_len), is
                 padding.
             hot_rows: of the layer.
-            counts: [num_requests, 2] int64 hits and misses, added to.
+            counts: [num_states, 2] int64 hits and misses, added to.
             out: written for the first `batch` rows; padding rows get -1, 0 valid entries and no misses.
         """
 
@@ -222,7 +222,7 @@ class SwapInOps(ABC):
         """`resolve`, then `gather`."""
 
     @abstractmethod
-    def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
         """Flat hot row of each request's newest position: the slot mapping of a decode step.
 
         Args:
@@ -273,7 +273,7 @@ class SwapInOps(ABC):
         """Tables by KV head from those by request.
 
         Args:
-            tables: of the step, by request, except that `state_rows` and `host_tables` have entries by KV head.
+            tables: of the step, by request, except that `state_indices` and `host_tables` have entries by KV head.
             out: written for the first `batch` requests.
         """
 
@@ -297,6 +297,6 @@ class SwapInOps(ABC):
             tables: of the step by KV head, over `units`.
             num_slots: hot slots per KV head, the reserved one not counted.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
-            reload: [num_requests by KV head] int32: where not 0, the newest unit's earlier tokens are only on the host;
+            reload: [num_states] int32: where not 0, the newest unit's earlier tokens are only on the host;
                 they are copied to the device, and the entry becomes 0.
         """

@@ -40,7 +40,7 @@ class _Residency(Structure):
 
 class _StepTables(Structure):
     _fields_ = [
-        ("state_rows", c_void_p),
+        ("state_indices", c_void_p),
         ("hot_tables", c_void_p),
         ("seq_lens", c_void_p),
         ("host_tables", c_void_p),
@@ -57,10 +57,10 @@ class _StepTables(Structure):
 
 class _Resolved(Structure):
     _fields_ = [
-        ("hot_rows", c_void_p),
+        ("hot_row_ids", c_void_p),
         ("num_valid", c_void_p),
-        ("miss_host_rows", c_void_p),
-        ("miss_hot_rows", c_void_p),
+        ("miss_host_row_ids", c_void_p),
+        ("miss_hot_row_ids", c_void_p),
         ("num_misses", c_void_p),
         ("top_k", c_int32),
     ]
@@ -68,7 +68,7 @@ class _Resolved(Structure):
 
 class _UnitTables(Structure):
     _fields_ = [
-        ("rows", c_void_p),
+        ("request_indices", c_void_p),
         ("positions", c_void_p),
         ("tails", c_void_p),
         ("hot_tables", c_void_p),
@@ -116,7 +116,7 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED, c_bool),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool),
     "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED, c_bool),
-    "newest_rows": (_TABLES, c_int32, _HOT, c_void_p),
+    "newest_row_ids": (_TABLES, c_int32, _HOT, c_void_p),
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES, c_int32),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
     "save_rows": (c_void_p, c_int32, c_int32, c_int64, _HOST, c_void_p, c_int32, c_int32),
@@ -241,9 +241,9 @@ class CudaSwapInOps(SwapInOps):
             self.refresh_hits,
         )
 
-    def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
         assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= len(tables.seq_lens)
-        launch("newest_rows", self._tables(tables), num_slots, self._hot_rows(hot_rows), out.data_ptr())
+        launch("newest_row_ids", self._tables(tables), num_slots, self._hot_rows(hot_rows), out.data_ptr())
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
@@ -291,7 +291,7 @@ class CudaSwapInOps(SwapInOps):
         entries, step = self._residency(residency), self._tables(tables)
         (batch, width), row_stride = top_k.shape, top_k.stride(0)
         assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"
-        assert len(out.hot_rows) >= batch == step.batch and self._resolved(out).top_k == width, "sizes differ"
+        assert len(out.hot_row_ids) >= batch == step.batch and self._resolved(out).top_k == width, "sizes differ"
         assert width <= entries.num_slots, "top_k must fit in the buffer"
         return entries, step, top_k.data_ptr(), row_stride
 
@@ -337,13 +337,13 @@ def _step_tables(tables: StepTables) -> _StepTables:
     hot_tables, host_tables = tables.hot_tables, tables.host_tables
     assert hot_tables.stride(1) == host_tables.stride(1) == 1, "block tables must have contiguous rows"
     return _StepTables(
-        tables.state_rows.data_ptr(),
+        tables.state_indices.data_ptr(),
         hot_tables.data_ptr(),
         tables.seq_lens.data_ptr(),
         host_tables.data_ptr(),
         hot_tables.stride(0),
         host_tables.stride(0),
-        len(tables.state_rows),
+        len(tables.state_indices),
         hot_tables.shape[1],
         *host_tables.shape,
         len(tables.seq_lens),
@@ -352,7 +352,7 @@ def _step_tables(tables: StepTables) -> _StepTables:
 
 
 def _unit_tables(units: UnitTables) -> _UnitTables:
-    tensors = (units.rows, units.positions, units.tails, units.hot_tables, units.num_units)
+    tensors = (units.request_indices, units.positions, units.tails, units.hot_tables, units.num_units)
     sizes = units.num_heads, units.head_stride, units.tokens_per_unit
     return _UnitTables(*(tensor.data_ptr() for tensor in tensors), *sizes)
 
@@ -371,8 +371,8 @@ def _new_tokens(key: torch.Tensor, value: torch.Tensor, units: UnitTables) -> _N
 
 
 def _resolved(out: Resolved) -> _Resolved:
-    pointers = (out.hot_rows, out.num_valid, out.miss_host_rows, out.miss_hot_rows, out.num_misses)
-    return _Resolved(*(tensor.data_ptr() for tensor in pointers), out.hot_rows.shape[1])
+    pointers = (out.hot_row_ids, out.num_valid, out.miss_host_row_ids, out.miss_hot_row_ids, out.num_misses)
+    return _Resolved(*(tensor.data_ptr() for tensor in pointers), out.hot_row_ids.shape[1])
 
 
 def _host_table(host_table: torch.Tensor, block_size: int) -> tuple[int, int, int]:

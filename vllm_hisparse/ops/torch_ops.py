@@ -49,7 +49,7 @@ class TorchSwapInOps(SwapInOps):
         out: Resolved,
     ) -> None:
         batch = len(top_k)
-        out.hot_rows[:batch], out.num_valid[:batch], out.num_misses[:batch] = -1, 0, 0
+        out.hot_row_ids[:batch], out.num_valid[:batch], out.num_misses[:batch] = -1, 0, 0
         live, requests = _requests_of(tables, batch, len(residency.slots))
         if not len(live):
             return
@@ -61,14 +61,14 @@ class TorchSwapInOps(SwapInOps):
 
         hot_ids = _flat_rows(tables.hot_tables[live], chosen, hot_rows.rows_per_block, hot_rows.block_stride_rows)
         columns = torch.arange(1, top_k.shape[1] + 1, dtype=torch.int32, device=top_k.device)
-        out.hot_rows[live] = hot_ids.int()
+        out.hot_row_ids[live] = hot_ids.int()
         out.num_valid[live] = torch.where(chosen >= 0, columns, 0).amax(1)
         out.num_misses[live] = num_misses.int()
         host_ids = _flat_rows(tables.host_tables[requests], selected.where(missed, -1), tables.block_size)
         miss_rows, miss_columns = missed.nonzero(as_tuple=True)
         places = live[miss_rows], missed.cumsum(1)[miss_rows, miss_columns] - 1
-        out.miss_hot_rows[places] = hot_ids[miss_rows, miss_columns].int()
-        out.miss_host_rows[places] = host_ids[miss_rows, miss_columns]
+        out.miss_hot_row_ids[places] = hot_ids[miss_rows, miss_columns].int()
+        out.miss_host_row_ids[places] = host_ids[miss_rows, miss_columns]
 
     def _store(self, residency: Residency, requests: torch.Tensor, entries: _Entries) -> None:
         """Write entries back in their new order."""
@@ -84,9 +84,9 @@ class TorchSwapInOps(SwapInOps):
 
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
         num_misses = resolved.num_misses[:batch, None]
-        counted = torch.arange(resolved.miss_hot_rows.shape[1], device=num_misses.device) < num_misses
-        sources, targets = resolved.miss_host_rows[:batch][counted], resolved.miss_hot_rows[:batch][counted].long()
-        _copy_rows(host_rows, sources, hot_rows.rows, targets)
+        counted = torch.arange(resolved.miss_hot_row_ids.shape[1], device=num_misses.device) < num_misses
+        source_ids, target_ids = resolved.miss_host_row_ids[:batch][counted], resolved.miss_hot_row_ids[:batch][counted]
+        _copy_rows(host_rows, source_ids, hot_rows.rows, target_ids.long())
 
     def swap_in(
         self,
@@ -101,7 +101,7 @@ class TorchSwapInOps(SwapInOps):
         self.resolve(residency, tables, top_k, hot_rows, counts, out)
         self.gather(host_rows, hot_rows, out, len(top_k))
 
-    def newest_rows(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)
         live, _ = _requests_of(tables, batch, len(tables.host_tables))
         rows = _newest_hot_rows(tables, live, num_slots, hot_rows)
@@ -133,16 +133,16 @@ class TorchSwapInOps(SwapInOps):
 
     def begin_units(self, tables: StepTables, out: UnitTables) -> None:
         batch, num_heads, per_unit = len(tables.seq_lens), out.num_heads, out.tokens_per_unit
-        heads = torch.arange(num_heads, device=out.rows.device)
+        heads = torch.arange(num_heads, device=out.request_indices.device)
         by_head = tables.hot_tables[:, None] * out.head_stride + heads[:, None]
         firsts = dataclasses.replace(tables, hot_tables=by_head[:, 0])
         live, requests = _requests_of(firsts, batch, len(tables.host_tables))
-        out.rows[:batch] = (len(tables.host_tables) - 1) // num_heads  # it has a row of no request
+        out.request_indices[:batch] = (len(tables.host_tables) - 1) // num_heads  # it has a row of no request
         out.positions[:batch] = 0
         for tensor, padding in ((out.hot_tables, -1), (out.num_units, 0), (out.tails, 0)):
             tensor[: batch * num_heads] = padding
         newest = tables.seq_lens[live] - 1
-        out.rows[live], out.positions[live] = requests // num_heads, newest.long()
+        out.request_indices[live], out.positions[live] = requests // num_heads, newest.long()
         rows = (live[:, None] * num_heads + heads).flatten()
         out.hot_tables[rows] = by_head[live].flatten(0, 1).int()
         out.num_units[rows] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
@@ -175,8 +175,8 @@ class TorchSwapInOps(SwapInOps):
 
 def _requests_of(tables: StepTables, batch: int, num_requests: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the batch that are no padding, and the row of the state that each belongs to: two [<= batch] int64."""
-    first_blocks, num_blocks = tables.hot_tables[:batch, 0].long(), len(tables.state_rows)
-    requests = tables.state_rows[first_blocks.clamp(0, num_blocks - 1)].long()
+    first_blocks, num_blocks = tables.hot_tables[:batch, 0].long(), len(tables.state_indices)
+    requests = tables.state_indices[first_blocks.clamp(0, num_blocks - 1)].long()
     live = (first_blocks >= 0) & (first_blocks < num_blocks) & (requests >= 0) & (requests < num_requests)
     live = (live & (tables.seq_lens[:batch] > 0)).nonzero()[:, 0]
     return live, requests[live]

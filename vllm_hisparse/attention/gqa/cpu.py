@@ -277,7 +277,7 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         resolved = self.hot_buffer.resolve(self.layer_index, units, self.hot)
         self._load_missed(resolved, len(units))
 
-        hot_units = resolved.hot_rows[: len(units)]
+        hot_units = resolved.hot_row_ids[: len(units)]
         positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
         last = batch.positions.repeat_interleave(num_heads)[:, None]
         valid = (hot_units >= 0).repeat_interleave(per_unit, 1) & (positions <= last)
@@ -305,11 +305,11 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         return self.hot_buffer.host_tables[rows, units // per_block].long() * per_block + units % per_block
 
     def _load_missed(self, resolved: Resolved, batch: int) -> None:
-        columns = torch.arange(resolved.miss_hot_rows.shape[1])
+        columns = torch.arange(resolved.miss_hot_row_ids.shape[1])
         missed = columns < resolved.num_misses[:batch, None]
         if missed.any():
-            self.hot.rows[resolved.miss_hot_rows[:batch][missed].long()] = self._load_units(
-                resolved.miss_host_rows[:batch][missed]
+            self.hot.rows[resolved.miss_hot_row_ids[:batch][missed].long()] = self._load_units(
+                resolved.miss_host_row_ids[:batch][missed]
             )
 
     def _load_units(self, host_units: torch.Tensor) -> torch.Tensor:

@@ -217,12 +217,12 @@ class PagedGqaImpl(FlashAttentionImpl):
         if self.layer_index == 0:
             # NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
             buffer.begin_units(metadata.hot_tables, metadata.seq_lens)
-        rows, positions = buffer.units.rows[:batch], buffer.units.positions[:batch]
+        rows, positions = buffer.units.request_indices[:batch], buffer.units.positions[:batch]
         self.algorithm.update_representations(self.state, rows, key, positions)
         selection = self.algorithm.retrieve_topk(self.state, rows, query, positions + 1)
         buffer.write_tokens(self.layer_index, key, value, self.hot, self.host_units)
         resolved = buffer.swap_in(self.layer_index, selection.units.flatten(0, 1), self.host_units, self.hot)
-        self._attend(query, resolved.hot_rows, resolved.num_valid, output)
+        self._attend(query, resolved.hot_row_ids, resolved.num_valid, output)
 
     def _attend(
         self, query: torch.Tensor, hot_units: torch.Tensor, num_units: torch.Tensor, output: torch.Tensor

@@ -120,7 +120,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         """Write the newest rows, swap in what is missing, attend over hot rows only."""
         self.hot.rows[self.hot_buffer.newest_rows[: len(query)]] = new_rows
         resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
-        selected = resolved.hot_rows[: len(query)]
+        selected = resolved.hot_row_ids[: len(query)]
         return self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])
 
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:

@@ -194,7 +194,7 @@ class HotMLACudaImpl(HotMLAImpl):
     def _hot_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the selection hot; returns its flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
         resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
-        return resolved.hot_rows[: len(top_k)], resolved.num_valid[: len(top_k)]
+        return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)

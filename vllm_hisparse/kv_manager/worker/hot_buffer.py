@@ -165,7 +165,7 @@ class HotBuffer:
             hot: hot rows of any layer.
         """
         assert self.decode_tables is not None
-        self.ops.newest_rows(self.decode_tables, self.num_slots, hot, self.newest_rows)
+        self.ops.newest_row_ids(self.decode_tables, self.num_slots, hot, self.newest_rows)
 
     def swap_in(self, layer: int, top_k: torch.Tensor, host_rows: torch.Tensor, hot: HotRows) -> Resolved:
         """Make one layer's selection hot.
@@ -199,7 +199,7 @@ class HotBuffer:
         first_unit = max(last_unit - self.num_slots, 0)
         tables = hot_table * self.head_stride + heads[:, None]
         slots = torch.arange(first_unit, last_unit, device=heads.device) % self.num_slots
-        return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_rows(tables, slots))
+        return Seeds(self.rows_of(tables), first_unit, last_unit, hot.flat_row_ids(tables, slots))
 
     def seed(self, layer: int, seeds: Seeds) -> None:
         """Record seeds whose rows have been written: unit u is in slot `u % num_slots`. They fill all slots, the last
