@@ -84,7 +84,8 @@ def everything(algorithm: str, contexts: list[int]) -> int:
     """The budget that holds the longest context; of an algorithm that selects tokens, the longest that it can hold."""
     from vllm_hisparse.algorithms.registry import find_algorithm
 
-    is_token = find_algorithm(algorithm).granularity == "token"
+    selector = find_algorithm(algorithm)
+    is_token = selector.unit_tokens(selector.Options()) == 1
     return max(context for context in contexts if not is_token or context <= MAX_TOKEN_BUDGET)
 
 

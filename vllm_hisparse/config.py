@@ -12,7 +12,7 @@ from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, SparseAlgorithm
+    from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, Selector, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
@@ -102,7 +102,7 @@ class HiSparseConfig(BaseModel):
         return config._for_model(vllm_config)
 
     @cached_property
-    def algorithm_class(self) -> type[SparseAlgorithm]:
+    def algorithm_class(self) -> type[Selector]:
         return find_algorithm(self.algorithm)
 
     @cached_property
@@ -118,7 +118,7 @@ class HiSparseConfig(BaseModel):
     @property
     def dense_unit(self) -> int | None:
         """`tokens_per_unit` of a dense model, whose KV heads select for themselves; None for a DSA model."""
-        return None if self.algorithm_class.model_family == "dsa" else self.tokens_per_unit
+        return None if self.algorithm_class.model_family == "mla" else self.tokens_per_unit
 
     def kv_cache_dtypes(self, device: str) -> tuple[str, ...]:
         """What `--kv-cache-dtype` may be on a device ("cpu" or "cuda")."""
@@ -184,7 +184,7 @@ class HiSparseConfig(BaseModel):
 
     def _for_model(self, vllm_config: VllmConfig) -> HiSparseConfig:
         model, algorithm = vllm_config.model_config, self.algorithm_class
-        if algorithm.model_family == "dsa":
+        if algorithm.model_family == "mla":
             updates = {"top_k": _dsa_top_k(self, model), "dense_layers": []}
         else:
             _check_dense_model(self, vllm_config)

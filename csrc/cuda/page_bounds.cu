@@ -6,7 +6,7 @@
 
 namespace hisparse {
 
-// Bounds of pages, one layer: [num_rows, max_pages, num_heads, head_size] each.
+// Bounds of pages, one layer: [num_requests, max_pages, num_heads, head_size] each.
 struct PageBounds {
     void* minima;
     void* maxima;
@@ -35,7 +35,7 @@ union Vector {
 template <typename T>
 __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const PageBounds bounds,
-    const int64_t* __restrict__ rows,       // [batch]
+    const int64_t* __restrict__ request_indices,       // [batch]
     const int64_t* __restrict__ positions,  // [batch]
     const T* __restrict__ keys,             // [batch, num_heads, head_size], tokens key_stride elements apart
     const int64_t key_stride,
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const int batch_row = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
     if (batch_row >= batch || first >= bounds.head_size) return;
     const int64_t position = positions[batch_row];
-    const int64_t page = rows[batch_row] * bounds.max_pages + position / bounds.page_size;
+    const int64_t page = request_indices[batch_row] * bounds.max_pages + position / bounds.page_size;
     const int64_t at = (page * bounds.num_heads + head) * bounds.head_size + first;
     Vector<T> key, low, high;
     key.bits = *reinterpret_cast<const uint4*>(keys + batch_row * key_stride + head * bounds.head_size + first);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
 template <typename T>
 __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     const PageBounds bounds,
-    const int64_t* __restrict__ rows,        // [batch]
+    const int64_t* __restrict__ request_indices,        // [batch]
     const int64_t* __restrict__ num_tokens,  // [batch]
     const T* __restrict__ query,             // [batch, num_heads * group, head_size], query_stride apart
     const int64_t query_stride,
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     for (int i = threadIdx.x; i < group * size; i += kBoundThreads) shared_query[i] = to_float(heads[i]);
     __syncthreads();
     const int64_t num_pages = (num_tokens[batch_row] + bounds.page_size - 1) / bounds.page_size;
-    const int64_t first_page = rows[batch_row] * bounds.max_pages;
+    const int64_t first_page = request_indices[batch_row] * bounds.max_pages;
     float* out = scores + (static_cast<int64_t>(batch_row) * bounds.num_heads + head) * bounds.max_pages;
     const int lane = threadIdx.x % lanes, first = lane * kLaneElements;
     for (int i = threadIdx.x / lanes; i < kPagesPerBlock; i += kBoundThreads / lanes) {
@@ -117,19 +117,19 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
 
 template <typename T>
 cudaError_t update_page_bounds(
-    const PageBounds& bounds, const int64_t* rows, const int64_t* positions, const void* keys, int64_t key_stride,
+    const PageBounds& bounds, const int64_t* request_indices, const int64_t* positions, const void* keys, int64_t key_stride,
     int32_t batch, cudaStream_t stream
 ) {
     const int num_blocks = (batch * bounds.num_heads * kWarpSize + kBoundThreads - 1) / kBoundThreads;
     update_page_bounds_kernel<T><<<num_blocks, kBoundThreads, 0, stream>>>(
-        bounds, rows, positions, static_cast<const T*>(keys), key_stride, batch
+        bounds, request_indices, positions, static_cast<const T*>(keys), key_stride, batch
     );
     return cudaGetLastError();
 }
 
 template <typename T>
 cudaError_t page_scores(
-    const PageBounds& bounds, const int64_t* rows, const int64_t* num_tokens, const void* query, int64_t query_stride,
+    const PageBounds& bounds, const int64_t* request_indices, const int64_t* num_tokens, const void* query, int64_t query_stride,
     int32_t group, int32_t batch, float* scores, cudaStream_t stream
 ) {
     int lanes = 1;
@@ -137,7 +137,7 @@ cudaError_t page_scores(
     const dim3 grid((bounds.max_pages + kPagesPerBlock - 1) / kPagesPerBlock, bounds.num_heads, batch);
     const size_t shared_bytes = sizeof(float) * group * bounds.head_size;
     page_scores_kernel<T><<<grid, kBoundThreads, shared_bytes, stream>>>(
-        bounds, rows, num_tokens, static_cast<const T*>(query), query_stride, group, lanes, scores
+        bounds, request_indices, num_tokens, static_cast<const T*>(query), query_stride, group, lanes, scores
     );
     return cudaGetLastError();
 }
@@ -154,7 +154,7 @@ using namespace hisparse;
 // Take one new key per request into its page's bounds: `page_bounds.update`. Elements are bfloat16, or float16.
 extern "C" cudaError_t hisparse_update_page_bounds(
     const PageBounds* bounds,
-    const int64_t* rows,
+    const int64_t* request_indices,
     const int64_t* positions,
     const void* keys,
     int64_t key_stride,
@@ -165,13 +165,13 @@ extern "C" cudaError_t hisparse_update_page_bounds(
     if (batch == 0) return cudaSuccess;
     if (!fits(*bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? update_page_bounds<__nv_bfloat16> : update_page_bounds<__half>;
-    return run(*bounds, rows, positions, keys, key_stride, batch, stream);
+    return run(*bounds, request_indices, positions, keys, key_stride, batch, stream);
 }
 
 // Upper bounds of the pages' scores: `page_bounds.scores`. scores: [batch, num_heads, max_pages].
 extern "C" cudaError_t hisparse_page_scores(
     const PageBounds* bounds,
-    const int64_t* rows,
+    const int64_t* request_indices,
     const int64_t* num_tokens,
     const void* query,
     int64_t query_stride,
@@ -184,5 +184,5 @@ extern "C" cudaError_t hisparse_page_scores(
     if (batch == 0) return cudaSuccess;
     if (!fits(*bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? page_scores<__nv_bfloat16> : page_scores<__half>;
-    return run(*bounds, rows, num_tokens, query, query_stride, group, batch, scores, stream);
+    return run(*bounds, request_indices, num_tokens, query, query_stride, group, batch, scores, stream);
 }

@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
     const int32_t max_units,
     const int32_t tokens_per_unit,
     const int32_t num_selected,
-    int32_t* units,  // [batch, num_heads, num_selected]
-    int32_t* counts  // [batch, num_heads]
+    int32_t* units  // [batch, num_heads, num_selected]
 ) {
     __shared__ int32_t histogram[kNumDigits];
     __shared__ int32_t sums[kSelectWarps];
@@ -119,7 +118,6 @@ __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
     for (int i = count + threadIdx.x; i < num_selected; i += kSelectThreads) {
         out[i] = i == count && newest >= 0 ? newest : -1;
     }
-    if (threadIdx.x == 0) counts[row] = newest >= 0 ? count + 1 : 0;
 }
 
 }  // namespace
@@ -137,12 +135,11 @@ extern "C" cudaError_t hisparse_select_units(
     int32_t tokens_per_unit,
     int32_t num_selected,
     int32_t* units,
-    int32_t* counts,
     cudaStream_t stream
 ) {
     if (batch == 0) return cudaSuccess;
     select_units_kernel<<<batch * num_heads, kSelectThreads, 0, stream>>>(
-        scores, num_tokens, num_heads, max_units, tokens_per_unit, num_selected, units, counts
+        scores, num_tokens, num_heads, max_units, tokens_per_unit, num_selected, units
     );
     return cudaGetLastError();
 }

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
-from vllm_hisparse.algorithms.dsa import DSA
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 
 from .testing import (
@@ -74,8 +73,8 @@ def test_selections_fit_the_budget_and_hold_the_newest(name: str, num_prompt: in
     state = represent(algorithm, random_keys(num_tokens, num_prompt), num_prompt)
     selection = retrieve(algorithm, state, random_query(num_new), num_tokens)
     num_units = -(-num_tokens // algorithm.tokens_per_unit)
-    assert selection.units.shape == (1, SHAPE.num_kv_heads, budget // algorithm.tokens_per_unit)
-    assert selection.units.dtype == selection.counts.dtype == torch.int32
+    assert selection.shape == (1, SHAPE.num_kv_heads, budget // algorithm.tokens_per_unit)
+    assert selection.dtype == torch.int32
     for units in chosen(selection):
         assert len(units) == min(num_units, budget // algorithm.tokens_per_unit)
         assert units <= set(range(num_units))
@@ -97,8 +96,7 @@ def test_requests_of_a_batch_do_not_meet(name: str) -> None:
     for index, (row, length) in enumerate(lengths.items()):
         alone = represent(algorithm, keys[row], length)
         expected = retrieve(algorithm, alone, query[index : index + 1], length + 1)
-        assert torch.equal(selection.counts[index], expected.counts[0])
-        assert torch.equal(selection.units[index].sort().values, expected.units[0].sort().values)
+        assert torch.equal(selection[index].sort().values, expected[0].sort().values)
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE if not find_algorithm(name).needs_whole_prompt])
@@ -130,10 +128,3 @@ def test_what_is_always_selected_fits_the_least_budget(name: str) -> None:
     state = represent(algorithm, random_keys(100), 60)
     for units in chosen(retrieve(algorithm, state, random_query(), 100)):
         assert 99 // algorithm.tokens_per_unit in units
-
-
-def test_dsa_hands_on_what_the_indexer_selected() -> None:
-    top_k = torch.tensor([[5, 3, -1], [7, 1, 0]], dtype=torch.int32)
-    selection = make(DSA).retrieve_topk({"top_k": top_k}, torch.tensor([1, 0]), random_query(), torch.tensor([9, 6]))
-    assert selection.units.tolist() == [[[7, 1, 0]], [[5, 3, -1]]]
-    assert selection.counts.tolist() == [[3], [2]]

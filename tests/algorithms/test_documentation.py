@@ -16,7 +16,7 @@ from .testing import ROW, SHAPE, best, chosen, group_of, make, random_keys, rand
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 EXAMPLE = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL).group(1)
-DENSE = [name for name in ALGORITHMS if find_algorithm(name).model_family == "dense"]
+DENSE = [name for name in ALGORITHMS if find_algorithm(name).model_family == "gqa"]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from vllm_hisparse.algorithms.base import AttentionShape, Selection, SparseAlgorithm, State
+from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm, State
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_size=16, dtype=torch.float32)
 MAX_TOKENS = 200
@@ -53,17 +53,18 @@ def represent(algorithm: SparseAlgorithm, keys: torch.Tensor, num_prompt: int, c
     return state
 
 
-def retrieve(algorithm: SparseAlgorithm, state: State, query: torch.Tensor, num_tokens: int) -> Selection:
+def retrieve(algorithm: SparseAlgorithm, state: State, query: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return algorithm.retrieve_topk(state, torch.tensor([ROW]), query, torch.tensor([num_tokens]))
 
 
-def chosen(selection: Selection) -> list[set[int]]:
-    """Selected units of each KV head; checks counts, padding and that none repeats."""
+def chosen(selection: torch.Tensor) -> list[set[int]]:
+    """Selected units of each KV head; checks that none repeats and that the newest comes last, then padding."""
     result = []
-    for units, count in zip(selection.units[0].tolist(), selection.counts[0].tolist(), strict=True):
-        assert all(unit >= 0 for unit in units[:count]) and all(unit == -1 for unit in units[count:])
-        assert len(set(units[:count])) == count
-        result.append(set(units[:count]))
+    for units in selection[0].tolist():
+        valid = [unit for unit in units if unit >= 0]
+        assert units == valid + [-1] * (len(units) - len(valid))
+        assert len(set(valid)) == len(valid) and valid[-1] == max(valid)
+        result.append(set(valid))
     return result
 
 

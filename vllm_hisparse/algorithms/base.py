@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_hisparse.ops.select_units import select_units
 
-State = dict[str, torch.Tensor]  # field name -> [num_requests, *StateField.shape], one State per layer
+State = dict[str, torch.Tensor]  # of one layer: field name -> [num_requests, *StateField.shape] of StateField.dtype
 
 
 class AlgorithmOptions(BaseModel):
@@ -53,21 +53,27 @@ class StateField:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What to attend to. A unit is `tokens_per_unit` neighbouring positions.
+class Selector:
+    """What selects the positions that a decoding token attends to: the facts that the configuration needs.
 
     Attributes:
-        units: [batch, num_kv_heads, k] int32, distinct; valid ones first, the newest token's last of them, then -1.
-        counts: [batch, num_kv_heads] int32 valid units.
+        name: what users write in `algorithm`.
+        model_family: "mla" models have an indexer that selects; in "gqa" models a `SparseAlgorithm` does.
+        Options: what `algorithm_options` may hold.
     """
 
-    units: torch.Tensor
-    counts: torch.Tensor
+    name: ClassVar[str]
+    model_family: ClassVar[Literal["mla", "gqa"]]
+    Options: ClassVar[type[AlgorithmOptions]] = AlgorithmOptions
+
+    @classmethod
+    def unit_tokens(cls, options: AlgorithmOptions) -> int:
+        """Neighbouring positions that are selected, moved and evicted together."""
+        return 1
 
 
-class SparseAlgorithm(ABC):
-    """Selects the positions that a decoding token attends to; one object serves all layers of one shape.
+class SparseAlgorithm(Selector, ABC):
+    """Selects by keys and queries, units of neighbouring positions; one object serves all layers of one shape.
 
     Shapes are static: they depend on the constructor's arguments alone. `retrieve_topk` never waits for the device, so
     that a `graph_capturable` algorithm can run inside a CUDA graph.
@@ -79,33 +85,24 @@ class SparseAlgorithm(ABC):
         max_tokens: tokens of the longest request.
 
     Attributes:
-        name: what users write in `algorithm`.
-        granularity: what it selects.
         graph_capturable: whether update and retrieval of a decode step may be captured in a CUDA graph.
         needs_whole_prompt: representations are built once, from all keys of the prompt, not chunk by chunk.
         num_dense_layers: leading layers that the paper leaves dense; the default of `dense_layers`.
-        model_family: "dense" models have keys to look at; "dsa" models bring their own selector.
+        tokens_per_unit: positions of a unit.
+        max_units: units of the longest request.
+        num_selected: units of a selection, at most.
     """
 
-    name: ClassVar[str]
-    granularity: ClassVar[Literal["token", "page"]]
+    model_family = "gqa"
     graph_capturable: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[bool] = False
     num_dense_layers: ClassVar[int] = 0
-    model_family: ClassVar[Literal["dense", "dsa"]] = "dense"
-
-    Options: ClassVar[type[AlgorithmOptions]] = AlgorithmOptions
 
     def __init__(self, options: AlgorithmOptions, shape: AttentionShape, budget: int, max_tokens: int):
         self.options, self.shape, self.max_tokens = options, shape, max_tokens
         self.tokens_per_unit = self.unit_tokens(options)
         self.max_units = -(-max_tokens // self.tokens_per_unit)
         self.num_selected = min(budget // self.tokens_per_unit, self.max_units)
-
-    @classmethod
-    def unit_tokens(cls, options: AlgorithmOptions) -> int:
-        """Neighbouring positions that are selected, moved and evicted together."""
-        return 1
 
     @classmethod
     def min_budget(cls, options: AlgorithmOptions) -> int:
@@ -126,66 +123,82 @@ class SparseAlgorithm(ABC):
         """Device bytes of state per token and layer, of a request of `max_tokens`."""
         return sum(field.num_bytes for field in self.state_fields().values()) / self.max_tokens
 
-    def allocate_state(self, num_rows: int, device: torch.device | str = "cpu") -> State:
-        """State of one layer; a request's row holds anything until `construct_representations` starts it at 0."""
+    def allocate_state(self, num_requests: int, device: torch.device | str = "cpu") -> State:
+        """State of one layer: each field [num_requests, *`StateField.shape`]. A request's part holds anything until
+        `construct_representations` starts it at 0."""
         return {
-            name: torch.zeros((num_rows, *field.shape), dtype=field.dtype, device=device)
+            name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
             for name, field in self.state_fields().items()
         }
 
     # An algorithm without state keeps the next two as they are.
 
-    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:  # noqa: B027
+    def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         """Represent keys that a prefill, an import or the host pool has brought.
 
         Called with growing `first`, starting a request at 0, perhaps without keys; the result does not depend on where
         chunks are cut.
 
         Args:
-            state: one layer's.
-            row: the request's row of `state`.
-            keys: [num_tokens, num_kv_heads, head_size], positions [first, first + num_tokens).
+            state: one layer's, updated in place.
+            request_index: of the request, in the first dimension of every tensor of `state`.
+            keys: [num_tokens, num_kv_heads, head_size] of `AttentionShape.dtype`; positions [first, first +
+                num_tokens).
             first: 0, or what an earlier call ended with.
         """
 
-    def update_representations(  # noqa: B027
-        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    def update_representations(
+        self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Represent one new token per request.
 
         Args:
-            state: one layer's.
-            rows: [batch] int64 distinct rows of `state`.
-            keys: [batch, num_kv_heads, head_size].
+            state: one layer's, updated in place.
+            request_indices: [batch] int64, distinct but for padding, in the first dimension of every tensor of `state`.
+            keys: [batch, num_kv_heads, head_size] of `AttentionShape.dtype`.
             positions: [batch] int64, the first position that is not represented yet.
         """
 
     @abstractmethod
     def retrieve_topk(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
-    ) -> Selection:
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
         """Select the units that a token attends to; the unit of the newest token is always among them.
 
         Args:
-            state: one layer's.
-            rows: [batch] int64 rows of `state`.
-            query: [batch, num_heads, head_size].
+            state: one layer's, read.
+            request_indices: [batch] int64, as in `update_representations`.
+            query: [batch, num_heads, head_size] of `AttentionShape.dtype`.
             num_tokens: [batch] int64 represented tokens, the query's own included.
+
+        Returns:
+            [batch, num_kv_heads, num_selected] int32 distinct units; valid ones first, the newest token's last of them,
+            then -1.
         """
 
-    def select(self, scores: torch.Tensor, num_tokens: torch.Tensor, keep: torch.Tensor | None = None) -> Selection:
+    def select(self, scores: torch.Tensor, num_tokens: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         """The best units by score, at most `num_selected`.
 
         Args:
-            scores: [batch, num_kv_heads, max_units]; anything beyond a request's tokens.
+            scores: [batch, num_kv_heads, max_units] of any float dtype; anything beyond a request's tokens.
             num_tokens: [batch] int64.
             keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool units to select in any case, or None.
+
+        Returns:
+            As `retrieve_topk`.
         """
         scores = scores.float()
         if keep is not None:
             scores = scores.masked_fill(keep.view(len(keep), -1, self.max_units), float("inf"))
-        return Selection(*select_units(scores.contiguous(), num_tokens, self.tokens_per_unit, self.num_selected))
+        return select_units(scores.contiguous(), num_tokens, self.tokens_per_unit, self.num_selected)
 
     def group_queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries by KV head: [batch, num_kv_heads, heads per KV head, head_size] float32."""
+        """Queries by KV head.
+
+        Args:
+            query: [batch, num_heads, head_size].
+
+        Returns:
+            [batch, num_kv_heads, heads per KV head, head_size] float32.
+        """
         return query.float().view(len(query), self.shape.num_kv_heads, -1, self.shape.head_size)

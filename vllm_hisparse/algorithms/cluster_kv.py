@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch.nn.functional import normalize
 
-from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, State, StateField
 from vllm_hisparse.algorithms.kmeans import kmeans
 
 UNCLUSTERED = -1
@@ -40,7 +40,6 @@ class ClusterKV(SparseAlgorithm):
     """
 
     name = "cluster_kv"
-    granularity = "token"
     needs_whole_prompt = True
     num_dense_layers = 2
     Options = ClusterKVOptions
@@ -65,51 +64,53 @@ class ClusterKV(SparseAlgorithm):
             "num_pending": StateField((), torch.int64),
         }
 
-    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+    def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         if first == 0:
-            state["labels"][row] = UNCLUSTERED
-            state["num_clusters"][row] = state["num_pending"][row] = 0
+            state["labels"][request_index] = UNCLUSTERED
+            state["num_clusters"][request_index] = state["num_pending"][request_index] = 0
         num_sinks = max(self.options.sink_tokens - first, 0)
         clustered = keys[num_sinks:]
         if len(clustered):
             num_clusters = -(-len(clustered) // self.options.tokens_per_cluster)
-            self._add_clusters(state, row, clustered, first + num_sinks, num_clusters)
+            self._add_clusters(state, request_index, clustered, first + num_sinks, num_clusters)
 
     def update_representations(
-        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+        self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
         interval = self.options.update_interval
-        state["labels"][rows, positions] = UNCLUSTERED
+        state["labels"][request_indices, positions] = UNCLUSTERED
         pending = positions >= self.options.sink_tokens
-        rows, keys, positions = rows[pending], keys[pending], positions[pending]
-        state["pending_keys"][rows, state["num_pending"][rows]] = keys
-        state["num_pending"][rows] += 1
-        full = state["num_pending"][rows] == interval
-        for row, position in zip(rows[full].tolist(), positions[full].tolist(), strict=True):
+        request_indices, keys, positions = request_indices[pending], keys[pending], positions[pending]
+        state["pending_keys"][request_indices, state["num_pending"][request_indices]] = keys
+        state["num_pending"][request_indices] += 1
+        full = state["num_pending"][request_indices] == interval
+        for request_index, position in zip(request_indices[full].tolist(), positions[full].tolist(), strict=True):
             first, num_clusters = position + 1 - interval, self.options.clusters_per_update
-            self._add_clusters(state, row, state["pending_keys"][row], first, num_clusters)
-            state["num_pending"][row] = 0
+            self._add_clusters(state, request_index, state["pending_keys"][request_index], first, num_clusters)
+            state["num_pending"][request_index] = 0
 
     def retrieve_topk(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
-    ) -> Selection:
-        centroids = state["centroids"][rows].permute(0, 2, 3, 1)
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        centroids = state["centroids"][request_indices].permute(0, 2, 3, 1)
         cluster_scores = (self.group_queries(query) @ centroids).amax(2)
-        labels = state["labels"][rows].transpose(1, 2).long()
+        labels = state["labels"][request_indices].transpose(1, 2).long()
         scores = cluster_scores.gather(2, labels.clamp_min(0))
         positions = torch.arange(self.max_tokens, device=query.device)
         recent = positions >= num_tokens[:, None] - self.options.window_tokens
         return self.select(scores, num_tokens, (labels == UNCLUSTERED) | recent[:, None])
 
-    def _add_clusters(self, state: State, row: int, keys: torch.Tensor, first: int, num_clusters: int) -> None:
+    def _add_clusters(
+        self, state: State, request_index: int, keys: torch.Tensor, first: int, num_clusters: int
+    ) -> None:
         keys = keys.float().transpose(0, 1)
         # NOTE: on the unit sphere |a - b|^2 = 2 (1 - cos): Euclidean k-means there ranks by the paper's distance.
         _, labels = kmeans(normalize(keys, dim=-1), num_clusters, self.options.num_iterations)
         sums = keys.new_zeros(len(keys), num_clusters, keys.shape[-1])
         sums.scatter_add_(1, labels[..., None].expand_as(keys), keys)
         counts = keys.new_zeros(len(keys), num_clusters).scatter_add_(1, labels, torch.ones_like(keys[..., 0]))
-        start = int(state["num_clusters"][row])
+        start = int(state["num_clusters"][request_index])
         means = sums / counts.clamp_min(1)[..., None]
-        state["centroids"][row, start : start + num_clusters] = means.transpose(0, 1)
-        state["labels"][row, first : first + keys.shape[1]] = (labels + start).transpose(0, 1).int()
-        state["num_clusters"][row] = start + num_clusters
+        state["centroids"][request_index, start : start + num_clusters] = means.transpose(0, 1)
+        state["labels"][request_index, first : first + keys.shape[1]] = (labels + start).transpose(0, 1).int()
+        state["num_clusters"][request_index] = start + num_clusters

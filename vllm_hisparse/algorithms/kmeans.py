@@ -31,6 +31,14 @@ def kmeans(points: torch.Tensor, num_clusters: int, num_iterations: int) -> tupl
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Label of each point's nearest centroid: [batch, num_points] int64."""
+    """Label of each point's nearest centroid by Euclidean distance.
+
+    Args:
+        points: [batch, num_points, dim] float32.
+        centroids: [batch, num_clusters, dim] float32.
+
+    Returns:
+        [batch, num_points] int64; of equal distances the first centroid.
+    """
     # |p - c|^2 without |p|^2, which is the same for all centroids.
     return (centroids.square().sum(-1)[:, None] - 2 * points @ centroids.transpose(1, 2)).argmin(-1)

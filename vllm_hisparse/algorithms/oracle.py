@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_hisparse.algorithms.base import Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.algorithms.base import SparseAlgorithm, State, StateField
 
 
 class Oracle(SparseAlgorithm):
@@ -15,24 +15,23 @@ class Oracle(SparseAlgorithm):
     """
 
     name = "oracle"
-    granularity = "token"
     graph_capturable = True
 
     def state_fields(self) -> dict[str, StateField]:
         return {"keys": StateField((self.max_tokens, self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype)}
 
-    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
-        state["keys"][row, first : first + len(keys)] = keys
+    def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
+        state["keys"][request_index, first : first + len(keys)] = keys
 
     def update_representations(
-        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+        self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        state["keys"][rows, positions] = keys
+        state["keys"][request_indices, positions] = keys
 
     def retrieve_topk(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
-    ) -> Selection:
-        keys = state["keys"][rows].float().permute(0, 2, 3, 1)
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        keys = state["keys"][request_indices].float().permute(0, 2, 3, 1)
         scores = self.group_queries(query) @ keys * self.shape.head_size**-0.5
         beyond = torch.arange(self.max_tokens, device=query.device) >= num_tokens[:, None]
         weights = scores.masked_fill(beyond[:, None, None], -float("inf")).softmax(-1)

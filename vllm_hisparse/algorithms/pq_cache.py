@@ -8,7 +8,6 @@ from pydantic import Field
 from vllm_hisparse.algorithms.base import (
     AlgorithmOptions,
     AttentionShape,
-    Selection,
     SparseAlgorithm,
     State,
     StateField,
@@ -44,7 +43,6 @@ class PQCache(SparseAlgorithm):
     """
 
     name = "pq_cache"
-    granularity = "token"
     graph_capturable = True
     needs_whole_prompt = True
     Options = PQCacheOptions
@@ -71,41 +69,52 @@ class PQCache(SparseAlgorithm):
             "codebooks": StateField((heads, parts, self.num_centroids, part_size), torch.float32),
         }
 
-    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+    def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         if not len(keys):
             if first == 0:
-                state["codebooks"][row] = 0  # a prompt of one token has nothing to learn from
+                state["codebooks"][request_index] = 0  # a prompt of one token has nothing to learn from
             return
         points = self._parts(keys).flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
         if first == 0:
             codebooks, codes = kmeans(points, self.num_centroids, self.options.num_iterations)
-            state["codebooks"][row] = codebooks.view_as(state["codebooks"][row])
+            state["codebooks"][request_index] = codebooks.view_as(state["codebooks"][request_index])
         else:
-            codes = nearest(points, state["codebooks"][row].flatten(0, 1))
-        state["codes"][row, first : first + len(keys)] = codes.T.view(len(keys), *state["codes"].shape[2:]).byte()
+            codes = nearest(points, state["codebooks"][request_index].flatten(0, 1))
+        codes = codes.T.view(len(keys), *state["codes"].shape[2:])
+        state["codes"][request_index, first : first + len(keys)] = codes.byte()
 
     def update_representations(
-        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+        self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        codebooks = state["codebooks"][rows]
+        codebooks = state["codebooks"][request_indices]
         points = self._parts(keys).flatten(0, 2)[:, None]  # [batch * heads * parts, 1, part size]
         codes = nearest(points, codebooks.flatten(0, 2))
-        state["codes"][rows, positions] = codes.view(len(keys), *state["codes"].shape[2:]).byte()
+        state["codes"][request_indices, positions] = codes.view(len(keys), *state["codes"].shape[2:]).byte()
 
     def retrieve_topk(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
-    ) -> Selection:
-        scores = self.approximate_scores(state, rows, query).amax(2)
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        scores = self.approximate_scores(state, request_indices, query).amax(2)
         positions = torch.arange(self.max_tokens, device=query.device)
         recent = positions >= num_tokens[:, None] - self.options.window_tokens
         return self.select(scores, num_tokens, recent | (positions < self.options.sink_tokens))
 
-    def approximate_scores(self, state: State, rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Scores of all tokens by query head: [batch, num_kv_heads, heads per KV head, max_tokens] float32."""
+    def approximate_scores(self, state: State, request_indices: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Scores of all tokens by query head.
+
+        Args:
+            state, request_indices, query: as in `retrieve_topk`.
+
+        Returns:
+            [batch, num_kv_heads, heads per KV head, max_tokens] float32; anything beyond a request's tokens.
+        """
         query, parts = self.group_queries(query), self.options.num_subspaces
         query = query.unflatten(-1, (parts, -1)).transpose(2, 3)  # [batch, kv heads, parts, group, part size]
-        table = query @ state["codebooks"][rows].transpose(3, 4)  # [batch, kv heads, parts, group, centroids]
-        codes = state["codes"][rows].permute(0, 2, 3, 1).long()[:, :, :, None]  # [batch, kv heads, parts, 1, tokens]
+        table = query @ state["codebooks"][request_indices].transpose(
+            3, 4
+        )  # [batch, kv heads, parts, group, centroids]
+        codes = state["codes"][request_indices].permute(0, 2, 3, 1).long()
+        codes = codes[:, :, :, None]  # [batch, kv heads, parts, 1, tokens]
         return table.gather(4, codes.expand(-1, -1, -1, query.shape[3], -1)).sum(2)
 
     def _parts(self, keys: torch.Tensor) -> torch.Tensor:

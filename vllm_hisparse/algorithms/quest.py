@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State, StateField
+from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, State, StateField
 from vllm_hisparse.ops import page_bounds
 
 
@@ -29,7 +29,6 @@ class Quest(SparseAlgorithm):
     """
 
     name = "quest"
-    granularity = "page"
     graph_capturable = True
     num_dense_layers = 2
     Options = QuestOptions
@@ -42,27 +41,34 @@ class Quest(SparseAlgorithm):
         bounds = (self.max_units, self.shape.num_kv_heads, self.shape.head_size)
         return {"minima": StateField(bounds, self.shape.dtype), "maxima": StateField(bounds, self.shape.dtype)}
 
-    def construct_representations(self, state: State, row: int, keys: torch.Tensor, first: int) -> None:
+    def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         page_size, num_tokens = self.tokens_per_unit, len(keys)
         pages = torch.arange(first, first + num_tokens, device=keys.device) // page_size
         for name, reduce, start in (("minima", "amin", float("inf")), ("maxima", "amax", -float("inf"))):
-            bounds = state[name][row]
+            bounds = state[name][request_index]
             bounds[-(-first // page_size) : -(-(first + num_tokens) // page_size)] = start
             bounds.scatter_reduce_(0, pages[:, None, None].expand_as(keys), keys.to(bounds.dtype), reduce)
 
     def update_representations(
-        self, state: State, rows: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+        self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        page_bounds.update(state["minima"], state["maxima"], rows, keys, positions, self.tokens_per_unit)
+        page_bounds.update(state["minima"], state["maxima"], request_indices, keys, positions, self.tokens_per_unit)
 
     def retrieve_topk(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
-    ) -> Selection:
-        return self.select(self.upper_bounds(state, rows, query, num_tokens), num_tokens)
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        return self.select(self.upper_bounds(state, request_indices, query, num_tokens), num_tokens)
 
     def upper_bounds(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Scores of all pages by KV head: [batch, num_kv_heads, max_units] float32."""
+        """Scores of all pages by KV head.
+
+        Args:
+            state, request_indices, query, num_tokens: as in `retrieve_topk`.
+
+        Returns:
+            [batch, num_kv_heads, max_units] float32; anything beyond a request's tokens.
+        """
         bounds = state["minima"], state["maxima"]
-        return page_bounds.scores(*bounds, rows, query, num_tokens, self.tokens_per_unit)
+        return page_bounds.scores(*bounds, request_indices, query, num_tokens, self.tokens_per_unit)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_hisparse.algorithms.base import SparseAlgorithm
+    from vllm_hisparse.algorithms.base import Selector
 
 ALGORITHMS = {
     "cluster_kv": "vllm_hisparse.algorithms.cluster_kv.ClusterKV",
@@ -18,13 +18,13 @@ ALGORITHMS = {
 }
 
 
-def find_algorithm(name: str) -> type[SparseAlgorithm]:
-    """The algorithm of a known name, or of a dotted path `package.module.Class` outside this package.
+def find_algorithm(name: str) -> type[Selector]:
+    """The class of a known name, or of a dotted path `package.module.Class` outside this package.
 
     Raises:
         LookupError: there is none; says what is known.
     """
-    from vllm_hisparse.algorithms.base import SparseAlgorithm
+    from vllm_hisparse.algorithms.base import Selector
 
     module_name, _, class_name = ALGORITHMS.get(name, name).rpartition(".")
     known = f"one of {', '.join(ALGORITHMS)}, or the dotted path of a SparseAlgorithm"
@@ -32,6 +32,6 @@ def find_algorithm(name: str) -> type[SparseAlgorithm]:
         algorithm = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError):
         raise LookupError(known) from None
-    if not (isinstance(algorithm, type) and issubclass(algorithm, SparseAlgorithm)):
+    if not (isinstance(algorithm, type) and issubclass(algorithm, Selector)):
         raise LookupError(known)
     return algorithm

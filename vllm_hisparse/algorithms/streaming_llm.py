@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from vllm_hisparse.algorithms.base import AlgorithmOptions, Selection, SparseAlgorithm, State
+from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, State
 
 
 class StreamingLLMOptions(AlgorithmOptions):
@@ -27,7 +27,6 @@ class StreamingLLM(SparseAlgorithm):
     """
 
     name = "streaming_llm"
-    granularity = "page"
     graph_capturable = True
     Options = StreamingLLMOptions
 
@@ -41,8 +40,8 @@ class StreamingLLM(SparseAlgorithm):
         return (num_sink_pages + 1) * options.page_size
 
     def retrieve_topk(
-        self, state: State, rows: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
-    ) -> Selection:
+        self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
+    ) -> torch.Tensor:
         pages = torch.arange(self.max_units, device=query.device)
         sinks = pages * self.tokens_per_unit < self.options.sink_tokens
         recency = pages.float().expand(len(query), self.shape.num_kv_heads, -1)

@@ -149,7 +149,7 @@ class HiSparseWorkerConnector:
         """
         config, model, spec = self.config, self.vllm_config.model_config, self.groups.hot_spec
         shape, refresh_hits = self._shape(len(cache)), config.eviction_policy == "lru"
-        if config.algorithm_class.model_family == "dsa":
+        if config.algorithm_class.model_family == "mla":
             return MLAHotBuffer(shape, cache.device, refresh_hits)
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)

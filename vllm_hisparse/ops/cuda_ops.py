@@ -123,7 +123,7 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "begin_units": (_TABLES, _UNITS),
     "write_tokens": (_TOKENS, _TABLES, _HOT, _HOST, c_int32, c_void_p),
     "update_page_bounds": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_bool),
-    "select_units": (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p),
+    "select_units": (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p),
     "page_scores": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_bool, c_void_p),
 }
 

@@ -11,7 +11,7 @@ import torch
 def update(
     minima: torch.Tensor,
     maxima: torch.Tensor,
-    rows: torch.Tensor,
+    request_indices: torch.Tensor,
     keys: torch.Tensor,
     positions: torch.Tensor,
     page_size: int,
@@ -20,22 +20,22 @@ def update(
 
     Args:
         minima, maxima: [num_requests, max_pages, num_kv_heads, head_size].
-        rows: [batch] int64 distinct requests.
+        request_indices: [batch] int64 distinct requests.
         keys: [batch, num_kv_heads, head_size].
         positions: [batch] int64 of the keys.
         page_size: tokens per page.
     """
     pages, opens_page = positions // page_size, (positions % page_size == 0)[:, None, None]
     for bounds, combine in ((minima, torch.minimum), (maxima, torch.maximum)):
-        old, new = bounds[rows, pages], keys.to(bounds.dtype)
-        bounds[rows, pages] = torch.where(opens_page, new, combine(old, new))
+        old, new = bounds[request_indices, pages], keys.to(bounds.dtype)
+        bounds[request_indices, pages] = torch.where(opens_page, new, combine(old, new))
 
 
 @torch.library.custom_op("vllm_hisparse::page_scores", mutates_args=())
 def scores(
     minima: torch.Tensor,
     maxima: torch.Tensor,
-    rows: torch.Tensor,
+    request_indices: torch.Tensor,
     query: torch.Tensor,
     num_tokens: torch.Tensor,
     page_size: int,
@@ -44,7 +44,7 @@ def scores(
 
     Args:
         minima, maxima: [num_requests, max_pages, num_kv_heads, head_size].
-        rows: [batch] int64 requests.
+        request_indices: [batch] int64 requests.
         query: [batch, num_heads, head_size]; the heads of one KV head are neighbours.
         num_tokens: [batch] int64.
         page_size: tokens per page.
@@ -54,27 +54,27 @@ def scores(
     """
     # Per channel max(q * m, q * M), which is q * M where q > 0 and q * m elsewhere: two matrix products.
     grouped = query.float().unflatten(1, (minima.shape[2], -1))
-    low, high = (bounds[rows].float().permute(0, 2, 3, 1) for bounds in (minima, maxima))
+    low, high = (bounds[request_indices].float().permute(0, 2, 3, 1) for bounds in (minima, maxima))
     return (grouped.clamp_min(0) @ high + grouped.clamp_max(0) @ low).amax(2)
 
 
 @update.register_kernel("cuda")
-def _(minima, maxima, rows, keys, positions, page_size) -> None:
+def _(minima, maxima, request_indices, keys, positions, page_size) -> None:
     from vllm_hisparse.ops.cuda_ops import launch
 
     bounds, is_bfloat16 = _bounds(minima, maxima, keys, page_size)
-    pointers = rows.data_ptr(), positions.data_ptr(), keys.data_ptr()
-    launch("update_page_bounds", bounds, *pointers, keys.stride(0), len(rows), is_bfloat16)
+    pointers = request_indices.data_ptr(), positions.data_ptr(), keys.data_ptr()
+    launch("update_page_bounds", bounds, *pointers, keys.stride(0), len(request_indices), is_bfloat16)
 
 
 @scores.register_kernel("cuda")
-def _(minima, maxima, rows, query, num_tokens, page_size) -> torch.Tensor:
+def _(minima, maxima, request_indices, query, num_tokens, page_size) -> torch.Tensor:
     from vllm_hisparse.ops.cuda_ops import launch
 
     bounds, is_bfloat16 = _bounds(minima, maxima, query, page_size)
     (batch, num_heads, _), (_, max_pages, num_kv_heads, _) = query.shape, minima.shape
     out = torch.empty(batch, num_kv_heads, max_pages, dtype=torch.float32, device=query.device)
-    pointers = rows.data_ptr(), num_tokens.data_ptr(), query.data_ptr()
+    pointers = request_indices.data_ptr(), num_tokens.data_ptr(), query.data_ptr()
     group = num_heads // num_kv_heads
     launch("page_scores", bounds, *pointers, query.stride(0), group, batch, is_bfloat16, out.data_ptr())
     return out

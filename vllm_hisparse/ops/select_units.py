@@ -11,7 +11,7 @@ from torch.nn import functional
 @torch.library.custom_op("vllm_hisparse::select_units", mutates_args=())
 def select_units(
     scores: torch.Tensor, num_tokens: torch.Tensor, tokens_per_unit: int, num_selected: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """The newest token's unit and the best of those before it.
 
     Args:
@@ -22,8 +22,8 @@ def select_units(
         num_selected: units to select at most, from 1 to max_units.
 
     Returns:
-        Units, [batch, num_kv_heads, num_selected] int32, and how many are valid, [batch, num_kv_heads] int32. Valid
-        units come first, in any order, the newest last of them, then -1.
+        [batch, num_kv_heads, num_selected] int32 distinct units: valid ones first, in any order, the newest last of
+        them, then -1.
     """
     units = torch.arange(scores.shape[-1], device=scores.device)
     newest = (num_tokens + tokens_per_unit - 1) // tokens_per_unit - 1
@@ -33,7 +33,7 @@ def select_units(
     chosen = functional.pad(best.indices.masked_fill(~valid, -1), (0, 1), value=-1)
     newest = newest[:, None, None].expand_as(num_others)
     chosen.scatter_(-1, num_others, newest)
-    return chosen.int(), (num_others + (newest >= 0))[..., 0].int()
+    return chosen.int()
 
 
 @select_units.register_kernel("cuda")
@@ -44,7 +44,6 @@ def _(scores, num_tokens, tokens_per_unit, num_selected):
     assert num_tokens.dtype == torch.int64 and num_tokens.is_contiguous(), "num_tokens must be contiguous int64"
     batch, num_heads, max_units = scores.shape
     units = torch.empty(batch, num_heads, num_selected, dtype=torch.int32, device=scores.device)
-    counts = torch.empty(batch, num_heads, dtype=torch.int32, device=scores.device)
     sizes = batch, num_heads, max_units, tokens_per_unit, num_selected
-    launch("select_units", scores.data_ptr(), num_tokens.data_ptr(), *sizes, units.data_ptr(), counts.data_ptr())
-    return units, counts
+    launch("select_units", scores.data_ptr(), num_tokens.data_ptr(), *sizes, units.data_ptr())
+    return units

@@ -131,8 +131,8 @@ class PagedLayer(ABC):
             state, torch.tensor([0]), request.query[position][None], torch.tensor([position + 1])
         )
         chosen = []
-        for units, count in zip(selection.units[0].tolist(), selection.counts[0].tolist(), strict=True):
-            tokens = [unit * per_unit + i for unit in units[:count] for i in range(per_unit)]
+        for units in selection[0].tolist():
+            tokens = [unit * per_unit + i for unit in units if unit >= 0 for i in range(per_unit)]
             chosen.append([token for token in tokens if token <= position])
         return attention(request, position, chosen)[None]
 

@@ -271,8 +271,7 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         """
         per_unit, num_heads = self.algorithm.tokens_per_unit, self.num_kv_heads
         self.algorithm.update_representations(self.state, batch.rows, key, batch.positions)
-        selection = self.algorithm.retrieve_topk(self.state, batch.rows, query, batch.positions + 1)
-        units = selection.units.flatten(0, 1)
+        units = self.algorithm.retrieve_topk(self.state, batch.rows, query, batch.positions + 1).flatten(0, 1)
         self._write_newest(key, value, batch)
         resolved = self.hot_buffer.resolve(self.layer_index, units, self.hot)
         self._load_missed(resolved, len(units))

@@ -219,9 +219,9 @@ class PagedGqaImpl(FlashAttentionImpl):
             buffer.begin_units(metadata.hot_tables, metadata.seq_lens)
         rows, positions = buffer.units.request_indices[:batch], buffer.units.positions[:batch]
         self.algorithm.update_representations(self.state, rows, key, positions)
-        selection = self.algorithm.retrieve_topk(self.state, rows, query, positions + 1)
+        units = self.algorithm.retrieve_topk(self.state, rows, query, positions + 1)
         buffer.write_tokens(self.layer_index, key, value, self.hot, self.host_units)
-        resolved = buffer.swap_in(self.layer_index, selection.units.flatten(0, 1), self.host_units, self.hot)
+        resolved = buffer.swap_in(self.layer_index, units.flatten(0, 1), self.host_units, self.hot)
         self._attend(query, resolved.hot_row_ids, resolved.num_valid, output)
 
     def _attend(
