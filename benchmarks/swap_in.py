@@ -107,7 +107,7 @@ class Ours:
 
     def __init__(self, case: Case, host_rows: torch.Tensor, host_tables: torch.Tensor, num_outputs: int):
         self.case, self.host_rows, self.host_tables = case, host_rows, host_tables
-        self.ops = swap_in_ops(DEVICE, refresh_hits=True)
+        self.ops = swap_in_ops(DEVICE)
         index_bytes = BLOCK_SIZE * indexer_row_bytes(INDEXER_QUANT_GROUP)
         rows_per_block = index_bytes // case.row_bytes
         num_blocks = -(-(case.device_buffer_size + 1) // rows_per_block)

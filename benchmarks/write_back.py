@@ -30,7 +30,7 @@ class Step:
     """The newest rows of one decode step, in the hot buffers of all layers."""
 
     def __init__(self, batch: int, num_layers: int, row_bytes: int, context: int):
-        self.ops = swap_in_ops(DEVICE, refresh_hits=True)
+        self.ops = swap_in_ops(DEVICE)
         num_blocks = batch * BLOCKS_PER_REQUEST
         size = (num_layers, num_blocks, ROWS_PER_BLOCK, row_bytes)
         self.hot = [HotRows.from_cache(rows) for rows in torch.randint(0, 255, size, dtype=torch.uint8, device=DEVICE)]

@@ -56,4 +56,4 @@ def test_without_nvcc_the_kernels_are_skipped_with_a_message(tmp_path: Path) -> 
 
 def test_cuda_without_the_library_names_the_fix(no_library: None) -> None:
     with pytest.raises(RuntimeError, match="so that nvcc is on PATH, and install vllm_hisparse again"):
-        swap_in_ops(torch.device("cuda"), True)
+        swap_in_ops(torch.device("cuda"))

@@ -73,13 +73,13 @@ def check_parts(message: str, option: str, got: str, expected: str, fix: str) ->
 def test_defaults_come_from_the_model() -> None:
     config = HiSparseConfig.from_vllm_config(engine())
     assert (config.top_k, config.device_buffer_size, config.rows) == (256, 512, 512)
-    assert (config.algorithm, config.eviction_policy, config.log_request_stats) == ("dsa", "lru", False)
+    assert (config.algorithm, config.log_request_stats) == ("dsa", False)
 
 
 def test_options_win_over_defaults() -> None:
-    options = {**GIB, "top_k": 256, "device_buffer_size": 256, "eviction_policy": "fifo", "log_request_stats": True}
+    options = {**GIB, "top_k": 256, "device_buffer_size": 256, "log_request_stats": True}
     config = HiSparseConfig.from_vllm_config(engine(options))
-    assert (config.top_k, config.rows, config.eviction_policy, config.log_request_stats) == (256, 256, "fifo", True)
+    assert (config.top_k, config.rows, config.log_request_stats) == (256, 256, True)
 
 
 def test_is_frozen() -> None:
@@ -96,7 +96,9 @@ def test_nixl_options_pass_through() -> None:
     assert {"backends", "num_threads", "enforce_handshake_compat"} <= NIXL_OPTIONS
 
 
-@pytest.mark.parametrize("name", ["topk", "device_bufer_size", "Top_K", "host_pool_gb", "model_config", ""])
+@pytest.mark.parametrize(
+    "name", ["topk", "device_bufer_size", "Top_K", "host_pool_gb", "model_config", "eviction_policy", ""]
+)
 def test_refuses_unknown_options(name: str) -> None:
     message = parse_refusal({**GIB, name: 7})
     check_parts(message, name, "7", "one of the known options: ", "Correct the name.")
@@ -120,7 +122,6 @@ def test_refuses_unknown_options(name: str) -> None:
         ("dense_layers", 2, "a valid list"),
         ("dense_layers", ["0"], "a valid integer"),
         ("algorithm_options", [], "a valid dictionary"),
-        ("eviction_policy", "LRU", "'lru' or 'fifo'"),
         ("log_request_stats", 1, "a valid boolean"),
         ("log_request_stats", "true", "a valid boolean"),
     ],

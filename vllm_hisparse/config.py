@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -67,8 +67,6 @@ class HiSparseConfig(BaseModel):
     """Options of the algorithm."""
     dense_layers: list[int] | None = None
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
-    eviction_policy: Literal["lru", "fifo"] = "lru"
-    """Which hot rows make room for missed ones."""
     log_request_stats: bool = False
     """Log one line per finished request: hits, misses and bytes received."""
 

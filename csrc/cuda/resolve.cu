@@ -176,7 +176,7 @@ __device__ inline void resolve_fitting(
 
 // One thread block per request. Each warp takes a run of entries and a run of columns, kWarpSize at a time, so that
 // ballots give every order: nothing is sorted.
-template <int kEntryRounds, int kColumnRounds, bool kRefreshHits>
+template <int kEntryRounds, int kColumnRounds>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
     const StepTables tables,
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     }
 
     // Write the entries in their new order: kept ones, filled ones, hits.
-    const int num_kept = num_slots - total.misses - (kRefreshHits ? total.hits : 0);
+    const int num_kept = num_slots - total.misses - total.hits;
     int hits_before = before.hits;
     others_before = warp * entry_rounds * kWarpSize - before.hits;
 #pragma unroll
@@ -327,9 +327,9 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
         const int fill_rank = min(other_rank, total.misses);
         const bool filled = !hit && fill_rank < total.misses;
         if (!exists) continue;
-        int entry = other_rank + (kRefreshHits ? 0 : hit_rank) - fill_rank;
+        int entry = other_rank - fill_rank;
         if (filled) entry = num_kept + fill_rank;
-        if (kRefreshHits && hit) entry = num_kept + total.misses + hit_rank;
+        if (hit) entry = num_kept + total.misses + hit_rank;
         if (filled) positions[i] = scratch.missed[fill_rank];
         residency.slots[first_state + entry] = slots[i];
         residency.positions[first_state + entry] = positions[i];
@@ -346,12 +346,11 @@ using Kernel =
 constexpr int kMaxColumnRounds = 4;
 
 // The smallest kernel whose rounds cover a request; null where none does.
-template <bool kRefreshHits>
 Kernel choose_kernel(int num_slots, int top_k) {
-    if (num_slots <= 4 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<4, 2, kRefreshHits>;
-    if (num_slots <= 8 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<8, 2, kRefreshHits>;
+    if (num_slots <= 4 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<4, 2>;
+    if (num_slots <= 8 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<8, 2>;
     if (num_slots <= 16 * kNumThreads && top_k <= kMaxColumnRounds * kNumThreads) {
-        return resolve_kernel<16, kMaxColumnRounds, kRefreshHits>;
+        return resolve_kernel<16, kMaxColumnRounds>;
     }
     return nullptr;
 }
@@ -369,12 +368,10 @@ extern "C" cudaError_t hisparse_resolve(
     const HotRows* hot,
     int64_t* counts,
     const Resolved* out,
-    bool refresh_hits,
     cudaStream_t stream
 ) {
     if (tables->batch == 0) return cudaSuccess;
-    const Kernel kernel = refresh_hits ? choose_kernel<true>(residency->num_slots, out->top_k)
-                                       : choose_kernel<false>(residency->num_slots, out->top_k);
+    const Kernel kernel = choose_kernel(residency->num_slots, out->top_k);
     if (kernel == nullptr) return cudaErrorInvalidValue;
     // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
     const size_t max_bytes = Scratch::num_bytes(kMaxColumnRounds * kNumThreads);

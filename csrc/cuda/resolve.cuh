@@ -13,6 +13,5 @@ extern "C" cudaError_t hisparse_resolve(
     const hisparse::HotRows* hot,
     int64_t* counts,
     const hisparse::Resolved* out,
-    bool refresh_hits,
     cudaStream_t stream
 );

@@ -26,12 +26,11 @@ extern "C" cudaError_t hisparse_swap_in(
     const HotRows* hot,
     int64_t* counts,
     const Resolved* out,
-    bool refresh_hits,
     cudaStream_t stream
 ) {
     bool overlaps = false;
     if (const cudaError_t error = has_dependent_launch(&overlaps)) return error;
     const cudaError_t error =
-        hisparse_resolve(residency, tables, top_k, top_k_stride, hot, counts, out, refresh_hits, stream);
+        hisparse_resolve(residency, tables, top_k, top_k_stride, hot, counts, out, stream);
     return error ? error : hisparse_gather(host, hot, out, tables->batch, overlaps, stream);
 }

@@ -48,9 +48,8 @@ def test_a_wrong_row_is_found(run, length):
     assert record["wrong_rows"] == 1
 
 
-@pytest.mark.parametrize("options", [{"device_buffer_size": TOP_K}, {"eviction_policy": "fifo"}])
-def test_smallest_buffer_and_fifo(run, reference, options):
-    record = run(hot_args(options=options), [phase()])[0]
+def test_smallest_buffer(run, reference):
+    record = run(hot_args(options={"device_buffer_size": TOP_K}), [phase()])[0]
     assert_same(record["completions"], reference(LENGTHS, MAX_TOKENS))
     assert_pools_empty(record)
 

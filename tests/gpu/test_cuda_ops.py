@@ -261,11 +261,11 @@ def spare_block_is_free(scenario: Scenario) -> bool:
     return len(scenario.state.hot_storage) - 1 not in scenario.hot_tables
 
 
-def compare(case: Case, refresh_hits: bool, seed: int = 0) -> None:
+def compare(case: Case, seed: int = 0) -> None:
     scenario = Scenario(case, seed)
     assert spare_block_is_free(scenario)
     reference, found = scenario.state, scenario.state.to_cuda()
-    torch_ops, cuda_ops = TorchSwapInOps(refresh_hits), swap_in_ops(torch.device("cuda"), refresh_hits)
+    torch_ops, cuda_ops = TorchSwapInOps(), swap_in_ops(torch.device("cuda"))
     for step in range(case.steps):
         inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
         reset_out(reference.out)
@@ -276,15 +276,13 @@ def compare(case: Case, refresh_hits: bool, seed: int = 0) -> None:
     assert reference.counts.any() or case.longest < 8
 
 
-@pytest.mark.parametrize("refresh_hits", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_steps_agree(case: Case, refresh_hits: bool) -> None:
-    compare(case, refresh_hits)
+def test_steps_agree(case: Case) -> None:
+    compare(case)
 
 
-@pytest.mark.parametrize("refresh_hits", [True, False])
 @pytest.mark.parametrize("longest", [200, 600])
-def test_a_selection_resolved_twice_hits(longest: int, refresh_hits: bool) -> None:
+def test_a_selection_resolved_twice_hits(longest: int) -> None:
     case = Case(3, 128, 256, row_bytes=64, shortest=150, longest=longest)
     scenario = Scenario(case)
     reference, found = scenario.state, scenario.state.to_cuda()
@@ -292,15 +290,15 @@ def test_a_selection_resolved_twice_hits(longest: int, refresh_hits: bool) -> No
         inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
         moved, moved_rows = tuple(x.cuda() for x in inputs), new_rows.cuda()
         for _ in range(2):
-            run_step(TorchSwapInOps(refresh_hits), reference, case, inputs, new_rows, fused=True)
-            run_step(swap_in_ops(torch.device("cuda"), refresh_hits), found, case, moved, moved_rows, fused=True)
+            run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
+            run_step(swap_in_ops(torch.device("cuda")), found, case, moved, moved_rows, fused=True)
             assert_same(reference, found)
         assert not reference.out.num_misses[: case.batch].any()
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_steps_agree(seed: int) -> None:
-    compare(random_case(seed), refresh_hits=seed % 3 != 0, seed=seed)
+    compare(random_case(seed), seed)
 
 
 def test_no_output_depends_on_what_was_there() -> None:
@@ -323,7 +321,7 @@ def test_graph_replays_agree_with_eager_steps(batch: int) -> None:
     scenario = Scenario(case)
     scenario.padding = set()
     reference, found = scenario.state, scenario.state.to_cuda()
-    ops, torch_ops = swap_in_ops(torch.device("cuda"), True), TorchSwapInOps(True)
+    ops, torch_ops = swap_in_ops(torch.device("cuda")), TorchSwapInOps()
     inputs = scenario.next_step()
     static, static_rows = tuple(x.cuda() for x in inputs), scenario.bytes(batch)
     static_new = static_rows.cuda()
@@ -349,7 +347,7 @@ def test_the_current_stream_is_used() -> None:
     scenario = Scenario(case)
     reference, found = scenario.state, scenario.state.to_cuda()
     inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
-    run_step(TorchSwapInOps(True), reference, case, inputs, new_rows, fused=True)
+    run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
     late = tuple(torch.full_like(x, -1, device="cuda") for x in inputs)
     moved = tuple(x.cuda() for x in inputs)
     new_rows = new_rows.cuda()
@@ -358,7 +356,7 @@ def test_the_current_stream_is_used() -> None:
         torch.cuda._sleep(20_000_000)
         for target, source in zip(late, moved, strict=True):
             target.copy_(source)
-        run_step(swap_in_ops(torch.device("cuda"), True), found, case, late, new_rows, fused=True)
+        run_step(swap_in_ops(torch.device("cuda")), found, case, late, new_rows, fused=True)
     assert_same(reference, found)
 
 
@@ -369,20 +367,17 @@ def test_resolved_rows_outside_the_pools_are_not_copied() -> None:
     scenario.state.host_tables[:, ::2] = torch.tensor([-1, -9, 2**31 - 1], dtype=torch.int32)[:, None]
     reference, found = scenario.state, scenario.state.to_cuda()
     inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
-    run_step(TorchSwapInOps(True), reference, case, inputs, new_rows, fused=True)
-    run_step(
-        swap_in_ops(torch.device("cuda"), True), found, case, tuple(x.cuda() for x in inputs), new_rows.cuda(), True
-    )
+    run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
+    run_step(swap_in_ops(torch.device("cuda")), found, case, tuple(x.cuda() for x in inputs), new_rows.cuda(), True)
     assert_same(reference, found)
 
 
-@pytest.mark.parametrize("refresh_hits", [True, False])
-def test_a_step_without_requests_does_nothing(refresh_hits: bool) -> None:
+def test_a_step_without_requests_does_nothing() -> None:
     case = Case(2, 128, 256, row_bytes=64, longest=600, steps=1)
     scenario = Scenario(case)
     found = scenario.state.to_cuda()
     hot_tables, seq_lens, top_k = (tensor[:0].cuda() for tensor in scenario.next_step())
-    tables, ops = tables_of(found, case, hot_tables, seq_lens), swap_in_ops(torch.device("cuda"), refresh_hits)
+    tables, ops = tables_of(found, case, hot_tables, seq_lens), swap_in_ops(torch.device("cuda"))
     ops.newest_row_ids(tables, case.num_slots, found.hot, found.newest_row_ids)
     ops.swap_in(found.residency, tables, top_k, found.host_rows, found.hot, found.counts, found.out)
     ops.gather(found.host_rows, found.hot, found.out, 0)
@@ -397,7 +392,7 @@ def test_positions_given_twice_touch_no_memory_outside() -> None:
     hot_tables, seq_lens, top_k = scenario.next_step()
     top_k[:] = 5
     inputs = tuple(x.cuda() for x in (hot_tables, seq_lens, top_k))
-    run_step(swap_in_ops(torch.device("cuda"), True), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
+    run_step(swap_in_ops(torch.device("cuda")), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
     torch.cuda.synchronize()
     assert (found.residency.slots.sort(-1).values.cpu() == torch.arange(case.num_slots)).all()
 
@@ -414,8 +409,8 @@ def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
     found = [state.to_cuda() for state in references]
     moved = hot_tables.cuda(), seq_lens.cuda()
     for ops, states, given in (
-        (TorchSwapInOps(True), references, (hot_tables, seq_lens)),
-        (swap_in_ops(torch.device("cuda"), True), found, moved),
+        (TorchSwapInOps(), references, (hot_tables, seq_lens)),
+        (swap_in_ops(torch.device("cuda")), found, moved),
     ):
         hots, hosts = [state.hot for state in states], [state.host_rows for state in states]
         tables = tables_of(states[0], case, *given)
@@ -436,7 +431,7 @@ def test_stage_and_save(row_bytes: int, num_rows: int, block_size: int) -> None:
     host = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
     rows = torch.randint(0, 255, (num_rows, row_bytes), dtype=torch.uint8, generator=generator)
     pinned, staging = host.clone().pin_memory(), torch.full_like(rows, POISON)
-    cuda_staging, torch_ops, cuda_ops = staging.cuda(), TorchSwapInOps(True), swap_in_ops(torch.device("cuda"), True)
+    cuda_staging, torch_ops, cuda_ops = staging.cuda(), TorchSwapInOps(), swap_in_ops(torch.device("cuda"))
     torch_ops.stage_rows(host, table, block_size, staging)
     cuda_ops.stage_rows(pinned, table.cuda(), block_size, cuda_staging)
     torch.cuda.synchronize()
@@ -452,7 +447,7 @@ def test_sizes_beyond_the_kernels_are_refused() -> None:
     case = Case(1, 128, 128, longest=200)
     state = Scenario(case).state.to_cuda()
     inputs = tuple(x.cuda() for x in Scenario(case).next_step())
-    ops = swap_in_ops(torch.device("cuda"), True)
+    ops = swap_in_ops(torch.device("cuda"))
     slots = torch.zeros(1, 16385, dtype=torch.int32, device="cuda")
     large = replace(state, residency=Residency(slots, slots.clone()))
     with pytest.raises(RuntimeError, match="hisparse_swap_in failed: invalid argument"):
@@ -463,7 +458,7 @@ def test_every_operation_is_launched_in_microseconds() -> None:
     """No operation waits for the device: all return while it still sleeps."""
     case = Case(4, 128, 128, row_bytes=64, longest=300, steps=1)
     scenario = Scenario(case)
-    state, ops = scenario.state.to_cuda(), swap_in_ops(torch.device("cuda"), True)
+    state, ops = scenario.state.to_cuda(), swap_in_ops(torch.device("cuda"))
     inputs, rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(4).cuda()
     tables = tables_of(state, case, *inputs[:2])
     staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")

@@ -69,8 +69,8 @@ class Layer:
 def test_units_and_tokens(sizes: tuple[int, int, int, int]) -> None:
     expected, got = Layer(*sizes, "cpu"), Layer(*sizes, "cuda")
     before = expected.hot.rows.clone(), expected.host.clone()
-    expected.run(TorchSwapInOps(True))
-    got.run(swap_in_ops(torch.device("cuda"), True))
+    expected.run(TorchSwapInOps())
+    got.run(swap_in_ops(torch.device("cuda")))
     torch.cuda.synchronize()
     for name in ("request_indices", "positions", "tails", "hot_tables", "num_units"):
         assert torch.equal(getattr(got.units, name).cpu(), getattr(expected.units, name)), name

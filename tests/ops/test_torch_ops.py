@@ -24,7 +24,7 @@ class Shape:
     Attributes:
         top_k: entries of a selection. extra_slots: hot slots beyond top_k.
         block_size: tokens per host block. rows_per_block: rows per hot block. gap: rows between two hot blocks.
-        refresh_hits: LRU or FIFO. start: tokens on the host before the first step; seeded: also in the hot buffer.
+        start: tokens on the host before the first step; seeded: also in the hot buffer.
     """
 
     top_k: int
@@ -32,7 +32,6 @@ class Shape:
     block_size: int
     rows_per_block: int
     gap: int
-    refresh_hits: bool
     start: int
     seeded: bool
 
@@ -48,7 +47,6 @@ SHAPES = st.builds(
     block_size=st.sampled_from([1, 3, 4, 7]),
     rows_per_block=st.sampled_from([1, 2, 3, 5, 7]),
     gap=st.sampled_from([0, 1, 4]),
-    refresh_hits=st.booleans(),
     start=st.sampled_from([0, 1, 5, 12, 20]),
     seeded=st.booleans(),
 )
@@ -57,8 +55,8 @@ SHAPES = st.builds(
 class Model:
     """One request's hot buffer as a dict, slot -> position or -1, in the order of use, oldest first."""
 
-    def __init__(self, num_slots: int, refresh_hits: bool):
-        self.num_slots, self.refresh_hits = num_slots, refresh_hits
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
         self.entries = dict.fromkeys(range(num_slots), -1)
 
     def slot_of(self, position: int, newest: int) -> int | None:
@@ -76,10 +74,9 @@ class Model:
             return [-1 if position < 0 else position for position in selected], missed
         victims = [slot for slot in self.entries if slot not in hits]
         filled = dict(zip(victims, missed, strict=False))
-        moved = hits if self.refresh_hits else set()
-        kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in moved}
+        kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in hits}
         taken = {slot: filled[slot] for slot in self.entries if slot in filled}
-        self.entries = kept | taken | {slot: hot for slot, hot in self.entries.items() if slot in moved}
+        self.entries = kept | taken | {slot: hot for slot, hot in self.entries.items() if slot in hits}
         return [-1 if position < 0 else self.slot_of(position, newest) for position in selected], missed
 
 
@@ -90,7 +87,7 @@ class Simulation:
 
     def __init__(self, shape: Shape, seed: int, num_tokens: int = 48):
         self.shape, self.random = shape, random.Random(seed)
-        self.ops = TorchSwapInOps(shape.refresh_hits)
+        self.ops = TorchSwapInOps()
         self.host_tables = self.tables(-(-num_tokens // shape.block_size))
         self.hot_tables = self.tables(-(-(shape.num_slots + 1) // shape.rows_per_block))
         self.host_rows = torch.full(((self.host_tables.max() + 4) * shape.block_size, ROW), float("nan"))
@@ -104,7 +101,7 @@ class Simulation:
         self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
         self.expected_counts = self.counts.clone()
         self.out = Resolved.allocate(self.NUM_REQUESTS + 1, shape.top_k, torch.device("cpu"))
-        self.models = [Model(shape.num_slots, shape.refresh_hits) for _ in range(self.NUM_REQUESTS)]
+        self.models = [Model(shape.num_slots) for _ in range(self.NUM_REQUESTS)]
         self.lengths = [min(max(shape.start - 2 * i, 0), num_tokens - 1) for i in range(self.NUM_REQUESTS)]
         for request, length in enumerate(self.lengths):
             self.seed(request, length)
@@ -265,9 +262,9 @@ def test_a_sequence_that_fits_never_misses(shape: Shape, seed: int) -> None:
         assert not any(simulation.run_step(simulation.some_requests()))
 
 
-@given(seed=st.integers(0, 2**32), top_k=st.integers(1, 6), refresh_hits=st.booleans())
-def test_a_buffer_of_top_k_slots_can_be_replaced_whole(seed: int, top_k: int, refresh_hits: bool) -> None:
-    simulation = Simulation(Shape(top_k, 0, 4, 3, 1, refresh_hits, start=30, seeded=True), seed)
+@given(seed=st.integers(0, 2**32), top_k=st.integers(1, 6))
+def test_a_buffer_of_top_k_slots_can_be_replaced_whole(seed: int, top_k: int) -> None:
+    simulation = Simulation(Shape(top_k, 0, 4, 3, 1, start=30, seeded=True), seed)
     even, odd = list(range(0, 2 * top_k, 2)), list(range(1, 2 * top_k, 2))
     simulation.run_step([0], [even])
     for selection in (odd, even, odd):
@@ -275,30 +272,29 @@ def test_a_buffer_of_top_k_slots_can_be_replaced_whole(seed: int, top_k: int, re
 
 
 def test_only_the_newest_and_nothing_at_all() -> None:
-    simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=10, seeded=True), 0)
+    simulation = Simulation(Shape(3, 0, 4, 3, 0, start=10, seeded=True), 0)
     newest = simulation.lengths[0]
     assert simulation.run_step([0, 1], [[-1, newest, -1], [-1, -1, -1]]) == [[], []]
     assert simulation.out.hot_row_ids[0].tolist() == [-1, simulation.hot_index(0, 3), -1]
     assert simulation.out.num_valid[:2].tolist() == [2, 0]
 
 
-@pytest.mark.parametrize(("refresh_hits", "evicted"), [(True, 1), (False, 0)])
-def test_lru_keeps_what_a_hit_refreshed_and_fifo_does_not(refresh_hits: bool, evicted: int) -> None:
-    simulation = Simulation(Shape(2, 1, 4, 3, 0, refresh_hits, start=20, seeded=False), 0)
+def test_a_hit_keeps_a_row_from_eviction() -> None:
+    simulation = Simulation(Shape(2, 1, 4, 3, 0, start=20, seeded=False), 0)
     for selection in ([0, -1], [1, -1], [2, -1], [0, -1], [5, -1]):
         simulation.run_step([0], [selection])
-    assert sorted(simulation.residency.positions[0].tolist()) == sorted({0, 1, 2, 5} - {evicted})
+    assert sorted(simulation.residency.positions[0].tolist()) == [0, 2, 5]
 
 
 def test_a_request_that_resumes_with_an_empty_buffer_fills_the_slots_of_its_selections() -> None:
-    simulation = Simulation(Shape(4, 4, 4, 3, 0, True, start=4, seeded=False), 0)
+    simulation = Simulation(Shape(4, 4, 4, 3, 0, start=4, seeded=False), 0)
     for _ in range(10):
         newest = simulation.lengths[0]
         simulation.run_step([0], [[newest - 1, newest - 2, newest - 3, newest - 4]])
 
 
 def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
-    simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=20, seeded=False), 0)
+    simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     simulation.host_tables[0, 0] = -1
     simulation.host_tables[0, 1] = 2**30
     tables = simulation.step_tables([0])
@@ -313,7 +309,7 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
 
 @pytest.mark.parametrize(("seq_len", "has_request"), [(0, True), (-3, True), (5, False)])
 def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
-    simulation = Simulation(Shape(3, 0, 4, 3, 0, True, start=20, seeded=False), 0)
+    simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     tables = StepTables(
         simulation.state_indices if has_request else torch.full_like(simulation.state_indices, -1),
         simulation.hot_tables[:1],
@@ -330,7 +326,7 @@ def test_rows_keep_their_bits(dtype: torch.dtype) -> None:
     """Staged and saved rows keep their bits, whatever dtype says that they are."""
     generator = torch.Generator().manual_seed(0)
     host = torch.randint(0, 256, (5 * 4, 6 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
-    table, ops = torch.tensor([3, 0, 4], dtype=torch.int32), TorchSwapInOps(True)
+    table, ops = torch.tensor([3, 0, 4], dtype=torch.int32), TorchSwapInOps()
     staging = torch.zeros(10, 6, dtype=dtype)
     ops.stage_rows(host, table, 4, staging)
     order = [12, 13, 14, 15, 0, 1, 2, 3, 16, 17]
@@ -342,4 +338,4 @@ def test_rows_keep_their_bits(dtype: torch.dtype) -> None:
 
 
 def test_the_cpu_gets_the_torch_operations() -> None:
-    assert isinstance(swap_in_ops(torch.device("cpu"), True), TorchSwapInOps)
+    assert isinstance(swap_in_ops(torch.device("cpu")), TorchSwapInOps)

@@ -216,13 +216,12 @@ def _log_summary(
     by_device = kv_cache_config.num_blocks * layout.device_block_bytes / hot_bytes
     by_host = num_host_blocks / layout.num_blocks(max_model_len)
     logger.info(
-        "HiSparse: %s, top_k %d, %d hot rows per request, %s eviction. A request of %d tokens takes %.1f MiB on a "
+        "HiSparse: %s, top_k %d, %d hot rows per request. A request of %d tokens takes %.1f MiB on a "
         "device (full KV: %.1f MiB) and %.1f MiB on the host. Host pool: %d blocks of %d tokens, %.2f GiB. Concurrency "
         "at max_model_len: %.2fx (device %.2fx, host %.2fx); with full KV on the device: %.2fx.",
         config.algorithm,
         config.top_k,
         config.rows,
-        config.eviction_policy,
         max_model_len,
         hot_bytes / 2**20,
         full_bytes / 2**20,

@@ -148,9 +148,9 @@ class HiSparseWorkerConnector:
             cache: of any layer with hot rows, [num_blocks, KV heads, rows, row elements].
         """
         config, model, spec = self.config, self.vllm_config.model_config, self.groups.hot_spec
-        shape, refresh_hits = self._shape(len(cache)), config.eviction_policy == "lru"
+        shape = self._shape(len(cache))
         if config.algorithm_class.model_family == "mla":
-            return MLAHotBuffer(shape, cache.device, refresh_hits)
+            return MLAHotBuffer(shape, cache.device)
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
         algorithm = config.make_algorithm(attention, model.max_model_len)
@@ -168,7 +168,7 @@ class HiSparseWorkerConnector:
             check_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
-        return GQAHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device, refresh_hits)
+        return GQAHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device)
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None

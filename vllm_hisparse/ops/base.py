@@ -185,9 +185,8 @@ class SwapInOps(ABC):
         """Find hits, choose victims for the misses, update the residency.
 
         The least recently used entries that are not hits of this step are the victims, in the order of the misses in
-        `top_k`. The new order: entries neither hit nor filled, filled ones, hits, each part in its old order. With FIFO
-        eviction hits keep their place. While the sequence is no longer than the buffer, a miss fills the slot of its
-        own number, and entries keep their places.
+        `top_k`. The new order: entries neither hit nor filled, filled ones, hits, each part in its old order. While the
+        sequence is no longer than the buffer, a miss fills the slot of its own number, and entries keep their places.
 
         Args:
             residency: of one layer, updated in place; has at least as many slots as `top_k` has columns.

@@ -113,9 +113,9 @@ _HOT, _HOST, _TABLES = POINTER(_HotRows), POINTER(_HostRows), POINTER(_StepTable
 _RESIDENCY, _RESOLVED, _LAYERS = POINTER(_Residency), POINTER(_Resolved), POINTER(_LayerRows)
 _UNITS, _TOKENS, _BOUNDS = POINTER(_UnitTables), POINTER(_NewTokens), POINTER(PageBounds)
 _ARGUMENTS = {  # of each launcher, before the stream
-    "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED, c_bool),
+    "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool),
-    "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED, c_bool),
+    "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED),
     "newest_row_ids": (_TABLES, c_int32, _HOT, c_void_p),
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES, c_int32),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
@@ -186,15 +186,11 @@ class CudaSwapInOps(SwapInOps):
     The tensors' device must be the current one. Host rows are pinned memory, as a CPU tensor or as a device tensor
     over the same bytes.
 
-    Args:
-        refresh_hits: True for LRU eviction, False for FIFO.
-
     Raises:
         RuntimeError: the kernels were not built.
     """
 
-    def __init__(self, refresh_hits: bool):
-        self.refresh_hits = refresh_hits
+    def __init__(self) -> None:
         _load_library()
         self._hot_rows, self._host_rows = _Kept(_hot_rows, 1024), _Kept(_host_rows, 1024)
         self._residency, self._resolved = _Kept(_residency, 1024), _Kept(_resolved, 8)
@@ -216,7 +212,6 @@ class CudaSwapInOps(SwapInOps):
             self._hot_rows(hot_rows),
             counts.data_ptr(),
             self._resolved(out),
-            self.refresh_hits,
         )
 
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
@@ -238,7 +233,6 @@ class CudaSwapInOps(SwapInOps):
             *self._rows(host_rows, hot_rows),
             counts.data_ptr(),
             self._resolved(out),
-            self.refresh_hits,
         )
 
     def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:

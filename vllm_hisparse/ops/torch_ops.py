@@ -30,14 +30,7 @@ class _Entries:
 
 
 class TorchSwapInOps(SwapInOps):
-    """Works on tensors of any device. Unlike what `SwapInOps` promises, it allocates and waits for the device.
-
-    Args:
-        refresh_hits: True for LRU eviction, False for FIFO.
-    """
-
-    def __init__(self, refresh_hits: bool):
-        self.refresh_hits = refresh_hits
+    """Works on tensors of any device. Unlike what `SwapInOps` promises, it allocates and waits for the device."""
 
     def resolve(
         self,
@@ -72,10 +65,9 @@ class TorchSwapInOps(SwapInOps):
 
     def _store(self, residency: Residency, requests: torch.Tensor, entries: _Entries) -> None:
         """Write entries back in their new order."""
-        hits = entries.moving_hits if self.refresh_hits else torch.zeros_like(entries.hits)
         target = torch.zeros_like(entries.slots, dtype=torch.int64)
         first = 0
-        for part in (~(entries.filled | hits), entries.filled, hits):
+        for part in (~(entries.filled | entries.moving_hits), entries.filled, entries.moving_hits):
             rank = part.cumsum(1)
             target = torch.where(part, first + rank - 1, target)
             first = first + rank[:, -1:]

@@ -39,9 +39,7 @@ class PagedLayer(ABC):
         shape = HotBufferShape(4, 6, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS)
         stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
         self.hot_blocks = -(-(BUFFER + self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
-        self.buffer = GQAHotBuffer(
-            self.algorithm, shape, self.hot_blocks, stride, torch.device("cpu"), refresh_hits=True
-        )
+        self.buffer = GQAHotBuffer(self.algorithm, shape, self.hot_blocks, stride, torch.device("cpu"))
         size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
         self.device = torch.full(size, float("nan"))
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)

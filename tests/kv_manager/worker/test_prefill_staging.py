@@ -62,7 +62,7 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
     table = group.metadata.block_table_tensor[0].tolist()
     assert table == [min(block, MAX_BLOCKS - 1) for block in range(-(-num_tokens // BLOCK_SIZE))]
     shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
-    buffer = MLAHotBuffer(shape, torch.device("cpu"), refresh_hits=True)
+    buffer = MLAHotBuffer(shape, torch.device("cpu"))
     hot = HotRows(torch.zeros(8 * (NUM_SLOTS + 1), WIDTH), NUM_SLOTS + 1, NUM_SLOTS + 1)
     host_rows = torch.zeros(64, WIDTH)
     staging.load(group, buffer, host_rows)
@@ -75,7 +75,7 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
 def test_the_history_of_a_chunk_is_counted() -> None:
     staging, groups = make_groups((1, 3, 4), (HANDLE, 5, 2))
     shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
-    buffer = MLAHotBuffer(shape, torch.device("cpu"), refresh_hits=True)
+    buffer = MLAHotBuffer(shape, torch.device("cpu"))
     for handle in (1, HANDLE):
         buffer.extend_table(handle, 0, [2 * handle, 2 * handle + 1])
     host_rows = torch.arange(64.0 * WIDTH).view(64, WIDTH)

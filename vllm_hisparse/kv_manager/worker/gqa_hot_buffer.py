@@ -45,7 +45,6 @@ class GQAHotBuffer(HotBuffer):
         num_hot_blocks: device blocks of a request.
         head_stride: parts of KV heads from one device block to the next.
         device: where the hot rows are.
-        refresh_hits: True for LRU eviction, False for FIFO.
 
     Attributes:
         states: the algorithm's state of each layer, with a row after the last request's for padding.
@@ -60,7 +59,6 @@ class GQAHotBuffer(HotBuffer):
         num_hot_blocks: int,
         head_stride: int,
         device: torch.device,
-        refresh_hits: bool,
     ):
         per_unit, num_heads = algorithm.tokens_per_unit, algorithm.shape.num_kv_heads
         by_head = HotBufferShape(
@@ -73,7 +71,7 @@ class GQAHotBuffer(HotBuffer):
             block_size=shape.block_size // per_unit,
             num_device_blocks=shape.num_device_blocks * head_stride,
         )
-        super().__init__(by_head, device, refresh_hits, num_heads, head_stride, per_unit)
+        super().__init__(by_head, device, num_heads, head_stride, per_unit)
         self.algorithm, self.num_requests, self.block_size = algorithm, shape.num_requests, shape.block_size
         self.states = [algorithm.allocate_state(shape.num_requests + 1, device) for _ in range(shape.num_layers)]
         self.units = UnitTables.allocate(shape.max_batch, num_hot_blocks, num_heads, head_stride, per_unit, device)

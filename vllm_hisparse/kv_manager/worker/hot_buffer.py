@@ -68,7 +68,6 @@ class HotBuffer:
     Args:
         shape: sizes.
         device: where the hot rows are.
-        refresh_hits: True for LRU eviction, False for FIFO.
         num_heads: selections of a request in a layer: KV heads that select for themselves.
         head_stride: parts of KV heads from one device block to the next; head h's part of block b has number `b *
             head_stride + h`, its part of host block b number `b * num_heads + h`.
@@ -91,7 +90,6 @@ class HotBuffer:
         self,
         shape: HotBufferShape,
         device: torch.device,
-        refresh_hits: bool,
         num_heads: int = 1,
         head_stride: int = 1,
         tokens_per_unit: int = 1,
@@ -99,7 +97,7 @@ class HotBuffer:
         self.shape, self.num_slots = shape, shape.num_slots
         self.num_heads, self.head_stride, self.num_rows = num_heads, head_stride, shape.num_requests * num_heads
         self.tokens_per_unit = tokens_per_unit
-        self.ops = swap_in_ops(device, refresh_hits)
+        self.ops = swap_in_ops(device)
         self.pin_memory = device.type != "cpu"
         self._slot_order = torch.arange(shape.num_slots, dtype=torch.int32, device=device)
         self._row_numbers = torch.arange(self.num_rows, dtype=torch.int32, device=device)

@@ -12,11 +12,11 @@ class MLAHotBuffer(HotBuffer):
     """A `HotBuffer` whose newest rows go to the host at the end of a step, those of all layers at once.
 
     Args:
-        shape, device, refresh_hits: as in `HotBuffer`.
+        shape, device: as in `HotBuffer`.
     """
 
-    def __init__(self, shape: HotBufferShape, device: torch.device, refresh_hits: bool):
-        super().__init__(shape, device, refresh_hits)
+    def __init__(self, shape: HotBufferShape, device: torch.device):
+        super().__init__(shape, device)
         self._layers: list[tuple[HotRows, torch.Tensor]] = []
 
     def add_layer(self, hot: HotRows, host_rows: torch.Tensor) -> None:
