@@ -5,10 +5,10 @@ namespace hisparse {
 // Tables by KV head, as `UnitTables` in vllm_hisparse/ops/base.py describes them.
 struct UnitTables {
     int64_t* request_indices;  // [batch]
-    int64_t* positions;   // [batch]
-    int32_t* tails;       // [batch * num_heads]
-    int32_t* hot_tables;  // [batch * num_heads, num_hot_blocks]
-    int32_t* num_units;   // [batch * num_heads]
+    int64_t* positions;        // [batch]
+    int32_t* tails;            // [batch * num_heads]
+    int32_t* hot_tables;       // [batch * num_heads, num_hot_blocks]
+    int32_t* num_units;        // [batch * num_heads]
     int32_t num_heads;
     int32_t head_stride;
     int32_t tokens_per_unit;
@@ -20,26 +20,26 @@ constexpr int kUnitThreads = 128;
 
 // One thread block per request.
 __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTables tables, const UnitTables out) {
-    const int batch_row = blockIdx.x;
-    const int32_t* blocks = tables.hot_tables + batch_row * tables.hot_table_stride;
-    const int32_t seq_len = tables.seq_lens[batch_row];
-    const int32_t first = state_index(tables, blocks[0] * out.head_stride, seq_len);
-    const int32_t newest = first < 0 ? 0 : seq_len - 1;
+    const int batch_index = blockIdx.x;
+    const int32_t* blocks = tables.hot_tables + batch_index * tables.hot_table_stride;
+    const int32_t seq_len = tables.seq_lens[batch_index];
+    const int32_t first_state = find_state(tables, blocks[0] * out.head_stride, seq_len);
+    const int32_t newest = first_state < 0 ? 0 : seq_len - 1;
     const int num_entries = out.num_heads * tables.num_hot_blocks;
     for (int i = threadIdx.x; i < num_entries; i += kUnitThreads) {
         const int32_t block = blocks[i % tables.num_hot_blocks], head = i / tables.num_hot_blocks;
-        out.hot_tables[static_cast<int64_t>(batch_row) * num_entries + i] =
-            first < 0 ? -1 : block * out.head_stride + head;
+        out.hot_tables[static_cast<int64_t>(batch_index) * num_entries + i] =
+            first_state < 0 ? -1 : block * out.head_stride + head;
     }
     for (int head = threadIdx.x; head < out.num_heads; head += kUnitThreads) {
-        const int row = batch_row * out.num_heads + head;
-        out.num_units[row] = first < 0 ? 0 : newest / out.tokens_per_unit + 1;
-        out.tails[row] = first < 0 ? 0 : newest % out.tokens_per_unit + 1 - out.tokens_per_unit;
+        const int head_index = batch_index * out.num_heads + head;
+        out.num_units[head_index] = first_state < 0 ? 0 : newest / out.tokens_per_unit + 1;
+        out.tails[head_index] = first_state < 0 ? 0 : newest % out.tokens_per_unit + 1 - out.tokens_per_unit;
     }
     if (threadIdx.x != 0) return;
-    // NOTE: the tables have one row more than KV heads of requests.
-    out.request_indices[batch_row] = (first < 0 ? tables.num_requests - 1 : first) / out.num_heads;
-    out.positions[batch_row] = newest;
+    // NOTE: there is one state more than KV heads of requests: the last is of no request.
+    out.request_indices[batch_index] = (first_state < 0 ? tables.num_states - 1 : first_state) / out.num_heads;
+    out.positions[batch_index] = newest;
 }
 
 }  // namespace
@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
 
 using namespace hisparse;
 
-// Tables by KV head of the decoding requests: `SwapInOps.begin_units`. `tables` are by request; `state_indices` and
-// `num_requests` in it count KV heads.
+// Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
+//
+// tables: by request, but state_indices and host_tables by KV head: num_states and num_device_blocks count KV heads.
 extern "C" cudaError_t hisparse_begin_units(const StepTables* tables, const UnitTables* out, cudaStream_t stream) {
     if (tables->batch == 0) return cudaSuccess;
     begin_units_kernel<<<tables->batch, kUnitThreads, 0, stream>>>(*tables, *out);

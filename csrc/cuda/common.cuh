@@ -13,9 +13,13 @@ constexpr uint32_t kAllLanes = 0xffffffff;
 constexpr int kVectorBytes = 16;  // a lane's load or store
 constexpr int kLineBytes = 128;   // what one read over the link fetches at most
 
-// Hot rows of one layer: row `offset` of device block `block` is flat row `block * block_stride_rows + offset`.
+// The structs below mirror dataclasses of vllm_hisparse/ops/base.py, which say what the fields mean. Here and in the
+// launchers' arguments no pointer is null unless its comment allows it, and tensors are contiguous and on the device
+// unless it says otherwise; structs are passed from the host.
+
+// Hot rows of one layer: row `offset` of device block `block` has flat id `block * block_stride_rows + offset`.
 struct HotRows {
-    uint8_t* rows;  // [num_rows, row_bytes] on the device
+    uint8_t* rows;  // [num_rows, row_bytes]
     int64_t num_rows;
     int64_t row_bytes;  // multiple of kVectorBytes
     int64_t block_stride_rows;
@@ -29,34 +33,35 @@ struct HostRows {
     int64_t row_bytes;  // as on the device
 };
 
+// Least recently used first.
 struct Residency {
-    int32_t* slots;      // [num_requests, num_slots], least recently used first
-    int32_t* positions;  // [num_requests, num_slots], -1 where a slot is empty
-    int32_t num_requests;
+    int32_t* slots;      // [num_states, num_slots]
+    int32_t* positions;  // [num_states, num_slots], -1 where a slot is empty
+    int32_t num_states;  // requests, or their KV heads where each selects for itself
     int32_t num_slots;
 };
 
 struct StepTables {
-    const int32_t* state_indices;   // [num_device_blocks], -1 where a block is no request's first
-    const int32_t* hot_tables;   // [batch, num_hot_blocks], rows hot_table_stride apart
-    const int32_t* seq_lens;     // [batch]
-    const int32_t* host_tables;  // [num_requests, num_host_blocks], rows host_table_stride apart
+    const int32_t* state_indices;  // [num_device_blocks], -1 where a block is no request's first
+    const int32_t* hot_tables;     // [batch, num_hot_blocks], requests hot_table_stride elements apart
+    const int32_t* seq_lens;       // [batch]
+    const int32_t* host_tables;    // [num_states, num_host_blocks], requests host_table_stride elements apart
     int64_t hot_table_stride;
     int64_t host_table_stride;
     int32_t num_device_blocks;
     int32_t num_hot_blocks;
-    int32_t num_requests;
+    int32_t num_states;
     int32_t num_host_blocks;
     int32_t batch;
     int32_t block_size;
 };
 
 struct Resolved {
-    int32_t* hot_row_ids;        // [batch, top_k]
-    int32_t* num_valid;       // [batch]
-    int64_t* miss_host_row_ids;  // [batch, top_k]
-    int32_t* miss_hot_row_ids;   // [batch, top_k]
-    int32_t* num_misses;      // [batch]
+    int32_t* hot_row_ids;        // [>= batch, top_k]
+    int32_t* num_valid;          // [>= batch]
+    int64_t* miss_host_row_ids;  // [>= batch, top_k]
+    int32_t* miss_hot_row_ids;   // [>= batch, top_k]
+    int32_t* num_misses;         // [>= batch]
     int32_t top_k;
 };
 
@@ -79,16 +84,26 @@ struct Divisor {
     }
 };
 
-// State row of a row of the batch with this first hot block; -1 where it is padding.
-__device__ inline int32_t state_index(const StepTables& tables, int32_t first_block, int32_t seq_len) {
-    const bool known = first_block >= 0 && first_block < tables.num_device_blocks && seq_len > 0;
-    const int32_t request = known ? tables.state_indices[first_block] : -1;
-    return request < tables.num_requests ? request : -1;
+__device__ inline int warp_index() {
+    return threadIdx.x / kWarpSize;
 }
 
-// Flat row of `row` in a paged table; -1 where its block is none. `table`: [num_blocks]; rows_per_block: any divisor.
+__device__ inline int lane_index() {
+    return threadIdx.x % kWarpSize;
+}
+
+// State index of the request with this first hot block; -1 for padding.
+__device__ inline int32_t find_state(const StepTables& tables, int32_t first_block, int32_t seq_len) {
+    const bool known = first_block >= 0 && first_block < tables.num_device_blocks && seq_len > 0;
+    const int32_t state_index = known ? tables.state_indices[first_block] : -1;
+    return state_index < tables.num_states ? state_index : -1;
+}
+
+// Flat id of row `row` of a paged table; -1 where its block is -1 or lies beyond the table.
+//
+// table: [num_blocks] on the device. rows_per_block: an integer or a `Divisor`.
 template <typename T>
-__device__ inline int64_t flat_row(
+__device__ inline int64_t flat_row_id(
     const int32_t* table, int32_t num_blocks, int32_t row, const T& rows_per_block, int64_t block_stride_rows
 ) {
     const int32_t index = row / rows_per_block;
@@ -96,22 +111,22 @@ __device__ inline int64_t flat_row(
     return block < 0 ? -1 : block * block_stride_rows + row % rows_per_block;
 }
 
-// Flat row of a hot slot. `slot` >= 0.
+// Flat id of the hot row in a slot. slot: >= 0.
 template <typename T>
-__device__ inline int64_t flat_hot_row(
-    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int batch_row, int32_t slot
+__device__ inline int64_t flat_hot_row_id(
+    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int batch_index, int32_t slot
 ) {
-    const int32_t* table = tables.hot_tables + batch_row * tables.hot_table_stride;
-    return flat_row(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
+    const int32_t* table = tables.hot_tables + batch_index * tables.hot_table_stride;
+    return flat_row_id(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
-// Flat row of a position in the host pool. `position` >= 0.
+// Flat id of the host row of a position. position: >= 0.
 template <typename T>
-__device__ inline int64_t flat_host_row(
-    const StepTables& tables, const T& block_size, int32_t request, int32_t position
+__device__ inline int64_t flat_host_row_id(
+    const StepTables& tables, const T& block_size, int32_t state_index, int32_t position
 ) {
-    const int32_t* table = tables.host_tables + request * tables.host_table_stride;
-    return flat_row(table, tables.num_host_blocks, position, block_size, tables.block_size);
+    const int32_t* table = tables.host_tables + state_index * tables.host_table_stride;
+    return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 
 // Hot slot of the newest position: of its own number while the sequence fits, else the reserved one.

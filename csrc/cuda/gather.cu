@@ -6,10 +6,10 @@ namespace {
 constexpr int kMaxBlocks = 64;  // enough in flight for the link; more take multiprocessors from other streams
 
 // Prefix sums of the misses: starts[i] is the first miss of request i, starts[batch] the number of all.
-// starts: [batch + 1] in shared memory. batch <= kNumThreads.
+// num_misses: [batch]. starts: [batch + 1] in shared memory. batch <= kNumThreads.
 __device__ inline void scan_misses(const int32_t* num_misses, int batch, int32_t* starts) {
     __shared__ int32_t warp_sums[kNumWarps];
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = warp_index(), lane = lane_index();
     const bool exists = threadIdx.x < batch;
     int32_t sum = exists ? num_misses[threadIdx.x] : 0;
 #pragma unroll
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kNumThreads, 2) gather_kernel(
     const HostRows host, const HotRows hot, const Resolved resolved, const int32_t batch
 ) {
     __shared__ int32_t starts[kNumThreads + 1];
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = warp_index(), lane = lane_index();
     wait_for_dependency();
     scan_misses(resolved.num_misses, batch, starts);
     for (int miss = warp * gridDim.x + blockIdx.x; miss < starts[batch]; miss += kNumWarps * gridDim.x) {

@@ -6,14 +6,14 @@ namespace {
 __global__ void __launch_bounds__(kNumThreads) newest_row_ids_kernel(
     const StepTables tables, const int32_t num_slots, const HotRows hot, int64_t* out  // [>= batch]
 ) {
-    const int batch_row = blockIdx.x * kNumThreads + threadIdx.x;
-    if (batch_row >= tables.batch) return;
-    const int32_t seq_len = tables.seq_lens[batch_row];
-    const int32_t first_block = tables.hot_tables[batch_row * tables.hot_table_stride];
-    const bool is_padding = state_index(tables, first_block, seq_len) < 0;
+    const int batch_index = blockIdx.x * kNumThreads + threadIdx.x;
+    if (batch_index >= tables.batch) return;
+    const int32_t seq_len = tables.seq_lens[batch_index];
+    const int32_t first_block = tables.hot_tables[batch_index * tables.hot_table_stride];
+    const bool is_padding = find_state(tables, first_block, seq_len) < 0;
     const int32_t slot = newest_slot(seq_len - 1, num_slots);
-    const int64_t row = is_padding ? -1 : flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);
-    out[batch_row] = in_range(row, hot.num_rows) ? row : -1;
+    const int64_t row_id = is_padding ? -1 : flat_hot_row_id(tables, hot, hot.rows_per_block, batch_index, slot);
+    out[batch_index] = in_range(row_id, hot.num_rows) ? row_id : -1;
 }
 
 }  // namespace
@@ -21,7 +21,9 @@ __global__ void __launch_bounds__(kNumThreads) newest_row_ids_kernel(
 
 using namespace hisparse;
 
-// Flat hot row of each request's newest position: `SwapInOps.newest_row_ids`. out: [>= batch] on the device.
+// Flat id of the hot row of each request's newest position: `SwapInOps.newest_row_ids`.
+//
+// hot: of any layer; hot->rows is not read and may be null. out: [>= batch].
 extern "C" cudaError_t hisparse_newest_row_ids(
     const StepTables* tables, int32_t num_slots, const HotRows* hot, int64_t* out, cudaStream_t stream
 ) {

@@ -6,10 +6,10 @@
 
 namespace hisparse {
 
-// Bounds of pages, one layer: [num_requests, max_pages, num_heads, head_size] each.
+// Bounds of pages, one layer; elements are bfloat16 or float16.
 struct PageBounds {
-    void* minima;
-    void* maxima;
+    void* minima;  // [num_requests, max_pages, num_heads, head_size]
+    void* maxima;  // [num_requests, max_pages, num_heads, head_size]
     int32_t max_pages;
     int32_t num_heads;
     int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
@@ -35,20 +35,20 @@ union Vector {
 template <typename T>
 __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const PageBounds bounds,
-    const int64_t* __restrict__ request_indices,       // [batch]
-    const int64_t* __restrict__ positions,  // [batch]
-    const T* __restrict__ keys,             // [batch, num_heads, head_size], tokens key_stride elements apart
+    const int64_t* __restrict__ request_indices,  // [batch]
+    const int64_t* __restrict__ positions,        // [batch]
+    const T* __restrict__ keys,                   // [batch, num_heads, head_size], tokens key_stride elements apart
     const int64_t key_stride,
     const int32_t batch
 ) {
     const int index = (blockIdx.x * kBoundThreads + threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int batch_row = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
-    if (batch_row >= batch || first >= bounds.head_size) return;
-    const int64_t position = positions[batch_row];
-    const int64_t page = request_indices[batch_row] * bounds.max_pages + position / bounds.page_size;
+    const int batch_index = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
+    if (batch_index >= batch || first >= bounds.head_size) return;
+    const int64_t position = positions[batch_index];
+    const int64_t page = request_indices[batch_index] * bounds.max_pages + position / bounds.page_size;
     const int64_t at = (page * bounds.num_heads + head) * bounds.head_size + first;
     Vector<T> key, low, high;
-    key.bits = *reinterpret_cast<const uint4*>(keys + batch_row * key_stride + head * bounds.head_size + first);
+    key.bits = *reinterpret_cast<const uint4*>(keys + batch_index * key_stride + head * bounds.head_size + first);
     auto minima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.minima) + at);
     auto maxima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.maxima) + at);
     low.bits = high.bits = key.bits;
@@ -69,22 +69,22 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
 template <typename T>
 __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     const PageBounds bounds,
-    const int64_t* __restrict__ request_indices,        // [batch]
-    const int64_t* __restrict__ num_tokens,  // [batch]
-    const T* __restrict__ query,             // [batch, num_heads * group, head_size], query_stride apart
+    const int64_t* __restrict__ request_indices,  // [batch]
+    const int64_t* __restrict__ num_tokens,       // [batch]
+    const T* __restrict__ query,                  // [batch, num_heads * group, head_size], query_stride apart
     const int64_t query_stride,
     const int32_t group,
     const int32_t lanes,
     float* scores  // [batch, num_heads, max_pages]
 ) {
     extern __shared__ float shared_query[];  // [group, head_size]
-    const int head = blockIdx.y, batch_row = blockIdx.z, size = bounds.head_size;
-    const T* heads = query + batch_row * query_stride + static_cast<int64_t>(head) * group * size;
+    const int head = blockIdx.y, batch_index = blockIdx.z, size = bounds.head_size;
+    const T* heads = query + batch_index * query_stride + static_cast<int64_t>(head) * group * size;
     for (int i = threadIdx.x; i < group * size; i += kBoundThreads) shared_query[i] = to_float(heads[i]);
     __syncthreads();
-    const int64_t num_pages = (num_tokens[batch_row] + bounds.page_size - 1) / bounds.page_size;
-    const int64_t first_page = request_indices[batch_row] * bounds.max_pages;
-    float* out = scores + (static_cast<int64_t>(batch_row) * bounds.num_heads + head) * bounds.max_pages;
+    const int64_t num_pages = (num_tokens[batch_index] + bounds.page_size - 1) / bounds.page_size;
+    const int64_t first_page = request_indices[batch_index] * bounds.max_pages;
+    float* out = scores + (static_cast<int64_t>(batch_index) * bounds.num_heads + head) * bounds.max_pages;
     const int lane = threadIdx.x % lanes, first = lane * kLaneElements;
     for (int i = threadIdx.x / lanes; i < kPagesPerBlock; i += kBoundThreads / lanes) {
         const int page = blockIdx.x * kPagesPerBlock + i;
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
 
 template <typename T>
 cudaError_t update_page_bounds(
-    const PageBounds& bounds, const int64_t* request_indices, const int64_t* positions, const void* keys, int64_t key_stride,
-    int32_t batch, cudaStream_t stream
+    const PageBounds& bounds, const int64_t* request_indices, const int64_t* positions, const void* keys,
+    int64_t key_stride, int32_t batch, cudaStream_t stream
 ) {
     const int num_blocks = (batch * bounds.num_heads * kWarpSize + kBoundThreads - 1) / kBoundThreads;
     update_page_bounds_kernel<T><<<num_blocks, kBoundThreads, 0, stream>>>(
@@ -129,8 +129,8 @@ cudaError_t update_page_bounds(
 
 template <typename T>
 cudaError_t page_scores(
-    const PageBounds& bounds, const int64_t* request_indices, const int64_t* num_tokens, const void* query, int64_t query_stride,
-    int32_t group, int32_t batch, float* scores, cudaStream_t stream
+    const PageBounds& bounds, const int64_t* request_indices, const int64_t* num_tokens, const void* query,
+    int64_t query_stride, int32_t group, int32_t batch, float* scores, cudaStream_t stream
 ) {
     int lanes = 1;
     while (lanes * kLaneElements < bounds.head_size) lanes *= 2;
@@ -151,7 +151,11 @@ bool fits(const PageBounds& bounds) {
 
 using namespace hisparse;
 
-// Take one new key per request into its page's bounds: `page_bounds.update`. Elements are bfloat16, or float16.
+// Take one new key per request into its page's bounds: `page_bounds.update`.
+//
+// request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride
+// elements apart. is_bfloat16: else the type is float16. Returns cudaErrorInvalidValue for a head size that `PageBounds`
+// does not allow.
 extern "C" cudaError_t hisparse_update_page_bounds(
     const PageBounds* bounds,
     const int64_t* request_indices,
@@ -168,7 +172,10 @@ extern "C" cudaError_t hisparse_update_page_bounds(
     return run(*bounds, request_indices, positions, keys, key_stride, batch, stream);
 }
 
-// Upper bounds of the pages' scores: `page_bounds.scores`. scores: [batch, num_heads, max_pages].
+// Upper bounds of the pages' scores: `page_bounds.scores`.
+//
+// request_indices, num_tokens: [batch]. query: [batch, num_heads * group, head_size] of the bounds' type, requests
+// query_stride elements apart. scores: [batch, num_heads, max_pages]. Errors as in `hisparse_update_page_bounds`.
 extern "C" cudaError_t hisparse_page_scores(
     const PageBounds* bounds,
     const int64_t* request_indices,

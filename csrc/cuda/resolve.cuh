@@ -2,9 +2,17 @@
 
 #include "common.cuh"
 
+namespace hisparse {
+
+constexpr int kMaxTopK = 4096;    // selected positions of a request
+constexpr int kMaxSlots = 16384;  // hot slots of a request, the reserved one not counted
+
+}  // namespace hisparse
+
 // Find hits, choose victims and update the residency: `SwapInOps.resolve`.
 //
-// top_k: [batch, out->top_k] on the device, rows top_k_stride apart. counts: [num_requests, 2] on the device.
+// top_k: [batch, out->top_k], requests top_k_stride elements apart. hot: hot->rows is not read and may be null.
+// counts: [num_states, 2]. Returns cudaErrorInvalidValue beyond kMaxSlots slots or kMaxTopK selected positions.
 extern "C" cudaError_t hisparse_resolve(
     const hisparse::Residency* residency,
     const hisparse::StepTables* tables,

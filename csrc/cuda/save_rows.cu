@@ -16,9 +16,9 @@ __global__ void __launch_bounds__(kNumThreads) save_rows_kernel(
     const int32_t num_host_blocks,
     const int32_t block_size
 ) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = warp_index(), lane = lane_index();
     for (int row = blockIdx.x * kNumWarps + warp; row < num_rows; row += gridDim.x * kNumWarps) {
-        const int64_t target = flat_row(host_table, num_host_blocks, first + row, block_size, block_size);
+        const int64_t target = flat_row_id(host_table, num_host_blocks, first + row, block_size, block_size);
         if (!in_range(target, host.num_rows)) continue;
         copy_row<false>(host.rows + target * row_bytes, rows + row * row_bytes, row_bytes, lane);
     }
@@ -29,7 +29,9 @@ __global__ void __launch_bounds__(kNumThreads) save_rows_kernel(
 
 using namespace hisparse;
 
-// Copy new rows of a request to the host: `SwapInOps.save_rows`. host_table: [num_host_blocks] on the device.
+// Copy new rows of a request to the host: `SwapInOps.save_rows`.
+//
+// rows: [num_rows, row_bytes], of the positions from `first` on. host_table: [num_host_blocks].
 extern "C" cudaError_t hisparse_save_rows(
     const uint8_t* rows,
     int32_t first,

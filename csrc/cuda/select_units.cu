@@ -16,7 +16,7 @@ __device__ inline uint32_t sort_key(float score) {
 
 // Exclusive sum over the threads of the block. `sums`: [kSelectWarps] in shared memory.
 __device__ inline int32_t sum_before(int32_t value, int32_t* sums) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = warp_index(), lane = lane_index();
     int32_t sum = value;
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -29,8 +29,86 @@ __device__ inline int32_t sum_before(int32_t value, int32_t* sums) {
     return sum - value + __reduce_add_sync(kAllLanes, lane < warp && lane < kSelectWarps ? sums[lane] : 0);
 }
 
-// One thread block per row: the key of rank `num_wanted` digit by digit, then everything above it and, of its equals,
-// the first ones.
+// Count the keys that have the digits of the threshold known so far, `mask` says which, by their next digit.
+__device__ __forceinline__ void count_digits(
+    const float* scores, int32_t num_scores, uint32_t mask, const uint32_t* threshold, int shift, int32_t* histogram
+) {
+    for (int i = threadIdx.x; i < kNumDigits; i += kSelectThreads) histogram[i] = 0;
+    __syncthreads();
+    const uint32_t prefix = *threshold;
+    for (int i = threadIdx.x; i < num_scores; i += kSelectThreads) {
+        const uint32_t key = sort_key(scores[i]);
+        if ((key & mask) == prefix) atomicAdd(histogram + (key >> shift & (kNumDigits - 1)), 1);
+    }
+    __syncthreads();
+}
+
+// Append to the threshold the largest digit such that fewer than *num_left keys have larger ones, or 0, and take those
+// keys off *num_left. By one warp.
+__device__ __forceinline__ void choose_digit(
+    const int32_t* histogram, int shift, uint32_t* threshold, int32_t* num_left
+) {
+    constexpr int kRun = kNumDigits / kWarpSize;
+    const int own_lane = static_cast<int>(threadIdx.x);
+    const int last = kNumDigits - 1 - own_lane * kRun;  // lane 0 has the largest digits
+    const uint32_t prefix = *threshold;
+    int32_t own_sum = 0;
+    for (int i = 0; i < kRun; ++i) own_sum += histogram[last - i];
+    int32_t sum = own_sum;
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+        if (own_lane >= distance) sum += other;
+    }
+    const int32_t wanted = *num_left;
+    const uint32_t reached = __ballot_sync(kAllLanes, sum >= wanted);
+    if (own_lane != (reached ? __ffs(reached) - 1 : kWarpSize - 1)) return;
+    int32_t above = sum - own_sum;
+    int digit = last;
+    while (digit > last - kRun + 1 && above + histogram[digit] < wanted) above += histogram[digit--];
+    *threshold = prefix | static_cast<uint32_t>(digit) << shift;
+    *num_left = wanted - above;
+}
+
+// The key of rank *num_left, digit by digit; *num_left becomes how many of its equals are selected.
+__device__ __forceinline__ void find_threshold(
+    const float* scores, int32_t num_scores, int32_t* histogram, uint32_t* threshold, int32_t* num_left
+) {
+    uint32_t mask = 0;
+    for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
+        count_digits(scores, num_scores, mask, threshold, shift, histogram);
+        if (threadIdx.x < kWarpSize) choose_digit(histogram, shift, threshold, num_left);
+        mask |= static_cast<uint32_t>(kNumDigits - 1) << shift;
+        __syncthreads();
+    }
+}
+
+// Write the units above the threshold and the first `num_equal` of those that equal it, each thread those of its run.
+// Returns where the thread ended: of the last thread, how many there are.
+__device__ __forceinline__ int32_t write_best(
+    const float* scores, int32_t num_scores, uint32_t threshold, int32_t num_equal, int32_t* sums, int32_t* units
+) {
+    const int32_t run = (num_scores + kSelectThreads - 1) / kSelectThreads;
+    const int32_t first = min(static_cast<int32_t>(threadIdx.x) * run, max(num_scores, 0));
+    const int32_t last = min(first + run, max(num_scores, 0));
+    int32_t above = 0, equal = 0;
+    for (int32_t i = first; i < last; ++i) {
+        const uint32_t key = sort_key(scores[i]);
+        above += key > threshold && key > kNothing;
+        equal += key == threshold && key > kNothing;
+    }
+    int32_t equals_left = max(0, min(equal, num_equal - sum_before(equal, sums)));
+    int32_t place = sum_before(above + equals_left, sums);
+    for (int32_t i = first; i < last; ++i) {
+        const uint32_t key = sort_key(scores[i]);
+        if (key <= kNothing || key < threshold) continue;
+        if (key == threshold && equals_left-- <= 0) continue;
+        units[place++] = i;
+    }
+    return place;
+}
+
+// One thread block per request and KV head: the key of rank `num_selected - 1`, then everything above it and, of its
+// equals, the first ones, then the newest unit.
 __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
     const float* __restrict__ scores,        // [batch, num_heads, max_units]
     const int64_t* __restrict__ num_tokens,  // [batch]
@@ -44,79 +122,23 @@ __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
     __shared__ int32_t sums[kSelectWarps];
     __shared__ uint32_t threshold;
     __shared__ int32_t num_left;
-    const int64_t row = blockIdx.x;
-    const int64_t tokens = num_tokens[row / num_heads];
+    __shared__ int32_t num_best;
+    const int64_t head_index = blockIdx.x;
+    const int64_t tokens = num_tokens[head_index / num_heads];
     const int32_t newest = static_cast<int32_t>((tokens + tokens_per_unit - 1) / tokens_per_unit) - 1;
-    const float* own = scores + row * max_units;
-    int32_t* out = units + row * num_selected;
+    const float* own = scores + head_index * max_units;
+    int32_t* out = units + head_index * num_selected;
 
     if (threadIdx.x == 0) {
         threshold = 0;
         num_left = num_selected - 1;
     }
-    uint32_t mask = 0;
-    for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
-        for (int i = threadIdx.x; i < kNumDigits; i += kSelectThreads) histogram[i] = 0;
-        __syncthreads();
-        const uint32_t prefix = threshold;
-        for (int i = threadIdx.x; i < newest; i += kSelectThreads) {
-            const uint32_t key = sort_key(own[i]);
-            if ((key & mask) == prefix) atomicAdd(histogram + (key >> shift & (kNumDigits - 1)), 1);
-        }
-        __syncthreads();
-        if (threadIdx.x < kWarpSize) {
-            // The largest digit such that fewer than num_left keys have larger ones, or 0.
-            constexpr int kRun = kNumDigits / kWarpSize;
-            const int last = kNumDigits - 1 - static_cast<int>(threadIdx.x) * kRun;  // lane 0 has the largest digits
-            int32_t own_sum = 0;
-            for (int i = 0; i < kRun; ++i) own_sum += histogram[last - i];
-            int32_t sum = own_sum;
-            for (int distance = 1; distance < kWarpSize; distance *= 2) {
-                const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
-                if (static_cast<int>(threadIdx.x) >= distance) sum += other;
-            }
-            const int32_t wanted = num_left;
-            const uint32_t reached = __ballot_sync(kAllLanes, sum >= wanted);
-            const int lane = reached ? __ffs(reached) - 1 : kWarpSize - 1;
-            if (static_cast<int>(threadIdx.x) == lane) {
-                int32_t above = sum - own_sum;
-                int digit = last;
-                while (digit > last - kRun + 1 && above + histogram[digit] < wanted) above += histogram[digit--];
-                threshold = prefix | static_cast<uint32_t>(digit) << shift;
-                num_left = wanted - above;
-            }
-        }
-        mask |= static_cast<uint32_t>(kNumDigits - 1) << shift;
-        __syncthreads();
-    }
-
-    const uint32_t limit = threshold;
-    const int32_t num_equal = num_left;
-    const int32_t run = (newest + kSelectThreads - 1) / kSelectThreads;
-    const int32_t first = min(static_cast<int32_t>(threadIdx.x) * run, max(newest, 0));
-    const int32_t last = min(first + run, max(newest, 0));
-    int32_t above = 0, equal = 0;
-    for (int32_t i = first; i < last; ++i) {
-        const uint32_t key = sort_key(own[i]);
-        above += key > limit && key > kNothing;
-        equal += key == limit && key > kNothing;
-    }
-    const int32_t equal_before = sum_before(equal, sums);
-    const int32_t taken = above + max(0, min(equal, num_equal - equal_before));
-    int32_t place = sum_before(taken, sums);
-    int32_t equals_left = max(0, min(equal, num_equal - equal_before));
-    for (int32_t i = first; i < last; ++i) {
-        const uint32_t key = sort_key(own[i]);
-        if (key <= kNothing || key < limit) continue;
-        if (key == limit && equals_left-- <= 0) continue;
-        out[place++] = i;
-    }
-    __shared__ int32_t total;
-    if (threadIdx.x == kSelectThreads - 1) total = place;
+    find_threshold(own, newest, histogram, &threshold, &num_left);
+    const int32_t place = write_best(own, newest, threshold, num_left, sums, out);
+    if (threadIdx.x == kSelectThreads - 1) num_best = place;
     __syncthreads();
-    const int32_t count = total;
-    for (int i = count + threadIdx.x; i < num_selected; i += kSelectThreads) {
-        out[i] = i == count && newest >= 0 ? newest : -1;
+    for (int i = num_best + threadIdx.x; i < num_selected; i += kSelectThreads) {
+        out[i] = i == num_best && newest >= 0 ? newest : -1;
     }
 }
 
@@ -125,7 +147,9 @@ __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
 
 using namespace hisparse;
 
-// The best units of each row, the newest last: `ops/select_units.py`.
+// The best units of each KV head, the newest last: `ops/select_units.py`.
+//
+// scores: [batch, num_heads, max_units]. num_tokens: [batch]. units: [batch, num_heads, num_selected].
 extern "C" cudaError_t hisparse_select_units(
     const float* scores,
     const int64_t* num_tokens,

@@ -15,9 +15,9 @@ __global__ void __launch_bounds__(kNumThreads) stage_rows_kernel(
     const int32_t num_rows,
     const int64_t row_bytes
 ) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = warp_index(), lane = lane_index();
     for (int row = blockIdx.x * kNumWarps + warp; row < num_rows; row += gridDim.x * kNumWarps) {
-        const int64_t source = flat_row(host_table, num_host_blocks, row, block_size, block_size);
+        const int64_t source = flat_row_id(host_table, num_host_blocks, row, block_size, block_size);
         if (!in_range(source, host.num_rows)) continue;
         copy_row<true>(staging + row * row_bytes, host.rows + source * row_bytes, row_bytes, lane);
     }
@@ -28,7 +28,9 @@ __global__ void __launch_bounds__(kNumThreads) stage_rows_kernel(
 
 using namespace hisparse;
 
-// Copy a request's first rows from the host: `SwapInOps.stage_rows`. host_table: [num_host_blocks] on the device.
+// Copy a request's first rows from the host: `SwapInOps.stage_rows`.
+//
+// host_table: [num_host_blocks]. staging: [num_rows, row_bytes]; rows of a block that is -1 keep what they hold.
 extern "C" cudaError_t hisparse_stage_rows(
     const HostRows* host,
     const int32_t* host_table,

@@ -17,6 +17,8 @@ cudaError_t has_dependent_launch(bool* result) {
 }  // namespace
 
 // Resolve, then gather, whose launch overlaps the resolution: `SwapInOps.swap_in`.
+//
+// top_k, counts: as in `hisparse_resolve`.
 extern "C" cudaError_t hisparse_swap_in(
     const Residency* residency,
     const StepTables* tables,

@@ -4,10 +4,10 @@ namespace hisparse {
 
 constexpr int kMaxLayers = 128;  // of one launch: the pointers travel in the kernel's parameters
 
-// Rows of each layer; all layers have the sizes of `HotRows` and `HostRows` next to it.
+// Rows of each layer, of the sizes that a launch gives beside it. Pointers beyond its layers may be null.
 struct LayerRows {
-    const uint8_t* hot[kMaxLayers];  // on the device
-    uint8_t* host[kMaxLayers];       // in pinned host memory
+    const uint8_t* hot[kMaxLayers];  // [hot.num_rows, hot.row_bytes]
+    uint8_t* host[kMaxLayers];       // [num_host_rows, hot.row_bytes] in pinned host memory
 };
 
 namespace {
@@ -23,14 +23,15 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const StepTables tables,
     const int32_t num_slots
 ) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    for (int batch_row = blockIdx.x; batch_row < tables.batch; batch_row += gridDim.x) {
-        const int32_t seq_len = tables.seq_lens[batch_row];
-        const int32_t request = state_index(tables, tables.hot_tables[batch_row * tables.hot_table_stride], seq_len);
-        if (request < 0) continue;
+    const int warp = warp_index(), lane = lane_index();
+    for (int batch_index = blockIdx.x; batch_index < tables.batch; batch_index += gridDim.x) {
+        const int32_t seq_len = tables.seq_lens[batch_index];
+        const int32_t first_block = tables.hot_tables[batch_index * tables.hot_table_stride];
+        const int32_t state_index = find_state(tables, first_block, seq_len);
+        if (state_index < 0) continue;
         const int32_t slot = newest_slot(seq_len - 1, num_slots);
-        const int64_t source = flat_hot_row(tables, hot, hot.rows_per_block, batch_row, slot);
-        const int64_t target = flat_host_row(tables, tables.block_size, request, seq_len - 1);
+        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, batch_index, slot);
+        const int64_t target = flat_host_row_id(tables, tables.block_size, state_index, seq_len - 1);
         if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
             const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;
@@ -45,6 +46,8 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
 using namespace hisparse;
 
 // Copy each request's newest row of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
+//
+// hot: sizes of every layer; hot->rows is not read and may be null.
 extern "C" cudaError_t hisparse_write_back(
     const LayerRows* layers,
     int32_t num_layers,

@@ -2,10 +2,10 @@
 
 namespace hisparse {
 
-// New keys and values of the decoding requests: [batch, num_heads, head_bytes], tokens token_stride bytes apart.
+// New keys and values of the decoding requests, and where they belong.
 struct NewTokens {
-    const uint8_t* keys;
-    const uint8_t* values;
+    const uint8_t* keys;    // [batch, num_heads, head_bytes], tokens key_stride bytes apart
+    const uint8_t* values;  // [batch, num_heads, head_bytes], tokens value_stride bytes apart
     int64_t key_stride;
     int64_t value_stride;
     const int64_t* positions;  // [batch]
@@ -25,30 +25,32 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
     const HotRows hot,
     const HostRows host,
     const int32_t num_slots,
-    int32_t* reload  // [num_requests]
+    int32_t* reload  // [num_states]
 ) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int row = (blockIdx.x * kWriteThreads + threadIdx.x) / kWarpSize;
-    if (row >= tables.batch) return;
-    const int32_t num_units = tables.seq_lens[row];
-    const int32_t request = state_index(tables, tables.hot_tables[row * tables.hot_table_stride], num_units);
-    if (request < 0) return;
-    const int64_t target = flat_hot_row(tables, hot, hot.rows_per_block, row, newest_slot(num_units - 1, num_slots));
-    const int64_t home = flat_host_row(tables, tables.block_size, request, num_units - 1);
+    const int lane = lane_index();
+    const int head_index = (blockIdx.x * kWriteThreads + threadIdx.x) / kWarpSize;
+    if (head_index >= tables.batch) return;
+    const int32_t num_units = tables.seq_lens[head_index];
+    const int32_t first_block = tables.hot_tables[head_index * tables.hot_table_stride];
+    const int32_t state_index = find_state(tables, first_block, num_units);
+    if (state_index < 0) return;
+    const int32_t slot = newest_slot(num_units - 1, num_slots);
+    const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, head_index, slot);
+    const int64_t home = flat_host_row_id(tables, tables.block_size, state_index, num_units - 1);
     if (!in_range(target, hot.num_rows) || !in_range(home, host.num_rows)) return;
 
-    const int batch_row = row / tokens.num_heads, head = row % tokens.num_heads;
+    const int batch_index = head_index / tokens.num_heads, head = head_index % tokens.num_heads;
     const int64_t token_bytes = 2 * tokens.head_bytes;
-    const int64_t offset = tokens.positions[batch_row] % tokens.tokens_per_unit * token_bytes;
+    const int64_t offset = tokens.positions[batch_index] % tokens.tokens_per_unit * token_bytes;
     uint8_t* hot_unit = hot.rows + target * hot.row_bytes;
     uint8_t* host_unit = host.rows + home * host.row_bytes;
-    if (reload[request]) {
+    if (reload[state_index]) {
         copy_row<true>(hot_unit, host_unit, hot.row_bytes, lane);
         __syncwarp();
-        if (lane == 0) reload[request] = 0;
+        if (lane == 0) reload[state_index] = 0;
     }
-    const uint8_t* key = tokens.keys + batch_row * tokens.key_stride + head * tokens.head_bytes;
-    const uint8_t* value = tokens.values + batch_row * tokens.value_stride + head * tokens.head_bytes;
+    const uint8_t* key = tokens.keys + batch_index * tokens.key_stride + head * tokens.head_bytes;
+    const uint8_t* value = tokens.values + batch_index * tokens.value_stride + head * tokens.head_bytes;
     copy_row<false>(hot_unit + offset, key, tokens.head_bytes, lane);
     copy_row<false>(hot_unit + offset + tokens.head_bytes, value, tokens.head_bytes, lane);
     copy_row<false>(host_unit + offset, key, tokens.head_bytes, lane);
@@ -60,7 +62,9 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
 
 using namespace hisparse;
 
-// Put new tokens into their units on the device and on the host: `SwapInOps.write_tokens`. reload: [num_requests].
+// Put new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
+//
+// tables: by KV head, tables->batch = batch * num_heads. reload: [num_states].
 extern "C" cudaError_t hisparse_write_tokens(
     const NewTokens* tokens,
     const StepTables* tables,

@@ -14,12 +14,14 @@ import torch
 from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
 
 LIBRARY = Path(__file__).parents[1] / "_kernels.so"
-MAX_TOP_K, MAX_SLOTS = 4096, 16384  # what csrc/cuda/resolve.cu covers
-MAX_LAYERS = 128  # of one launch of csrc/cuda/write_back.cu
-VECTOR_BYTES = 16
+
+# NOTE: constants, structs and signatures are those of csrc/cuda, which documents shapes and meaning; a wheel has no
+# sources to read them from. tests/ops/test_cuda_interface.py compares the two.
+MAX_TOP_K, MAX_SLOTS = 4096, 16384  # of a request in `resolve`
+MAX_LAYERS = 128  # of one launch of `write_back`
+VECTOR_BYTES = 16  # row sizes and head sizes are multiples
 
 
-# Mirrors of the structs in csrc/cuda/common.cuh and write_back.cu; shapes and meaning are documented there.
 class _HotRows(Structure):
     _fields_ = [
         ("rows", c_void_p),
@@ -35,7 +37,7 @@ class _HostRows(Structure):
 
 
 class _Residency(Structure):
-    _fields_ = [("slots", c_void_p), ("positions", c_void_p), ("num_requests", c_int32), ("num_slots", c_int32)]
+    _fields_ = [("slots", c_void_p), ("positions", c_void_p), ("num_states", c_int32), ("num_slots", c_int32)]
 
 
 class _StepTables(Structure):
@@ -48,7 +50,7 @@ class _StepTables(Structure):
         ("host_table_stride", c_int64),
         ("num_device_blocks", c_int32),
         ("num_hot_blocks", c_int32),
-        ("num_requests", c_int32),
+        ("num_states", c_int32),
         ("num_host_blocks", c_int32),
         ("batch", c_int32),
         ("block_size", c_int32),
@@ -93,8 +95,6 @@ class _NewTokens(Structure):
 
 
 class PageBounds(Structure):
-    """Mirror of the struct in csrc/cuda/page_bounds.cu."""
-
     _fields_ = [
         ("minima", c_void_p),
         ("maxima", c_void_p),

@@ -1,0 +1,80 @@
+"""Constants, structs and signatures stand in csrc/cuda and in cuda_ops.py: both say the same."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_hisparse.ops import cuda_ops
+
+SOURCE = "\n".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc" / "cuda").glob("*.cu*")))
+CODE = re.sub(r"//[^\n]*", "", SOURCE).replace("hisparse::", "")
+CONSTANTS = {
+    "kMaxTopK": "MAX_TOP_K",
+    "kMaxSlots": "MAX_SLOTS",
+    "kMaxLayers": "MAX_LAYERS",
+    "kVectorBytes": "VECTOR_BYTES",
+}
+SCALARS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "bool": ctypes.c_bool}
+STRUCTS = {
+    value.__name__.lstrip("_"): value
+    for value in vars(cuda_ops).values()
+    if isinstance(value, type) and issubclass(value, ctypes.Structure) and value is not ctypes.Structure
+}
+
+
+def c_constant(name: str) -> int:
+    (value,) = re.findall(rf"constexpr int {name} = (\d+);", CODE)
+    return int(value)
+
+
+def c_fields(struct: str) -> list[tuple[str, type]]:
+    """Names and types of a C struct's fields as ctypes."""
+    (body,) = re.findall(rf"struct {struct} \{{(.*?)\n\}};", CODE, re.DOTALL)
+    fields = []
+    for declaration in filter(None, (line.strip() for line in body.split(";"))):
+        kind, name, length = re.fullmatch(r"(?:const )?(\w+\*?) (\w+)(?:\[(\w+)\])?", declaration).groups()
+        field = ctypes.c_void_p if kind.endswith("*") else SCALARS[kind]
+        fields.append((name, field * c_constant(length) if length else field))
+    return fields
+
+
+def c_arguments(launcher: str) -> list[type]:
+    """Types of a launcher's arguments as ctypes."""
+    declarations = set(re.findall(rf"cudaError_t hisparse_{launcher}\(([^)]*)\)", CODE.replace("\n", " ")))
+    lists = {tuple(" ".join(part.split()[:-1]) for part in text.split(",")) for text in declarations}
+    (arguments,) = lists  # a header, where there is one, says what the source says
+    return [argument_type(argument) for argument in arguments]
+
+
+def argument_type(declaration: str) -> type:
+    kind = declaration.removeprefix("const ")
+    if kind.rstrip("*") in STRUCTS:
+        return ctypes.POINTER(STRUCTS[kind.rstrip("*")])
+    return ctypes.c_void_p if kind.endswith("*") or kind == "cudaStream_t" else SCALARS[kind]
+
+
+@pytest.mark.parametrize(("name", "python_name"), CONSTANTS.items())
+def test_constants(name: str, python_name: str) -> None:
+    assert getattr(cuda_ops, python_name) == c_constant(name)
+
+
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_structs(struct: str) -> None:
+    assert STRUCTS[struct]._fields_ == c_fields(struct)
+
+
+def test_structs_are_found() -> None:
+    assert len(STRUCTS) == 9
+
+
+@pytest.mark.parametrize("launcher", cuda_ops._ARGUMENTS)
+def test_signatures(launcher: str) -> None:
+    assert [*cuda_ops._ARGUMENTS[launcher], ctypes.c_void_p] == c_arguments(launcher)
+
+
+def test_every_launcher_has_a_signature() -> None:
+    assert set(re.findall(r"cudaError_t hisparse_(\w+)\(", CODE)) == set(cuda_ops._ARGUMENTS)
