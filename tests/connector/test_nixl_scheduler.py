@@ -304,10 +304,13 @@ def test_rejected_by_the_api_server(engine: Engine) -> None:
     assert released(engine.step()) == ["cmpl-p-0-00000000"]
 
 
-def test_what_looks_like_a_rejection_and_is_none_is_computed(engine: Engine) -> None:
-    request = engine.add(transfer(), prompt=[0], max_tokens=1)
+@pytest.mark.parametrize("prompt", [PROMPT, [0]])
+def test_what_looks_like_a_rejection_and_is_none_is_computed(engine: Engine, prompt: list[int]) -> None:
+    request = engine.add(transfer(prompt, remote_block_ids=[[1, 2, 3]]), prompt=[0], max_tokens=1)
+    assert not engine.transport.is_remote(request)
     metadata = engine.step()
     assert not metadata.reqs_to_recv and request.is_finished()
+    assert released(engine.step()) == ["cmpl-p-0-00000000"]
 
 
 # Parameters that cannot be

@@ -72,7 +72,7 @@ class NixlSchedulerTransport:
     def is_remote(self, request: Request) -> bool:
         """Whether a prefill instance still holds the request's KV."""
         params = self._accepted.get(request.request_id)
-        if params is None or params["remote_num_tokens"] != request.num_prompt_tokens:
+        if params is None or is_rejection_notice(request):
             return False
         return params["do_remote_prefill"]  # NIXL clears it when it starts the pull
 
@@ -133,10 +133,9 @@ class NixlSchedulerTransport:
         """
         params.check_tp_size(self._prefill_tp_size)
         self._check_owner(request, params)
-        is_notice = is_rejection_notice(request)  # to be told to the prefill instance, whatever the prompt's length
         if request.prompt_token_ids is None:
             raise TransferRefused("prompt", "embeddings", "token ids: NIXL does not know the number of embeddings")
-        if not is_notice:
+        if not is_rejection_notice(request):  # which stands for a prompt of any length, and only releases its KV
             params.check_prompt(request.num_prompt_tokens, self._block_size)
         self._claims[params.remote_engine_id, params.remote_request_id] = None
         if len(self._claims) > _MAX_CLAIMS:
