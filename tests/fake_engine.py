@@ -122,9 +122,10 @@ class FakeTransport:
         self.started: list[tuple] = []
         self.finished: list[str] = []
 
-    def on_new_request(self, request: Request) -> None:
+    def accept(self, request: Request) -> bool:
         if request.request_id.startswith("remote"):
             self.remote.add(request.request_id)
+        return not request.request_id.startswith("refused")
 
     def is_remote(self, request: Request) -> bool:
         return request.request_id in self.remote

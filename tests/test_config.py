@@ -186,6 +186,19 @@ def test_takes_parallelism(option: str) -> None:
     assert HiSparseConfig.from_vllm_config(engine(**{f"parallel_config__{option}": 2})).top_k == 256
 
 
+@pytest.mark.parametrize(("tp_size", "prefill"), [(1, None), (2, None), (1, 8), (8, 1), (2, 4), (4, 2), (3, 3)])
+def test_number_of_prefill_ranks(tp_size: int, prefill: int | None) -> None:
+    options = GIB if prefill is None else {**GIB, "prefill_tp_size": prefill}
+    config = HiSparseConfig.from_vllm_config(engine(options, parallel_config__tensor_parallel_size=tp_size))
+    assert config.prefill_tp_size == (prefill or tp_size)
+
+
+@pytest.mark.parametrize(("tp_size", "prefill"), [(2, 3), (4, 6)])
+def test_refuses_prefill_ranks_that_do_not_map(tp_size: int, prefill: int) -> None:
+    message = refusal({**GIB, "prefill_tp_size": prefill}, parallel_config__tensor_parallel_size=tp_size)
+    check_parts(message, "prefill_tp_size", str(prefill), f"divisor of --tensor-parallel-size {tp_size}", "Start the")
+
+
 def test_refuses_ranks_with_a_scheduler_each() -> None:
     launcher = {"parallel_config__distributed_executor_backend": "external_launcher"}
     message = refusal(**launcher, parallel_config__tensor_parallel_size=2)
@@ -298,6 +311,13 @@ def test_defaults_of_dense_models(algorithm: str, dense_layers: list[int], unit:
     config = HiSparseConfig.from_vllm_config(dense_engine({"algorithm": algorithm}))
     assert (config.top_k, config.rows, config.tokens_per_unit) == (2048, 4096, unit)
     assert config.dense_layers == dense_layers
+
+
+def test_refuses_other_prefill_ranks_of_dense_models() -> None:
+    message = dense_refusal({"algorithm": "quest", "prefill_tp_size": 2})
+    check_parts(message, "prefill_tp_size", "2", "1, the --tensor-parallel-size here", "Start the prefill instances")
+    options = {"algorithm": "quest", "prefill_tp_size": 2}
+    HiSparseConfig.from_vllm_config(dense_engine(options, parallel_config__tensor_parallel_size=2))
 
 
 def test_options_of_dense_models() -> None:

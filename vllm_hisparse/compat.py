@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from vllm_hisparse.config import CONNECTOR_NAME
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+    from vllm.v1.request import Request
 
 
 def uses_host_connector(vllm_config: VllmConfig) -> bool:
@@ -38,3 +40,35 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
     then does it map one remote KV cache group to several local ones and register host and device memory together.
     """
     connector.connector_worker.use_mla = True
+
+
+# The id of an engine's request: [<sample>_]<id in the API>[-<eight random hexadecimal digits>]
+_REQUEST_ID = re.compile(r"(?:(\d+)_)?(.*?)(?:-[0-9a-f]{8})?", re.DOTALL)
+# Ids in the API that number the prompts of one HTTP request
+_PROMPT_INDEX = re.compile(r"cmpl-.*-(\d+)|chatcmpl-.*_(\d+)", re.DOTALL)
+
+
+def owns_transfer(request_id: str, remote_request_id: str) -> bool:
+    """Whether a request is the one that the prefill side's request `remote_request_id` was made for.
+
+    A router forwards an HTTP request with all its prompts and samples to both sides, and the transfer parameters of one
+    of them to the decode side, where vLLM gives a copy to every prompt and sample. It is the first prompt's, or the one
+    of the same id where the router names requests (`X-Request-Id`). One sample may use it: the prefill side lets go of
+    the blocks after one pull.
+    """
+    sample, name = _REQUEST_ID.fullmatch(request_id).groups()
+    _, remote_name = _REQUEST_ID.fullmatch(remote_request_id).groups()
+    return not int(sample or 0) and (name == remote_name or _prompt_index(name) == _prompt_index(remote_name) == 0)
+
+
+def _prompt_index(name: str) -> int:
+    match = _PROMPT_INDEX.fullmatch(name)
+    return int(match[1] or match[2]) if match else 0
+
+
+def is_rejection_notice(request: Request) -> bool:
+    """Whether this may be `AsyncLLM.notify_kv_transfer_request_rejected`: it ends at once, to release a transfer.
+
+    vLLM does not tell the scheduler; a user's request may look the same.
+    """
+    return request.prompt_token_ids == [0] and request.max_tokens == 1

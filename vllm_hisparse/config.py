@@ -67,6 +67,8 @@ class HiSparseConfig(BaseModel):
     """Options of the algorithm."""
     dense_layers: list[int] | None = None
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
+    prefill_tp_size: int | None = Field(default=None, gt=0)
+    """Tensor parallel size of the prefill instances. Default: this instance's."""
     log_request_stats: bool = False
     """Log one line per finished request: hits, misses and bytes received."""
 
@@ -200,7 +202,8 @@ class HiSparseConfig(BaseModel):
         if vllm_config.device_config.device_type == "cuda":
             _check_model_class(model)
             _check_kernel_limits(top_k, rows, unit)
-        return self.model_copy(update={**updates, "device_buffer_size": rows})
+        tp_size = _prefill_tp_size(self, vllm_config.parallel_config.tensor_parallel_size)
+        return self.model_copy(update={**updates, "device_buffer_size": rows, "prefill_tp_size": tp_size})
 
 
 def _first_error(error: ValidationError) -> HiSparseConfigError:
@@ -305,6 +308,21 @@ def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
             f"Name layers of {model.model}; at least one has to be sparse.",
         )
     return layers
+
+
+def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
+    """Whole blocks are pulled: KV heads must lie as here, and the ranks of a DSA model are alike."""
+    if config.prefill_tp_size is None:
+        return tp_size
+    larger, smaller = max(config.prefill_tp_size, tp_size), min(config.prefill_tp_size, tp_size)
+    expected = f"a multiple or a divisor of --tensor-parallel-size {tp_size}"
+    if config.dense_unit is not None:
+        expected = f"{tp_size}, the --tensor-parallel-size here: each rank pulls its own KV heads"
+    if larger % smaller or (config.dense_unit is not None and larger != smaller):
+        raise HiSparseConfigError(
+            "prefill_tp_size", config.prefill_tp_size, expected, "Start the prefill instances with such a size."
+        )
+    return config.prefill_tp_size
 
 
 def _check_model_class(model: ModelConfig) -> None:

@@ -51,6 +51,13 @@ def engine(request: pytest.FixtureRequest) -> FakeEngine:
     return FakeEngine(hot_first=request.param)
 
 
+def test_refused_transfers_are_counted() -> None:
+    engine = FakeEngine(transport=FakeTransport())
+    for request_id in ("refused-1", "remote-1", "refused-2"):
+        engine.add(request_id, PROMPT)
+    assert counters(engine)["transfers_refused"] == 2
+
+
 # Tables
 
 

@@ -283,6 +283,21 @@ def test_every_gpu_of_a_dense_model_has_a_pool(algorithm: str, needed: int):
 
 
 @needs_helm
+@pytest.mark.parametrize(("prefill", "option"), [(2, None), (8, 8), (1, 1)])
+def test_decode_knows_the_number_of_prefill_ranks(prefill: int, option: int | None):
+    result = helm_template("--set", f"decode.gpus=2,prefill.gpus={prefill}")
+    assert result.returncode == 0, result.stderr
+    (found,) = [
+        json.loads(arg.partition("=")[2])["kv_connector_extra_config"].get("prefill_tp_size")
+        for doc in yaml.safe_load_all(result.stdout)
+        if doc and doc["kind"] == "Deployment" and doc["metadata"]["name"].endswith("-decode")
+        for arg in doc["spec"]["template"]["spec"]["containers"][0]["args"]
+        if arg.startswith("--kv-transfer-config=")
+    ]
+    assert found == option
+
+
+@needs_helm
 def test_hpa_scales_on_the_queue():
     scrapers = 'networkPolicy.scrapers=[{"namespaceSelector": {}}]'
     result = helm_template("--set", "decode.autoscaling.kind=hpa", "--set-json", scrapers)

@@ -131,6 +131,37 @@ def test_requests_spread_over_the_decode_servers(cluster: Cluster):
     assert_same_but_rounding(list(map(completion, replies)), list(map(completion, expected)))
 
 
+def completions(reply: dict) -> list[dict]:
+    return [completion({"choices": [choice]}) for choice in reply["choices"]]
+
+
+def counted(cluster: Cluster, *names: str) -> list[float]:
+    """Sums over the decode servers, once they have nothing to do."""
+    for decode in cluster.decodes:
+        decode.wait_empty()
+    return [sum(decode.metric(name) for decode in cluster.decodes) for name in names]
+
+
+def test_prompts_and_samples_of_one_request(cluster: Cluster):
+    """The router forwards all of them with the transfer of the first prompt; nobody else may decode over its KV."""
+    prompts = [make_prompt(700, seed=seed) for seed in (6, 7, 8)]
+    full = [completion(cluster.prefill.complete(prompt, 12)) for prompt in prompts]
+    names = ("hisparse_transfers", "hisparse_transfers_refused")
+    before = counted(cluster, *names)
+    assert_same_but_rounding(completions(cluster.router.complete(prompts[:2], 12)), full[:2])
+    transfers, refused = (now - was for now, was in zip(counted(cluster, *names), before, strict=True))
+    assert (transfers, refused) == (1, 1)
+    # NOTE: vLLM wants one sample where the temperature is 0.
+    samples = cluster.router.complete(prompts[2], 12, n=2, temperature=1, top_k=1)
+    assert_same_but_rounding(completions(samples), [full[2]] * 2)
+    transfers, refused = (now - was for now, was in zip(counted(cluster, *names), before, strict=True))
+    assert (transfers, refused) == (2, 2)
+    for server in (*cluster.decodes, cluster.router):
+        again = [completion(server.complete(prompt, 12)) for prompt in prompts]
+        assert_same_but_rounding(again, full)
+    wait_for(lambda: cluster.prefill.complete(make_prompt(3), 1) and cluster.prefill.metric("kv_cache_usage_perc") == 0)
+
+
 def is_error(reply: dict) -> bool:
     """Whether the client was told: an error instead of a completion, never a short one."""
     return "choices" not in reply or reply["choices"][0]["finish_reason"] == "error"

@@ -100,7 +100,7 @@ needs_time = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("model", "num_prefill_ranks", "options", "bytes_per_token"),
     [
-        ("dsv32", 1, {"device_buffer_size": 320}, 4 * 576 * 4),
+        ("dsv32", 1, {"device_buffer_size": 320, "prefill_tp_size": 1}, 4 * 576 * 4),
         ("dsv32", 2, {"device_buffer_size": 320}, 4 * 576 * 4),
         ("llama", 2, EVERYTHING, 2 * 2 * 2 * 32 * 4),
     ],
@@ -130,7 +130,7 @@ def test_kv_heads_of_another_number_of_ranks_are_computed_here(tmp_path):
         reply = cluster.decode.complete(prompt, 12, transfer)
         assert_same_but_rounding([completion(reply)], [completion(cluster.prefill.complete(prompt, 12))])
         assert cluster.decode.metric("hisparse_transfer_bytes_to_host") == 0
-        assert "have tp_size 1" in (tmp_path / "decode.log").read_text()
+        assert "tp_size: got 1, expected 2" in (tmp_path / "decode.log").read_text()
 
 
 @needs_time

@@ -156,6 +156,33 @@ def test_incomplete_transfer_parameters_are_computed_here(cluster: Cluster):
     assert_same(reply, cluster.prefill.complete(prompt))
 
 
+def test_malformed_transfer_parameters_are_computed_here(cluster: Cluster):
+    """Whatever a client makes of them, the engine and its prefill instance's listener go on."""
+    prompt = make_prompt(310, seed=6)
+    expected = cluster.prefill.complete(prompt)
+    refused = cluster.recompute.metric("hisparse_transfers_refused")
+    changes = [
+        {"remote_block_ids": 7},
+        {"remote_block_ids": [[1], 5]},
+        {"remote_block_ids": [[1]]},
+        {"remote_engine_id": ["e"]},
+        {"remote_port": "x"},
+        {"remote_num_tokens": -1},
+        {"tp_size": 7, "remote_engine_id": "another"},
+        {"pp_size": 2, "remote_engine_id": "another"},
+        {"remote_block_ids": [[2**24] * 5]},  # well-formed, and no block of the prefill instance
+    ]
+    for change in changes:
+        reply = cluster.recompute.complete(prompt, transfer={**cluster.prefilled(prompt), **change})
+        assert_same_but_rounding([completion(reply)], [completion(expected)])
+    cluster.recompute.wait_empty()
+    assert cluster.recompute.metric("hisparse_transfers_refused") - refused == len(changes) - 1
+    fresh = make_prompt(320, seed=6)
+    before = cluster.recompute.metric("hisparse_transfer_bytes_to_host")
+    assert_same(cluster.recompute.complete(fresh, transfer=cluster.prefilled(fresh)), cluster.prefill.complete(fresh))
+    assert cluster.recompute.metric("hisparse_transfer_bytes_to_host") > before
+
+
 def test_prompt_longer_than_max_model_len(cluster: Cluster):
     reply = cluster.decode.complete(make_prompt(9000))
     assert reply["error"]["code"] == 400

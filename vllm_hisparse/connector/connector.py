@@ -61,7 +61,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 groups,
                 num_host_blocks,
                 vllm_config.cache_config.enable_prefix_caching,
-                NixlSchedulerTransport(*args) if is_pd else None,
+                NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
                 vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools(vllm_config),
             )

@@ -24,6 +24,7 @@ COUNTERS = {
     "recomputed_tokens": "Number of tokens that resumed requests had to compute again.",
     "transfers": "Number of finished KV transfers from prefill instances.",
     "transfer_failures": "Number of KV transfers that failed.",
+    "transfers_refused": "Number of prompts computed here because their transfer was malformed or another request's.",
     "transfer_bytes_to_host": "Bytes received from prefill instances straight into the host pool.",
     "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -10,7 +12,9 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from vllm_hisparse.compat import is_rejection_notice, owns_transfer
 from vllm_hisparse.connector.nixl_config import host_resident_config
+from vllm_hisparse.connector.transfer_params import TransferParams, TransferRefused
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 
 if TYPE_CHECKING:
@@ -25,36 +29,58 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
-_REMOTE_PARAMS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _SHARED_BLOCK_HASH = b"host"  # marks a host block as already filled; the connector only asks whether a hash is set
+_MAX_CLAIMS = 2**16
 
 
 class NixlSchedulerTransport:
-    """What to pull, into which host and device blocks."""
+    """What to pull, into which host and device blocks, and which requests may.
+
+    A transfer is used by the request it was made for, once. Every other request that comes with it is computed here.
+    NIXL's scheduler half sees accepted requests only, with checked parameters in which it keeps its own flags.
+    """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        groups: DeviceGroups,
+        num_host_blocks: int,
+        prefill_tp_size: int,
     ):
         config = host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.SCHEDULER, config)
         self._no_blocks = tuple([] for _ in config.kv_cache_groups)
-        # Whole blocks are pulled: the prefill instance must split KV heads over as many ranks.
-        parallel = vllm_config.parallel_config
-        self._num_ranks = None if groups.num_kv_heads is None else parallel.tensor_parallel_size
+        self._block_size, self._prefill_tp_size = groups.layout.block_size, prefill_tp_size
+        self._accepted: dict[str, dict[str, Any]] = {}  # request id -> parameters, until the request ends
+        # (engine id, request id) of the prefill side: transfers that were given to a request, the latest last
+        self._claims: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._warned: set[str] = set()
 
-    def on_new_request(self, request: Request) -> None:
-        self._check_params(request)
-        self.connector.on_new_request(request)
+    def accept(self, request: Request) -> bool:
+        """Take the transfer that came with a new request, if it is the request's; False if it is refused."""
+        try:
+            params = TransferParams.parse(request.kv_transfer_params)
+            if params is not None:
+                self._claim(request, params)
+        except TransferRefused as refusal:
+            self._warn(request, refusal)
+            _drop_unreadable_params(request)
+            return False
+        return True
 
     def is_remote(self, request: Request) -> bool:
         """Whether a prefill instance still holds the request's KV."""
-        return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+        params = self._accepted.get(request.request_id)
+        if params is None or is_rejection_notice(request):
+            return False
+        return params["do_remote_prefill"]  # NIXL clears it when it starts the pull
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Prompt tokens that the prefill instance holds beyond `num_computed_tokens`; 0 for a local request."""
         if not self.is_remote(request):
             return 0
-        num_tokens, _ = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        num_tokens, _ = self.connector.get_num_new_matched_tokens(self._seen_by_nixl(request), num_computed_tokens)
         return num_tokens
 
     def start(
@@ -79,14 +105,16 @@ class NixlSchedulerTransport:
             for index, block_id in enumerate(host_ids)
         ]
         blocks = (host_blocks,) if device_blocks is None else (host_blocks, list(device_blocks))
-        self.connector.update_state_after_alloc(request, KVCacheBlocks(blocks), num_external_tokens)
+        self.connector.update_state_after_alloc(self._seen_by_nixl(request), KVCacheBlocks(blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.connector.build_connector_meta(scheduler_output)
 
     def request_finished(self, request: Request) -> None:
-        """Tell the prefill instance about a request that ended before its KV was pulled."""
-        self.connector.request_finished_all_groups(request, self._no_blocks)
+        """Forget a request; the prefill instance is told of one that ended before its KV was pulled."""
+        if request.request_id in self._accepted:
+            self.connector.request_finished_all_groups(self._seen_by_nixl(request), self._no_blocks)
+            del self._accepted[request.request_id]
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.connector.update_connector_output(output)
@@ -97,21 +125,53 @@ class NixlSchedulerTransport:
     def shutdown(self) -> None:
         self.connector.shutdown()
 
-    def _check_params(self, request: Request) -> None:
-        """Compute a prompt here when what came with it does not say where its KV is, or says where it does not fit."""
-        params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill"):
-            return
-        reason = None
-        missing = [name for name in _REMOTE_PARAMS if not params.get(name)]
-        if missing:
-            reason = f"lack {', '.join(missing)}"
-        elif request.prompt_token_ids is None:
-            reason = "come with embeddings, of which NIXL does not know the number"
-        elif self._num_ranks is not None and params.get("tp_size", 1) != self._num_ranks:
-            reason = f"have tp_size {params.get('tp_size', 1)}, and this model's KV heads lie as with {self._num_ranks}"
-        if reason:
+    def _claim(self, request: Request, params: TransferParams) -> None:
+        """Make the transfer the request's.
+
+        Raises:
+            TransferRefused: it cannot be.
+        """
+        params.check_tp_size(self._prefill_tp_size)
+        self._check_owner(request, params)
+        if request.prompt_token_ids is None:
+            raise TransferRefused("prompt", "embeddings", "token ids: NIXL does not know the number of embeddings")
+        if not is_rejection_notice(request):  # which stands for a prompt of any length, and only releases its KV
+            params.check_prompt(request.num_prompt_tokens, self._block_size)
+        self._claims[params.remote_engine_id, params.remote_request_id] = None
+        if len(self._claims) > _MAX_CLAIMS:
+            self._claims.popitem(last=False)
+        self._accepted[request.request_id] = params.model_dump()
+        self.connector.on_new_request(self._seen_by_nixl(request))
+
+    def _check_owner(self, request: Request, params: TransferParams) -> None:
+        if params.remote_engine_id == self.connector.engine_id:
+            raise TransferRefused("remote_engine_id", params.remote_engine_id, "another engine")
+        if not owns_transfer(request.request_id, params.remote_request_id):
+            expected = "the one made for this request: a transfer serves the first prompt of a request, once"
+            raise TransferRefused("remote_request_id", params.remote_request_id, expected)
+        if (params.remote_engine_id, params.remote_request_id) in self._claims:
+            raise TransferRefused("remote_request_id", params.remote_request_id, "one that no other request came with")
+
+    def _seen_by_nixl(self, request: Request) -> Request:
+        """The request with its checked parameters; the request itself stays as it is."""
+        seen = copy(request)
+        seen.kv_transfer_params = self._accepted[request.request_id]
+        return seen
+
+    def _warn(self, request: Request, refusal: TransferRefused) -> None:
+        """Warn once of each parameter; the counter has the rest."""
+        parameter = refusal.name.split(".")[0]
+        if parameter not in self._warned:
+            self._warned.add(parameter)
             logger.warning(
-                "kv_transfer_params of request %s %s: computing its prompt here.", request.request_id, reason
+                "kv_transfer_params of request %s: %s. Its prompt is computed here, and so will be others like it, "
+                "without a warning: see vllm:hisparse_transfers_refused.",
+                request.request_id,
+                refusal,
             )
-            params["do_remote_prefill"] = False
+
+
+def _drop_unreadable_params(request: Request) -> None:
+    """NOTE: vLLM's scheduler itself looks into the parameters after this, and takes them for a dict."""
+    if not isinstance(request.kv_transfer_params, dict):
+        request.kv_transfer_params = None

@@ -79,8 +79,8 @@ class HiSparseSchedulerConnector:
 
     def on_new_request(self, request: Request) -> None:
         self.hot_manager.requests[request.request_id] = request
-        if self.transport:
-            self.transport.on_new_request(request)
+        if self.transport and not self.transport.accept(request):
+            self.stats.add(transfers_refused=1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit."""

@@ -53,11 +53,12 @@ def prefill_config(config: AppConfig) -> LLMConfig:
 def decode_config(config: AppConfig) -> LLMConfig:
     """Replicas with the host pool."""
     decode = config.decode
+    options = {"prefill_tp_size": max(1, config.prefill.gpus), **decode.hisparse}
     connector = {
         "kv_connector": CONNECTOR_NAME,
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": decode.kv_load_failure_policy,
-        "kv_connector_extra_config": {**decode.hisparse, "kv_lease_duration": config.kv_lease_s},
+        "kv_connector_extra_config": {**options, "kv_lease_duration": config.kv_lease_s},
     }
     return llm_config(config, decode, connector)
 

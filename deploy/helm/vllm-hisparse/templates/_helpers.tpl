@@ -62,5 +62,6 @@ sum(vllm:num_requests_waiting{namespace="{{ (index . 0).Release.Namespace }}",po
 {{- if $options.hostToDeviceRatio }}{{ $_ := set $extra "host_to_device_ratio" $options.hostToDeviceRatio }}{{ end -}}
 {{- if $options.hostPoolGiB }}{{ $_ := set $extra "host_pool_gib" $options.hostPoolGiB }}{{ end -}}
 {{- if $options.deviceBufferSize }}{{ $_ := set $extra "device_buffer_size" (int $options.deviceBufferSize) }}{{ end -}}
+{{- if ne (int .Values.prefill.gpus) (int .Values.decode.gpus) }}{{ $_ := set $extra "prefill_tp_size" (max 1 (int .Values.prefill.gpus)) }}{{ end -}}
 {{- dict "kv_connector" "HiSparseHostConnector" "kv_role" "kv_consumer" "kv_load_failure_policy" $options.kvLoadFailurePolicy "kv_connector_extra_config" $extra | toJson -}}
 {{- end }}
