@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+    from vllm.v1.request import Request
 
 
 def uses_host_connector(vllm_config: VllmConfig) -> bool:
@@ -38,3 +39,17 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
     then does it map one remote KV cache group to several local ones and register host and device memory together.
     """
     connector.connector_worker.use_mla = True
+
+
+def cut_session(session: Request, num_tokens: int, hash_block_size: int) -> None:
+    """Shorten a streaming session that waits with its next turn; at least one token is left to compute.
+
+    Args:
+        session: all of its tokens are prompt.
+        num_tokens: to keep.
+        hash_block_size: tokens of a block hash.
+    """
+    del session._all_token_ids[num_tokens:], session.prompt_token_ids[num_tokens:]
+    del session.block_hashes[num_tokens // hash_block_size :]
+    session.num_prompt_tokens = num_tokens
+    session.num_computed_tokens = min(session.num_computed_tokens, num_tokens - 1)

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine, FakeTransport, scheduler_output
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
@@ -278,6 +278,9 @@ def test_restores_are_the_blocks_between_device_hit_and_host_match(num_tokens: i
     engine = FakeEngine()
     request, hosts, _ = preempted(engine, num_tokens)
     if device_cache == "lost":
+        engine.waiting.remove(request)
+        engine.step()  # copies its last block, which is in use until then
+        engine.waiting.append(request)
         assert engine.kv.reset_prefix_cache()
     metadata = engine.step()
     _, devices = engine.tables_of(request)
@@ -365,6 +368,76 @@ def test_a_request_that_the_worker_never_saw_is_not_released(engine: FakeEngine)
     assert engine.step() == HiSparseMetadata()
     engine.abort(engine.add("b", PROMPT))
     assert engine.step() == HiSparseMetadata()
+    engine.check_idle()
+
+
+# More states than the worker has room for
+
+
+def resumed_late(**options) -> tuple[FakeEngine, Request]:
+    """A streaming session of two turns, whose second turn waits while another request has taken its place to run."""
+    engine = FakeEngine(max_num_running=1, **options)
+    session = engine.add("session", PROMPT[:6], max_tokens=12)
+    engine.step()
+    engine.running.remove(session)
+    engine.add("other", list(range(50, 57)), max_tokens=12)
+    return engine, session
+
+
+def test_a_waiting_session_gives_its_place_on_the_worker_to_a_request_that_runs() -> None:
+    engine, session = resumed_late()
+    handle, _ = engine.tables_of(session)
+    metadata = engine.step()
+    assert metadata.released == [handle] and len(engine.worker.tables) == 1
+    engine.abort(engine.running[0])
+    engine.running.append(session)
+    metadata = engine.step()
+    assert metadata.tables == {handle: (0, host_ids(engine, session))}
+    engine.run_to_end()
+    assert session.num_output_tokens == 12
+    engine.check_idle()
+
+
+def test_a_session_that_ends_without_a_place_on_the_worker_is_not_released_twice() -> None:
+    engine, session = resumed_late()
+    engine.step()
+    engine.running.append(session)
+    engine.abort(session)
+    assert engine.step().released == []
+    engine.run_to_end()
+    engine.check_idle()
+
+
+def test_requests_that_wait_for_their_turn_to_be_scheduled_keep_their_place() -> None:
+    engine = FakeEngine(max_num_running=2)
+    engine.add("a", PROMPT[:6], max_tokens=12)
+    engine.add("b", PROMPT[2:], max_tokens=12)
+    engine.step(budget=30)
+    released = [engine.step(budget=1).released for _ in range(4)]
+    assert released == [[]] * 4
+    engine.run_to_end()
+
+
+# Sessions that outgrow the model
+
+
+def test_a_session_is_cut_to_leave_room_for_one_token() -> None:
+    engine = FakeEngine()
+    session = engine.add("session", PROMPT, resumable=True)
+    engine.step(budget=30)
+    engine.running.remove(session)
+    turn = list(range(100, 100 + MAX_MODEL_LEN))
+    session._all_token_ids.extend(turn)
+    session.prompt_token_ids[:] = session.all_token_ids[:]
+    session._output_token_ids.clear()
+    session.update_block_hashes()
+    session.num_prompt_tokens, session.status = session.num_tokens, RequestStatus.WAITING
+    engine.running.append(session)
+    prompt = session.all_token_ids[: MAX_MODEL_LEN - 1]
+    engine.step(budget=100)
+    assert session.all_token_ids[: MAX_MODEL_LEN - 1] == prompt and session.num_output_tokens == 1
+    assert len(session.block_hashes) == MAX_MODEL_LEN // BLOCK_SIZE
+    assert session.status == RequestStatus.FINISHED_LENGTH_CAPPED
     engine.check_idle()
 
 

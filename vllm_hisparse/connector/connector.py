@@ -26,7 +26,10 @@ from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.worker.host_memory import num_host_pools
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -62,6 +65,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 num_host_blocks,
                 vllm_config.cache_config.enable_prefix_caching,
                 NixlSchedulerTransport(*args) if is_pd else None,
+                vllm_config.scheduler_config.max_num_seqs,
                 vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools(vllm_config),
             )
@@ -107,6 +111,11 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict) -> None:
         if self.scheduler.transport:
             self.scheduler.transport.set_handshake_metadata(metadata)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        # NOTE: the one hook that vLLM calls once for each step's output, whatever is in it.
+        self.scheduler.step_processed()
+        return ()
 
     def reset_cache(self) -> bool:
         self.scheduler.reset_cache()

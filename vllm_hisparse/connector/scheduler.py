@@ -44,6 +44,7 @@ class HiSparseSchedulerConnector:
         num_host_blocks: size of the host pool.
         enable_caching: whether finished requests' blocks may serve later ones.
         transport: P/D transport, or None for a single instance.
+        max_num_running: requests that may run in one step, for which the worker has room.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: pools of that size, which hold the same blocks of different KV heads.
     """
@@ -55,12 +56,13 @@ class HiSparseSchedulerConnector:
         num_host_blocks: int,
         enable_caching: bool,
         transport: NixlSchedulerTransport | None,
+        max_num_running: int,
         num_ranks: int = 1,
         num_host_pools: int = 1,
     ):
         self.num_ranks, self.num_host_pools = num_ranks, num_host_pools
         self.groups, self.layout = groups, groups.layout
-        self.enable_caching = enable_caching
+        self.enable_caching, self.max_num_running = enable_caching, max_num_running
         self.transport = transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size)
         self.stats = HiSparseStats()
@@ -75,10 +77,12 @@ class HiSparseSchedulerConnector:
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         indexer_id = self.groups.indexer_group_id
         self.indexer_manager = None if indexer_id is None else managers[indexer_id]
-        self.hot_manager.bind(self.host_pool, caps_device_hits=indexer_id is not None)
+        self.hot_manager.bind(self.host_pool, kv_cache_manager.max_model_len, caps_device_hits=indexer_id is not None)
 
     def on_new_request(self, request: Request) -> None:
         self.hot_manager.requests[request.request_id] = request
+        if request.resumable:
+            self.hot_manager.sessions.add(request.request_id)
         if self.transport:
             self.transport.on_new_request(request)
 
@@ -104,20 +108,29 @@ class HiSparseSchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
         manager = self.hot_manager
-        metadata = HiSparseMetadata(released=manager.released, tail_saves=manager.tail_saves, restores=self._restores)
-        manager.released, manager.tail_saves, self._restores = [], [], []
+        metadata = HiSparseMetadata(restores=self._restores)
+        self._restores = []
         for request_id in [name for name in manager.changed if name in scheduler_output.num_scheduled_tokens]:
             del manager.changed[request_id]
             request = manager.requests[request_id]
             num_tokens = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
             self._add_changes(metadata, request, manager.states[request_id], num_tokens)
+        self._drop_idle_states(scheduler_output.num_scheduled_tokens)
+        metadata.released, metadata.tail_saves = manager.released, manager.tail_saves
+        manager.released, manager.tail_saves = [], []
         if self.layout.num_kv_heads is not None:
             self._add_first_decodes(metadata, scheduler_output.num_scheduled_tokens)
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
         _keep_copied_blocks(scheduler_output, metadata)
         self._record_copies(metadata, scheduler_output.total_num_scheduled_tokens)
+        metadata.waits_for_tail_saves = bool(metadata.tail_saves) and not scheduler_output.num_scheduled_tokens
+        manager.step_scheduled()
         return metadata
+
+    def step_processed(self) -> None:
+        """vLLM has the output of a step; called once per step, in their order."""
+        self.hot_manager.step_processed()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
@@ -242,6 +255,21 @@ class HiSparseSchedulerConnector:
         """A streaming session's next turn may begin before the last token that was computed; its block is not saved."""
         num_full = request.num_computed_tokens // self.layout.block_size
         state.num_saved_blocks = min(state.num_saved_blocks, num_full)
+
+    def _drop_idle_states(self, num_scheduled: dict[str, int]) -> None:
+        """Make room on the worker for every request of this step.
+
+        NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
+        request whose transfer has ended may be given the last place before it.
+        """
+        manager = self.hot_manager
+        known = [request_id for request_id, state in manager.states.items() if state.num_sent_blocks]
+        num_excess = len(known) - self.max_num_running
+        if num_excess > 0:
+            idle = [request_id for request_id in known if request_id not in num_scheduled]
+            idle.sort(key=lambda request_id: manager.requests[request_id].status == RequestStatus.RUNNING)
+            for request_id in idle[:num_excess]:
+                manager.drop_worker_state(request_id)
 
     def _add_first_decodes(self, metadata: HiSparseMetadata, num_scheduled: dict[str, int]) -> None:
         """Say which requests begin to decode: their prompt's keys must be represented by then, whoever wrote them."""
