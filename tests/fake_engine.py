@@ -187,7 +187,7 @@ class FakeEngine:
             config, self.groups, num_host_blocks, enable_caching, transport, max_num_running
         )
         self.connector.bind(self.kv)
-        self.hot = self.connector.hot_manager
+        self.hot, self.ledger = self.connector.hot_manager, self.connector.ledger
         self.host_pool = self.connector.host_pool
         self.worker = FakeWorker()
         self.waiting: list[Request] = []
@@ -353,7 +353,7 @@ class FakeEngine:
     def free(self, request: Request) -> None:
         if self.defer_frees:
             request_id = request.request_id
-            host_ids = list(self.host_pool.block_ids(request_id)) if request_id in self.hot.states else []
+            host_ids = list(self.host_pool.block_ids(request_id)) if request_id in self.ledger.admitted else []
             self.deferred.append((request_id, self.kv.pop_blocks_for_free(request), host_ids))
             return
         self.kv.free(request)
@@ -395,13 +395,12 @@ class FakeEngine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
         assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block is shared"
         admitted = {request.request_id for request in self.running + self.loading} | self.received
-        assert set(self.hot.states) == admitted
+        assert set(self.ledger.admitted) == admitted
         assert set(self.host_pool._requests) == admitted, "host and hot blocks come and go together"
         for _, _, host_ids in self.deferred:
             assert all(self.host_pool._num_pins[block_id] for block_id in host_ids), "a late write meets a free block"
-        for request_id, state in self.hot.states.items():
+        for request_id, state in self.ledger.admitted.items():
             assert state.handle == self.hot.req_to_blocks[request_id][0].block_id
-            assert len(self.host_pool.block_ids(request_id)) * BLOCK_SIZE == state.num_reserved_tokens
 
     def check_idle(self) -> None:
         """Check that nothing is left behind once every request has ended."""
@@ -411,8 +410,9 @@ class FakeEngine:
         assert self.host_pool.num_used == 0, "host blocks without an owner"
         assert not self.host_pool._preempted, "blocks kept for requests that ended"
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
-        for leftover in (self.hot.requests, self.hot.states, self.hot.matches, self.hot.changed, self.hot._parked):
+        assert not self.hot._parked and not self.hot._tails
+        ledger = self.ledger
+        for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
             assert not leftover
-        assert not self.hot._tails and not self.hot.sessions
-        assert not self.hot.waiting_for_host
+        assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
         assert not self.worker.tables, "the worker was not told of released requests"

@@ -6,8 +6,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
-from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT, HiSparseSchedulerConnector
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import RequestBlocks
+from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 
 PROMPT = list(range(10, 20))
 COPIES = ("device_to_host_bytes", "host_to_device_bytes")
@@ -268,7 +267,7 @@ def test_preemption_while_decoding_saves_the_block_of_the_newest_token(num_decod
     num_full, tail = divmod(6 + num_decodes, BLOCK_SIZE)
     hosts, (_, devices) = host_ids(engine, request), engine.tables_of(request)
     engine.preempt(request)
-    assert engine.hot.tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
+    assert engine.ledger._tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
     engine.run_to_end()
 
 
@@ -654,20 +653,3 @@ def test_log_forgets_a_request_aborted_during_its_transfer():
         SimpleNamespace(finished_recving={"remote"}, failed_recving=None, kv_connector_worker_meta=None)
     )
     assert not engine.connector.request_log._stats
-
-
-def test_first_decodes_of_dense_models() -> None:
-    """A request begins to decode after every step that was not one token, and again after a preemption."""
-    request = SimpleNamespace(num_computed_tokens=0)
-    connector = object.__new__(HiSparseSchedulerConnector)
-    connector.hot_manager = SimpleNamespace(states={"a": RequestBlocks(7, 100)}, requests={"a": request})
-
-    def step(num_tokens: int) -> list[tuple[int, int]]:
-        metadata = HiSparseMetadata()
-        connector._add_first_decodes(metadata, {"a": num_tokens})
-        request.num_computed_tokens += num_tokens
-        return metadata.first_decodes
-
-    assert [step(num) for num in (5, 1, 1, 3, 1)] == [[], [(7, 5)], [], [], [(7, 10)]]
-    connector.hot_manager.states["a"] = RequestBlocks(9, 100)
-    assert step(1) == [(9, 11)]

@@ -77,6 +77,10 @@ class HostBlockPool:
         """Host blocks of a request, in token order; read-only."""
         return self._requests[request_id]
 
+    def capacity(self, request_id: str) -> int:
+        """Tokens that a request's blocks hold."""
+        return len(self._requests[request_id]) * self.block_size
+
     def cached_prefix(self, block_hashes: Iterable[Hashable], max_tokens: int) -> HostMatch:
         """The longest prefix of whole blocks, at most `max_tokens` long, whose hashes are cached."""
         block_ids: list[int] = []
