@@ -25,6 +25,14 @@ def is_dsa_model(vllm_config: VllmConfig) -> bool:
     return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
 
 
+def register_connector(name: str, module: str, class_name: str) -> None:
+    """Register a KV connector, unless it is."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, class_name)
+
+
 def cpu_attention_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     """Which of its kernels vLLM's CPU attention takes for full KV; it decides how a block's keys are ordered."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
