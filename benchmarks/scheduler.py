@@ -47,6 +47,7 @@ class FakeRequest:
     status: RequestStatus = RequestStatus.RUNNING
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = True
+    resumable: bool = False
 
 
 class FakeIndexerManager:
@@ -82,9 +83,12 @@ class Scheduler:
         )
         self.indexer_manager = FakeIndexerManager(pool)
         config = HiSparseConfig(top_k=TOP_K, device_buffer_size=2 * TOP_K, host_pool_gib=1.0)
-        self.connector = HiSparseSchedulerConnector(config, groups, num_blocks, enable_caching=True, transport=None)
-        managers = (self.hot_manager, self.indexer_manager)
-        self.connector.bind(SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers)))
+        self.connector = HiSparseSchedulerConnector(
+            config, groups, num_blocks, enable_caching=True, transport=None, max_num_running=num_requests
+        )
+        coordinator = SimpleNamespace(single_type_managers=(self.hot_manager, self.indexer_manager))
+        max_model_len = num_blocks * BLOCK_SIZE
+        self.connector.bind(SimpleNamespace(coordinator=coordinator, max_model_len=max_model_len))
         self.forget_samples()
         self.requests = [self._admit(index, num_tokens, num_steps) for index in range(num_requests)]
         self.output = _scheduler_output({request.request_id: 1 for request in self.requests})
@@ -107,12 +111,14 @@ class Scheduler:
             partial(self.connector.build_connector_meta, self.output)
         )
         self.connector.update_connector_output(KVConnectorOutput())
+        self.connector.step_processed()
         self.samples["take_stats"].measure(self.connector.take_due_stats)
         return metadata
 
     def _allocate(self) -> None:
         """What `KVCacheManager.allocate_slots` asks the hot manager, in its order."""
         manager, free = self.hot_manager, self.hot_manager.block_pool.get_num_free_blocks()
+        manager.new_step_starts()
         for request in self.requests:
             request_id, num_tokens, num_computed = request.request_id, request.num_tokens, request.num_computed_tokens
             manager.remove_skipped_blocks(request_id, num_computed, request.num_prompt_tokens)

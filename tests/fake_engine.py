@@ -57,10 +57,12 @@ def make_kv_cache_config(
     return KVCacheConfig(num_blocks, tensors, groups[::-1] if hot_first else groups)
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **sampling) -> Request:
+def make_request(
+    request_id: str, prompt: list[int], max_tokens: int = 8, resumable: bool = False, **sampling
+) -> Request:
     params = SamplingParams(max_tokens=max_tokens, **sampling)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    return Request(request_id, prompt, params, None, block_hasher=hasher)
+    return Request(request_id, list(prompt), params, None, block_hasher=hasher, resumable=resumable)
 
 
 class FakeWorker:
@@ -175,22 +177,26 @@ class FakeEngine:
         transport=None,
         has_indexer: bool = True,
         zeroes_first: bool = True,
+        max_num_running: int = 1000,
     ):
         self.zeroes_first = zeroes_first
         kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_indexer=has_indexer)
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats)
         self.groups = DeviceGroups.from_config(kv_cache_config)
-        self.connector = HiSparseSchedulerConnector(config, self.groups, num_host_blocks, enable_caching, transport)
+        self.connector = HiSparseSchedulerConnector(
+            config, self.groups, num_host_blocks, enable_caching, transport, max_num_running
+        )
         self.connector.bind(self.kv)
-        self.hot = self.connector.hot_manager
+        self.hot, self.ledger = self.connector.hot_manager, self.connector.ledger
         self.host_pool = self.connector.host_pool
         self.worker = FakeWorker()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
         self.received: set[str] = set()  # waiting, but they hold blocks
-        self.deferred: list[tuple[str, list]] = []  # ended requests whose device blocks a step in flight may write
+        # (request, device blocks, host blocks) that a step in flight may write
+        self.deferred: list[tuple[str, list, list[int]]] = []
         self.defer_frees = False
         self.ended: set[str] = set()
         self.log: list[HiSparseMetadata] = []
@@ -221,8 +227,20 @@ class FakeEngine:
         self.worker.finish(metadata)
         for request in batch:
             self.update(request)
+        self.connector.step_processed()
         self.stats.aggregate(self.connector.take_stats())
         return metadata
+
+    def schedule_one(self, request: Request, num_tokens: int) -> tuple[HiSparseMetadata, int, int]:
+        """Schedule a step of one request alone; returns its metadata and the positions to compute, half-open."""
+        self.kv.new_step_starts()
+        if request in self.waiting:
+            self.waiting.remove(request)
+            request.status = RequestStatus.RUNNING
+        assert self.kv.allocate_slots(request, num_tokens) is not None
+        metadata = self.connector.build_connector_meta(scheduler_output({request.request_id: num_tokens}))
+        first, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        return metadata, first, request.num_computed_tokens
 
     def tables_of(self, request: Request) -> tuple[int, list[int]]:
         device = self.kv.get_block_ids(request.request_id)
@@ -230,6 +248,7 @@ class FakeEngine:
         return device[self.groups.hot_group_id][0], [] if indexer_id is None else device[indexer_id]
 
     def schedule(self, budget: int) -> dict[str, int]:
+        self.kv.new_step_starts()
         scheduled: dict[str, int] = {}
         num_running = len(self.running)
         for request in list(self.running):
@@ -307,9 +326,12 @@ class FakeEngine:
             self.running.remove(request)
             self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, forced: bool = False) -> None:
+        """Take a request's blocks: while a step is scheduled, or `forced` between steps, by `reset_prefix_cache`."""
+        if not forced:
+            self.kv.new_step_starts()
         self.running.remove(request)
-        self.kv.free(request)
+        self.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -327,15 +349,21 @@ class FakeEngine:
     def finish(self, request: Request, status: RequestStatus) -> None:
         request.status = status
         self.connector.request_finished(request)
+        self.free(request)
+
+    def free(self, request: Request) -> None:
         if self.defer_frees:
-            self.deferred.append((request.request_id, self.kv.pop_blocks_for_free(request)))
-        else:
-            self.kv.free(request)
+            request_id = request.request_id
+            host_ids = list(self.host_pool.block_ids(request_id)) if request_id in self.ledger.admitted else []
+            self.deferred.append((request_id, self.kv.pop_blocks_for_free(request), host_ids))
+            return
+        self.kv.free(request)
+        if request.is_finished():
             self.ended.add(request.request_id)
 
     def drain(self) -> None:
         """The step in flight is over: return the blocks that it might have written."""
-        for request_id, blocks in self.deferred:
+        for request_id, blocks, _ in self.deferred:
             self.kv.block_pool.free_blocks(reversed(blocks))
             self.ended.add(request_id)
         self.deferred.clear()
@@ -360,31 +388,32 @@ class FakeEngine:
                     num_refs[block.block_id] += 1
                 if manager is self.hot:
                     hot_ids += [block.block_id for block in blocks]
-        for _, blocks in self.deferred:
-            for block in blocks:
-                num_refs[block.block_id] += 1
+        held = [block for _, blocks, _ in self.deferred for block in blocks] + [block for _, block in self.hot._tails]
+        for block in held:
+            num_refs[block.block_id] += 1
         owned = {i for i, refs in enumerate(num_refs) if refs}
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
         assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block is shared"
         admitted = {request.request_id for request in self.running + self.loading} | self.received
-        assert set(self.hot.states) == admitted
-        parked = {request_id for _, request_id in self.hot._parked}
-        assert set(self.host_pool._requests) == admitted | parked, "host and hot blocks come and go together"
-        for request_id, state in self.hot.states.items():
+        assert set(self.ledger.admitted) == admitted
+        assert set(self.host_pool._requests) == admitted, "host and hot blocks come and go together"
+        for _, _, host_ids in self.deferred:
+            assert all(self.host_pool._num_pins[block_id] for block_id in host_ids), "a late write meets a free block"
+        for request_id, state in self.ledger.admitted.items():
             assert state.handle == self.hot.req_to_blocks[request_id][0].block_id
-            assert len(self.host_pool.block_ids(request_id)) * BLOCK_SIZE == state.num_reserved_tokens
 
     def check_idle(self) -> None:
         """Check that nothing is left behind once every request has ended."""
         self.drain()
-        self.connector.take_stats()
+        self.step()
         self.check_integrity()
         assert self.host_pool.num_used == 0, "host blocks without an owner"
         assert not self.host_pool._preempted, "blocks kept for requests that ended"
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
-        for leftover in (self.hot.requests, self.hot.states, self.hot.matches, self.hot.changed, self.hot._parked):
+        assert not self.hot._parked and not self.hot._tails
+        ledger = self.ledger
+        for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
             assert not leftover
-        assert not self.hot.waiting_for_host
-        self.step()
+        assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
         assert not self.worker.tables, "the worker was not told of released requests"

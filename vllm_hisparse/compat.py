@@ -26,6 +26,14 @@ def is_dsa_model(vllm_config: VllmConfig) -> bool:
     return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
 
 
+def register_connector(name: str, module: str, class_name: str) -> None:
+    """Register a KV connector, unless it is."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, class_name)
+
+
 def cpu_attention_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     """Which of its kernels vLLM's CPU attention takes for full KV; it decides how a block's keys are ordered."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -72,3 +80,17 @@ def is_rejection_notice(request: Request) -> bool:
     vLLM does not tell the scheduler; a user's request may look the same.
     """
     return request.prompt_token_ids == [0] and request.max_tokens == 1
+
+
+def cut_session(session: Request, num_tokens: int, hash_block_size: int) -> None:
+    """Shorten a streaming session that waits with its next turn; at least one token is left to compute.
+
+    Args:
+        session: all of its tokens are prompt.
+        num_tokens: to keep.
+        hash_block_size: tokens of a block hash.
+    """
+    del session._all_token_ids[num_tokens:], session.prompt_token_ids[num_tokens:]
+    del session.block_hashes[num_tokens // hash_block_size :]
+    session.num_prompt_tokens = num_tokens
+    session.num_computed_tokens = min(session.num_computed_tokens, num_tokens - 1)

@@ -12,18 +12,15 @@ def cpu_platform() -> str | None:
 
 def register() -> None:
     """`vllm.general_plugins`: called in every process of every engine; registering twice is harmless."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
 
+    from vllm_hisparse.compat import register_connector
     from vllm_hisparse.config import CONNECTOR_NAME
     from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
     from vllm_hisparse.lifetime import end_with_parent
 
     end_with_parent()
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector"
-        )
+    register_connector(CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector")
     register_hot_block_manager()
     if current_platform.is_cpu():
         _register_cpu_layers()

@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_hisparse.cli.demo_report import Report, RequestRow, RequestStats, find_stats, kv_layout, make_row, parse_stats
+from vllm_hisparse.cli.demo_report import Report, RequestRow, find_stats, kv_layout, make_row
 from vllm_hisparse.cli.openai_client import Completion
+from vllm_hisparse.connector.request_line import RequestLine
 
 CONFIG = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 ROUTED_ID = "cmpl-___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_{}"
@@ -15,7 +16,7 @@ INFO: something else
 (EngineCore pid=7) INFO 01-31 12:00:01 [request_log.py:60] HiSparse request cmpl-b-0-2e: prompt_tokens=2001, hits=0, \
 misses=0, transfer_bytes_to_host=0, transfer_bytes_to_device=0
 """
-STATS = RequestStats("cmpl-a-0-1f", 2000, 30, 10, 100, 20)
+STATS = RequestLine("cmpl-a-0-1f", 2000, 30, 10, 100, 20)
 METRICS = {"vllm:hisparse_cache_hits_total": 30.0, "vllm:hisparse_cache_misses_total": 10.0}
 RECEIVED = {**METRICS, "vllm:hisparse_transfer_bytes_to_host_total": 100.0}
 
@@ -31,7 +32,7 @@ def row(tokens: Sequence[int] = (1, 2, 3)) -> RequestRow:
 
 
 def test_parses_the_lines_of_finished_requests() -> None:
-    assert parse_stats(LOG) == [STATS, RequestStats("cmpl-b-0-2e", 2001, 0, 0, 0, 0)]
+    assert RequestLine.find_all(LOG) == [STATS, RequestLine("cmpl-b-0-2e", 2001, 0, 0, 0, 0)]
 
 
 def test_finds_stats_by_id_then_by_unique_length() -> None:

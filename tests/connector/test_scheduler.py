@@ -2,12 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine, FakeTransport, scheduler_output
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
-from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT, HiSparseSchedulerConnector
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import RequestBlocks
+from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 
 PROMPT = list(range(10, 20))
 COPIES = ("device_to_host_bytes", "host_to_device_bytes")
@@ -275,7 +274,7 @@ def test_preemption_while_decoding_saves_the_block_of_the_newest_token(num_decod
     num_full, tail = divmod(6 + num_decodes, BLOCK_SIZE)
     hosts, (_, devices) = host_ids(engine, request), engine.tables_of(request)
     engine.preempt(request)
-    assert engine.hot.tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
+    assert engine.ledger._tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
     engine.run_to_end()
 
 
@@ -285,6 +284,9 @@ def test_restores_are_the_blocks_between_device_hit_and_host_match(num_tokens: i
     engine = FakeEngine()
     request, hosts, _ = preempted(engine, num_tokens)
     if device_cache == "lost":
+        engine.waiting.remove(request)
+        engine.step()  # copies its last block, which is in use until then
+        engine.waiting.append(request)
         assert engine.kv.reset_prefix_cache()
     metadata = engine.step()
     _, devices = engine.tables_of(request)
@@ -372,6 +374,76 @@ def test_a_request_that_the_worker_never_saw_is_not_released(engine: FakeEngine)
     assert engine.step() == HiSparseMetadata()
     engine.abort(engine.add("b", PROMPT))
     assert engine.step() == HiSparseMetadata()
+    engine.check_idle()
+
+
+# More states than the worker has room for
+
+
+def resumed_late(**options) -> tuple[FakeEngine, Request]:
+    """A streaming session of two turns, whose second turn waits while another request has taken its place to run."""
+    engine = FakeEngine(max_num_running=1, **options)
+    session = engine.add("session", PROMPT[:6], max_tokens=12)
+    engine.step()
+    engine.running.remove(session)
+    engine.add("other", list(range(50, 57)), max_tokens=12)
+    return engine, session
+
+
+def test_a_waiting_session_gives_its_place_on_the_worker_to_a_request_that_runs() -> None:
+    engine, session = resumed_late()
+    handle, _ = engine.tables_of(session)
+    metadata = engine.step()
+    assert metadata.released == [handle] and len(engine.worker.tables) == 1
+    engine.abort(engine.running[0])
+    engine.running.append(session)
+    metadata = engine.step()
+    assert metadata.tables == {handle: (0, host_ids(engine, session))}
+    engine.run_to_end()
+    assert session.num_output_tokens == 12
+    engine.check_idle()
+
+
+def test_a_session_that_ends_without_a_place_on_the_worker_is_not_released_twice() -> None:
+    engine, session = resumed_late()
+    engine.step()
+    engine.running.append(session)
+    engine.abort(session)
+    assert engine.step().released == []
+    engine.run_to_end()
+    engine.check_idle()
+
+
+def test_requests_that_wait_for_their_turn_to_be_scheduled_keep_their_place() -> None:
+    engine = FakeEngine(max_num_running=2)
+    engine.add("a", PROMPT[:6], max_tokens=12)
+    engine.add("b", PROMPT[2:], max_tokens=12)
+    engine.step(budget=30)
+    released = [engine.step(budget=1).released for _ in range(4)]
+    assert released == [[]] * 4
+    engine.run_to_end()
+
+
+# Sessions that outgrow the model
+
+
+def test_a_session_is_cut_to_leave_room_for_one_token() -> None:
+    engine = FakeEngine()
+    session = engine.add("session", PROMPT, resumable=True)
+    engine.step(budget=30)
+    engine.running.remove(session)
+    turn = list(range(100, 100 + MAX_MODEL_LEN))
+    session._all_token_ids.extend(turn)
+    session.prompt_token_ids[:] = session.all_token_ids[:]
+    session._output_token_ids.clear()
+    session.update_block_hashes()
+    session.num_prompt_tokens, session.status = session.num_tokens, RequestStatus.WAITING
+    engine.running.append(session)
+    prompt = session.all_token_ids[: MAX_MODEL_LEN - 1]
+    engine.step(budget=100)
+    assert session.all_token_ids[: MAX_MODEL_LEN - 1] == prompt and session.num_output_tokens == 1
+    assert len(session.block_hashes) == MAX_MODEL_LEN // BLOCK_SIZE
+    assert session.status == RequestStatus.FINISHED_LENGTH_CAPPED
     engine.check_idle()
 
 
@@ -588,20 +660,3 @@ def test_log_forgets_a_request_aborted_during_its_transfer():
         SimpleNamespace(finished_recving={"remote"}, failed_recving=None, kv_connector_worker_meta=None)
     )
     assert not engine.connector.request_log._stats
-
-
-def test_first_decodes_of_dense_models() -> None:
-    """A request begins to decode after every step that was not one token, and again after a preemption."""
-    request = SimpleNamespace(num_computed_tokens=0)
-    connector = object.__new__(HiSparseSchedulerConnector)
-    connector.hot_manager = SimpleNamespace(states={"a": RequestBlocks(7, 100)}, requests={"a": request})
-
-    def step(num_tokens: int) -> list[tuple[int, int]]:
-        metadata = HiSparseMetadata()
-        connector._add_first_decodes(metadata, {"a": num_tokens})
-        request.num_computed_tokens += num_tokens
-        return metadata.first_decodes
-
-    assert [step(num) for num in (5, 1, 1, 3, 1)] == [[], [(7, 5)], [], [], [(7, 10)]]
-    connector.hot_manager.states["a"] = RequestBlocks(9, 100)
-    assert step(1) == [(9, 11)]

@@ -119,16 +119,17 @@ class Recorder:
 def pools(core: Any) -> dict[str, Any]:
     """State of every pool after the requests have ended; raises when one is inconsistent."""
     manager = core.scheduler.kv_cache_manager
-    hot = core.scheduler.connector.scheduler.hot_manager
-    hot.release_parked()
-    hot.host_pool.check_integrity()
+    connector = core.scheduler.connector.scheduler
+    connector.hot_manager.release_parked()
+    ledger, host_pool = connector.ledger, connector.host_pool
+    host_pool.check_integrity()
     return {
         "device_blocks_used": manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks(),
-        "host_blocks_used": hot.host_pool.num_used,
-        "host_blocks_cached": hot.host_pool.num_cached,
-        "states": len(hot.states),
-        "requests": len(hot.requests),
-        "waiting_for_host": len(hot.waiting_for_host),
+        "host_blocks_used": host_pool.num_used,
+        "host_blocks_cached": host_pool.num_cached,
+        "states": len(ledger.admitted),
+        "requests": len(ledger.requests),
+        "waiting_for_host": len(ledger.waiting_for_host),
     }
 
 

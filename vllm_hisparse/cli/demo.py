@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hisparse.cli.demo_report import Report, RequestStats, find_stats, kv_layout, make_row, parse_stats
+from vllm_hisparse.cli.demo_report import Report, find_stats, kv_layout, make_row
 from vllm_hisparse.cli.demo_table import request_table, verdict
 from vllm_hisparse.cli.deployment import (
     MAX_MODEL_LEN,
@@ -29,6 +29,7 @@ from vllm_hisparse.cli.openai_client import Completion, CompletionError, OpenAIC
 from vllm_hisparse.cli.processes import EngineProcess, ProcessError, ProcessGroup
 from vllm_hisparse.cli.stages import Stages, Update
 from vllm_hisparse.cli.tiny_model import SPECIAL_TOKENS, make_model
+from vllm_hisparse.connector.request_line import RequestLine
 
 LOG_DIR = Path("build/logs")
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2000, 6000
@@ -192,7 +193,7 @@ async def read_metrics(base_url: str) -> dict[str, float]:
 
 def collect_stats(
     decode: EngineProcess, completions: Sequence[Completion], prompts: Sequence[Sequence[int]]
-) -> list[RequestStats]:
+) -> list[RequestLine]:
     """The decode engine's statistics of every request, in their order; it logs them shortly after a request's end.
 
     Raises:
@@ -200,7 +201,7 @@ def collect_stats(
     """
     deadline = time.monotonic() + STATS_TIMEOUT_S
     while True:
-        logged = parse_stats(decode.log_path.read_text(errors="replace"))
+        logged = RequestLine.find_all(decode.log_path.read_text(errors="replace"))
         ids = (completion.response_id for completion in completions)
         stats = [find_stats(logged, *request) for request in zip(ids, map(len, prompts), strict=True)]
         found = [line for line in stats if line is not None]

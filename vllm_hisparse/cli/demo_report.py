@@ -19,24 +19,8 @@ from typing import Any
 import vllm_hisparse
 from vllm_hisparse.cli.openai_client import Completion
 from vllm_hisparse.cli.tiny_model import has_indexer
+from vllm_hisparse.connector.request_line import RequestLine
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes, mla_row_bytes
-
-STATS_LINE = re.compile(
-    r"HiSparse request (\S+): prompt_tokens=(\d+), hits=(\d+), misses=(\d+), "
-    r"transfer_bytes_to_host=(\d+), transfer_bytes_to_device=(\d+)"
-)
-
-
-@dataclass(frozen=True)
-class RequestStats:
-    """What the decode engine logs about a finished request."""
-
-    request_id: str
-    prompt_tokens: int
-    hits: int
-    misses: int
-    bytes_to_host: int
-    bytes_to_device: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +108,7 @@ class Report:
 
 
 def make_row(
-    number: int, completion: Completion, reference: Completion, stats: RequestStats, layout: KVLayout, hot_rows: int
+    number: int, completion: Completion, reference: Completion, stats: RequestLine, layout: KVLayout, hot_rows: int
 ) -> RequestRow:
     """Compare a request with its full-KV reference."""
     pairs = zip(completion.token_ids, reference.token_ids, strict=True)
@@ -143,19 +127,14 @@ def make_row(
         hit_rate=round(stats.hits / max(1, stats.hits + stats.misses), 4),
         device_bytes=layout.hot_request_bytes(num_tokens, hot_rows),
         full_bytes=layout.full_request_bytes(num_tokens),
-        nixl_bytes_to_host=stats.bytes_to_host,
-        nixl_bytes_to_device=stats.bytes_to_device,
+        nixl_bytes_to_host=stats.transfer_bytes_to_host,
+        nixl_bytes_to_device=stats.transfer_bytes_to_device,
         first_token_s=round(completion.first_token_s, 3),
         total_s=round(completion.total_s, 3),
     )
 
 
-def parse_stats(log_text: str) -> list[RequestStats]:
-    """The lines of finished requests in the decode engine's log."""
-    return [RequestStats(found[0], *map(int, found[1:])) for found in STATS_LINE.findall(log_text)]
-
-
-def find_stats(stats: Sequence[RequestStats], response_id: str, num_prompt_tokens: int) -> RequestStats | None:
+def find_stats(stats: Sequence[RequestLine], response_id: str, num_prompt_tokens: int) -> RequestLine | None:
     """The line of one request: by id, or by its prompt length where that is unique."""
     by_id = [line for line in stats if line.request_id.startswith(response_id)]
     by_length = [line for line in stats if line.prompt_tokens == num_prompt_tokens]

@@ -26,7 +26,10 @@ from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.worker.host_memory import num_host_pools
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -45,8 +48,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     one instance that prefills and decodes.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
@@ -62,6 +63,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 num_host_blocks,
                 vllm_config.cache_config.enable_prefix_caching,
                 NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
+                vllm_config.scheduler_config.max_num_seqs,
                 vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools(vllm_config),
             )
@@ -89,6 +91,9 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -107,6 +112,11 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict) -> None:
         if self.scheduler.transport:
             self.scheduler.transport.set_handshake_metadata(metadata)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        # NOTE: the one hook that vLLM calls once for each step's output, whatever is in it.
+        self.scheduler.step_processed()
+        return ()
 
     def reset_cache(self) -> bool:
         self.scheduler.reset_cache()

@@ -21,6 +21,8 @@ class HiSparseMetadata(KVConnectorMetadata):
         saves: (device, host) indexer blocks that this step fills, to copy to the host after the forward.
         first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
             before and decode the token at `position` in this one.
+        waits_for_tail_saves: whether the worker waits until `tail_saves` are done: in a step that computes nothing,
+            whose output does not wait for the device.
         transport: metadata of the transport, or None.
     """
 
@@ -30,6 +32,7 @@ class HiSparseMetadata(KVConnectorMetadata):
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)
+    waits_for_tail_saves: bool = False
     transport: KVConnectorMetadata | None = None
 
 

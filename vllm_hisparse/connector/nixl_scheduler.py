@@ -100,10 +100,9 @@ class NixlSchedulerTransport:
             device_blocks: indexer blocks of the whole prompt; hashed ones hold their keys already. None: no indexer.
             num_external_tokens: tokens to pull; 0 only tells the prefill instance to let go.
         """
-        host_blocks = [
-            KVCacheBlock(block_id, _block_hash=_SHARED_BLOCK_HASH if index < num_shared else None)
-            for index, block_id in enumerate(host_ids)
-        ]
+        host_blocks = [KVCacheBlock(block_id) for block_id in host_ids]
+        for block in host_blocks[:num_shared]:
+            block.set_block_hash(_SHARED_BLOCK_HASH)
         blocks = (host_blocks,) if device_blocks is None else (host_blocks, list(device_blocks))
         self.connector.update_state_after_alloc(self._seen_by_nixl(request), KVCacheBlocks(blocks), num_external_tokens)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from vllm.logger import init_logger
 
+from vllm_hisparse.connector.request_line import RequestLine
+
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
@@ -58,9 +60,7 @@ class RequestLog:
         if stats.num_open_runs or stats.num_prompt_tokens is None:
             return
         del self._stats[request_id]
-        logger.info(
-            "HiSparse request %s: prompt_tokens=%d, hits=%d, misses=%d, transfer_bytes_to_host=%d, "
-            "transfer_bytes_to_device=%d",
+        line = RequestLine(
             request_id,
             stats.num_prompt_tokens,
             stats.hits,
@@ -68,3 +68,4 @@ class RequestLog:
             stats.bytes_to_host,
             stats.bytes_to_device,
         )
+        logger.info("%s", line)

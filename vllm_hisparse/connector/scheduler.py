@@ -14,13 +14,11 @@ from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.request_log import RequestLog
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager, RequestBlocks
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
+from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -44,6 +42,7 @@ class HiSparseSchedulerConnector:
         num_host_blocks: size of the host pool.
         enable_caching: whether finished requests' blocks may serve later ones.
         transport: P/D transport, or None for a single instance.
+        max_num_running: requests that may run in one step, for which the worker has room.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: pools of that size, which hold the same blocks of different KV heads.
     """
@@ -55,6 +54,7 @@ class HiSparseSchedulerConnector:
         num_host_blocks: int,
         enable_caching: bool,
         transport: NixlSchedulerTransport | None,
+        max_num_running: int,
         num_ranks: int = 1,
         num_host_pools: int = 1,
     ):
@@ -63,6 +63,8 @@ class HiSparseSchedulerConnector:
         self.enable_caching = enable_caching
         self.transport = transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size)
+        is_dense = self.layout.num_kv_heads is not None
+        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes=is_dense)
         self.stats = HiSparseStats()
         self._calls_to_report = 0
         self._restores: BlockPairs = []
@@ -74,18 +76,19 @@ class HiSparseSchedulerConnector:
         managers = kv_cache_manager.coordinator.single_type_managers
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         indexer_id = self.groups.indexer_group_id
-        self.indexer_manager = None if indexer_id is None else managers[indexer_id]
-        self.hot_manager.bind(self.host_pool, caps_device_hits=indexer_id is not None)
+        self.ledger.bind(None if indexer_id is None else managers[indexer_id].req_to_blocks)
+        max_model_len, caps_device_hits = kv_cache_manager.max_model_len, indexer_id is not None
+        self.hot_manager.bind(self.host_pool, self.ledger, max_model_len, caps_device_hits)
 
     def on_new_request(self, request: Request) -> None:
-        self.hot_manager.requests[request.request_id] = request
+        self.ledger.add(request)
         if self.transport and not self.transport.accept(request):
             self.stats.add(transfers_refused=1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit."""
         match = self._match(request)
-        self.hot_manager.matches[request.request_id] = match
+        self.ledger.set_match(request.request_id, match)
         if self.transport:
             num_remote = self.transport.num_matched_tokens(request, num_computed_tokens)
             if num_remote:
@@ -103,21 +106,30 @@ class HiSparseSchedulerConnector:
             self._record_resumption(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
-        manager = self.hot_manager
-        metadata = HiSparseMetadata(released=manager.released, tail_saves=manager.tail_saves, restores=self._restores)
-        manager.released, manager.tail_saves, self._restores = [], [], []
-        for request_id in [name for name in manager.changed if name in scheduler_output.num_scheduled_tokens]:
-            del manager.changed[request_id]
-            request = manager.requests[request_id]
-            num_tokens = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
-            self._add_changes(metadata, request, manager.states[request_id], num_tokens)
-        if self.layout.num_kv_heads is not None:
-            self._add_first_decodes(metadata, scheduler_output.num_scheduled_tokens)
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        changes = self.ledger.take_changes(num_scheduled)
+        metadata = HiSparseMetadata(
+            released=changes.released,
+            tail_saves=changes.tail_saves,
+            tables=changes.tables,
+            restores=self._restores,
+            saves=changes.saves,
+            first_decodes=changes.first_decodes,
+            waits_for_tail_saves=bool(changes.tail_saves) and not num_scheduled,
+        )
+        self._restores = []
+        for started in changes.started if self.request_log else ():
+            self.request_log.started(*started)
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
         _keep_copied_blocks(scheduler_output, metadata)
         self._record_copies(metadata, scheduler_output.total_num_scheduled_tokens)
+        self.hot_manager.step_scheduled()
         return metadata
+
+    def step_processed(self) -> None:
+        """vLLM has the output of a step; called once per step, in their order."""
+        self.hot_manager.step_processed()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
@@ -136,11 +148,8 @@ class HiSparseSchedulerConnector:
         """Forget a request; its blocks come back through the managers."""
         if self.request_log:
             self.request_log.ended(request.request_id, request.num_prompt_tokens)
-        state = self.hot_manager.states.get(request.request_id)
-        if state is not None:
-            self._forget_what_was_taken_back(request, state)
-            self._publish(request, state)
-        self.hot_manager.forget(request.request_id)
+        self.ledger.remove(request)
+        self.host_pool.forget(request.request_id)
         if self.transport:
             self.transport.request_finished(request)
 
@@ -157,14 +166,14 @@ class HiSparseSchedulerConnector:
             host_blocks_used=self.host_pool.num_used,
             host_blocks_free=self.host_pool.num_free,
             host_blocks_cached=self.host_pool.num_cached,
-            requests_waiting_for_host_memory=len(self.hot_manager.waiting_for_host),
+            requests_waiting_for_host_memory=len(self.ledger.waiting_for_host),
         )
         return stats
 
     def take_due_stats(self) -> HiSparseStats | None:
         """`take_stats` every few calls, and when no request is left; else None."""
         self._calls_to_report -= 1
-        if self._calls_to_report > 0 and self.hot_manager.requests:
+        if self._calls_to_report > 0 and self.ledger.requests:
             return None
         self._calls_to_report = CALLS_PER_REPORT
         return self.take_stats()
@@ -186,24 +195,23 @@ class HiSparseSchedulerConnector:
 
     def _plan_restore(self, request: Request, num_external_tokens: int) -> None:
         request_id, block_size = request.request_id, self.layout.block_size
-        num_matched = self.hot_manager.states[request_id].num_matched_tokens
+        num_matched = self.ledger.admitted[request_id].num_matched_tokens
         first = (num_matched - num_external_tokens) // block_size
         host_ids = self.host_pool.block_ids(request_id)
-        for index, block in self._device_blocks(request_id, first, self.layout.num_blocks(num_matched)):
+        for index, block in self.ledger.device_blocks(request_id, first, self.layout.num_blocks(num_matched)):
             self._restores.append((host_ids[index], block.block_id))
         self.stats.add(host_prefix_tokens=num_external_tokens)
 
     def _record_resumption(self, request: Request) -> None:
-        num_matched = self.hot_manager.states[request.request_id].num_matched_tokens
+        num_matched = self.ledger.admitted[request.request_id].num_matched_tokens
         self.stats.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def _start_transfer(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = request.request_id
-        state = self.hot_manager.states[request_id]
         host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
         indexer_id = self.groups.indexer_group_id
         device_blocks = None if indexer_id is None else blocks.blocks[indexer_id]
-        num_shared = state.num_matched_tokens // self.layout.block_size
+        num_shared = self.ledger.admitted[request_id].num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
             num_device = sum(block.block_hash is None for block in device_blocks or ())
@@ -216,41 +224,8 @@ class HiSparseSchedulerConnector:
         to_host = transfer.num_host_blocks * self.layout.main_block_bytes * self.num_host_pools
         to_device = transfer.num_device_blocks * self.layout.indexer_block_bytes * self.num_ranks
         self.stats.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
-        if self.request_log and request_id in self.hot_manager.requests:
+        if self.request_log and request_id in self.ledger.requests:
             self.request_log.received(request_id, to_host, to_device)
-
-    def _add_changes(self, metadata: HiSparseMetadata, request: Request, state: RequestBlocks, num_tokens: int) -> None:
-        """Add a request's new host blocks and the indexer blocks it fills by having `num_tokens` computed."""
-        request_id = request.request_id
-        host_ids = self.host_pool.block_ids(request_id)
-        if state.num_sent_blocks == 0 and self.request_log:
-            self.request_log.started(state.handle, request_id)
-        if len(host_ids) > state.num_sent_blocks:
-            metadata.tables[state.handle] = (state.num_sent_blocks, host_ids[state.num_sent_blocks :])
-            state.num_sent_blocks = len(host_ids)
-        num_full, tail = divmod(num_tokens, self.layout.block_size)
-        self._forget_what_was_taken_back(request, state)
-        for index, block in self._device_blocks(request_id, state.num_saved_blocks, num_full):
-            metadata.saves.append((block.block_id, host_ids[index]))
-        state.num_saved_blocks = max(state.num_saved_blocks, num_full)
-        state.tail_block_id = None
-        for _, block in self._device_blocks(request_id, num_full, num_full + bool(tail)):
-            state.tail_block_id = block.block_id
-        self._publish(request, state)
-
-    def _forget_what_was_taken_back(self, request: Request, state: RequestBlocks) -> None:
-        """A streaming session's next turn may begin before the last token that was computed; its block is not saved."""
-        num_full = request.num_computed_tokens // self.layout.block_size
-        state.num_saved_blocks = min(state.num_saved_blocks, num_full)
-
-    def _add_first_decodes(self, metadata: HiSparseMetadata, num_scheduled: dict[str, int]) -> None:
-        """Say which requests begin to decode: their prompt's keys must be represented by then, whoever wrote them."""
-        for request_id, num_tokens in num_scheduled.items():
-            state, decodes = self.hot_manager.states[request_id], num_tokens == 1
-            if decodes and not state.is_decoding:
-                position = self.hot_manager.requests[request_id].num_computed_tokens
-                metadata.first_decodes.append((state.handle, position))
-            state.is_decoding = decodes
 
     def _record_copies(self, metadata: HiSparseMetadata, num_tokens: int) -> None:
         """Account for what the workers copy in this step beside misses, which only they know."""
@@ -258,22 +233,6 @@ class HiSparseSchedulerConnector:
         saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.indexer_block_bytes
         restored = len(metadata.restores) * layout.indexer_block_bytes
         self.stats.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
-
-    def _publish(self, request: Request, state: RequestBlocks) -> None:
-        """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.
-
-        NOTE: with async scheduling a block's last token, and so its hash, comes a step after the block was filled.
-        """
-        last = min(state.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
-        for index in range(state.num_published_blocks, last):
-            self.host_pool.register(request.request_id, index, request.block_hashes[index])
-        state.num_published_blocks = max(state.num_published_blocks, last)
-
-    def _device_blocks(self, request_id: str, first: int, last: int) -> Iterator[tuple[int, KVCacheBlock]]:
-        """Indexer blocks [first, last) of a request with their indices; none in a model without an indexer group."""
-        if self.indexer_manager is not None:
-            blocks = self.indexer_manager.req_to_blocks[request_id]
-            yield from ((index, blocks[index]) for index in range(first, last))
 
 
 def _keep_copied_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMetadata) -> None:

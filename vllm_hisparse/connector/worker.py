@@ -84,6 +84,8 @@ class HiSparseWorkerConnector:
         now, Model Runner V1 has not.
         """
         self.store.save_indexer_keys(self.indexer_keys, metadata.tail_saves)
+        if metadata.waits_for_tail_saves:
+            self.store.wait()
         for handle in metadata.released:
             self.hot_buffer.release(handle)
         for handle, (first, host_ids) in metadata.tables.items():

@@ -54,6 +54,7 @@ class HostBlockPool:
         self.block_size = block_size
         self._free: deque[int] = deque(range(num_blocks))
         self._num_refs = [0] * num_blocks
+        self._num_pins = [0] * num_blocks
         self._keys: list[Hashable | None] = [None] * num_blocks
         self._block_by_key: dict[Hashable, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -75,6 +76,10 @@ class HostBlockPool:
     def block_ids(self, request_id: str) -> list[int]:
         """Host blocks of a request, in token order; read-only."""
         return self._requests[request_id]
+
+    def capacity(self, request_id: str) -> int:
+        """Tokens that a request's blocks hold."""
+        return len(self._requests[request_id]) * self.block_size
 
     def cached_prefix(self, block_hashes: Iterable[Hashable], max_tokens: int) -> HostMatch:
         """The longest prefix of whole blocks, at most `max_tokens` long, whose hashes are cached."""
@@ -149,6 +154,19 @@ class HostBlockPool:
         """Release a finished request's blocks; published ones stay cached."""
         self._release(self._requests.pop(request_id))
 
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Keep a request's blocks from being freed or evicted until `unpin`, even if the request gives them up."""
+        for block_id in block_ids:
+            assert self._num_refs[block_id], f"block {block_id} has no owner"
+            self._num_refs[block_id] += 1
+            self._num_pins[block_id] += 1
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Undo `pin`."""
+        for block_id in block_ids:
+            self._num_pins[block_id] -= 1
+        self._release(block_ids)
+
     def preempt(self, request_id: str, num_tokens: int) -> None:
         """Release a preempted request's blocks but keep its first `num_tokens` findable by `retained_prefix`."""
         block_ids = self._requests.pop(request_id)
@@ -187,7 +205,7 @@ class HostBlockPool:
         Raises:
             AssertionError: the first violation.
         """
-        num_refs = [0] * self.num_blocks
+        num_refs = list(self._num_pins)
         for request_id, block_ids in self._requests.items():
             assert len(set(block_ids)) == len(block_ids), f"{request_id} holds a block twice"
             for block_id in block_ids:

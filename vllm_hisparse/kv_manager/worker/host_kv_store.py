@@ -70,6 +70,11 @@ class HostKVStore:
             host_ids, device_ids = self._ids(pairs, cache.device)
             cache.index_copy_(0, device_ids, self._device_keys.index_select(0, host_ids))
 
+    def wait(self) -> None:
+        """Wait until the copies between host and device are done."""
+        if self._pinned is not None:
+            torch.accelerator.current_stream().synchronize()
+
     def close(self) -> None:
         """Unpin the memory, once the device is done with it."""
         if self._pinned is not None:

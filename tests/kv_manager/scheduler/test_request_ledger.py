@@ -1,0 +1,179 @@
+"""The ledger alone: what it is told, and what it emits. `test_hot_block_manager.py` tests its part in a schedule."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestChanges, RequestLedger
+
+BLOCK_SIZE = 4
+
+
+def make_ledger(max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False) -> RequestLedger:
+    ledger = RequestLedger(HostBlockPool(32, BLOCK_SIZE), max_num_running, enable_caching, tracks_decodes=is_dense)
+    ledger.bind(None if is_dense else {})
+    return ledger
+
+
+def arrive(ledger: RequestLedger, request_id: str, num_tokens: int, resumable: bool = False) -> SimpleNamespace:
+    """A request, of which the ledger reads these."""
+    request = SimpleNamespace(
+        request_id=request_id,
+        num_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_hashes=[(request_id, index) for index in range(num_tokens // BLOCK_SIZE)],
+        resumable=resumable,
+        status=RequestStatus.RUNNING,
+    )
+    ledger.add(request)
+    return request
+
+
+def admit(ledger: RequestLedger, request: SimpleNamespace, handle: int, first_device_id: int = 100) -> None:
+    """What the manager does."""
+    name, num_tokens = request.request_id, request.num_tokens
+    ledger.host_pool.allocate(name, num_tokens, ledger.match(name))
+    ledger.admit(name, handle)
+    if ledger._device_blocks is not None:
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        ledger._device_blocks[name] = [SimpleNamespace(block_id=first_device_id + i) for i in range(num_blocks)]
+
+
+def step(ledger: RequestLedger, *scheduled: tuple[SimpleNamespace, int]) -> RequestChanges:
+    """Schedule some tokens of some requests, and compute them."""
+    for request, num_tokens in scheduled:
+        ledger.give_room(request.request_id, request.num_computed_tokens + num_tokens)
+    changes = ledger.take_changes({request.request_id: num_tokens for request, num_tokens in scheduled})
+    for request, num_tokens in scheduled:
+        request.num_computed_tokens += num_tokens
+    return changes
+
+
+def test_a_prompt_in_chunks() -> None:
+    ledger = make_ledger()
+    request = arrive(ledger, "a", 10)
+    admit(ledger, request, handle=7)
+    host_ids = ledger.host_pool.block_ids("a")
+    assert step(ledger, (request, 3)) == RequestChanges(started=[(7, "a")], tables={7: (0, host_ids)})
+    assert ledger.admitted["a"].tail_block_id == 100
+    assert step(ledger, (request, 6)) == RequestChanges(saves=[(100, host_ids[0]), (101, host_ids[1])])
+    assert ledger.admitted["a"].tail_block_id == 102
+    assert step(ledger, (request, 1)) == RequestChanges()
+
+
+def test_blocks_are_published_in_the_step_that_saves_them() -> None:
+    ledger = make_ledger()
+    request = arrive(ledger, "a", 10)
+    admit(ledger, request, handle=7)
+    for num_tokens, num_published in ((3, 0), (4, 4), (1, 8)):
+        step(ledger, (request, num_tokens))
+        assert ledger.host_pool.cached_prefix(request.block_hashes, 100).num_tokens == num_published
+
+
+def test_nothing_is_published_without_prefix_caching() -> None:
+    ledger = make_ledger(enable_caching=False)
+    request = arrive(ledger, "a", 10)
+    admit(ledger, request, handle=7)
+    assert len(step(ledger, (request, 10)).saves) == 2
+    assert ledger.host_pool.cached_prefix(request.block_hashes, 100).num_tokens == 0
+
+
+def test_a_match_is_neither_saved_nor_published_again() -> None:
+    ledger = make_ledger()
+    request = arrive(ledger, "a", 10)
+    admit(ledger, request, handle=7)
+    step(ledger, (request, 10))
+    other = arrive(ledger, "b", 12)
+    ledger.set_match("b", HostMatch(ledger.host_pool.block_ids("a")[:2], 8))
+    admit(ledger, other, handle=9, first_device_id=200)
+    other.num_computed_tokens = 8
+    assert [device_id for device_id, _ in step(ledger, (other, 4)).saves] == [202]
+    assert ledger.admitted["b"].num_matched_tokens == 8
+    assert ledger.match("b") == HostMatch(), "a match is used once"
+
+
+def test_changes_wait_until_their_request_runs() -> None:
+    ledger = make_ledger()
+    request = arrive(ledger, "a", 10)
+    admit(ledger, request, handle=7)
+    ledger.give_room("a", 4)
+    assert ledger.take_changes({}) == RequestChanges()
+    assert ledger.take_changes({"a": 4}).started == [(7, "a")]
+
+
+def test_released_requests_are_reported_once_and_only_if_the_worker_knew_them() -> None:
+    ledger = make_ledger()
+    known, unknown = arrive(ledger, "known", 10), arrive(ledger, "unknown", 10)
+    admit(ledger, known, handle=7)
+    admit(ledger, unknown, handle=9)
+    step(ledger, (known, 10))
+    for request in (known, unknown):
+        ledger.remove(request)
+        assert ledger.release(request.request_id) is not None
+    assert ledger.release("known") is None
+    assert ledger.take_changes({}) == RequestChanges(released=[7])
+    assert ledger.take_changes({}) == RequestChanges()
+
+
+def test_tail_saves_are_reported_once() -> None:
+    ledger = make_ledger()
+    ledger.save_tail(5, 6)
+    assert ledger.take_changes({}) == RequestChanges(tail_saves=[(5, 6)])
+    assert ledger.take_changes({}) == RequestChanges()
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_idle_requests_make_room_and_those_that_are_not_running_go_first(waits_first: bool) -> None:
+    ledger = make_ledger(max_num_running=2)
+    requests = [arrive(ledger, name, 10) for name in "abc"]
+    for index, request in enumerate(requests):
+        admit(ledger, request, handle=10 * index)
+    step(ledger, (requests[0], 1), (requests[1], 1))
+    session = requests[0 if waits_first else 1]
+    session.status = RequestStatus.WAITING
+    assert step(ledger, (requests[2], 1)).released == [0 if waits_first else 10]
+    table = ledger.host_pool.block_ids(session.request_id)
+    again = step(ledger, (session, 1))
+    assert again.tables == {ledger.admitted[session.request_id].handle: (0, table)}
+    assert len(again.started) == len(again.released) == 1
+
+
+def test_first_decodes_of_dense_models() -> None:
+    """A request begins to decode after every step that was not one token, and again after a preemption."""
+    ledger = make_ledger(is_dense=True)
+    request = arrive(ledger, "a", 20)
+    admit(ledger, request, handle=7)
+    first_decodes = [step(ledger, (request, num_tokens)).first_decodes for num_tokens in (5, 1, 1, 3, 1)]
+    assert first_decodes == [[], [(7, 5)], [], [], [(7, 10)]]
+    ledger.release("a")
+    ledger.host_pool.free("a")
+    admit(ledger, request, handle=9)
+    assert step(ledger, (request, 1)).first_decodes == [(9, 11)]
+
+
+def test_a_request_that_lost_its_place_on_the_worker_begins_to_decode_again() -> None:
+    ledger = make_ledger(is_dense=True, max_num_running=1)
+    session, other = arrive(ledger, "session", 10, resumable=True), arrive(ledger, "other", 10)
+    admit(ledger, session, handle=7)
+    admit(ledger, other, handle=9)
+    step(ledger, (session, 6))
+    assert step(ledger, (session, 1)).first_decodes == [(7, 6)]
+    step(ledger, (other, 6))
+    assert step(ledger, (session, 1)).first_decodes == [(7, 7)]
+
+
+def test_nothing_is_left_of_a_request() -> None:
+    ledger = make_ledger()
+    request = arrive(ledger, "a", 10, resumable=True)
+    assert ledger.sessions == {"a"}
+    ledger.set_match("a", HostMatch())
+    ledger.wait_for_host("a", True)
+    admit(ledger, request, handle=7)
+    ledger.give_room("a", 3)
+    ledger.remove(request)
+    ledger.release("a")
+    for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
+        assert not leftover
+    assert not ledger._matches and not ledger._changed and not ledger._released

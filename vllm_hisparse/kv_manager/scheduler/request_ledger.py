@@ -1,0 +1,252 @@
+"""What the scheduler's side knows of every request, and what of it the worker has to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+@dataclass
+class AdmittedRequest:
+    """A request that holds hot blocks and host blocks.
+
+    Attributes:
+        handle: its first hot block, which names the request on the worker.
+        num_matched_tokens: tokens the host held when it was admitted.
+        num_tokens: tokens it was last given room for.
+        next_event: number of tokens at which a block becomes full or a new one is begun.
+        num_sent_blocks: host blocks the worker knows; 0 while the worker has no state of the request.
+        num_saved_blocks: leading blocks whose device-resident KV is on the host.
+        num_published_blocks: leading blocks that the host prefix cache knows.
+        tail_block_id: device block of the tokens after the last full block, or None (also where the device keeps
+            nothing but hot rows).
+        is_decoding: whether its last step computed one token; kept for dense models only.
+    """
+
+    handle: int
+    num_matched_tokens: int = 0
+    num_tokens: int = 0
+    next_event: int = 0
+    num_sent_blocks: int = 0
+    num_saved_blocks: int = 0
+    num_published_blocks: int = 0
+    tail_block_id: int | None = None
+    is_decoding: bool = False
+
+
+@dataclass
+class RequestChanges:
+    """What the worker has to be told before a step.
+
+    Attributes:
+        started: (handle, request id) of requests that the worker has no state of yet.
+        released, tail_saves, tables, saves, first_decodes: as in `HiSparseMetadata`.
+    """
+
+    started: list[tuple[int, str]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    tail_saves: list[tuple[int, int]] = field(default_factory=list)
+    tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    first_decodes: list[tuple[int, int]] = field(default_factory=list)
+
+
+class RequestLedger:
+    """The only writer of what is known of requests; everyone may read it.
+
+    The connector's scheduler half reports arrivals, matches and ends, and takes the changes once per step. The manager
+    of the hot blocks reports what it gives and takes.
+
+    Args:
+        host_pool: the host pool.
+        max_num_running: requests that may run in one step, for which the worker has room.
+        enable_caching: whether full blocks are published in the host prefix cache.
+        tracks_decodes: whether the worker is told when a request begins to decode.
+
+    Attributes:
+        requests: request id -> request, from its arrival to its end.
+        sessions: ids of those that get their prompt in turns.
+        admitted: request id -> what is known of a request that holds blocks.
+        waiting_for_host: ids of requests that the host pool could not take.
+    """
+
+    def __init__(self, host_pool: HostBlockPool, max_num_running: int, enable_caching: bool, tracks_decodes: bool):
+        self.host_pool, self.block_size = host_pool, host_pool.block_size
+        self.max_num_running, self.enable_caching = max_num_running, enable_caching
+        self.tracks_decodes = tracks_decodes
+        self.requests: dict[str, Request] = {}
+        self.sessions: set[str] = set()
+        self.admitted: dict[str, AdmittedRequest] = {}
+        self.waiting_for_host: set[str] = set()
+        self._matches: dict[str, HostMatch] = {}
+        self._changed: dict[str, None] = {}
+        self._released: list[int] = []
+        self._tail_saves: list[tuple[int, int]] = []
+        self._device_blocks: Mapping[str, list[KVCacheBlock]] | None = None
+
+    def bind(self, device_blocks: Mapping[str, list[KVCacheBlock]] | None) -> None:
+        """Attach vLLM's list of every request's blocks of device-resident KV; None where there is none."""
+        self._device_blocks = device_blocks
+
+    # Arrival and end
+
+    def add(self, request: Request) -> None:
+        """A request has arrived."""
+        self.requests[request.request_id] = request
+        if request.resumable:
+            self.sessions.add(request.request_id)
+
+    def remove(self, request: Request) -> None:
+        """A request has ended; what it computed is published. Its blocks follow through `release`."""
+        admitted = self.admitted.get(request.request_id)
+        if admitted is not None:
+            self._forget_what_was_taken_back(request, admitted)
+            self._publish(request, admitted)
+        self.requests.pop(request.request_id, None)
+        self.sessions.discard(request.request_id)
+        self._matches.pop(request.request_id, None)
+
+    # Blocks
+
+    def match(self, request_id: str) -> HostMatch:
+        """What the host pool held of a request when vLLM last asked."""
+        return self._matches.get(request_id, HostMatch())
+
+    def set_match(self, request_id: str, match: HostMatch) -> None:
+        """The host pool holds `match` of a request that waits."""
+        self._matches[request_id] = match
+
+    def wait_for_host(self, request_id: str, waits: bool) -> None:
+        """Whether the host pool could not take a request when vLLM last asked."""
+        (self.waiting_for_host.add if waits else self.waiting_for_host.discard)(request_id)
+
+    def admit(self, request_id: str, handle: int) -> None:
+        """A request has got its hot blocks, and host blocks that begin with its match."""
+        match = self.match(request_id)
+        self._matches.pop(request_id, None)
+        num_full = match.num_tokens // self.block_size
+        self.admitted[request_id] = AdmittedRequest(
+            handle,
+            num_matched_tokens=match.num_tokens,
+            num_saved_blocks=num_full,
+            num_published_blocks=num_full,
+        )
+
+    def give_room(self, request_id: str, num_tokens: int) -> None:
+        """A request's next step will have computed its first `num_tokens`."""
+        admitted = self.admitted[request_id]
+        # NOTE: no more than before: a streaming session went back over what a step in flight had computed.
+        if num_tokens >= admitted.next_event or num_tokens <= admitted.num_tokens:
+            self._changed[request_id] = None
+            tail = num_tokens % self.block_size
+            admitted.next_event = num_tokens + (self.block_size - tail if tail else 1)
+        admitted.num_tokens = num_tokens
+
+    def save_tail(self, device_id: int, host_id: int) -> None:
+        """A preempted request's partial last block is to be copied to the host."""
+        self._tail_saves.append((device_id, host_id))
+
+    def release(self, request_id: str) -> AdmittedRequest | None:
+        """A request has lost its blocks. Returns what was known of it; None if it had none."""
+        self.waiting_for_host.discard(request_id)
+        self._changed.pop(request_id, None)
+        admitted = self.admitted.pop(request_id, None)
+        if admitted is not None and admitted.num_sent_blocks:
+            self._released.append(admitted.handle)
+        return admitted
+
+    def device_blocks(self, request_id: str, first: int, last: int) -> Iterator[tuple[int, KVCacheBlock]]:
+        """Blocks [first, last) of a request's device-resident KV with their indices; none where there is no such KV."""
+        if self._device_blocks is not None:
+            blocks = self._device_blocks[request_id]
+            yield from ((index, blocks[index]) for index in range(first, last))
+
+    # Steps
+
+    def take_changes(self, num_scheduled: Mapping[str, int]) -> RequestChanges:
+        """What changed since the last call; called once per step.
+
+        Args:
+            num_scheduled: request id -> tokens that the step computes.
+        """
+        changes = RequestChanges()
+        for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
+            del self._changed[request_id]
+            self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
+        self._drop_idle_states(num_scheduled)
+        if self.tracks_decodes:
+            self._add_first_decodes(changes, num_scheduled)
+        changes.released, self._released = self._released, []
+        changes.tail_saves, self._tail_saves = self._tail_saves, []
+        return changes
+
+    def _add_changes(self, changes: RequestChanges, request: Request, num_new_tokens: int) -> None:
+        """Add a request's new host blocks and the device blocks that it fills in this step."""
+        request_id, admitted = request.request_id, self.admitted[request.request_id]
+        host_ids = self.host_pool.block_ids(request_id)
+        if admitted.num_sent_blocks == 0:
+            changes.started.append((admitted.handle, request_id))
+        if len(host_ids) > admitted.num_sent_blocks:
+            changes.tables[admitted.handle] = (admitted.num_sent_blocks, host_ids[admitted.num_sent_blocks :])
+            admitted.num_sent_blocks = len(host_ids)
+        num_full, tail = divmod(request.num_computed_tokens + num_new_tokens, self.block_size)
+        self._forget_what_was_taken_back(request, admitted)
+        for index, block in self.device_blocks(request_id, admitted.num_saved_blocks, num_full):
+            changes.saves.append((block.block_id, host_ids[index]))
+        admitted.num_saved_blocks = max(admitted.num_saved_blocks, num_full)
+        admitted.tail_block_id = None
+        for _, block in self.device_blocks(request_id, num_full, num_full + bool(tail)):
+            admitted.tail_block_id = block.block_id
+        self._publish(request, admitted)
+
+    def _drop_idle_states(self, num_scheduled: Mapping[str, int]) -> None:
+        """Make room on the worker for every request of this step: it forgets some that do not run.
+
+        NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
+        request whose transfer has ended may be given the last place before it.
+        """
+        known = [request_id for request_id, admitted in self.admitted.items() if admitted.num_sent_blocks]
+        num_excess = len(known) - self.max_num_running
+        if num_excess > 0:
+            idle = [request_id for request_id in known if request_id not in num_scheduled]
+            idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
+            for request_id in idle[:num_excess]:
+                self._drop_state(request_id)
+
+    def _drop_state(self, request_id: str) -> None:
+        """Let the worker forget a request; its table is sent again when it runs."""
+        admitted = self.admitted[request_id]
+        self._released.append(admitted.handle)
+        self._changed[request_id] = None
+        admitted.num_sent_blocks, admitted.is_decoding = 0, False
+
+    def _add_first_decodes(self, changes: RequestChanges, num_scheduled: Mapping[str, int]) -> None:
+        """Say which requests begin to decode: their prompt's keys must be represented by then, whoever wrote them."""
+        for request_id, num_tokens in num_scheduled.items():
+            admitted, decodes = self.admitted[request_id], num_tokens == 1
+            if decodes and not admitted.is_decoding:
+                changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
+            admitted.is_decoding = decodes
+
+    def _forget_what_was_taken_back(self, request: Request, admitted: AdmittedRequest) -> None:
+        """A streaming session's next turn may begin before the last token that was computed; its block is not saved."""
+        num_full = request.num_computed_tokens // self.block_size
+        admitted.num_saved_blocks = min(admitted.num_saved_blocks, num_full)
+
+    def _publish(self, request: Request, admitted: AdmittedRequest) -> None:
+        """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.
+
+        NOTE: with async scheduling a block's last token, and so its hash, comes a step after the block was filled.
+        """
+        last = min(admitted.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
+        for index in range(admitted.num_published_blocks, last):
+            self.host_pool.register(request.request_id, index, request.block_hashes[index])
+        admitted.num_published_blocks = max(admitted.num_published_blocks, last)
