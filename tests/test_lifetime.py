@@ -23,7 +23,7 @@ PARENT = textwrap.dedent("""
         time.sleep(60)
 
     if __name__ == "__main__":
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("{method}")
         ours, theirs = context.Pipe()
         process = context.Process(name=sys.argv[1], target=child, args=(theirs,))
         process.start()
@@ -38,7 +38,7 @@ WAIT = "ours.recv()"
 def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool:
     """Whether a child of this name is there that long after its parent was killed."""
     path = tmp_path / "parent.py"
-    path.write_text(PARENT.format(**{"imports": "", "action": "", "wait": WAIT, **script}))
+    path.write_text(PARENT.format(**{"imports": "", "action": "", "wait": WAIT, "method": "spawn", **script}))
     with subprocess.Popen([sys.executable, str(path), name], stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         assert parent.stdout.readline() == "ready\n"
@@ -53,6 +53,11 @@ def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool
 def test_an_engine_core_ends_with_its_parent(tmp_path: Path, name: str, ends: bool):
     imports, action = "from vllm_hisparse.lifetime import end_with_parent", "end_with_parent()"
     assert outlives(tmp_path, name, 10 if ends else 1, imports=imports, action=action) is not ends
+
+
+def test_a_forked_engine_core_ends_with_its_parent(tmp_path: Path):
+    imports, action = "from vllm_hisparse.lifetime import end_with_parent", "end_with_parent(), end_with_parent()"
+    assert not outlives(tmp_path, "EngineCore", 10, imports=imports, action=action, method="fork")
 
 
 def test_a_parent_that_is_gone_before_its_child_looks(tmp_path: Path):

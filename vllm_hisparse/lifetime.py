@@ -13,10 +13,10 @@ _THREAD_NAME = "end-with-parent"
 
 
 def end_with_parent() -> None:
-    """In an EngineCore that was spawned: end as soon as its parent is gone; nothing in any other process.
+    """In an EngineCore: end as soon as its parent is gone; nothing in any other process. Calling it again is harmless.
 
-    Both entry points call this: vLLM asks for platforms while it is imported, and loads general plugins only after the
-    handshake with its parent, for which it waits five minutes.
+    Both entry points and the connector call this. vLLM asks for platforms while a spawned EngineCore imports it, and
+    loads general plugins only after the handshake with the parent. A forked one asks for neither and has the connector.
 
     NOTE: vLLM's workers end with their EngineCore, but an EngineCore whose parent was killed runs on and keeps its
     memory. On Ray, the raylet kills what a dead replica leaves behind; when the raylet itself dies, nobody does.
