@@ -7,40 +7,73 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
 
+# What a spawned child imports before it knows its parent, and what it does then; the parent prints its process id.
 PARENT = textwrap.dedent("""
-    import multiprocessing, sys, time
-    from vllm_hisparse.lifetime import end_with_parent
+    import multiprocessing, os, sys, time
+    {imports}
 
     def child(pipe):
-        end_with_parent()
+        {action}
         pipe.send(None)
         time.sleep(60)
 
     if __name__ == "__main__":
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("{method}")
         ours, theirs = context.Pipe()
         process = context.Process(name=sys.argv[1], target=child, args=(theirs,))
         process.start()
-        ours.recv()
         print(process.pid, flush=True)
+        {wait}
+        print("ready", flush=True)
         time.sleep(60)
 """)
+WAIT = "ours.recv()"
+
+
+def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool:
+    """Whether a child of this name is there that long after its parent was killed."""
+    path = tmp_path / "parent.py"
+    path.write_text(PARENT.format(**{"imports": "", "action": "", "wait": WAIT, "method": "spawn", **script}))
+    with subprocess.Popen([sys.executable, str(path), name], stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+    _, alive = psutil.wait_procs([child], timeout=timeout_s)
+    if alive:
+        os.kill(child.pid, signal.SIGKILL)
+    return bool(alive)
 
 
 @pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("EngineCore_DP1", True), ("Worker", False)])
-def test_an_engine_core_ends_with_its_parent(tmp_path, name: str, ends: bool):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    with subprocess.Popen([sys.executable, str(script), name], stdout=subprocess.PIPE, text=True) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    try:
-        _, alive = psutil.wait_procs([child], timeout=10 if ends else 1)
-        assert bool(alive) is not ends
-    finally:
-        if not ends:
-            os.kill(child.pid, signal.SIGKILL)
+def test_an_engine_core_ends_with_its_parent(tmp_path: Path, name: str, ends: bool):
+    imports, action = "from vllm_hisparse.lifetime import end_with_parent", "end_with_parent()"
+    assert outlives(tmp_path, name, 10 if ends else 1, imports=imports, action=action) is not ends
+
+
+def test_a_forked_engine_core_ends_with_its_parent(tmp_path: Path):
+    imports, action = "from vllm_hisparse.lifetime import end_with_parent", "end_with_parent(), end_with_parent()"
+    assert not outlives(tmp_path, "EngineCore", 10, imports=imports, action=action, method="fork")
+
+
+def test_a_parent_that_is_gone_before_its_child_looks(tmp_path: Path):
+    """Killed while the child still imports: nobody is left when the child learns who started it."""
+    imports = """
+    if __name__ != "__main__":
+        while os.getppid() == int(os.environ["PARENT"]):
+            time.sleep(0.01)
+        from vllm_hisparse.lifetime import end_with_parent
+        end_with_parent()
+    os.environ["PARENT"] = str(os.getpid())
+    """
+    assert not outlives(tmp_path, "EngineCore", 10, imports=textwrap.dedent(imports), action="time.sleep(60)", wait="")
+
+
+def test_an_engine_core_that_waits_for_its_handshake_is_watched(tmp_path: Path):
+    """It has imported vLLM and no general plugin."""
+    imports = 'if __name__ != "__main__": import vllm.v1.engine.core'
+    assert not outlives(tmp_path, "EngineCore", 10, imports=imports)

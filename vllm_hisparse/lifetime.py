@@ -6,20 +6,30 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from multiprocessing.connection import wait
+
+_THREAD_NAME = "end-with-parent"
 
 
 def end_with_parent() -> None:
-    """In an EngineCore that was spawned: end as soon as its parent is gone; nothing in any other process.
+    """In an EngineCore: end as soon as its parent is gone; nothing in any other process. Calling it again is harmless.
+
+    Both entry points and the connector call this. vLLM asks for platforms while a spawned EngineCore imports it, and
+    loads general plugins only after the handshake with the parent. A forked one asks for neither and has the connector.
 
     NOTE: vLLM's workers end with their EngineCore, but an EngineCore whose parent was killed runs on and keeps its
     memory. On Ray, the raylet kills what a dead replica leaves behind; when the raylet itself dies, nobody does.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None and multiprocessing.current_process().name.startswith("EngineCore"):
-        threading.Thread(target=_kill_after, args=(parent.sentinel,), name="end-with-parent", daemon=True).start()
+    is_engine = multiprocessing.current_process().name.startswith("EngineCore")
+    if is_engine and all(thread.name != _THREAD_NAME for thread in threading.enumerate()):
+        threading.Thread(target=_kill_after_parent, name=_THREAD_NAME, daemon=True).start()
 
 
-def _kill_after(sentinel: int) -> None:
-    wait([sentinel])
+def _kill_after_parent() -> None:
+    # NOTE: a spawned process imports vLLM before it knows its parent. The parent may be gone by then: its sentinel, a
+    # pipe, is ready at once.
+    while (parent := multiprocessing.parent_process()) is None:
+        time.sleep(0.1)
+    wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGKILL)

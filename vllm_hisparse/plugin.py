@@ -7,6 +7,9 @@ def cpu_platform() -> str | None:
     """`vllm.platform_plugins`: our platform where vLLM would pick its CPU platform, None elsewhere."""
     from vllm.platforms import cpu_platform_plugin
 
+    from vllm_hisparse.lifetime import end_with_parent
+
+    end_with_parent()  # on every platform: it is what vLLM calls first
     return "vllm_hisparse.platform.cpu.HiSparseCpuPlatform" if cpu_platform_plugin() else None
 
 

@@ -78,7 +78,7 @@ def test_reduces_to_a_log_line() -> None:
     stats.set_gauges(host_blocks_used=4, requests_waiting_for_host_memory=6)
     figures = stats.reduce()
     assert figures["Hot-buffer hit rate (%)"] == 86.7
-    assert figures["Host to device (MB)"] == 3.0
+    assert figures["Host to device (MiB)"] == 3.0
     assert (figures["Host blocks used"], figures["Requests waiting for host memory"]) == (4, 6)
     assert (figures["Transfers"], figures["Failed transfers"]) == (2, 1)
     assert HiSparseStats().reduce()["Hot-buffer hit rate (%)"] == 0.0

@@ -24,6 +24,7 @@ from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.worker.host_memory import num_host_pools
+from vllm_hisparse.lifetime import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,6 +51,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
+        end_with_parent()
         config = HiSparseConfig.from_vllm_config(vllm_config)
         groups = DeviceGroups.from_config(kv_cache_config, config.dense_unit)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)

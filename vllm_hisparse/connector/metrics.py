@@ -78,11 +78,11 @@ class HiSparseStats(KVConnectorStats):
         selected = counters["cache_hits"] + counters["cache_misses"]
         figures: dict[str, int | float] = {
             "Hot-buffer hit rate (%)": round(100 * counters["cache_hits"] / selected, 1) if selected else 0.0,
-            "Host to device (MB)": round(counters["host_to_device_bytes"] / 2**20, 1),
-            "Device to host (MB)": round(counters["device_to_host_bytes"] / 2**20, 1),
+            "Host to device (MiB)": round(counters["host_to_device_bytes"] / 2**20, 1),
+            "Device to host (MiB)": round(counters["device_to_host_bytes"] / 2**20, 1),
             "Transfers": counters["transfers"],
             "Failed transfers": counters["transfer_failures"],
-            "Received to host (MB)": round(counters["transfer_bytes_to_host"] / 2**20, 1),
+            "Received to host (MiB)": round(counters["transfer_bytes_to_host"] / 2**20, 1),
         }
         return figures | {name.replace("_", " ").capitalize(): value for name, value in self.data["gauges"].items()}
 

@@ -3,11 +3,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.worker import host_memory
+from vllm_hisparse.kv_manager.worker.free_memory import FreeMemory
 from vllm_hisparse.kv_manager.worker.host_memory import (
     FREE_MEMORY_SHARE,
     allocate_host_pool,
@@ -112,7 +112,7 @@ def test_the_pools_of_all_ranks_must_fit(
     monkeypatch: pytest.MonkeyPatch, use_mla: bool, same_node: list[bool], num_free_pools: int, refuses: bool
 ) -> None:
     available = int((num_free_pools + 0.5) * NUM_BYTES / FREE_MEMORY_SHARE)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(host_memory, "free_memory", lambda: FreeMemory(available, "free host memory"))
     results = Ranks(monkeypatch, 2, same_node).allocate(use_mla)
     assert [isinstance(result, (HiSparseConfigError, RuntimeError)) for result in results] == [refuses] * 2
     if refuses:
@@ -151,7 +151,34 @@ def test_ranks_of_an_mla_model_share(use_mla: bool, num_ranks: int, shares: bool
 
 
 def test_names_the_option_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    monkeypatch.setattr(host_memory, "free_memory", lambda: FreeMemory(2**30, "free host memory"))
     check_free_memory(2**29, ("host_to_device_ratio", 2.5))
     with pytest.raises(HiSparseConfigError, match=r"^host_to_device_ratio: got 2\.5, .* not 8\.0 GiB"):
         check_free_memory(2**33, ("host_to_device_ratio", 2.5))
+
+
+@pytest.mark.parametrize(
+    ("free", "taken", "refuses"),
+    [
+        (1.1, [], False),
+        (1.1, [0], True),
+        (2.2, [0], False),
+        (2.2, [1, 0, 1], False),
+        (1.1, [1, 1, 1], False),
+        (1.1, [1, 1, 0], True),
+        (1.1, [5], False),
+        (1.1, [5, 0], True),  # what else another one has taken is of no use to this pool
+    ],
+)
+def test_the_pools_of_data_parallel_ranks_must_fit(
+    monkeypatch: pytest.MonkeyPatch, free: float, taken: list[int], refuses: bool
+) -> None:
+    """Whichever of them looks first; what is free and what the others have taken is in pools."""
+    pool = 2**30
+    monkeypatch.setattr(host_memory, "free_memory", lambda: FreeMemory(int(free * pool), "free host memory"))
+    monkeypatch.setattr(host_memory, "engines_beside", lambda: list(range(len(taken))))
+    monkeypatch.setattr(host_memory, "host_pool_bytes", lambda engine: taken[engine] * pool)
+    if not refuses:
+        return check_free_memory(pool, OPTION)
+    with pytest.raises(HiSparseConfigError, match=f"for each of {1 + len(taken)} data parallel ranks"):
+        check_free_memory(pool, OPTION)

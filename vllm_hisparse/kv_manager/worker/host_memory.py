@@ -7,16 +7,16 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.worker.free_memory import engines_beside, free_memory, host_pool_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FREE_MEMORY_SHARE = 0.95  # of the memory the system reports as available
+FREE_MEMORY_SHARE = 0.95  # of the memory that host and container leave
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]  # what every rank gives, by rank; also waits for all of them
@@ -44,7 +44,7 @@ def allocate_host_pool(num_bytes: int, vllm_config: VllmConfig, size_option: tup
         Memory that is page-aligned, as cudaHostRegister and NIXL want it.
 
     Raises:
-        HiSparseConfigError: the host has less free memory, or ranks that share a pool run on several hosts.
+        HiSparseConfigError: less memory is free, or ranks that share a pool run on several hosts.
         RuntimeError: on the other ranks, when it fails on one.
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
@@ -74,17 +74,22 @@ def allocate_host_pool(num_bytes: int, vllm_config: VllmConfig, size_option: tup
 
 
 def check_free_memory(num_bytes: int, size_option: tuple[str, float]) -> None:
-    """Refuse host pools that the host's free memory cannot hold.
+    """Refuse host pools that the free memory cannot hold, with those of the data parallel ranks beside this one.
 
     Raises:
-        HiSparseConfigError: less than `num_bytes` is free.
+        HiSparseConfigError: less than `num_bytes` is free for this engine.
     """
-    available = int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
+    free, others = free_memory(), engines_beside()
+    # What the others have taken already is not free any more: it counts, whichever rank looks first.
+    taken = sum(min(host_pool_bytes(engine), num_bytes) for engine in others)
+    available = (int(free.num_bytes * FREE_MEMORY_SHARE) + taken) // (1 + len(others))
     if num_bytes > available:
+        shared = f", for each of {1 + len(others)} data parallel ranks" if others else ""
         raise HiSparseConfigError(
             *size_option,
-            f"a host pool of at most {available / 2**30:.1f} GiB (free host memory), not {num_bytes / 2**30:.1f} GiB",
-            "Lower it, or free memory on the host.",
+            f"a host pool of at most {available / 2**30:.1f} GiB ({free.source}{shared}), "
+            f"not {num_bytes / 2**30:.1f} GiB",
+            "Lower it, or free memory on the host, or raise the container's limit.",
         )
 
 

@@ -187,7 +187,4 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
-  {{- if .Values.nixl.lockMemory }}
-  add: [IPC_LOCK]
-  {{- end }}
 {{- end }}

@@ -1,0 +1,122 @@
+"""Host memory that this engine may still take: the host's, a container's, and shared with the engines beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+PROC = Path("/proc")
+# By cgroup version: what limits memory, what is used, and the entries of memory.stat that the kernel gives up first.
+_LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
+_USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
+_PAGE_CACHE = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "inactive_file")}
+
+
+class FreeMemory(NamedTuple):
+    """Bytes that can be taken, and what they are left of."""
+
+    num_bytes: int
+    source: str
+
+
+def free_memory(proc: Path = PROC) -> FreeMemory:
+    """The least of what is free on the host and of what the cgroups of this process leave.
+
+    NOTE: psutil knows the host alone; in a container with a limit the kernel kills what goes beyond it.
+    """
+    candidates = [FreeMemory(psutil.virtual_memory().available, "free host memory")]
+    for version, directory in _cgroups(proc):
+        left = _left_of(version, directory)
+        if left is not None:
+            candidates.append(FreeMemory(left, f"what the memory limit of cgroup {directory} leaves"))
+    return min(candidates)
+
+
+def _cgroups(proc: Path) -> Iterator[tuple[int, Path]]:
+    """Version and directory of this process's memory cgroups, up to the topmost ones that are mounted here."""
+    mounts = dict(_cgroup_mounts(proc))
+    with suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            version = 2 if not controllers else 1
+            if version not in mounts or (controllers and "memory" not in controllers.split(",")):
+                continue
+            root, mount_point = mounts[version]
+            # NOTE: without a cgroup namespace the path is the host's, and a container sees its own part at the mount.
+            is_below = path.startswith(root.rstrip("/") + "/")
+            directory = mount_point / (path[len(root) :] if is_below else "").strip("/")
+            while directory.is_relative_to(mount_point):
+                yield version, directory
+                directory = directory.parent
+
+
+def _cgroup_mounts(proc: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
+    """By version of the memory controller: which cgroup is mounted, and where."""
+    with suppress(OSError):
+        for line in (proc / "self/mountinfo").read_text().splitlines():
+            mount, _, filesystem = line.partition(" - ")
+            root, mount_point = mount.split()[3:5]
+            kind, _, options = filesystem.split()[:3]
+            if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+                yield 2 if kind == "cgroup2" else 1, (root, Path(mount_point))
+
+
+def _left_of(version: int, directory: Path) -> int | None:
+    """Bytes below the limit of one cgroup, page cache not counted as used; None without a limit."""
+    limits = [limit for name in _LIMITS[version] if (limit := _read_int(directory / name)) is not None]
+    used = _read_int(directory / _USAGE[version])
+    if not limits or used is None:
+        return None
+    page_cache = 0
+    with suppress(OSError):
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        page_cache = sum(int(stat.get(name, 0)) for name in _PAGE_CACHE[version])
+    return max(0, min(limits) - max(0, used - page_cache))
+
+
+def _read_int(path: Path) -> int | None:
+    """The number in a file; None for "max" and where there is none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def engines_beside() -> list[psutil.Process]:
+    """Data parallel ranks that the same process started on this host, other than this engine.
+
+    NOTE: vLLM tells the ranks of a dense model nothing of each other, so their processes are looked for.
+    """
+    engine = psutil.Process()
+    with suppress(psutil.Error):
+        if not _is_engine(engine):  # a tensor parallel rank is a process of its own
+            engine = engine.parent() or engine
+        if _is_engine(engine):
+            parent = engine.parent()
+            return [child for child in parent.children() if child != engine and _is_engine(child)] if parent else []
+    return []
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return "EngineCore_DP" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def host_pool_bytes(engine: psutil.Process, proc: Path = PROC) -> int:
+    """Shared memory that an engine and its ranks have taken already: its host pool, as far as it is pinned.
+
+    A pool that several ranks map is shared among them.
+    """
+    num_kib = 0
+    with suppress(psutil.Error):
+        for process in [engine, *engine.children(recursive=True)]:
+            with suppress(OSError):
+                lines = (proc / str(process.pid) / "smaps_rollup").read_text().splitlines()
+                num_kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+    return num_kib * 1024
