@@ -1,0 +1,243 @@
+"""Everything that the campaign knows of the insides of vLLM and of the product."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
+from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
+
+from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, Configuration
+from .rank import BatchEntry
+from .texts import Text
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+MODEL = (
+    Path(__file__).resolve().parents[2] / "build" / "models" / "dsv32"
+)  # its configuration only; no weights are read
+NUM_LAYERS = 2
+HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
+
+init_none_hash(sha256)
+register_hot_block_manager()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is drawn for a world.
+
+    Attributes:
+        num_device_blocks, num_host_blocks: the pools.
+        max_num_seqs, token_budget: of a step.
+        policy: "fcfs" or "priority".
+        recomputes_failures: whether a failed transfer is computed here, or ends its request with an error.
+    """
+
+    num_device_blocks: int
+    num_host_blocks: int
+    max_num_seqs: int
+    token_budget: int
+    policy: str
+    recomputes_failures: bool
+
+
+class Product:
+    """vLLM's scheduler with the product's scheduler half in it."""
+
+    def __init__(self, configuration: Configuration, sizes: Sizes):
+        self.num_device_blocks = sizes.num_device_blocks
+        kv_cache_config = _kv_cache_config(sizes.num_device_blocks, configuration.has_resident_group)
+        self.vllm_config = _vllm_config(configuration, sizes, kv_cache_config)
+        scheduler_class = AsyncScheduler if configuration.is_async else Scheduler
+        self.scheduler = scheduler_class(
+            vllm_config=self.vllm_config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.vllm_config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        self.half = self.scheduler.connector.scheduler
+        assert len(self.half.host_pool._num_refs) == sizes.num_host_blocks
+        self.max_in_flight = self.vllm_config.max_concurrent_batches
+
+    def num_tables(self) -> int:
+        """Requests whose state the worker half has room for."""
+        worker = object.__new__(HiSparseWorkerConnector)
+        worker.vllm_config, worker.groups, worker.layout = self.vllm_config, self.half.groups, self.half.groups.layout
+        worker.config = HiSparseConfig.from_vllm_config(self.vllm_config)
+        return worker._shape(self.num_device_blocks).num_requests
+
+    def batch(self, output: SchedulerOutput) -> list[BatchEntry]:
+        """What a step computes, read right after it was scheduled."""
+        return [self._entry(name, num_tokens) for name, num_tokens in output.num_scheduled_tokens.items()]
+
+    def check_pools(self) -> None:
+        self.half.host_pool.check_integrity()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        num_refs = [0] * pool.num_gpu_blocks
+        for block in self._owned_device_blocks():
+            num_refs[block.block_id] += 1
+        assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
+
+    def num_used_host_blocks(self) -> int:
+        self.half.hot_manager.release_parked()
+        return self.half.host_pool.num_used
+
+    def num_free_device_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def leftovers(self) -> dict[str, Any]:
+        """What must be empty when no request is left."""
+        half, manager = self.half, self.half.hot_manager
+        manager.release_parked()
+        left = {
+            name: getattr(manager, name)
+            for name in ("requests", "states", "matches", "changed", "waiting_for_host", "_parked")
+        }
+        left |= {"preempted": half.host_pool._preempted, "transfers": half._transfers}
+        if half.transport:
+            left["heartbeats"] = half.transport.connector.connector_scheduler._heartbeat_by_engine
+        return left
+
+    def progress(self) -> str:
+        """Where every request stands, for the report of a deadlock."""
+        requests = [
+            (request.request_id, request.status.name, request.num_computed_tokens, request.num_tokens)
+            for request in self.scheduler.requests.values()
+        ]
+        pool = self.half.host_pool
+        return f"{requests}, host blocks: {pool.num_free} free, {pool.num_cached} cached, {pool.num_used} used"
+
+    def _entry(self, request_id: str, num_tokens: int) -> BatchEntry:
+        request, groups = self.scheduler.requests[request_id], self.half.groups
+        block_ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        resident_id = groups.indexer_group_id
+        last = request.num_computed_tokens
+        return BatchEntry(
+            request_id,
+            last - num_tokens,
+            last,
+            block_ids[groups.hot_group_id][0],
+            [] if resident_id is None else list(block_ids[resident_id]),
+            Text(request._all_token_ids, last),
+            not request.is_prefill_chunk,
+        )
+
+    def _owned_device_blocks(self) -> Iterator[Any]:
+        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for blocks in manager.req_to_blocks.values():
+                yield from blocks
+        for _, blocks in self.scheduler.deferred_frees:
+            yield from blocks
+
+
+def block_pairs(meta: ReqMeta) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+    """What a pull reads, by vLLM's own code.
+
+    For main KV and for what the device keeps: pairs of a local and a remote block, and the local blocks left over.
+
+    Args:
+        meta: a pull as vLLM's scheduler half asks for it.
+    """
+    worker = object.__new__(_BareWorker)
+    worker.dcp_size, worker.dcp_rank, worker._has_mamba = 1, 0, False
+    local_groups, remote = [list(group) for group in meta.local_block_ids], list(meta.remote.block_ids[0])
+    if len(local_groups) == 1:
+        matched = worker._apply_prefix_caching(local_groups, [remote], 1, 1)
+    else:
+        matched = worker._apply_prefix_caching_by_region(
+            local_groups,
+            [remote] * len(local_groups),
+            num_computed_blocks=list(meta.local_num_computed_blocks),
+            num_remote_blocks=cdiv(meta.remote.num_tokens, BLOCK_SIZE),
+        )
+    for group, local_ids, remote_ids in zip(local_groups, *matched, strict=True):
+        yield list(zip(local_ids, remote_ids, strict=True)), group[len(local_ids) :]
+
+
+class _BareWorker(NixlPullConnectorWorker):
+    def __del__(self) -> None:
+        """Nothing was registered."""
+
+
+def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
+    return MLAAttentionSpec(
+        block_size=BLOCK_SIZE,
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+        state_content_bytes=head_size * dtype.itemsize,
+    )
+
+
+def _kv_cache_config(num_blocks: int, has_resident_group: bool) -> KVCacheConfig:
+    hot = HotBufferSpec.from_mla_spec(
+        _mla_spec(12, torch.bfloat16), rows_per_block=3, blocks_per_request=NUM_HOT_BLOCKS
+    )
+    groups = [KVCacheGroupSpec(_layers("attn"), hot)]
+    if has_resident_group:
+        groups.insert(0, KVCacheGroupSpec(_layers("indexer"), _mla_spec(20, torch.uint8)))
+    pages = [group.kv_cache_spec.page_size_bytes for group in groups]
+    block_bytes = NUM_LAYERS * max(pages)
+    tensors = [
+        KVCacheTensor(num_blocks * block_bytes, group.layer_names, page, block_bytes)
+        for group, page in zip(groups, pages, strict=True)
+    ]
+    return KVCacheConfig(num_blocks, tensors, groups)
+
+
+def _layers(kind: str) -> Sequence[str]:
+    return [f"layers.{index}.{kind}" for index in range(NUM_LAYERS)]
+
+
+def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KVCacheConfig) -> VllmConfig:
+    config = copy.copy(_base_config(configuration.role))
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.enable_prefix_caching = configuration.enable_caching
+    config.cache_config.num_gpu_blocks = sizes.num_device_blocks
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.async_scheduling = configuration.is_async
+    config.scheduler_config.policy = SchedulingPolicy(sizes.policy).value
+    config.scheduler_config.max_num_seqs = sizes.max_num_seqs
+    config.scheduler_config.max_num_batched_tokens = sizes.token_budget
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_load_failure_policy = "recompute" if sizes.recomputes_failures else "fail"
+    block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
+    num_bytes = (sizes.num_host_blocks + 0.5) * block_bytes
+    config.kv_transfer_config.kv_connector_extra_config = {"host_pool_gib": num_bytes / 2**30}
+    return config
+
+
+@lru_cache
+def _base_config(role: str) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector=CONNECTOR_NAME, kv_role=role, kv_connector_extra_config={"host_pool_gib": 1.0}
+    )
+    args = EngineArgs(model=str(MODEL), max_model_len=MAX_MODEL_LEN, kv_transfer_config=transfer)
+    config = args.create_engine_config()
+    config.cache_config.block_size = BLOCK_SIZE
+    return config

@@ -1,0 +1,67 @@
+"""Which lives are run: what the worlds of one row of the result have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 48
+NUM_HOT_BLOCKS = 2  # of a request
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What the worlds of one row have in common; pool sizes, policy and budget are drawn for each world.
+
+    Attributes:
+        name: how rows of the result call it.
+        role: "kv_both": one instance; "kv_consumer": prompts come from a prefill instance, too.
+        is_async: whether two batches are in flight.
+        has_resident_group: whether the device keeps KV of every token (indexer keys, layers with full KV).
+        enable_caching: vLLM's prefix caching.
+        has_sessions: whether some requests are streaming sessions.
+        num_engines: data parallel engines.
+        num_ranks: tensor parallel ranks of an engine.
+        shares_host_pool: one host pool for all ranks of an engine, or one each.
+        sibling_share: of remote prompts, those sent with the transfer parameters of another prompt.
+        malformed_share: of remote prompts, those whose transfer parameters are damaged.
+    """
+
+    name: str
+    role: str = "kv_both"
+    is_async: bool = True
+    has_resident_group: bool = True
+    enable_caching: bool = True
+    has_sessions: bool = False
+    num_engines: int = 1
+    num_ranks: int = 2
+    shares_host_pool: bool = True
+    sibling_share: float = 0.0
+    malformed_share: float = 0.0
+
+    @property
+    def is_pd(self) -> bool:
+        return self.role == "kv_consumer"
+
+
+def _pd(name: str, **options) -> Configuration:
+    return Configuration(name, role="kv_consumer", **options)
+
+
+_DENSE = {"has_resident_group": False, "shares_host_pool": False}  # pools of KV heads, one per rank
+
+CONFIGURATIONS = (
+    Configuration("one instance"),
+    Configuration("one instance, sync", is_async=False),
+    Configuration("one instance, no prefix caching", enable_caching=False),
+    Configuration("one instance, nothing resident", **_DENSE),
+    Configuration("one instance, sessions", has_sessions=True),
+    _pd("P/D"),
+    _pd("P/D, sync", is_async=False),
+    _pd("P/D, no prefix caching", enable_caching=False),
+    _pd("P/D, nothing resident", **_DENSE),
+    _pd("P/D, sessions", has_sessions=True),
+    _pd("P/D, sessions, nothing resident, one rank", has_sessions=True, num_ranks=1, **_DENSE),
+    _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
+    _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
+)

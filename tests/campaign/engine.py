@@ -1,0 +1,148 @@
+"""One simulated engine: the loop of vLLM's EngineCore around its real scheduler, over simulated ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import count
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from .adapter import Product, Sizes
+from .checks import check_pools, check_tokens
+from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, Configuration
+from .nixl import Nixl, Prefill
+from .rank import HostMemory, Rank, Step
+
+
+class Engine:
+    """Schedules, launches and updates like `EngineCore.step_with_batch_queue`; how far devices and NIXL come is random.
+
+    Args:
+        configuration: of the world.
+        sizes: of the world.
+        rng: of the world.
+        prefill: the prefill instance.
+        counts: what happened in the world; added to.
+    """
+
+    def __init__(
+        self, configuration: Configuration, sizes: Sizes, rng: random.Random, prefill: Prefill, counts: Counter[str]
+    ):
+        self.rng, self.counts = rng, counts
+        self.product = Product(configuration, sizes)
+        self.scheduler = self.product.scheduler
+        self.scheduler.needs_kv_cache_zeroing = rng.random() < 0.7
+        shared, zeroes_first = HostMemory(), rng.random() < 0.5
+        self.ranks = [
+            Rank(
+                index,
+                shared if configuration.shares_host_pool else HostMemory(),
+                self.product.num_tables(),
+                -(-MAX_MODEL_LEN // BLOCK_SIZE),
+                zeroes_first,
+            )
+            for index in range(configuration.num_ranks)
+        ]
+        self.nixl = Nixl(rng, prefill, self.ranks, configuration.shares_host_pool)
+        self._aggregator = KVOutputAggregator(configuration.num_ranks)
+        self._in_flight: deque[Step] = deque()
+        self._numbers = count()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._in_flight or self.scheduler.requests or self.scheduler.has_requests() or self.nixl.is_busy)
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+
+    def live_requests(self) -> list[Request]:
+        return [request for request in self.scheduler.requests.values() if not request.is_finished()]
+
+    def abort(self, request_id: str) -> None:
+        """A client is gone."""
+        ended = self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+        self.counts["aborts"] += len(ended)
+
+    def reset(self, reset_running: bool, reset_connector: bool) -> None:
+        """What `/reset_prefix_cache` does; vLLM refuses while blocks are in use that it cannot take back."""
+        num_preemptions = self._num_preemptions()
+        try:
+            self.scheduler.reset_prefix_cache(reset_running, reset_connector)
+        except RuntimeError as refusal:
+            if not str(refusal).startswith("Failed to reset KV cache"):
+                raise
+        self.counts["resets"] += 1
+        self.counts["preemptions"] += self._num_preemptions() - num_preemptions
+
+    def step(self, on_wait: Callable[[], None]) -> None:
+        """One turn of the loop.
+
+        Args:
+            on_wait: called when a batch is done and not yet processed: aborts may arrive then.
+        """
+        if self.scheduler.has_requests() and len(self._in_flight) < self.product.max_in_flight:
+            self._launch()
+        for rank in self.ranks:
+            while rank.is_busy and self.rng.random() < 0.6:
+                rank.run_one()
+        self.nixl.write_some(self.rng.random() * 0.7)
+        is_full = len(self._in_flight) == self.product.max_in_flight
+        if self._in_flight and (is_full or self.rng.random() < 0.3 or not self.scheduler.has_requests()):
+            self._finish(on_wait)
+        check_pools(self)
+        self.counts["steps"] += 1
+
+    def flush(self) -> None:
+        """An empty step, which tells the ranks what is still to be told."""
+        self._launch()
+        number = self._in_flight[0].number
+        self._finish(lambda: None)
+        for rank in self.ranks:
+            rank.finish(number)
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+
+    def _launch(self) -> None:
+        num_preemptions = self._num_preemptions()
+        output = self.scheduler.schedule()
+        self.counts["preemptions"] += self._num_preemptions() - num_preemptions
+        step = Step(next(self._numbers), output, self.product.batch(output))
+        self.counts["tail saves"] += len(step.metadata.tail_saves)
+        self.counts["restores"] += len(step.metadata.restores)
+        for rank in self.ranks:
+            rank.launch(step, self.ranks)
+        # NOTE: posted by the worker's CPU: the device may be steps behind.
+        self.nixl.post(step.metadata.transport)
+        self.nixl.write_some(self.rng.random())
+        step.results = self.nixl.poll()
+        self._in_flight.appendleft(step)
+
+    def _finish(self, on_wait: Callable[[], None]) -> None:
+        """NOTE: nothing waits for the device in a step without a batch."""
+        step = self._in_flight.pop()
+        if step.batch:
+            for rank in self.ranks:
+                rank.finish(step.number)
+        on_wait()
+        self.scheduler.update_from_output(step.output, self._model_output(step))
+        for entry in step.batch:
+            request = self.scheduler.requests.get(entry.request_id)
+            if request is not None:
+                check_tokens(request)
+
+    def _model_output(self, step: Step) -> ModelRunnerOutput:
+        ids = [entry.request_id for entry in step.batch]
+        sampled = [[entry.text.next_token(entry.last)] if entry.samples else [] for entry in step.batch]
+        outputs = [
+            ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=result)
+            for result in step.results
+        ]
+        return self._aggregator.aggregate(outputs)
+
+    def _num_preemptions(self) -> int:
+        return sum(request.num_preemptions for request in self.scheduler.requests.values())

@@ -1,0 +1,129 @@
+"""Faults of real engines: what is lost, and whether later answers are still full KV's."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from .cluster import Cluster, differs, make_prompt
+
+PROMPT_TOKENS, NUM_TOKENS = 4000, 12  # of a request whose transfer is disturbed
+LOAD_PROMPTS, LOAD_CLIENTS = 40, 8  # many more tokens than the host pool holds
+MAX_DISCONNECT_CHUNKS = 6
+
+Advance = Callable[[], None]
+
+
+@dataclass
+class Fault:
+    """A row of the result.
+
+    Attributes:
+        times: kills, answered requests or disconnects.
+        lost_blocks: blocks of a surviving engine that did not come back.
+        wrong_tokens: answers whose tokens are not full KV's.
+    """
+
+    fault: str
+    times: int = 0
+    lost_blocks: int = 0
+    wrong_tokens: int = 0
+
+
+def killed(victim: str, cluster: Cluster, num_points: int, advance: Advance) -> Fault:
+    """Kill an engine at points that are spread over a transfer and the first tokens after it."""
+    fault = Fault(f"{victim} killed during a transfer")
+    survivor = {"prefill": "decode", "decode": "prefill"}[victim]
+    seconds = _transfer_seconds(cluster)
+    for index in range(num_points):
+        prompt = make_prompt(PROMPT_TOKENS, seed=index)
+        reply = _kill_during(cluster, victim, prompt, 1.2 * seconds * index / max(num_points - 1, 1))
+        fault.lost_blocks += cluster.lost_blocks(survivor)
+        cluster.restart(victim)
+        full = cluster.full_kv(prompt, NUM_TOKENS)
+        later = cluster.ask(prompt, NUM_TOKENS, cluster.transfer(prompt))
+        fault.wrong_tokens += (reply is not None and differs(reply, full)) + (later is None or differs(later, full))
+        fault.times += 1
+        advance()
+    return fault
+
+
+def _kill_during(cluster: Cluster, victim: str, prompt: list[int], delay_s: float) -> dict[str, Any] | None:
+    """The answer to a request whose transfer is disturbed, or None."""
+    transfer = cluster.transfer(prompt)
+    with ThreadPoolExecutor(1) as executor:
+        reply = executor.submit(cluster.ask, prompt, NUM_TOKENS, transfer)
+        time.sleep(delay_s)
+        cluster.kill(victim)
+        return reply.result()
+
+
+def _transfer_seconds(cluster: Cluster) -> float:
+    """From asking the decode engine to its first token; the second time, when both engines know each other."""
+    for seed in (-1, -2):
+        prompt = make_prompt(PROMPT_TOKENS, seed)
+        transfer = cluster.transfer(prompt)
+        started = time.monotonic()
+        cluster.ask(prompt, 1, transfer)
+        seconds = time.monotonic() - started
+    return seconds
+
+
+def host_pool_full(cluster: Cluster, seconds: float, advance: Advance) -> Fault:
+    """More requests than the host pool holds, all the time; `advance` is called every second."""
+    fault, lock, deadline = Fault("host pool full"), threading.Lock(), time.monotonic() + seconds
+    expected = cache(partial(_expected, cluster, threading.Lock()))
+
+    def client(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < deadline:
+            index = rng.randrange(LOAD_PROMPTS)
+            full, prompt, num_tokens = expected(index), *_load_request(index)
+            transfer = cluster.transfer(prompt) if rng.random() < 0.5 else None
+            reply = cluster.ask(prompt, num_tokens, transfer)
+            with lock:
+                fault.times += 1
+                fault.wrong_tokens += reply is None or differs(reply, full)
+
+    with ThreadPoolExecutor(LOAD_CLIENTS) as executor:
+        clients = [executor.submit(client, seed) for seed in range(LOAD_CLIENTS)]
+        while time.monotonic() < deadline:
+            time.sleep(1)
+            advance()
+        for running in clients:
+            running.result()
+    fault.lost_blocks = cluster.lost_blocks("decode") + cluster.lost_blocks("prefill")
+    return fault
+
+
+def _load_request(index: int) -> tuple[list[int], int]:
+    """Prompt and number of tokens to generate; long enough for blocks to be added while it decodes."""
+    return make_prompt(1200 + 37 * index, seed=7), 100
+
+
+def _expected(cluster: Cluster, lock: threading.Lock, index: int) -> dict[str, Any]:
+    with lock:
+        return cluster.full_kv(*_load_request(index))
+
+
+def clients_disconnect(cluster: Cluster, times: int, advance: Advance) -> Fault:
+    """Clients that leave at once, during the transfer, or in the middle of the stream."""
+    fault, rng = Fault("clients disconnect"), random.Random(0)
+    for index in range(times):
+        prompt = make_prompt(1500 + index, seed=8)
+        transfer = cluster.transfer(prompt) if rng.random() < 0.7 else None
+        cluster.leave(prompt, transfer, rng.randrange(MAX_DISCONNECT_CHUNKS))
+        fault.times += 1
+        advance()
+    fault.lost_blocks = cluster.lost_blocks("decode") + cluster.lost_blocks("prefill")
+    for index in (0, times - 1):
+        prompt = make_prompt(1500 + index, seed=8)
+        reply = cluster.ask(prompt, NUM_TOKENS, cluster.transfer(prompt))
+        fault.wrong_tokens += reply is None or differs(reply, cluster.full_kv(prompt, NUM_TOKENS))
+    return fault

@@ -1,0 +1,195 @@
+"""A simulated tensor parallel rank: device memory, tables, and a queue of work that the device does when it likes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .checks import Finding, check
+from .configuration import BLOCK_SIZE
+from .texts import NEVER_WRITTEN, ZEROED, Row, Text
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata
+
+
+class Memory(dict[int, Row]):
+    """Rows by place: block * BLOCK_SIZE + offset."""
+
+    def copy_block(self, block_id: int, source: Memory, source_id: int) -> None:
+        self.write(block_id, source.read(source_id))
+
+    def read(self, block_id: int) -> list[Row]:
+        first = block_id * BLOCK_SIZE
+        return [self.get(place, NEVER_WRITTEN) for place in range(first, first + BLOCK_SIZE)]
+
+    def write(self, block_id: int, rows: Sequence[Row]) -> None:
+        self.update(enumerate(rows, block_id * BLOCK_SIZE))
+
+
+@dataclass
+class HostMemory:
+    """One host pool: main KV and the copies of what the device keeps of every token."""
+
+    rows: Memory = field(default_factory=Memory)
+    keys: Memory = field(default_factory=Memory)
+
+
+@dataclass(frozen=True)
+class BatchEntry:
+    """What a step computes of one request: positions [first, last), over everything before them.
+
+    Attributes:
+        handle: its first hot block.
+        device_ids: its device-resident blocks.
+        text: its tokens as known when the step is scheduled, continued to `last`.
+        samples: whether the step yields a token.
+    """
+
+    request_id: str
+    first: int
+    last: int
+    handle: int
+    device_ids: list[int]
+    text: Text
+    samples: bool
+
+
+@dataclass
+class Step:
+    """A batch in flight."""
+
+    number: int
+    output: SchedulerOutput
+    batch: list[BatchEntry]
+    results: list[KVConnectorOutput] = field(default_factory=list)  # by rank, as polled when it was launched
+
+    @property
+    def metadata(self) -> HiSparseMetadata:
+        return self.output.kv_connector_metadata
+
+    def reads(self, entry: BatchEntry, rank: Rank) -> str:
+        return f"step {self.number}, rank {rank.index}: {entry.request_id} computes [{entry.first}, {entry.last})"
+
+
+class Rank:
+    """Work enters the queue in the order of a stream; `run_some` decides how far the device has come.
+
+    Args:
+        index: its number.
+        host: the host pool it reads and writes, shared or its own.
+        num_tables: requests whose state the worker half has room for.
+        zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
+    """
+
+    def __init__(self, index: int, host: HostMemory, num_tables: int, max_blocks: int, zeroes_first: bool):
+        self.index, self.host, self.zeroes_first = index, host, zeroes_first
+        self.num_tables, self.max_blocks = num_tables, max_blocks
+        self.keys = Memory()
+        self.tables: dict[int, list[int]] = {}
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self._num_forwards_queued = self.num_forwards_done = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue)
+
+    def launch(self, step: Step, ranks: Sequence[Rank]) -> None:
+        """Queue a step as the worker half does: changes, the forward, the saves."""
+        metadata, new_ids = step.metadata, step.output.new_block_ids_to_zero or ()
+        zero = partial(self._zero, new_ids)
+        changes = [partial(self._copy_to_host, metadata.tail_saves), partial(self._update_tables, metadata)]
+        changes.append(partial(self._copy_to_device, metadata.restores))
+        for work in [zero, *changes] if self.zeroes_first else [*changes, zero]:
+            self._enqueue(step, work)
+        if step.batch:
+            # NOTE: all-reduces keep ranks together: none is in a forward before all have ended the one before.
+            self._enqueue(step, partial(_finish_forwards, ranks, self._num_forwards_queued))
+            self._num_forwards_queued += 1
+            self._enqueue(step, partial(self._read_rows, step))
+            self._enqueue(step, partial(self._write, step))
+            self._enqueue(step, partial(self._read_keys, step))
+            self._enqueue(step, self._end_forward)
+        self._enqueue(step, partial(self._copy_to_host, metadata.saves))
+
+    def run_one(self) -> None:
+        _, work = self._queue.popleft()
+        work()
+
+    def finish(self, number: int) -> None:
+        """The device has done everything of this step."""
+        while self._queue and self._queue[0][0] <= number:
+            self.run_one()
+
+    def _enqueue(self, step: Step, work: Callable[[], None]) -> None:
+        self._queue.append((step.number, work))
+
+    def _end_forward(self) -> None:
+        self.num_forwards_done += 1
+
+    def _zero(self, device_ids: Sequence[int]) -> None:
+        for device_id in device_ids:
+            self.keys.write(device_id, [ZEROED] * BLOCK_SIZE)
+
+    def _copy_to_host(self, pairs: BlockPairs) -> None:
+        for device_id, host_id in pairs:
+            self.host.keys.copy_block(host_id, self.keys, device_id)
+
+    def _copy_to_device(self, pairs: BlockPairs) -> None:
+        for host_id, device_id in pairs:
+            self.keys.copy_block(device_id, self.host.keys, host_id)
+
+    def _update_tables(self, metadata: HiSparseMetadata) -> None:
+        for handle in metadata.released:
+            del self.tables[handle]
+        for handle, (first, host_ids) in metadata.tables.items():
+            check((handle in self.tables) == (first > 0), "a table does not start at 0, or starts twice")
+            table = self.tables.setdefault(handle, [])
+            check(len(table) == first, "a change does not continue its table")
+            table.extend(host_ids)
+            check(len(table) <= self.max_blocks, f"a table of {len(table)} blocks, there is room for {self.max_blocks}")
+        num_tables = len(self.tables)
+        check(num_tables <= self.num_tables, f"state of {num_tables} requests, there is room for {self.num_tables}")
+
+    def _read_rows(self, step: Step) -> None:
+        for entry in step.batch:
+            self._check(step, entry, "host row", self.host.rows, self.tables[entry.handle], entry.first)
+
+    def _write(self, step: Step) -> None:
+        for entry in step.batch:
+            for memory, block_ids in ((self.host.rows, self.tables[entry.handle]), (self.keys, entry.device_ids)):
+                for position in range(entry.first, entry.last) if block_ids else ():
+                    memory[_place(block_ids, position)] = entry.text.rows[position]
+
+    def _read_keys(self, step: Step) -> None:
+        """NOTE: after all of the step's keys are written: vLLM shares blocks within a step."""
+        for entry in step.batch:
+            if entry.device_ids:
+                self._check(step, entry, "indexer key", self.keys, entry.device_ids, entry.last)
+
+    def _check(
+        self, step: Step, entry: BatchEntry, what: str, memory: Memory, block_ids: list[int], num_rows: int
+    ) -> None:
+        for position in range(num_rows):
+            row = memory.get(_place(block_ids, position), NEVER_WRITTEN)
+            if row != entry.text.rows[position]:
+                block_id = block_ids[position // BLOCK_SIZE]
+                whose = row if isinstance(row, str) else "another prefix's"
+                raise Finding(f"{step.reads(entry, self)}: {what} {position} in block {block_id} is {whose}")
+
+
+def _finish_forwards(ranks: Sequence[Rank], num_forwards: int) -> None:
+    for rank in ranks:
+        while rank.num_forwards_done < num_forwards:
+            rank.run_one()
+
+
+def _place(block_ids: list[int], position: int) -> int:
+    block, offset = divmod(position, BLOCK_SIZE)
+    return block_ids[block] * BLOCK_SIZE + offset

@@ -1,0 +1,27 @@
+"""The campaign notices planted damage."""
+
+from collections.abc import Callable
+
+import pytest
+
+from . import damage
+from .configuration import CONFIGURATIONS
+from .lives import run_lives
+
+LIVES = 1500
+BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "message"),
+    [
+        (damage.no_parking, "P/D", "host row"),
+        (damage.early_publishing, "one instance", "host row"),
+        (damage.no_tail_save, "one instance", "indexer key"),
+        (damage.another_transfer, "P/D, no prefix caching", "host row"),
+    ],
+)
+def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:
+    plant(monkeypatch)
+    result = run_lives(BY_NAME[name], LIVES)
+    assert any(message in violation.message for violation in result.violations)

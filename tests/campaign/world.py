@@ -1,0 +1,79 @@
+"""A world: engines, a prefill instance and clients, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import partial
+
+from .adapter import Sizes
+from .checks import check, check_idle
+from .clients import Clients
+from .configuration import Configuration
+from .engine import Engine
+from .nixl import Prefill
+
+LIVES = 120  # of a world
+MAX_DRAIN_STEPS = 3000
+
+
+class World:
+    """Many lives in the same pools.
+
+    Args:
+        configuration: what is not drawn.
+        seed: of everything that is.
+    """
+
+    def __init__(self, configuration: Configuration, seed: int):
+        self.rng = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.prefill = Prefill()
+        sizes = self._sizes()
+        self.engines = [
+            Engine(configuration, sizes, self.rng, self.prefill, self.counts) for _ in range(configuration.num_engines)
+        ]
+        self.clients = Clients(configuration, self.rng, self.engines, self.prefill, self.counts)
+
+    def run(self, num_lives: int = LIVES) -> None:
+        """Live `num_lives` lives to their ends.
+
+        Raises:
+            Exception: the first finding, or whatever would have ended an engine.
+        """
+        try:
+            while self.counts["lives"] < num_lives:
+                self._step()
+            self.clients.stop()
+            self._drain()
+        finally:
+            self.counts["failures"] = sum(engine.nixl.num_failures for engine in self.engines)
+            self.counts["transfers"] = sum(engine.nixl.num_transfers for engine in self.engines)
+            for engine in self.engines:
+                engine.shutdown()
+
+    def _step(self) -> None:
+        self.clients.act()
+        for engine in self.engines:
+            engine.step(partial(self.clients.leave, engine))
+
+    def _drain(self) -> None:
+        num_steps = 0
+        while not all(engine.is_idle for engine in self.engines):
+            check(num_steps < MAX_DRAIN_STEPS, f"no progress: {[engine.product.progress() for engine in self.engines]}")
+            self._step()
+            num_steps += 1
+        for engine in self.engines:
+            engine.flush()
+            check_idle(engine)
+
+    def _sizes(self) -> Sizes:
+        rng = self.rng
+        return Sizes(
+            num_device_blocks=rng.randint(16, 48),
+            num_host_blocks=rng.randint(12, 26),
+            max_num_seqs=rng.randint(2, 6),
+            token_budget=rng.randint(8, 40),
+            policy="priority" if rng.random() < 0.3 else "fcfs",
+            recomputes_failures=rng.random() < 0.5,
+        )
