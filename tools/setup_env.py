@@ -84,7 +84,7 @@ def install(device: str) -> None:
 
 
 def extras(device: str) -> str:
-    return f".[{device},router,ray,dev]"
+    return f".[{device},cli,router,ray,dev]"
 
 
 def make_models() -> None:

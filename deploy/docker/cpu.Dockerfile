@@ -12,7 +12,7 @@ COPY . .
 # Versions are pinned in pyproject.toml. The last three packages are CUDA builds, which break a +cpu torch; text
 # models need none of them.
 # hadolint ignore=DL3013
-RUN pip install ".[cpu,router,ray]" \
+RUN pip install ".[cpu,cli,router,ray]" \
     && pip uninstall -y torchvision torchaudio torchcodec
 
 FROM python:3.12.12-slim-bookworm

@@ -13,7 +13,7 @@ WORKDIR /src
 COPY . .
 # Versions are pinned in pyproject.toml.
 # hadolint ignore=DL3013
-RUN pip install ".[cuda,router,ray]"
+RUN pip install ".[cuda,cli,router,ray]"
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 # vLLM compiles kernels at its first start: Triton wants a C compiler, DeepGEMM wants nvcc.
