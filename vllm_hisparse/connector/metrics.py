@@ -12,34 +12,34 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Name -> documentation; exported as vllm:hisparse_<name>. The first three are vLLM's own HiSparse names.
+# Name -> documentation; exported as vllm:hisparse_<name>. vLLM's native HiSparse uses the same first three names.
 COUNTERS = {
     "cache_hits": "Number of selected KV rows found in hot buffers.",
     "cache_misses": "Number of selected KV rows copied from the host pool.",
-    "host_to_device_bytes": "Bytes copied from the host pool: missed rows and restored indexer keys.",
-    "prefill_staged_bytes": "Bytes of prompts copied from the host pool for their next chunks or an algorithm.",
-    "device_to_host_bytes": "Bytes copied to the host pool: new rows and indexer keys.",
+    "host_to_device_bytes": "Bytes copied from the host pool: missed rows and restored device-resident KV.",
+    "prefill_staged_bytes": "Bytes copied from the host pool for prefill chunks and for algorithms that read prompts.",
+    "device_to_host_bytes": "Bytes copied to the host pool: new rows and device-resident KV.",
     "host_prefix_tokens": "Number of tokens served from the host pool instead of being computed.",
-    "resumed_requests": "Number of preempted requests that resumed.",
-    "recomputed_tokens": "Number of tokens that resumed requests had to compute again.",
+    "resumed_requests": "Number of preempted requests that were resumed.",
+    "recomputed_tokens": "Number of tokens that resumed requests had to recompute.",
     "transfers": "Number of finished KV transfers from prefill instances.",
     "transfer_failures": "Number of KV transfers that failed.",
-    "transfers_refused": "Number of prompts computed here because their transfer was malformed or another request's.",
-    "transfer_bytes_to_host": "Bytes received from prefill instances straight into the host pool.",
+    "transfers_refused": "Number of prompts computed locally because their transfer was malformed or belonged to another request.",
+    "transfer_bytes_to_host": "Bytes received from prefill instances directly into the host pool.",
     "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
 }
 GAUGES = {
-    "host_blocks_used": "Number of host blocks that requests hold.",
-    "host_blocks_free": "Number of host blocks that hold nothing.",
-    "host_blocks_cached": "Number of host blocks kept for later requests, evicted when space is needed.",
-    "requests_waiting_for_host_memory": "Number of requests that wait for host blocks.",
+    "host_blocks_used": "Number of host blocks allocated to requests.",
+    "host_blocks_free": "Number of empty host blocks.",
+    "host_blocks_cached": "Number of host blocks kept for later requests; evicted when blocks are needed.",
+    "requests_waiting_for_host_memory": "Number of requests waiting for host blocks.",
 }
 
 
 class HiSparseStats(KVConnectorStats):
-    """Counters (added up), gauges (the latest wins) and the NIXL connector's own stats.
+    """Counters (summed), gauges (the latest value wins) and the NIXL connector's own stats.
 
-    `data` is what travels between processes: `{"counters": {…}, "gauges": {…}, "nixl": {…}}`.
+    `data` is sent between processes: `{"counters": {…}, "gauges": {…}, "nixl": {…}}`.
     """
 
     def __init__(self, data: dict[str, Any] | None = None):
@@ -73,7 +73,7 @@ class HiSparseStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The figures of vLLM's stats log line; gauges only if there was a report of the scheduler half."""
+        """Figures of vLLM's stats log line; gauges only if the scheduler half has reported."""
         counters = {name: self.data["counters"].get(name, 0) for name in COUNTERS}
         selected = counters["cache_hits"] + counters["cache_misses"]
         figures: dict[str, int | float] = {
@@ -91,7 +91,7 @@ class HiSparseStats(KVConnectorStats):
 
 
 class HiSparsePromMetrics(KVConnectorPromMetrics):
-    """Registers and feeds `vllm:hisparse_*`, and `vllm:nixl_*` for the transfers."""
+    """Registers and updates the metrics `vllm:hisparse_*`, and `vllm:nixl_*` for transfers."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._label_names = labelnames
         self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: self._create(metric_types[Counter], name, documentation) for name, documentation in COUNTERS.items()
@@ -120,6 +121,6 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
 
     def _create(self, metric_type: type, name: str, documentation: str, **kwargs: str) -> Any:
         metric = metric_type(
-            name=f"vllm:hisparse_{name}", documentation=documentation, labelnames=self._labelnames, **kwargs
+            name=f"vllm:hisparse_{name}", documentation=documentation, labelnames=self._label_names, **kwargs
         )
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
