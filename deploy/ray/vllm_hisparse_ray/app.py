@@ -1,4 +1,4 @@
-"""Builds the Serve application: OpenAI ingress, decode replicas that ask prefill replicas first, prefill replicas."""
+"""Builds the Serve application: OpenAI ingress, prefill replicas, and decode replicas that call prefill replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse_ray.backend import register
 from vllm_hisparse_ray.config import GIB, AppConfig, Decode, Prefill, Replicas, side_channel_ports
 
-# Serve ends a replica that is still busy this long after its longest request should have ended.
+# Serve kills a draining replica that is still busy this long after its longest request should have ended.
 SHUTDOWN_MARGIN_S = 30.0
 
 
@@ -23,7 +23,7 @@ def build_app(args: dict[str, Any]) -> Application:
         args: the fields of `AppConfig`.
 
     Raises:
-        HiSparseConfigError: the first option that cannot work; nothing has been started then.
+        HiSparseConfigError: names the first option that is refused; nothing has been started.
     """
     config = AppConfig.parse(args)
     register()
@@ -51,7 +51,7 @@ def prefill_config(config: AppConfig) -> LLMConfig:
 
 
 def decode_config(config: AppConfig) -> LLMConfig:
-    """Replicas with the host pool."""
+    """Replicas with a host pool and hot buffers."""
     decode = config.decode
     options = {"prefill_tp_size": max(1, config.prefill.gpus), **decode.hisparse}
     connector = {
@@ -64,7 +64,7 @@ def decode_config(config: AppConfig) -> LLMConfig:
 
 
 def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, Any]) -> LLMConfig:
-    """A role in the terms of `ray.serve.llm`."""
+    """Translate a role into the configuration of `ray.serve.llm`."""
     num_gpus = role.gpus if config.device == "gpu" else 0
     ports = side_channel_ports(role)
     source = Path(config.model_source)
@@ -109,6 +109,6 @@ def scaling(replicas: Replicas) -> dict[str, Any]:
 
 
 def placement(role: Prefill | Decode, num_gpus: int) -> dict[str, Any]:
-    """One bundle per GPU, on one node; CPUs and host memory come with the replica's own actor."""
+    """One bundle per GPU, all on one node; the replica's own actor requests CPUs and host memory."""
     bundles = [{"GPU": 1, "CPU": 0}] * num_gpus or [{"CPU": 0}]
     return {"bundles": bundles, "strategy": "STRICT_PACK"}

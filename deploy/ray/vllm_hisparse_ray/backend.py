@@ -9,11 +9,11 @@ from vllm_hisparse.config import CONNECTOR_NAME
 
 
 class HiSparseConnectorBackend(NixlConnectorBackend):
-    """Pulls prompts' KV over NIXL, as stock decode replicas do: same ports, same hand-over from prefill replicas."""
+    """Pulls KV over NIXL as stock decode replicas do: same ports, same hand-over from prefill replicas."""
 
 
 def register() -> None:
-    """Make the backend known to every process of the cluster; calling it again changes nothing."""
+    """Register the backend in all processes of the cluster; idempotent."""
     if not KVConnectorBackendFactory.is_registered(CONNECTOR_NAME):
         path = f"{HiSparseConnectorBackend.__module__}:{HiSparseConnectorBackend.__qualname__}"
         KVConnectorBackendFactory.register_backend(CONNECTOR_NAME, path)

@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
-# What prefill and decode replicas must share: KV blocks move between them byte for byte.
+# Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte.
 SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
-# Set from the options of the application.
+# Derived from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
-# Set by every replica for itself.
+# Every replica sets these for itself.
 RESERVED_ENV = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
-# Host memory of a decode replica beside its host pool, by GPU: the Python processes, pinned staging buffers, NIXL.
+# Host memory of a decode replica in addition to its host pool, per GPU: Python processes, pinned staging buffers, NIXL.
 HOST_OVERHEAD_GIB = 1.0
 GIB = 2**30
 PORTS = range(1024, 65536)
@@ -27,16 +27,16 @@ class Options(BaseModel):
 
 
 class Replicas(Options):
-    """How many replicas of a role; equal bounds switch autoscaling off."""
+    """Number of replicas of a role; equal bounds disable autoscaling."""
 
     min: int = Field(default=1, ge=1)
     max: int = Field(default=1, ge=1)
     target_ongoing_requests: float = Field(default=32, gt=0)
-    """Requests per replica that autoscaling aims at."""
+    """Target of autoscaling: ongoing requests per replica."""
     upscale_delay_s: float = Field(default=30, ge=0)
-    """A replica is added after that many seconds with more requests than the target."""
+    """A replica is added after this many seconds above the target."""
     downscale_delay_s: float = Field(default=600, ge=0)
-    """A replica is taken away after that many seconds with fewer."""
+    """A replica is removed after this many seconds below the target."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Replicas:
@@ -48,15 +48,15 @@ class Replicas(Options):
 
 
 class Role(Options):
-    """Placement and engine of a role's replicas; `engine_kwargs` go on top of the application's."""
+    """Placement and engine of a role's replicas; `engine_kwargs` override those of the application."""
 
     replicas: Replicas = Replicas()
     gpus: int = Field(default=1, ge=0)
-    """GPUs of a replica, which is its tensor parallel size too. 0 with `device: cpu`."""
+    """GPUs of a replica, and its tensor parallel size. 0 with `device: cpu`."""
     cpus: float = Field(default=8, gt=0)
-    """CPUs of a replica, in Ray's count."""
+    """CPUs that Ray reserves per replica."""
     max_ongoing_requests: int = Field(default=1024, ge=1)
-    """Requests that Serve sends to a replica at once; the rest wait in Serve's queue."""
+    """Requests that Serve sends to a replica at the same time; the others wait in Serve's queue."""
     env: dict[str, str] = Field(default_factory=dict)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vLLM's engine arguments by their Python names."""
@@ -66,7 +66,7 @@ class Prefill(Role):
     """Replicas of stock vLLM."""
 
     side_channel_port_base: int = 20000
-    """First port for NIXL's side channels; a replica takes the next free ones of its node, one per GPU."""
+    """First port for NIXL side channels; a replica takes the next free ports of its node, one per GPU."""
     host_memory_gib: float = Field(default=8, gt=0)
     """Host memory that Ray reserves per replica."""
 
@@ -75,27 +75,27 @@ class Decode(Role):
     """Replicas with host pool and hot buffers."""
 
     side_channel_port_base: int = 22000
-    """As in `prefill`; the two ranges must not meet."""
+    """As in `prefill`; the two ranges must not overlap."""
     host_memory_gib: float = Field(gt=0)
-    """Host memory that Ray reserves per replica: the host pool and what the processes take beside it."""
+    """Host memory that Ray reserves per replica: the host pool plus the memory of the processes."""
     hisparse: dict[str, Any]
     """`kv_connector_extra_config` of `HiSparseHostConnector`."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """What becomes of a request whose prefill replica went away."""
+    """What happens to a request whose prefill replica is gone."""
 
 
 class AppConfig(Options):
     """A prefill fleet, a decode fleet and the OpenAI API in front of them."""
 
     model_id: str = Field(min_length=1)
-    """The name that clients use."""
+    """The model name for clients."""
     model_source: str = Field(min_length=1)
     """Directory or Hugging Face id; the same for both roles."""
     device: Literal["gpu", "cpu"] = "gpu"
     longest_request_s: float = Field(default=900, gt=0)
-    """A replica that goes away has this long to finish its requests."""
+    """Time for a replica that is shut down to finish its requests."""
     kv_lease_s: int = Field(default=30, ge=6)
-    """A prefill replica frees a prompt's KV when its decode replica has been silent for this long."""
+    """A prefill replica frees a prompt's KV if it has not heard from the decode replica for this long."""
     ingress_replicas: Replicas = Replicas(min=1, max=4)
     ingress_cpus: float = Field(default=1, gt=0)
     env: dict[str, str] = Field(default_factory=dict)
@@ -108,7 +108,7 @@ class AppConfig(Options):
         """Parse and check everything that can be checked without a model.
 
         Raises:
-            HiSparseConfigError: the first option that cannot work.
+            HiSparseConfigError: names the first option that is refused.
         """
         try:
             config = cls.model_validate(args)
@@ -145,7 +145,7 @@ def _check_engine_kwargs(name: str, engine_kwargs: dict[str, Any]) -> None:
                 f"{name}.engine_kwargs.{option}",
                 engine_kwargs[option],
                 "no value here",
-                "It follows from model_id, model_source, gpus and decode.hisparse: set those.",
+                "It is derived from model_id, model_source, gpus and decode.hisparse: set those.",
             )
 
 
@@ -155,8 +155,8 @@ def _check_env(name: str, env: dict[str, str]) -> None:
             raise HiSparseConfigError(
                 f"{name}.env.{variable}",
                 env[variable],
-                "no value here: every replica has its own",
-                "Remove it; side_channel_port_base moves the ports.",
+                "no value here: every replica sets its own",
+                "Remove it; set side_channel_port_base to change the ports.",
             )
 
 
@@ -174,7 +174,7 @@ def _check_same_engine(config: AppConfig) -> None:
             raise HiSparseConfigError(
                 f"prefill.engine_kwargs.{option}",
                 prefill.get(option),
-                f"{decode.get(option)!r}, decode's value: KV blocks move between the roles byte for byte",
+                f"{decode.get(option)!r}, decode's value: KV blocks are transferred byte for byte",
                 f"Set {option} once, in the application's engine_kwargs.",
             )
 
@@ -193,7 +193,7 @@ def _check_kv_dtype(config: AppConfig) -> None:
 
 
 def side_channel_ports(role: Prefill | Decode) -> range:
-    """NIXL's side-channel ports of a role: enough for all of its replicas on one node, while as many old ones drain."""
+    """Side-channel ports of a role: enough for all of its replicas on one node while as many old replicas drain."""
     return range(role.side_channel_port_base, role.side_channel_port_base + 2 * role.replicas.max * max(1, role.gpus))
 
 
@@ -204,7 +204,7 @@ def _check_ports(config: AppConfig) -> None:
             raise HiSparseConfigError(
                 f"{name}.side_channel_port_base",
                 ports.start,
-                f"a port of {PORTS.start} to {PORTS[-1]} with room for {len(ports)} ports",
+                f"a port between {PORTS.start} and {PORTS[-1]} with room for {len(ports)} ports",
                 "Choose another base.",
             )
     prefill, decode = ranges.values()
@@ -213,7 +213,7 @@ def _check_ports(config: AppConfig) -> None:
             "decode.side_channel_port_base",
             decode.start,
             f"no port of prefill's range {prefill.start}-{prefill[-1]}",
-            "Replicas of both roles may share a node: move one base by at least the size of the other range.",
+            "Replicas of both roles may run on one node: move one base by at least the size of the other range.",
         )
 
 
@@ -223,7 +223,7 @@ def _check_decode(config: AppConfig) -> None:
         raise HiSparseConfigError(
             "prefill.gpus",
             config.prefill.gpus,
-            f"{config.decode.gpus}, as many as decode: both split the KV heads of a dense model over their GPUs",
+            f"{config.decode.gpus}, as in decode: both roles split the KV heads of a dense model over their GPUs",
             "Set both to the same number.",
         )
     pool_gib = options.host_pool_gib
@@ -235,22 +235,21 @@ def _check_decode(config: AppConfig) -> None:
         raise HiSparseConfigError(
             "decode.host_memory_gib",
             config.decode.host_memory_gib,
-            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {overhead_gib:g} GiB beside it",
+            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {overhead_gib:g} GiB for processes",
             "Raise it, or shrink the host pool in decode.hisparse.",
         )
 
 
 def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:
-    """GiB of the host pools that are given as a multiple of the device KV cache; a dense model has one per GPU."""
+    """GiB of all host pools if `host_to_device_ratio` gives their size; a dense model has one per GPU."""
     assert options.host_to_device_ratio is not None
     device_bytes = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_memory_bytes")
     if not isinstance(device_bytes, int) or device_bytes <= 0:
         raise HiSparseConfigError(
             "decode.hisparse.host_to_device_ratio",
             options.host_to_device_ratio,
-            "kv_cache_memory_bytes (an int) in decode.engine_kwargs beside it: the host memory to reserve follows from "
-            "both",
-            "Set kv_cache_memory_bytes, or host_pool_gib instead of the ratio.",
+            "kv_cache_memory_bytes (an int) in decode.engine_kwargs, to compute the host memory to reserve",
+            "Set kv_cache_memory_bytes, or set host_pool_gib instead of the ratio.",
         )
     num_pools = 1 if options.dense_unit is None else max(1, config.decode.gpus)
     return options.host_to_device_ratio * device_bytes * num_pools / GIB

@@ -1,4 +1,4 @@
-"""Which ports NIXL's side channel of a replica takes."""
+"""Reserves the ports of a replica's NIXL side channels."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from ray.llm._internal.common.callbacks.base import CallbackBase
 class SideChannel(CallbackBase):
     """Callback of `ray.serve.llm`, run in every replica before its engine starts.
 
-    NOTE: Ray derives the port from the replica's rank. Ranks move from replica to replica after a roll-out while ports
-    stay, so that the next replica of the node would wait for its neighbour's port for ever.
+    NOTE: Ray derives the port from the replica's rank. After a rollout, ranks move between replicas while running
+    engines keep their ports, so the next replica on the node would wait for its neighbour's port for ever.
     """
 
     async def on_before_node_init(self) -> None:
-        """Tell the engine its first port; the ports stay reserved until this process ends."""
+        """Set the engine's first port; the ports stay reserved until this process ends."""
         port, reservation = reserve_ports(range(*self.kwargs["ports"]), self.kwargs["num_ports"])
         reservation.detach()  # stays open; the callback itself is pickled
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
 
 
 def reserve_ports(ports: range, num_ports: int) -> tuple[int, socket.socket]:
-    """The first of `num_ports` consecutive ports that nobody listens on, and what reserves them while it is open.
+    """Reserve `num_ports` consecutive ports that nobody listens on.
+
+    Returns:
+        The first port, and the socket that reserves the ports while it is open.
 
     Raises:
-        RuntimeError: no such ports on this node.
+        RuntimeError: this node has no such ports.
     """
     for first in ports[::num_ports]:
         with ExitStack() as stack:
             reservation = stack.enter_context(socket.socket(socket.AF_UNIX))
-            # A name without a file, unique on the node: replicas choose at the same time and listen much later.
+            # An abstract socket name is unique on the node: replicas choose at the same time and listen much later.
             if can_bind(reservation, f"\0vllm-hisparse-side-channel-{first}") and are_free(first, num_ports):
                 stack.pop_all()
                 return first, reservation
     raise RuntimeError(
         f"side_channel_port_base: {ports.start}-{ports[-1]} has no {num_ports} free ports in a row on this node; "
-        "move the base to a range that nothing else uses"
+        "set side_channel_port_base to a range that nothing else uses"
     )
 
 
@@ -54,7 +57,7 @@ def are_free(first: int, num_ports: int) -> bool:
 
 
 def can_bind(socket_: socket.socket, address: str | tuple[str, int]) -> bool:
-    """Bind, if the address is free."""
+    """Try to bind; returns whether the address was free."""
     try:
         socket_.bind(address)
     except OSError:
