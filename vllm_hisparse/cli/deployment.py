@@ -24,7 +24,7 @@ PREFILL_CONNECTOR: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role":
 
 
 class MissingPackageError(RuntimeError):
-    """A package that the deployment needs: says which and how to get it."""
+    """A package that the deployment needs is missing; the message says how to install it."""
 
 
 def hisparse_connector(**options: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def hisparse_connector(**options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The three processes, not started yet, and their base URLs."""
+    """The three processes (not started) and their base URLs."""
 
     prefill: EngineProcess
     decode: EngineProcess
@@ -99,11 +99,11 @@ def vllm_engine(
     """An OpenAI server of vLLM on some CPU cores.
 
     Args:
-        connector: its `--kv-transfer-config`; None: no transfer.
-        side_channel_port: where NIXL exchanges its metadata.
-        cores: what the engine computes on, one thread each.
+        connector: `--kv-transfer-config`; None: no KV transfer.
+        side_channel_port: port for NIXL's metadata exchange.
+        cores: CPU cores of the engine, one thread each.
     """
-    # NOTE: `vllm serve` needs a distribution named vllm, which the CPU wheel is not.
+    # NOTE: `vllm serve` needs a distribution named vllm; the CPU wheel has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model_dir), "--served-model-name", MODEL_NAME, "--host", LOOPBACK, "--port", str(port)]
     command += ["--dtype", DTYPE, "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
@@ -112,7 +112,7 @@ def vllm_engine(
         command += ["--kv-transfer-config", json.dumps(connector)]
     env = {
         "HF_HUB_OFFLINE": "1",
-        # Compiling the sampler takes longer than all that a short run could gain.
+        # Compiling the sampler takes longer than a short run could gain.
         "TORCH_COMPILE_DISABLE": "1",
         "UCX_TLS": "tcp,shm,self",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -125,18 +125,18 @@ def vllm_engine(
 
 
 def pd_router(log_dir: Path, port: int, prometheus_port: int, prefill_url: str, decode_url: str) -> EngineProcess:
-    """vllm-router between a prefill and a decode engine; both must be healthy for it to become healthy."""
+    """vllm-router for a prefill and a decode engine; it becomes healthy once both are."""
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", LOOPBACK, "--port", str(port)]
     command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
     command += ["--prefill", prefill_url, "--decode", decode_url, "--worker-startup-check-interval", "1"]
     command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(prometheus_port)]
-    # A request that fails must be seen as one.
+    # A failed request must be reported, not retried.
     command += ["--disable-retries"]
     return EngineProcess("router", command, log_dir / "router.log", health_url=f"http://{LOOPBACK}:{port}/health")
 
 
 def split_cores(cores: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cores of the prefill and of the decode engine, disjoint where there is more than one."""
+    """Cores of the prefill and of the decode engine; disjoint if there are at least two."""
     half = min(MAX_CORES, max(1, len(cores) // 2))
     return list(cores[:half]), list(cores[half:][:half] or cores[:half])
 
@@ -145,7 +145,7 @@ def require_packages() -> None:
     """Raise unless the CPU build of vLLM, NIXL and the router are installed.
 
     Raises:
-        MissingPackageError: the first one that is not.
+        MissingPackageError: names the first one that is missing.
     """
     try:
         importlib.metadata.version("vllm-cpu")

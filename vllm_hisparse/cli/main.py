@@ -1,4 +1,4 @@
-"""Entry point of the vllm-hisparse command; sub-commands load what they need when they run."""
+"""The `vllm-hisparse` command; sub-commands import what they need when they run."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 
 def forward(ctx: typer.Context, command: Callable[..., None]) -> None:
-    """Hand the arguments of ctx to a command that was imported only now, with its own options and help."""
+    """Pass the arguments of `ctx` to a lazily imported command, which has its own options and help."""
     target = typer.Typer(add_completion=False)
     target.command()(command)
     target(args=ctx.args, prog_name=ctx.command_path)
@@ -24,7 +24,7 @@ def main() -> None:
 
 @app.command(context_settings=FORWARDED)
 def demo(ctx: typer.Context) -> None:
-    """Serve a tiny model on separate prefill and decode instances and show what moves where."""
+    """Serve a tiny model on separate prefill and decode instances and compare the tokens with full KV."""
     from vllm_hisparse.cli.demo import demo_command
 
     forward(ctx, demo_command)

@@ -13,14 +13,14 @@ import aiohttp
 
 
 class CompletionError(RuntimeError):
-    """A request that failed: says which server answered what."""
+    """A request failed; the message says what the server answered."""
 
 
 @dataclass
 class Completion:
-    """What came back for one prompt."""
+    """The answer to one prompt."""
 
-    response_id: str = ""  # vLLM's internal request id starts with it
+    response_id: str = ""  # prefix of vLLM's internal request id
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
@@ -76,7 +76,7 @@ class OpenAIClient:
             on_tokens: called with the number of tokens of each chunk.
 
         Raises:
-            CompletionError: the server refused, broke off, or sent another number of tokens.
+            CompletionError: the server refused the request, broke off, or sent a different number of tokens.
         """
         completion = Completion()
         started = time.monotonic()
@@ -100,7 +100,7 @@ class OpenAIClient:
         return completion
 
     async def metrics(self, base_url: str) -> dict[str, float]:
-        """Prometheus samples by name, added up over their labels."""
+        """Prometheus samples by name, summed over their labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         async with self._session.get(f"{base_url}/metrics") as reply:

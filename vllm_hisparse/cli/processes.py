@@ -1,4 +1,4 @@
-"""Child processes of a local deployment: ports, health, logs, and an end that leaves nothing behind."""
+"""Child processes of a local deployment: ports, health checks, logs, and complete clean-up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
-# NOTE: below the kernel's range of ephemeral ports, where an outgoing connection of anyone could take a port
-# between its choice here and the start of the server.
+# NOTE: below the kernel's range of ephemeral ports: an outgoing connection could take a port of that range between its
+# choice here and the start of the server.
 PORTS = range(20000, 32000)
 POLL_S = 0.25
-CALM_NICENESS = 10  # about a tenth of the CPU time of a thread that computes
+CALM_NICENESS = 10  # gives a thread about a tenth of the CPU time of a computing thread
 HEALTH_REQUEST_TIMEOUT_S = 5.0
 TAIL_BYTES = 64 * 1024
 ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -32,13 +32,13 @@ ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
 LOG_PREFIX = re.compile(
     r"^(\(\w+ pid=\d+\)\s*)?((INFO|DEBUG|WARNING|ERROR) \S+ \S+ \[\S+\]\s*|\S+ \S+\s+[A-Z]+ \S+: \S+:\d+:\s*)?"
 )
-# What vLLM's processes print at every start and end, and what says nothing about a failure.
+# Lines that vLLM's processes print at every start and end; they say nothing about a failure.
 NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\. skipped)|resource_tracker|\] Route: /")
 ERROR_LINE = re.compile(r"^\s*([\w.]*(Error|Exception)\b: .*)")
 
 
 class ProcessError(RuntimeError):
-    """A process that ended or did not become healthy: says which and why, with the end of its log."""
+    """A process ended or did not become healthy; carries the end of its log."""
 
     def __init__(self, process: EngineProcess, reason: str):
         self.name = process.name
@@ -54,7 +54,7 @@ class ProcessError(RuntimeError):
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct loopback ports that nothing listens on."""
+    """Distinct loopback ports that no process listens on."""
     sockets: list[socket.socket] = []
     try:
         for port in random.sample(PORTS, len(PORTS)):
@@ -78,11 +78,11 @@ class EngineProcess:
     """A server in a process group of its own, with a log file.
 
     Args:
-        name: how messages call it.
+        name: its name in messages.
         command: program and arguments.
         log_path: stdout and stderr together; overwritten at start.
-        env: variables on top of this process's own.
-        health_url: answers 200 once the server is ready; None: ready as soon as it runs.
+        env: environment variables, in addition to those of this process.
+        health_url: answers 200 once the server is ready. None: the server counts as ready as soon as it runs.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, which is the process group's id too; None before the start."""
+        """The process id, which is also the id of the process group; None before the start."""
         return None if self._child is None else self._child.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while the process runs."""
         return None if self._child is None else self._child.poll()
 
     def start(self) -> None:
-        """Start it; returns at once."""
+        """Start the process without waiting for it to become healthy."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._child = subprocess.Popen(
@@ -125,7 +125,7 @@ class EngineProcess:
             )
 
     def is_healthy(self) -> bool:
-        """Whether it runs and its health URL answers 200."""
+        """Whether the process runs and its health URL answers 200."""
         if self._child is None or self.exit_code is not None:
             return False
         if self.health_url is None:
@@ -137,29 +137,29 @@ class EngineProcess:
             return False
 
     def send_signal(self, signum: int) -> None:
-        """Signal every process of its group, also those that outlived the first one."""
+        """Signal all processes of the group, including those that outlived the first one."""
         if self.pid is None or self.is_gone():
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
     def is_gone(self) -> bool:
-        """Whether no process of its group runs any more."""
+        """Whether all processes of the group have ended."""
         if self._child is None:
             return True
         self._child.poll()  # reaps it
         return not any(_group_members(self._child.pid))
 
     def calm_polling_threads(self) -> int:
-        """Lower the priority of the threads that poll without pause; returns how many there are.
+        """Lower the priority of the threads that busy-poll; returns their number.
 
-        NOTE: call it while the server does not compute; main threads are left alone. NIXL's progress thread never
-        sleeps, and it runs on the cores that the engine computes on: on a small machine it would take half of them.
+        NOTE: call this while the server is idle; main threads are not changed. NIXL's progress thread never sleeps and
+        runs on the engine's cores: on a small machine it would take half of their time.
         """
         return 0 if self.pid is None else calm_polling_threads(self.pid)
 
     def log_tail(self, num_lines: int = 15) -> list[str]:
-        """The last lines of the log that say something."""
+        """The last lines of the log that are not noise."""
         return self._log_lines()[-num_lines:]
 
     def last_log_line(self) -> str:
@@ -168,7 +168,7 @@ class EngineProcess:
         return LOG_PREFIX.sub("", lines[-1]) if lines else ""
 
     def first_error(self) -> str | None:
-        """The first exception in the log: what follows it is usually a consequence."""
+        """The first exception in the log; later ones are usually its consequences."""
         lines = [LOG_PREFIX.sub("", line) for line in self._log_lines(max_bytes=None)]
         for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
             if error := ERROR_LINE.match(line):
@@ -186,9 +186,9 @@ class EngineProcess:
 
 
 class ProcessGroup:
-    """Processes that live and die together; a context manager.
+    """A context manager that stops its processes together.
 
-    Leaving the block stops all of them: at its end, on an exception, Ctrl-C, SIGTERM or SIGHUP.
+    All of them are stopped at the end of the block, on an exception, and on Ctrl-C, SIGTERM or SIGHUP.
 
     Args:
         grace_s: seconds between SIGTERM and SIGKILL.
@@ -216,7 +216,7 @@ class ProcessGroup:
         atexit.unregister(self.stop)
 
     def start(self, process: EngineProcess) -> EngineProcess:
-        """Start a process as a member."""
+        """Start a process and add it to the group."""
         self.processes.append(process)
         process.start()
         return process
@@ -225,7 +225,7 @@ class ProcessGroup:
         """Raise if a member has ended.
 
         Args:
-            within_s: seconds to wait for one that is about to end.
+            within_s: seconds to wait for a member that is about to end.
 
         Raises:
             ProcessError: the first member that has ended.
@@ -244,7 +244,7 @@ class ProcessGroup:
 
         Args:
             timeout_s: seconds for all of them together.
-            on_wait: called several times a second with a member that is not healthy yet.
+            on_wait: called several times per second with a member that is not healthy yet.
 
         Raises:
             ProcessError: a member has ended, or was not healthy in time.
@@ -260,10 +260,10 @@ class ProcessGroup:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """End every member and all their children: SIGTERM, and SIGKILL for what is left after the grace time."""
+        """Stop all members and their children: SIGTERM, then SIGKILL after the grace time."""
         try:
             self._signal_and_wait(signal.SIGTERM, self.grace_s)
-        finally:  # a second Ctrl-C does not wait, but leaves nothing behind either
+        finally:  # a second Ctrl-C skips the grace time, but still kills everything
             self._signal_and_wait(signal.SIGKILL, self.grace_s)
 
     def _signal_and_wait(self, signum: int, timeout_s: float) -> None:
@@ -275,7 +275,7 @@ class ProcessGroup:
 
 
 def calm_polling_threads(group_id: int) -> int:
-    """`EngineProcess.calm_polling_threads` for any process group."""
+    """As `EngineProcess.calm_polling_threads`, for any process group."""
     before = dict(_thread_usage(group_id))
     time.sleep(POLL_S)
     num_calmed = 0
@@ -293,7 +293,7 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def _group_members(group_id: int) -> Iterator[int]:
-    """Ids of the processes of a group, zombies left out."""
+    """Process ids of a group, without zombies."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
@@ -304,7 +304,7 @@ def _group_members(group_id: int) -> Iterator[int]:
 
 
 def _thread_usage(group_id: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Nanoseconds of CPU time and number of voluntary sleeps of a group's threads, but main threads, by thread id."""
+    """CPU time in nanoseconds and number of voluntary sleeps of a group's threads (not main threads), by thread id."""
     for process in _group_members(group_id):
         for thread in Path(f"/proc/{process}/task").glob("*"):
             if int(thread.name) == process:

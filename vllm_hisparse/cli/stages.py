@@ -15,10 +15,10 @@ Update = Callable[[str], None]
 
 
 class Stages:
-    """Shows a stage with its seconds and what it does now; leaves one line of it behind.
+    """Shows the running stage, its seconds and its current activity; a finished stage leaves one line.
 
     Args:
-        console: where to write; without a terminal only the lines that stay are written.
+        console: where to write; without a terminal, only the lines of finished stages are written.
     """
 
     def __init__(self, console: Console):
@@ -27,7 +27,7 @@ class Stages:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Update]:
-        """Run a block as a stage; the yielded function shows what it does now."""
+        """Run a block as a stage; the yielded function shows its current activity."""
         started = time.monotonic()
         with self._progress() as progress:
             task = progress.add_task(title, total=None, detail="")
