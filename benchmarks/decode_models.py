@@ -1,7 +1,8 @@
-"""Random models of the decode benchmark, with queries that ask for much the same positions from step to step.
+"""Random models for the decode benchmark, whose queries select similar positions from step to step.
 
-Random weights alone make a fresh selection at every token. Here a few dimensions of the hidden state are the same for
-all tokens, and queries come from them; `query_noise` scales what comes from the token. Keys do not see them.
+With plain random weights, every token makes a new selection. Here a few dimensions of the hidden state are the same for
+all tokens, and queries are computed from them; `query_noise` scales the part that depends on the token. Keys do not
+depend on these dimensions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 NUM_SHARED, SHARED_VALUE = 8, 4.0  # hidden dimensions that are the same for all tokens
-NUM_QUERY, QUERY_GAIN = 16, 3.0  # query dimensions that come from these
+NUM_QUERY, QUERY_GAIN = 16, 3.0  # query dimensions that are computed from these
 
 LLAMA = {  # one layer of Llama-3.1-8B (its config.json); a small vocabulary
     "hidden_size": 4096,
@@ -27,7 +28,7 @@ LLAMA_QUERY_STD, SLOW_PAIRS = 3.0, 40  # rotary pairs from this one on turn by l
 
 
 def make_dsa_model(model_dir: Path, num_layers: int, query_noise: float, num_heads: int = 64) -> Path:
-    """A DSA model: the indexer's queries and head weights come from the shared dimensions, the main attention's not."""
+    """A DSA model. Indexer queries and head weights are computed from the shared dimensions, main attention is not."""
     from safetensors.torch import load_file, save_file
 
     from vllm_hisparse.cli.tiny_model import make_model
@@ -49,19 +50,19 @@ def make_dsa_model(model_dir: Path, num_layers: int, query_noise: float, num_hea
             weight[:, :NUM_QUERY] = 0
         elif name.endswith(("indexer.wk.weight", "kv_a_proj_with_mqa.weight")):
             weight[:, :NUM_SHARED] = 0
-    (model_dir / "manifest.json").unlink()  # it is not that model any more
+    (model_dir / "manifest.json").unlink()  # it describes the model before the changes
     save_file(weights, path, metadata={"format": "pt"})
     return model_dir
 
 
 def make_llama_model(model_dir: Path, num_layers: int, query_noise: float) -> Path:
-    """A dense model with the layers of Llama-3.1-8B. Only slow rotary pairs of a query are shared, so that what it asks
-    for does not turn away within a case."""
+    """A dense model with the layers of Llama-3.1-8B. Only slow rotary pairs of a query are shared, so that selections
+    do not rotate away within a case."""
     from safetensors.torch import save_file
 
     from vllm_hisparse.cli.tiny_model import checkpoint_weights, make_model
 
-    make_model("llama", model_dir, num_layers=num_layers)  # tokenizer, and a configuration to start from
+    make_model("llama", model_dir, num_layers=num_layers)  # tokenizer and base configuration
     (model_dir / "manifest.json").unlink()
     config = json.loads((model_dir / "config.json").read_text()) | LLAMA | {"dtype": "bfloat16"}
     (model_dir / "config.json").write_text(json.dumps(config, indent=2))
@@ -87,7 +88,7 @@ def make_llama_model(model_dir: Path, num_layers: int, query_noise: float) -> Pa
 
 
 def share_queries(weight: torch.Tensor, query_noise: float, head_dim: int) -> None:
-    """Let a query projection, [heads * head_dim, hidden], read the shared dimensions in its slow rotary pairs."""
+    """Make the slow rotary pairs of a query projection, [heads * head_dim, hidden], read the shared dimensions."""
     hidden = weight.shape[1]
     shared = weight[:, :NUM_SHARED].clone() * (hidden / NUM_SHARED) ** 0.5 / SHARED_VALUE
     pairs = torch.arange(head_dim, device=weight.device) % (head_dim // 2)

@@ -1,7 +1,7 @@
-"""Where a decode step's time goes on a GPU: full KV and this plugin, one request, everything hot.
+"""Where does a decode step spend its time on a GPU? Full KV and this plugin, one request, everything hot.
 
-The steps are those of `benchmarks.decode`. Their time is taken first, without a profiler; then as many steps are
-profiled, and their kernels added up by name.
+The steps are those of `benchmarks.decode`. They are timed without a profiler first; then the same number of steps is
+profiled, and kernel times are summed by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME_LENGTH = 120
 
 
 class StepProfile(StepClock):
-    """Steps' times, and then the kernels of further steps."""
+    """Times steps, then profiles the kernels of further steps."""
 
     def attach(self, scheduler: Any) -> None:
         super().attach(scheduler)
@@ -57,7 +57,7 @@ class StepProfile(StepClock):
     def summary(self) -> dict[str, Any]:
         """A step's time without the profiler, its time on the device, launches, and both by kernel.
 
-        NOTE: kernels overlap where a launch does not wait for the one before, so that their sum is more than the step.
+        NOTE: kernels overlap if a launch does not wait for the previous one, so their sum can exceed the step.
         """
         steps = np.array(self.seconds[WARM_UP_STEPS : WARM_UP_STEPS + NUM_STEPS]) * 1e6
         p10, p50, p90 = np.percentile(steps, (10, 50, 90)).round(1).tolist()
@@ -72,7 +72,7 @@ class StepProfile(StepClock):
         }
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Kernels and copies by time, per step."""
+        """Kernels and copies with their time per step, longest first."""
         times: dict[str, list[float]] = defaultdict(list)
         for event in self._profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -85,7 +85,7 @@ class StepProfile(StepClock):
 
 
 def serve_profiles(connection: Connection, system: str, job: dict[str, Any]) -> None:
-    """As `serve_cases`, but a case is profiled."""
+    """As `serve_cases`, but profiles the cases."""
     llm = load_engine(system, job)
     connection.send(None)
     for context, requests in iter(connection.recv, None):

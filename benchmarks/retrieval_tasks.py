@@ -1,7 +1,7 @@
-"""Long-context retrieval in token ids: what the retrieval models are trained on, and what accuracy is measured with.
+"""Long-context retrieval tasks in token ids, to train the retrieval models and to measure accuracy.
 
 A needle is `NEEDLE name name value value value`; `ASK name name` asks for its value, and the model answers with the
-three value tokens. Names, values and filler come from ranges of their own.
+three value tokens. Names, values and filler use separate ranges of ids.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ NAME_TOKENS, VALUE_TOKENS = 2, 3
 NEEDLE_TOKENS, QUESTION_TOKENS = 1 + NAME_TOKENS + VALUE_TOKENS, 1 + NAME_TOKENS
 PASSKEY_NAME = (NAMES[0], NAMES[0])
 NUM_NEEDLES = 4  # of the multi-needle task
-NUM_DISTRACTORS = 12  # fewer where the context is short
+NUM_DISTRACTORS = 12  # fewer if the context is short
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and the greedy continuation that is right."""
+    """A prompt and its correct greedy continuation."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def draw_names(rng: np.random.Generator, num: int) -> np.ndarray:
-    """Different names: [num, 2]."""
+    """Distinct names: [num, 2]."""
     flat = rng.choice(len(NAMES) ** NAME_TOKENS, num, replace=False)
     return NAMES[0] + np.stack((flat // len(NAMES), flat % len(NAMES)), 1)
 
@@ -43,12 +43,12 @@ def draw_values(rng: np.random.Generator, num: int) -> np.ndarray:
 
 
 def scatter_needles(rng: np.random.Generator, needles: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Filler of `num_tokens` with whole needles at random places, in random order.
+    """Filler with whole needles at random places, in random order: [num_tokens].
 
     Args:
         rng: random numbers.
         needles: [num_needles, needle tokens].
-        num_tokens: at least the needles' own.
+        num_tokens: total number of tokens, at least those of the needles.
     """
     num_needles, width = needles.shape
     num_filler = num_tokens - needles.size
@@ -61,12 +61,12 @@ def scatter_needles(rng: np.random.Generator, needles: np.ndarray, num_tokens: i
 
 
 def make_needles(names: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[num, needle tokens]."""
+    """Needles: [num, needle tokens]."""
     return np.concatenate((np.full((len(names), 1), NEEDLE), names, values), 1)
 
 
 def passkey(rng: np.random.Generator, context: int) -> Example:
-    """One needle of a fixed name in filler."""
+    """One needle with a fixed name in filler."""
     value = draw_values(rng, 1)
     needles = make_needles(np.array([PASSKEY_NAME]), value)
     body = scatter_needles(rng, needles, context - 1 - QUESTION_TOKENS)
@@ -74,7 +74,7 @@ def passkey(rng: np.random.Generator, context: int) -> Example:
 
 
 def kv_recall(rng: np.random.Generator, context: int) -> Example:
-    """A context of needles alone; one of them is asked for."""
+    """A context of needles only; one of them is asked for."""
     num_tokens = context - 1 - QUESTION_TOKENS
     num_pairs = min(num_tokens // NEEDLE_TOKENS, len(NAMES) ** NAME_TOKENS)
     names, values = draw_names(rng, num_pairs), draw_values(rng, num_pairs)
@@ -84,9 +84,9 @@ def kv_recall(rng: np.random.Generator, context: int) -> Example:
 
 
 def multi_needle(rng: np.random.Generator, context: int) -> Example:
-    """Several needles among others in filler; all must be found, each question but the first after an answer.
+    """Several needles among distractors in filler. All must be found; each question after the first follows an answer.
 
-    `FOLLOWS name name` in a needle's place says which name comes next, so that the model asks the next question itself.
+    `FOLLOWS name name` after the context gives the order of the names, so that the model asks the next question itself.
     """
     num_tokens = context - 1 - NUM_NEEDLES * QUESTION_TOKENS - QUESTION_TOKENS
     num_needles = min(NUM_NEEDLES + NUM_DISTRACTORS, num_tokens // NEEDLE_TOKENS)
@@ -113,15 +113,15 @@ ANSWER_TOKENS = {
 
 
 def examples(task: str, context: int, num: int, seed: int) -> list[Example]:
-    """The same examples for the same arguments; prompt and answer have `context` tokens together."""
+    """Examples, deterministic in the arguments; a prompt and its answer have `context` tokens together."""
     rng = np.random.default_rng([seed, list(TASKS).index(task), context])
     return [TASKS[task](rng, context - ANSWER_TOKENS[task]) for _ in range(num)]
 
 
 def training_sequence(rng: np.random.Generator, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and loss mask, [num_tokens] each: a context of one task's kind, then many questions with their answers.
+    """Tokens and loss mask, [num_tokens] each: the context of one task, then many questions with their answers.
 
-    More questions than the task asks, so that one sequence teaches more.
+    There are more questions than in the task, so that one sequence teaches more.
     """
     kind = rng.choice(list(TASKS))
     num_questions = max(min(num_tokens // 4 // (QUESTION_TOKENS + VALUE_TOKENS), 64), 1)
@@ -147,5 +147,5 @@ def training_sequence(rng: np.random.Generator, num_tokens: int) -> tuple[np.nda
 
 
 def pad(tokens: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Fill up with filler."""
+    """Append filler."""
     return np.concatenate((tokens, np.full(num_tokens - len(tokens), FILLER[0])))

@@ -1,8 +1,8 @@
 """What does one decode step cost on the scheduler, and does it depend on the length of the requests?
 
-Drives vLLM's block pool and the product's managers and scheduler connector without an engine: every step each running
-request grows by one token. Contexts are measured in turn, step by step, so that other load on the machine hits all of
-them alike. The goal is at most 1 ms per step for 256 requests of 128K tokens.
+Drives vLLM's block pool and this plugin's managers and scheduler connector without an engine; in every step, each
+running request grows by one token. Contexts are measured in turns, step by step, so that other load on the machine
+affects all of them equally. The goal is at most 1 ms per step for 256 requests of 128K tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass
 class FakeRequest:
-    """What the managers read of vLLM's `Request`; its hashes are those of the final sequence."""
+    """The part of vLLM's `Request` that the managers read; its hashes are those of the final sequence."""
 
     request_id: str
     num_tokens: int
@@ -51,7 +51,7 @@ class FakeRequest:
 
 
 class FakeIndexerManager:
-    """Device blocks of the indexer keys, from the same pool as the hot blocks."""
+    """Allocates device blocks for indexer keys, from the same pool as the hot blocks."""
 
     def __init__(self, block_pool: BlockPool):
         self.block_pool = block_pool
@@ -65,12 +65,12 @@ class FakeIndexerManager:
 
 
 class Scheduler:
-    """Stands for vLLM's scheduler: admits requests, then decodes one token of each per step.
+    """Replaces vLLM's scheduler: admits requests, then decodes one token of each per step.
 
     Args:
         num_requests: running requests.
-        num_tokens: tokens of a request at the first measured step, up to one block more.
-        num_steps: decode steps the pools have room for.
+        num_tokens: tokens of a request at the first measured step; up to one block more.
+        num_steps: decode steps that the pools have room for.
     """
 
     def __init__(self, num_requests: int, num_tokens: int, num_steps: int):
@@ -95,7 +95,7 @@ class Scheduler:
         self._prefill()
 
     def step(self) -> None:
-        """One decode step, each phase timed."""
+        """Run one decode step and time each phase."""
         for request in self.requests:
             request.num_tokens += 1
             self.indexer_manager.allocate(request.request_id, request.num_tokens)
@@ -116,7 +116,7 @@ class Scheduler:
         return metadata
 
     def _allocate(self) -> None:
-        """What `KVCacheManager.allocate_slots` asks the hot manager, in its order."""
+        """Call the hot manager as `KVCacheManager.allocate_slots` does, in the same order."""
         manager, free = self.hot_manager, self.hot_manager.block_pool.get_num_free_blocks()
         manager.new_step_starts()
         for request in self.requests:
@@ -130,7 +130,7 @@ class Scheduler:
             manager.cache_blocks(request, num_tokens, None, replay_boundaries=(request.num_prompt_tokens - 1,))
 
     def _admit(self, index: int, num_tokens: int, num_steps: int) -> FakeRequest:
-        """A request somewhere within a block, so that a few requests begin a block in each step."""
+        """Admit a request that ends within a block, so that a few requests start a block in each step."""
         num_tokens += index % BLOCK_SIZE
         num_hashes = (num_tokens + num_steps) // BLOCK_SIZE
         hashes = [(index << 32 | block).to_bytes(32, "little") for block in range(num_hashes)]
@@ -140,7 +140,7 @@ class Scheduler:
         return request
 
     def _prefill(self) -> None:
-        """Compute all prompts in one step, as large as it may be."""
+        """Compute all prompts in one step, whatever its size."""
         for request in self.requests:
             self.hot_manager.get_num_blocks_to_allocate(request.request_id, request.num_tokens, (), 0, 0, 0)
             self.hot_manager.allocate_new_blocks(request.request_id, request.num_tokens, request.num_tokens)
@@ -163,7 +163,7 @@ class Scheduler:
 
 
 def _scheduler_output(num_scheduled: dict[str, int]) -> SimpleNamespace:
-    """What `build_connector_meta` reads of vLLM's `SchedulerOutput`."""
+    """The part of vLLM's `SchedulerOutput` that `build_connector_meta` reads."""
     total = sum(num_scheduled.values())
     return SimpleNamespace(
         num_scheduled_tokens=num_scheduled, total_num_scheduled_tokens=total, new_block_ids_to_zero=None
@@ -174,7 +174,7 @@ def measure(num_requests: int, num_tokens: list[int], steps: int, warmup: int) -
     """One row per context length."""
     schedulers = [Scheduler(num_requests, context, warmup + steps) for context in num_tokens]
     gc.collect()
-    gc.freeze()  # NOTE: as vLLM's engine core does once its block pool stands.
+    gc.freeze()  # NOTE: vLLM's engine core does the same once its block pool exists.
     for step in track(warmup + steps, "scheduler"):
         for scheduler in schedulers:
             scheduler.step()
@@ -197,7 +197,7 @@ def scheduler(
     warmup: Annotated[int, typer.Option(min=0, help="Decode steps before them.")] = 64,
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "cpu" / "scheduler.json",
 ) -> None:
-    """Time what the product does on the scheduler in one decode step."""
+    """Time this plugin's work on the scheduler in one decode step."""
     rows = measure(num_requests, num_tokens, steps, warmup)
     write_result(output, ctx, "benchmarks.scheduler", rows)
     show("Milliseconds per step: median (p10-p90), CPU time", [printed(row) for row in rows])

@@ -1,9 +1,9 @@
-"""How long does one layer's swap-in take on a GPU: ours, vLLM's native HiSparse, and what the link allows?
+"""How long does one layer's swap-in take on a GPU, for this plugin and vLLM's native HiSparse? What is the PCIe limit?
 
 All systems replay the same selections from CUDA graphs, with the same host rows and hot buffers of the same size. A
-sample is the mean of a few consecutive steps, none of which repeats a selection. Before it is timed, every system's hot
-rows are compared with the host rows of the selection. `memcpy` and `bare_gather` move as many bytes, or the same rows,
-as ours does in each step.
+sample is the mean of a few consecutive steps, none of which repeats a selection. Before a system is timed, its hot rows
+are compared with the host rows of the selection. In each step, `memcpy` moves as many bytes as this plugin does, and
+`bare_gather` the same rows.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def num_host_blocks(self) -> int:
-        """Of one request; no request has block 0, which vLLM never gives away."""
+        """Host blocks of one request; block 0 is never used, as in vLLM."""
         return -(-self.context // BLOCK_SIZE)
 
 
 class Trace:
-    """Selections of consecutive steps. Whole new ones fill the buffers first; the last ones are timed.
+    """Selections of consecutive steps. The first ones are entirely new and fill the buffers; the last ones are timed.
 
     Attributes:
         warmup, timed: [batch, top_k] int32 each.
@@ -71,7 +71,7 @@ class Trace:
         self.warmup, self.timed = steps[:-num_timed], steps[-num_timed:]
 
     def _draw(self, last: torch.Tensor | None, overlap: float) -> torch.Tensor:
-        """Part of the last selection and other positions, in random order; never the newest."""
+        """Part of the last selection and random other positions, in random order; never the newest."""
         case = self.case
         num_kept = round(overlap * case.top_k)
         scores = self._random(case.context - 1)
@@ -87,7 +87,7 @@ class Trace:
 
 
 class HostPool:
-    """Random rows in pinned host memory, and the same rows on the device to compare with."""
+    """Random rows in pinned host memory, and a copy on the device for comparison."""
 
     def __init__(self, num_bytes: int):
         self._device = torch.randint(0, POISON, (num_bytes,), dtype=torch.uint8, device=DEVICE)
@@ -149,7 +149,7 @@ class Ours:
 
 
 class VllmNative:
-    """The operations of vLLM's HiSparse, called as its `HiSparseRuntime` calls them."""
+    """The operations of vLLM's native HiSparse, called as in its `HiSparseRuntime`."""
 
     name = "vllm_native"
 
@@ -222,7 +222,7 @@ class VllmNative:
 
 
 class Limits:
-    """What the link allows: one copy of as many bytes, and a gather of the same rows without anything around it."""
+    """PCIe limits: one copy of the same number of bytes, and a gather of the same rows and nothing else."""
 
     def __init__(self, ours: Ours, num_steps: int):
         self.host_rows, self.hot_rows = ours.host_rows, torch.empty_like(ours.hot.rows)
@@ -255,7 +255,7 @@ def bare_gather_launcher() -> Any:
 
 
 class Snapshot:
-    """A system's state, to start again from. Also empties the caches of residency that a real step finds cold."""
+    """A system's state, to restart from. Restoring it also evicts residency from caches, as in a real step."""
 
     def __init__(self, tensors: list[torch.Tensor]):
         self._pairs = [(tensor, tensor.clone()) for tensor in tensors]
@@ -267,11 +267,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Plan:
-    """How often steps are timed.
+    """Number of timed steps.
 
     Attributes:
-        graph_steps: steps of one CUDA graph. num_graphs: graphs, each of other steps.
-        repeats: measured runs through all graphs; one more, before them, is not counted.
+        graph_steps: steps of one CUDA graph. num_graphs: graphs, each with different steps.
+        repeats: measured runs through all graphs, after one that is not counted.
     """
 
     graph_steps: int
@@ -285,7 +285,7 @@ class Plan:
     def time(
         self, operation: Callable[[torch.Tensor, int], None], selections: list[torch.Tensor], snapshot: Snapshot
     ) -> list[float]:
-        """Microseconds of a step: means over the steps of one graph, for each graph and repetition.
+        """Microseconds per step: the mean over the steps of a graph, for each graph and repetition.
 
         Args:
             operation: called with a selection and the number of its step.
@@ -306,7 +306,7 @@ class Plan:
 
 
 def time_replay(graph: torch.cuda.CUDAGraph, num_steps: int) -> float:
-    """Microseconds of a step of a graph that has several: their mean in one replay."""
+    """Microseconds per step of a graph with several steps: their mean in one replay."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(SLEEP_CYCLES)
     start.record()
@@ -317,13 +317,13 @@ def time_replay(graph: torch.cuda.CUDAGraph, num_steps: int) -> float:
 
 
 def check_rows(system: Ours | VllmNative, selected: torch.Tensor, step: int, expected: torch.Tensor) -> None:
-    """Compare the hot rows of a selection with the host's.
+    """Compare the hot rows of a selection with the host rows.
 
     Args:
-        system: has swapped the selection in.
+        system: a system that has swapped the selection in.
         selected: [batch, top_k] int32 positions.
-        step: of the selection.
-        expected: [host rows, row_bytes].
+        step: number of the selection's step.
+        expected: [num_host_rows, row_bytes].
 
     Raises:
         AssertionError: a row differs.
@@ -349,7 +349,7 @@ def measure(case: Case, pool: HostPool, systems: list[type], plan: Plan) -> Iter
 def measure_system(
     system: Ours | VllmNative, trace: Trace, expected: torch.Tensor, plan: Plan
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one system in one case; the limits of the link come with ours."""
+    """Results of one system in one case; those of this plugin include the PCIe limits."""
     snapshot = Snapshot(system.state)
     for step, selected in enumerate(trace.timed):
         system.swap_in(selected, step)
@@ -385,7 +385,7 @@ def describe(case: Case, system: str, op: str, misses: float, times: list[float]
 
 
 def available_systems() -> list[type]:
-    """Ours, and vLLM's where its operations are installed."""
+    """This plugin, and vLLM's native HiSparse if its operations are installed."""
     try:
         import vllm._custom_ops  # noqa: F401
 
@@ -408,7 +408,7 @@ def run(
     top_k: Annotated[int, typer.Option(min=1, help="Selected rows.")] = 2048,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a request.")] = 16384,
     graph_steps: Annotated[int, typer.Option(min=1, help="Steps of one CUDA graph; a sample is their mean.")] = 5,
-    num_graphs: Annotated[int, typer.Option(min=1, help="Graphs, each of other steps.")] = 3,
+    num_graphs: Annotated[int, typer.Option(min=1, help="Graphs, each with different steps.")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="Measured runs through all graphs.")] = 10,
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "swap_in.json",
 ) -> None:
@@ -435,7 +435,7 @@ def plot(
     overlap: Annotated[float, typer.Option(help="Share of a selection kept in the next step.")] = 0.85,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request.")] = 4096,
 ) -> None:
-    """Draw a result: time of a swap-in by batch, for each row size."""
+    """Plot a result: time of a swap-in by batch, for each row size."""
     import matplotlib.pyplot as plt
 
     rows = json.loads(result.read_text())["rows"]

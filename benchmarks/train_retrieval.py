@@ -1,12 +1,12 @@
-"""Trains a small model from scratch to find needles in long contexts; vLLM serves what it writes.
+"""Trains a small model from scratch to find needles in long contexts, and writes a checkpoint that vLLM can serve.
 
     python -m benchmarks.train_retrieval --architecture llama --output models/retrieval-llama
 
-A few layers with grouped-query attention, trained on short sequences first and on longer ones once these are answered.
-The loss counts answers alone. Writes config.json and model.safetensors (bf16) in Hugging Face's Llama or Qwen3 format,
-and training.json: command, hardware, versions, loss and accuracy per stage. Seeds are fixed; on one kind of machine
-with one set of versions the same command gives the same weights up to the order of sums in the kernels. Every stage
-leaves a checkpoint, which `--resume` goes on from.
+The model has a few layers with grouped-query attention. Training starts with short sequences and continues with longer
+ones once these are answered; the loss counts answers only. Writes config.json and model.safetensors (bf16) in Hugging
+Face's Llama or Qwen3 format, and training.json with command, hardware, versions, loss and accuracy per stage. Seeds are
+fixed: on the same kind of machine with the same versions, the same command gives the same weights up to the order of
+sums in the kernels. Every stage writes a checkpoint, from which `--resume` continues.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Stage:
     goal: float = 0.999
 
 
-# A H200 takes all stages in minutes; the lengths in front cost little and teach the lookup.
+# All stages take minutes on an H200; the short ones cost little and teach the lookup.
 STAGES = (
     Stage(96, 512, 6000, 1e-3, 0.99),
     Stage(256, 256, 3000, 1e-3, 0.995),
@@ -181,12 +181,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Batches(Dataset):
-    """The batches of a stage, each from a seed of its own: tokens and mask, [batch_size, num_tokens] each.
+    """The batches of a stage, each with its own seed: tokens and mask, [batch_size, num_tokens] each.
 
     Args:
         stage: the stage.
-        seed: of all batches.
-        rehearsal: share of batches of the same number of tokens in shorter sequences, of the stages before.
+        seed: base seed of all batches.
+        rehearsal: share of batches that have the shorter sequences of earlier stages, with the same number of tokens.
     """
 
     def __init__(self, stage: Stage, seed: int, rehearsal: float = 0.0):
@@ -207,7 +207,7 @@ class Batches(Dataset):
 
 
 def loss_and_accuracy(model: Model, tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy and share of right tokens, over the answers."""
+    """Cross entropy and share of correct tokens, over the answers."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
         hidden = model(tokens[:, :-1])[mask[:, 1:]]
         logits = model.lm_head(hidden).float()
@@ -218,7 +218,7 @@ def loss_and_accuracy(model: Model, tokens: torch.Tensor, mask: torch.Tensor) ->
 def train_stage(
     model: Model, optimizer: torch.optim.Optimizer, stage: Stage, batches: Batches, num_workers: int
 ) -> dict[str, Any]:
-    """Train at one length; returns what happened."""
+    """Train at one length; returns the record of the stage."""
     device = next(model.parameters()).device
     loader = DataLoader(batches, batch_size=None, num_workers=num_workers, pin_memory=device.type == "cuda")
     start, recent, loss = time.perf_counter(), [], torch.zeros(())
@@ -247,7 +247,7 @@ def train_stage(
 
 @torch.no_grad()
 def task_accuracy(model: Model, task: str, context: int, num: int, seed: int) -> int:
-    """Examples that the model answers, every answer token its first choice after the right ones before."""
+    """Number of examples in which every answer token is the best one, given the correct tokens before it."""
     correct = 0
     for example in examples(task, context, num, seed):
         tokens = torch.tensor([example.prompt + example.answer], device=next(model.parameters()).device)
@@ -278,7 +278,7 @@ def save(model: Model, output: Path) -> int:
 
 
 def load(model: Model, checkpoint: Path) -> list[dict[str, Any]]:
-    """Take the weights of an unfinished training; returns its stages."""
+    """Load the weights of an unfinished training; returns its finished stages."""
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(checkpoint / WEIGHTS_FILE).items()})
     return json.loads((checkpoint / STAGES_FILE).read_text())
 
@@ -313,7 +313,7 @@ def main(
     rehearsal: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of each stage's batches in shorter sequences.")
     ] = 0.0,
-    resume: Annotated[Path | None, typer.Option(help="Checkpoint whose stages are not done again.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint to continue from.")] = None,
     max_context: Annotated[int, typer.Option(min=96, help="Longest stage.")] = 16384,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps per stage; for trials.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(min=96, help="Tokens per step; for trials.")] = None,
@@ -322,7 +322,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Train, measure, write."""
+    """Train a model, measure its accuracy and write both."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.manual_seed(seed)
     shape = Shape(

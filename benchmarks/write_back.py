@@ -1,7 +1,7 @@
-"""What bringing the newest rows to the host costs a decode step on a GPU: all layers in one launch, in CUDA graphs.
+"""What does write-back cost in a decode step on a GPU? Newest rows of all layers in one launch, in CUDA graphs.
 
-`ours` is the plugin's `write_back`, `memcpy` moves as many bytes in one piece. Before it is timed, what arrived on the
-host is compared with the hot rows.
+`ours` is this plugin's `write_back`; `memcpy` moves the same number of bytes in one piece. Before it is timed, the rows
+on the host are compared with the hot rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_hisparse.ops.registry import swap_in_ops
 
 app = typer.Typer(add_completion=False)
 
-ROWS_PER_BLOCK, BLOCKS_PER_REQUEST = 16, 2  # hot rows: where a row lies does not matter here, only that it is hot
+ROWS_PER_BLOCK, BLOCKS_PER_REQUEST = 16, 2  # hot rows: their places do not matter here
 NUM_SLOTS = ROWS_PER_BLOCK * BLOCKS_PER_REQUEST - 1
 
 
@@ -61,7 +61,7 @@ class Step:
         """Compare the host's rows with the hot ones.
 
         Raises:
-            AssertionError: a row differs, or another one was written.
+            AssertionError: a row differs, or a wrong row was written.
         """
         self.ours()
         torch.cuda.synchronize()
@@ -73,7 +73,7 @@ class Step:
 
 
 def time_graph(operation: Any, repeats: int, steps: int) -> list[float]:
-    """Microseconds of one operation: means over the steps of a CUDA graph."""
+    """Microseconds of one operation: mean over the steps of a CUDA graph, for each repetition."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(steps):
