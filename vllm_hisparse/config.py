@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CONNECTOR_NAME = "HiSparseHostConnector"
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
-DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # beside those
+DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition
 CUDA_MODELS = {  # module of `attention/` -> classes whose layers get hot buffers; on the CPU platform every class's do
     "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     "generic_dsa_model_cuda": ("DeepseekV3ForCausalLM",),
@@ -25,7 +25,7 @@ CUDA_MODELS = {  # module of `attention/` -> classes whose layers get hot buffer
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
 
-# Options of vLLM's NixlConnector that share `kv_connector_extra_config` with ours.
+# Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(
     {
         "backends",
@@ -39,7 +39,7 @@ NIXL_OPTIONS = frozenset(
 
 
 class HiSparseConfigError(ValueError):
-    """An option that cannot work: says the option, the value got, the value expected and what to do."""
+    """An option is refused; the message names the option, the value got, the value expected and what to do."""
 
     def __init__(self, option: str, got: object, expected: str, fix: str):
         super().__init__(f"{option}: got {got!r}, expected {expected}. {fix}")
@@ -54,15 +54,15 @@ class HiSparseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     top_k: int | None = Field(default=None, gt=0)
-    """Tokens attended per query and layer. A DSA model: its `index_topk`, the default."""
+    """Tokens attended per query and layer. Default: `index_topk` of a DSA model, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
-    """Hot rows per request and layer on the device. Default: 2x top_k."""
+    """Hot rows per request and layer. Default: 2x top_k."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
-    """Bytes of the host pool over bytes of the device KV cache."""
+    """Bytes of the host pool divided by bytes of one device's KV cache."""
     host_pool_gib: float | None = Field(default=None, gt=0)
-    """Size of the host pool in GiB, of all tensor parallel ranks together."""
+    """Size of the host pool in GiB, for all tensor parallel ranks together."""
     algorithm: str = "dsa"
-    """What selects positions: a name of `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
+    """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm."""
     dense_layers: list[int] | None = None
@@ -74,10 +74,10 @@ class HiSparseConfig(BaseModel):
 
     @classmethod
     def from_extra_config(cls, extra_config: dict[str, Any]) -> HiSparseConfig:
-        """Parse and check the options alone, without a model.
+        """Parse and check the options without a model.
 
         Raises:
-            HiSparseConfigError: the first option that is unknown, of the wrong type or out of range.
+            HiSparseConfigError: names the first option that is unknown, of the wrong type or out of range.
         """
         options = {key: value for key, value in extra_config.items() if key not in NIXL_OPTIONS}
         try:
@@ -90,10 +90,10 @@ class HiSparseConfig(BaseModel):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> HiSparseConfig:
-        """Parse, check against the model and the engine's options, and fill in the defaults.
+        """Parse the options, check them against the model and the engine's options, and fill in the defaults.
 
         Raises:
-            HiSparseConfigError: the first option that cannot work.
+            HiSparseConfigError: names the first option that is refused.
         """
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -107,25 +107,33 @@ class HiSparseConfig(BaseModel):
 
     @cached_property
     def parsed_options(self) -> AlgorithmOptions:
-        """Options of the algorithm with its defaults."""
+        """Options of the algorithm, with defaults filled in."""
         return self.algorithm_class.Options(**self.algorithm_options)
 
     @property
     def tokens_per_unit(self) -> int:
-        """Neighbouring rows that are hot or not together."""
+        """Consecutive rows that are selected, copied and evicted together."""
         return self.algorithm_class.unit_tokens(self.parsed_options)
 
     @property
     def dense_unit(self) -> int | None:
-        """`tokens_per_unit` of a dense model, whose KV heads select for themselves; None for a DSA model."""
+        """`tokens_per_unit` of a dense model, in which every KV head selects units of its own; None for a DSA model."""
         return None if self.algorithm_class.model_family == "mla" else self.tokens_per_unit
 
     def kv_cache_dtypes(self, device: str) -> tuple[str, ...]:
-        """What `--kv-cache-dtype` may be on a device ("cpu" or "cuda")."""
+        """Supported values of `--kv-cache-dtype` on a device ("cpu" or "cuda")."""
         return KV_CACHE_DTYPES[device] + (DSA_KV_CACHE_DTYPES[device] if self.dense_unit is None else ())
 
     def make_algorithm(self, shape: AttentionShape, max_tokens: int) -> SparseAlgorithm:
-        """The algorithm, after the defaults are filled in."""
+        """Create the algorithm; the defaults must be filled in.
+
+        Args:
+            shape: the layers it serves.
+            max_tokens: tokens of the longest request.
+
+        Raises:
+            HiSparseConfigError: the options do not fit the model.
+        """
         assert self.top_k is not None
         reason = self.algorithm_class.refuse(self.parsed_options, shape)
         if reason is not None:
@@ -136,17 +144,17 @@ class HiSparseConfig(BaseModel):
 
     @property
     def rows(self) -> int:
-        """Hot rows per request and layer, after the defaults are filled in."""
+        """Hot rows per request and layer; the defaults must be filled in."""
         assert self.device_buffer_size is not None
         return self.device_buffer_size
 
     def num_host_blocks(self, host_block_bytes: int, device_kv_bytes: int, num_pools: int = 1) -> int:
-        """Blocks of a host pool.
+        """Number of blocks of a host pool.
 
         Args:
             host_block_bytes: bytes of one block, all layers.
             device_kv_bytes: bytes of one device's KV cache.
-            num_pools: pools of the engine, of the same size.
+            num_pools: number of pools of the engine, all of the same size.
         """
         if self.host_pool_gib is not None:
             return int(self.host_pool_gib * 2**30) // (host_block_bytes * num_pools)
@@ -167,8 +175,7 @@ class HiSparseConfig(BaseModel):
             "host_pool_gib / host_to_device_ratio",
             got,
             "exactly one of the two",
-            "Set host_pool_gib to the GiB of host memory to use, or host_to_device_ratio to a multiple of the device "
-            "KV cache.",
+            "Set either host_pool_gib (GiB of host memory) or host_to_device_ratio (multiple of the device KV cache).",
         )
 
     def _check_kv_cache_dtype(self, vllm_config: VllmConfig) -> None:
@@ -197,7 +204,7 @@ class HiSparseConfig(BaseModel):
                 "device_buffer_size",
                 rows,
                 f"at least top_k ({top_k}){multiple}",
-                f"Remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows or raise it.",
+                f"Raise it, or remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows.",
             )
         if vllm_config.device_config.device_type == "cuda":
             _check_model_class(model)
@@ -217,7 +224,7 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
 
 
 def _check_algorithm(config: HiSparseConfig) -> None:
-    """Refuse an unknown algorithm, and options that it does not have or that are out of range."""
+    """Refuse an unknown algorithm, and algorithm options that are unknown or out of range."""
     try:
         algorithm = find_algorithm(config.algorithm)
     except LookupError as error:
@@ -230,7 +237,7 @@ def _check_algorithm(config: HiSparseConfig) -> None:
         message = detail["msg"].removeprefix("Input should be ")
         if detail["type"] == "extra_forbidden":
             known = ", ".join(algorithm.Options.model_fields) or "none"
-            message = f"no such option; '{config.algorithm}' has: {known}"
+            message = f"one of the options of '{config.algorithm}': {known}"
         raise HiSparseConfigError(option, detail["input"], message, "Correct algorithm_options.") from None
 
 
@@ -242,12 +249,12 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
             "algorithm",
             config.algorithm,
             "a model with a DSA indexer (index_topk in its config.json, such as DeepSeek-V3.2 or GLM-5)",
-            f"{model.model} has none: choose one of {dense} for a dense model, serve another model, or remove "
-            f"{CONNECTOR_NAME}.",
+            f"{model.model} has none: set algorithm to one of {dense} for a dense model, serve another model, "
+            f"or remove {CONNECTOR_NAME}.",
         )
     if config.dense_layers:
         raise HiSparseConfigError(
-            "dense_layers", config.dense_layers, "none: a DSA model selects in every layer", "Remove it."
+            "dense_layers", config.dense_layers, "none: a DSA model has no full-KV layers", "Remove it."
         )
     top_k = model_top_k if config.top_k is None else config.top_k
     if top_k != model_top_k:
@@ -258,7 +265,7 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
 
 
 def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
-    """Refuse a model whose attention is not plain causal attention with keys for the algorithm to see."""
+    """Refuse a model whose attention is not plain causal attention over keys that an algorithm can read."""
     model = vllm_config.model_config
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
@@ -288,8 +295,8 @@ def _dense_top_k(config: HiSparseConfig) -> int:
         raise HiSparseConfigError(
             "top_k",
             top_k,
-            f"at least {least}, what '{config.algorithm}' selects in any case{multiple}",
-            "Raise it, or lower the sinks, window or page of algorithm_options.",
+            f"at least {least}, the tokens that '{config.algorithm}' always selects{multiple}",
+            "Raise it, or lower the sinks, window or page in algorithm_options.",
         )
     return top_k
 
@@ -305,7 +312,7 @@ def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
             "dense_layers",
             layers,
             f"layers from 0 to {num_layers - 1}, not all of them",
-            f"Name layers of {model.model}; at least one has to be sparse.",
+            f"List layers of {model.model}; at least one must be sparse.",
         )
     return layers
 
@@ -337,7 +344,7 @@ def _check_model_class(model: ModelConfig) -> None:
 
 
 def _check_kernel_limits(top_k: int, rows: int, unit: int) -> None:
-    """Refuse sizes beyond those of the CUDA kernels."""
+    """Refuse sizes that exceed the limits of the CUDA kernels."""
     from vllm_hisparse.ops.cuda_ops import MAX_SLOTS, MAX_TOP_K
 
     for option, value, most in (("top_k", top_k, MAX_TOP_K * unit), ("device_buffer_size", rows, MAX_SLOTS * unit)):
@@ -352,7 +359,7 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "kv_role",
             role,
             "kv_consumer (decode side) or kv_both (one instance)",
-            f"Prefill instances run stock vLLM with NixlConnector, without {CONNECTOR_NAME}.",
+            f"Start prefill instances as stock vLLM with NixlConnector, without {CONNECTOR_NAME}.",
         )
     parallel = vllm_config.parallel_config
     for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -368,7 +375,7 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "--distributed-executor-backend",
             "external_launcher",
             "mp or ray with --tensor-parallel-size above 1",
-            "Remove it: one scheduler decides for all ranks what the host pool holds.",
+            "Remove it: one scheduler must manage the host pool for all ranks.",
         )
     if vllm_config.speculative_config is not None:
         raise HiSparseConfigError(
@@ -389,13 +396,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "--enable-dbo / --ubatch-size",
             parallel.num_ubatches,
             "no microbatches in this release",
-            "Remove it: a step's requests share the hot buffers' state.",
+            "Remove it: all requests of a step must share one batch, because they share the state of the hot buffers.",
         )
     if vllm_config.cache_config.prefix_match_unit is not None:
         raise HiSparseConfigError(
             "--prefix-match-unit",
             vllm_config.cache_config.prefix_match_unit,
-            "none: prefixes match in whole blocks of the host pool",
+            "none: prefixes are matched in whole blocks of the host pool",
             "Remove it.",
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -403,5 +410,5 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "--disable-hybrid-kv-cache-manager",
             True,
             "False",
-            "Remove it: hot rows and what the device keeps of every token are two KV cache groups.",
+            "Remove it: hot rows and device-resident KV are two KV cache groups.",
         )

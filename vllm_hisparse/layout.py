@@ -1,4 +1,4 @@
-"""Byte layouts of one token's KV, defined once for the host pool, the kernels, the tests and the benchmarks."""
+"""Byte layouts of KV, defined once for the host pool, the kernels, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class KVLayout:
         num_layers: layers with main KV.
         num_indexer_layers: layers with an indexer; may be 0.
         block_size: tokens per host block and per indexer block.
-        tokens_per_unit: neighbouring rows that are hot or not together; divides `block_size`.
-        num_kv_heads: KV heads, each with a selection of its own; None: one selection for whole rows.
+        tokens_per_unit: consecutive rows that are selected, copied and evicted together; divides `block_size`.
+        num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
     """
 
     row_bytes: int
@@ -51,10 +51,10 @@ class KVLayout:
 
     @property
     def rows_per_hot_block(self) -> int:
-        """Hot rows in one device block, whole units: as many as fit in the bytes of an indexer block; one unit more
-        where over a quarter of it, and over half a unit, would stay unused.
+        """Hot rows in one device block: as many whole units as fit into the bytes of an indexer block, and one more if
+        more than a quarter of the block and more than half a unit would otherwise be unused.
 
-        The two groups share vLLM's block pool, whose blocks are as wide as the widest group.
+        Both groups share vLLM's block pool, whose blocks are as wide as the widest group.
         """
         if not self.num_indexer_layers:
             return self.block_size
@@ -64,7 +64,7 @@ class KVLayout:
         if unused_bytes > max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2):
             num_units += 1
         num_units = max(1, num_units)
-        # NOTE: vLLM cuts groups to equal numbers of layers when pages are of one size.
+        # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers.
         if self.num_layers != self.num_indexer_layers and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)
         return num_units * self.tokens_per_unit
@@ -74,19 +74,19 @@ class KVLayout:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes that one miss copies."""
+        """Bytes copied per miss."""
         return self.tokens_per_unit * self.row_bytes // (self.num_kv_heads or 1)
 
     @property
     def device_block_bytes(self) -> int:
-        """Bytes from one block of vLLM's device pool to the next."""
+        """Stride in bytes between blocks of vLLM's device pool."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
         widest = max(hot, self.num_indexer_layers * self.block_size * self.indexer_row_bytes)
         return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
 
     @property
     def block_alignment_bytes(self) -> int:
-        """What device blocks are a multiple of: rows, or a KV head's rows of one block, have numbers to kernels."""
+        """Device blocks are a multiple of this, because kernels number rows, or one KV head's rows of a block."""
         if self.num_kv_heads is None:
             return self.row_bytes
         return self.rows_per_hot_block * self.row_bytes // self.num_kv_heads
@@ -111,17 +111,17 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def num_hot_blocks(self, device_buffer_size: int) -> int:
-        """Device blocks of one request's hot buffer, the slot of its newest unit included."""
+        """Device blocks of one request's hot buffer, including the slot of its newest unit."""
         return -(-(device_buffer_size + self.tokens_per_unit) // self.rows_per_hot_block)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
-        """Device bytes of one request of `num_tokens` with a hot buffer."""
+        """Device bytes of one request of `num_tokens`, with a hot buffer."""
         num_indexer_blocks = self.num_blocks(num_tokens) if self.num_indexer_layers else 0
         num_blocks = self.num_hot_blocks(device_buffer_size) + num_indexer_blocks
         return num_blocks * self.device_block_bytes
 
     def full_request_bytes(self, num_tokens: int) -> int:
-        """Device bytes of one request of `num_tokens` with its full KV on the device."""
+        """Device bytes of one request of `num_tokens`, with full KV on the device."""
         return self.num_blocks(num_tokens) * self.host_block_bytes
 
     def host_request_bytes(self, num_tokens: int) -> int:
