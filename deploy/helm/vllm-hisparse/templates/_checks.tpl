@@ -27,7 +27,7 @@
 {{- include "hisparse.refuse" (dict "option" "engine.kvCacheDtype" "got" .Values.engine.kvCacheDtype "expected" (printf "one of %s with algorithm %s and device: %s" ($known | join ", ") $algorithm .Values.device) "fix" "Set auto to keep the KV in the model's dtype.") -}}
 {{- end -}}
 {{- if and (ne "dsa" $algorithm) (ne (int .Values.prefill.gpus) (int .Values.decode.gpus)) -}}
-{{- include "hisparse.refuse" (dict "option" "prefill.gpus" "got" .Values.prefill.gpus "expected" (printf "%v, as many as decode: both split the KV heads of a dense model over their GPUs" .Values.decode.gpus) "fix" "Set both to the same number.") -}}
+{{- include "hisparse.refuse" (dict "option" "prefill.gpus" "got" .Values.prefill.gpus "expected" (printf "%v, as in decode: both roles split the KV heads of a dense model over their GPUs" .Values.decode.gpus) "fix" "Set both to the same number.") -}}
 {{- end -}}
 {{- range $name := list "prefill" "decode" -}}
 {{- $gpus := int (index $.Values $name).gpus -}}
@@ -77,7 +77,7 @@
 {{- include "hisparse.refuse" (dict "option" "decode.hisparse.hostPoolGiB / hostToDeviceRatio" "got" (printf "%v and %v" $options.hostPoolGiB $options.hostToDeviceRatio) "expected" "exactly one of the two above 0" "fix" "Set the other one to 0.") -}}
 {{- end -}}
 {{- if and $options.hostToDeviceRatio (not $options.deviceKvGiB) -}}
-{{- include "hisparse.refuse" (dict "option" "decode.hisparse.hostToDeviceRatio" "got" $options.hostToDeviceRatio "expected" "deviceKvGiB beside it: the host memory to request follows from both" "fix" "Set decode.hisparse.deviceKvGiB, or hostPoolGiB instead of the ratio.") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.hostToDeviceRatio" "got" $options.hostToDeviceRatio "expected" "deviceKvGiB, to compute the host memory to request" "fix" "Set decode.hisparse.deviceKvGiB, or hostPoolGiB instead of the ratio.") -}}
 {{- end -}}
 {{- /* Every GPU of a dense model has a pool of its own. */ -}}
 {{- $pools := ternary 1 (max 1 (int .Values.decode.gpus)) (eq "dsa" ($options.extraConfig.algorithm | default "dsa")) -}}
@@ -94,7 +94,7 @@
 {{- end -}}
 {{- range $key, $_ := $options.extraConfig -}}
 {{- if has $key (list "host_pool_gib" "host_to_device_ratio" "device_buffer_size") -}}
-{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that has a value of its own" "fix" "Use hostPoolGiB, hostToDeviceRatio or deviceBufferSize.") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that the chart has a value for" "fix" "Use hostPoolGiB, hostToDeviceRatio or deviceBufferSize.") -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -133,10 +133,10 @@
 {{- end -}}
 {{- $health := .Values.router.health -}}
 {{- if lt (int .Values.drainSeconds) (int $health.intervalSeconds) -}}
-{{- include "hisparse.refuse" (dict "option" "drainSeconds" "got" .Values.drainSeconds "expected" (printf "at least router.health.intervalSeconds (%v)" $health.intervalSeconds) "fix" "Raise it: routers would send requests to a pod that ends.") -}}
+{{- include "hisparse.refuse" (dict "option" "drainSeconds" "got" .Values.drainSeconds "expected" (printf "at least router.health.intervalSeconds (%v)" $health.intervalSeconds) "fix" "Raise it: otherwise routers send requests to a pod that is shut down.") -}}
 {{- end -}}
 {{- if and .Values.nixl.rdma.resource (not (int .Values.nixl.rdma.count)) -}}
-{{- include "hisparse.refuse" (dict "option" "nixl.rdma.count" "got" .Values.nixl.rdma.count "expected" "at least 1 beside nixl.rdma.resource" "fix" "Raise it or clear the resource.") -}}
+{{- include "hisparse.refuse" (dict "option" "nixl.rdma.count" "got" .Values.nixl.rdma.count "expected" "at least 1 with nixl.rdma.resource" "fix" "Raise it or clear the resource.") -}}
 {{- end -}}
 {{- end }}
 
