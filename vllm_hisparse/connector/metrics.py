@@ -24,7 +24,7 @@ COUNTERS = {
     "recomputed_tokens": "Number of tokens that resumed requests had to recompute.",
     "transfers": "Number of finished KV transfers from prefill instances.",
     "transfer_failures": "Number of KV transfers that failed.",
-    "transfers_refused": "Number of prompts computed locally because their transfer was malformed or another request's.",
+    "transfers_refused": "Number of prompts computed locally because the transfer was malformed or not theirs.",
     "transfer_bytes_to_host": "Bytes received from prefill instances directly into the host pool.",
     "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
 }
