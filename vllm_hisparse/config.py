@@ -318,7 +318,7 @@ def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
 
 
 def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
-    """Whole blocks are pulled: KV heads must lie as here, and the ranks of a DSA model are alike."""
+    """Whole blocks are pulled, so KV heads must be split as on this instance; DSA ranks all hold the same rows."""
     if config.prefill_tp_size is None:
         return tp_size
     larger, smaller = max(config.prefill_tp_size, tp_size), min(config.prefill_tp_size, tp_size)
