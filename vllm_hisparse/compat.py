@@ -1,17 +1,27 @@
-"""What vLLM moves between releases, in one place. Written for vLLM 0.32."""
+"""vLLM's private names, and what vLLM moves between releases, in one place. Written for vLLM 0.32.
+
+A class of vLLM that calls a private method of its own to be overridden is given that method here, by a mixin or a class
+decorator that calls a method with a public name.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_hisparse.config import CONNECTOR_NAME
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.request import Request
+
+Layer = TypeVar("Layer", bound=type)
 
 
 def uses_host_connector(vllm_config: VllmConfig) -> bool:
@@ -32,6 +42,13 @@ def register_connector(name: str, module: str, class_name: str) -> None:
 
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, class_name)
+
+
+def cpu_kernels() -> ModuleType:
+    """vLLM's C++ kernels."""
+    from vllm import _custom_ops
+
+    return _custom_ops
 
 
 def cpu_attention_isa(dtype: torch.dtype, block_size: int, head_size: int) -> str:
@@ -94,3 +111,88 @@ def cut_session(session: Request, num_tokens: int, hash_block_size: int) -> None
     del session.block_hashes[num_tokens // hash_block_size :]
     session.num_prompt_tokens = num_tokens
     session.num_computed_tokens = min(session.num_computed_tokens, num_tokens - 1)
+
+
+def replace_batch(common: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
+    """A copy of a step's batch with other values, without what vLLM has cached of the old ones."""
+    return common.replace(**changes, _num_computed_tokens_cache=None, _token_to_req_indices_cache=None)
+
+
+def disable_dense_prefill(layer: MLAAttention) -> None:
+    """Let every query token of a sparse MLA layer take `forward_mqa`: the dense path reads the full KV cache."""
+    layer.prefill_backend = None
+    layer._dense_mha_metadata_layer_name = ""
+
+
+def key_scale(layer: torch.nn.Module) -> torch.Tensor:
+    """The scale that keys of an attention layer are quantised with."""
+    return layer._k_scale
+
+
+def attend_to_flat_rows(
+    impl: Any,
+    query: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    selection: tuple[torch.Tensor, torch.Tensor],
+    block_size: int,
+) -> torch.Tensor:
+    """Run the kernel of vLLM's `FlashAttnMLASparseImpl` over rows that have been selected.
+
+    Args:
+        impl: of the layer.
+        query: [tokens, num_heads, kv_lora_rank] and [tokens, num_heads, qk_rope_head_dim].
+        rows: [num_rows, row elements].
+        selection: [tokens, k] int32 row ids, and [tokens] int32 how many lead.
+        block_size: of the metadata.
+
+    Returns:
+        [tokens, num_heads, kv_lora_rank].
+    """
+    return impl._run_mqa_kernel(*query, rows, *selection, block_size, cache_is_flat=True)
+
+
+class SelectionHook:
+    """Mixin of vLLM's `FlashMLASparseImpl`: `locate_selection` turns selected positions into rows of the cache."""
+
+    def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row ids of selected positions, [tokens, k] int32, and how many lead, [tokens] int32.
+
+        Args:
+            top_k: [tokens, k] int32 positions, -1 for none.
+        """
+        raise NotImplementedError
+
+    def _convert_logical_to_physical_topk(
+        self, logical_topk_indices: torch.Tensor, attn_metadata: Any, *, return_valid_counts: bool, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        row_ids, num_valid = self.locate_selection(logical_topk_indices)
+        return (row_ids, num_valid) if return_valid_counts else row_ids
+
+
+class OneTokenDecodes:
+    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has one query token in the step."""
+
+    def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Batch index of each token's request, [tokens] int32; vLLM launches a kernel to find it."""
+        return super()._build_req_id_per_token(common)
+
+    def _build_req_id_per_token(self, common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
+        return self.request_of_token(common_attn_metadata)
+
+    def _init_reorder_batch_threshold(self, *args: Any, **kwargs: Any) -> None:
+        super()._init_reorder_batch_threshold(1)
+
+
+def wraps_indexer_and_attention(layer_class: Layer) -> Layer:
+    """Class decorator of a `DeepseekV32Attention`: indexer and attention of a layer, the part of it that no piecewise
+    CUDA graph captures, run inside `layer.writing_rows(positions, kv_c, k_pe)`, a context manager."""
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    @eager_break_during_capture  # NOTE: outermost, or replay runs vLLM's part alone
+    def _sparse_indexer_and_attn(self: Any, positions: torch.Tensor, *args: Any) -> None:
+        kv_c, k_pe = args[6:8]  # q_c, q_nope, q_pe, index_q, index_k, index_weights, kv_c, k_pe, ...
+        with self.writing_rows(positions, kv_c, k_pe):
+            super(layer_class, self)._sparse_indexer_and_attn(positions, *args)
+
+    layer_class._sparse_indexer_and_attn = _sparse_indexer_and_attn
+    return layer_class

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 CONNECTOR_NAME = "HiSparseHostConnector"
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition
-CUDA_MODELS = {  # module of `attention/` -> classes whose layers get hot buffers; on the CPU platform every class's do
-    "dsa_models_cuda": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
-    "generic_dsa_model_cuda": ("DeepseekV3ForCausalLM",),
-    "dense_models_cuda": ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the CPU platform every class's layers do
+    "DeepseekV32ForCausalLM": "vllm.models.deepseek_v32",
+    "GlmMoeDsaForCausalLM": "vllm.models.deepseek_v32",
+    "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v2",  # vLLM's generic class, by `--hf-overrides`
+    "LlamaForCausalLM": "vllm.model_executor.models.llama",
+    "MistralForCausalLM": "vllm.model_executor.models.mistral",
+    "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
+    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
@@ -333,12 +337,11 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
 
 
 def _check_model_class(model: ModelConfig) -> None:
-    known = [name for names in CUDA_MODELS.values() for name in names]
-    if model.architecture not in known:
+    if model.architecture not in CUDA_MODELS:
         raise HiSparseConfigError(
             "--model",
             model.architecture,
-            f"a model of class {', '.join(known)} on cuda",
+            f"a model of class {', '.join(CUDA_MODELS)} on cuda",
             f"Serve another model, or remove {CONNECTOR_NAME}.",
         )
 

@@ -34,8 +34,7 @@ def register() -> None:
 def _register_cpu_layers() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_hisparse.attention import mla_wrapper_cpu  # noqa: F401 (registers on import)
-    from vllm_hisparse.attention.mla import full_kv_cpu
+    from vllm_hisparse.attention.mla import full_kv_cpu, indexer_cpu, wrapper_cpu  # noqa: F401 (two register on import)
     from vllm_hisparse.platform.cpu import FULL_KV_BACKEND
 
     if full_kv_cpu.BACKEND_NAME not in AttentionBackendEnum.__members__:
@@ -47,6 +46,5 @@ def _register_cuda_models() -> None:
 
     from vllm_hisparse.config import CUDA_MODELS
 
-    for module, names in CUDA_MODELS.items():
-        for name in names:
-            ModelRegistry.register_model(name, f"vllm_hisparse.attention.{module}:{name}")
+    for name in CUDA_MODELS:
+        ModelRegistry.register_model(name, f"vllm_hisparse.attention.models_cuda:{name}")

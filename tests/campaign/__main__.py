@@ -25,13 +25,24 @@ from .lives import Result, run_lives
 
 Row = dict[str, Any]
 
+
 class Part(StrEnum):
     LIVES = "lives"
     FAULTS = "faults"
 
 
 KEYS = {Part.LIVES: "configuration", Part.FAULTS: "fault"}  # first field of a part's rows
-SHOWN = ("configuration", "lives", "steps", "preemptions", "violations", "fault", "times", "lost_blocks", "wrong_tokens")
+SHOWN = (
+    "configuration",
+    "lives",
+    "steps",
+    "preemptions",
+    "violations",
+    "fault",
+    "times",
+    "lost_blocks",
+    "wrong_tokens",
+)
 
 app = typer.Typer(add_completion=False)
 console = Console(stderr=True)

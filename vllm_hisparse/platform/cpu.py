@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 FULL_KV_BACKEND = "vllm_hisparse.attention.mla.full_kv_cpu.SparseMLACpuBackend"
-DENSE_MODEL_BACKEND = "vllm_hisparse.attention.gqa_layers_cpu.GqaCpuBackend"
+DENSE_MODEL_BACKEND = "vllm_hisparse.attention.gqa.full_kv_cpu.FullKVGQACpuBackend"
 HOT_BUFFER_BACKEND = "vllm_hisparse.attention.mla.cpu.HotMLACpuBackend"
 
 

@@ -11,7 +11,7 @@ from paged_layer import BLOCK_SIZE, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, PagedLay
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 
-from vllm_hisparse.attention.gqa.cpu import PagedGqaCpuImpl, PagedGqaCpuMetadataBuilder
+from vllm_hisparse.attention.gqa.cpu import HotGQACpuImpl, HotGQACpuMetadataBuilder
 
 
 def attend_paged(**call: Any) -> None:
@@ -50,7 +50,7 @@ def attend_staged(_impl: Any, _layer: Any, query: torch.Tensor, _key, _value, ca
 
 
 class CpuLayer(PagedLayer):
-    impl_class, builder_class = PagedGqaCpuImpl, PagedGqaCpuMetadataBuilder
+    impl_class, builder_class = HotGQACpuImpl, HotGQACpuMetadataBuilder
 
     def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:
         self.begin_decodes(batch, seq_lens)  # Model Runner V1: before the metadata
@@ -63,7 +63,7 @@ class CpuLayer(PagedLayer):
 
 
 class CudaLayer(PagedLayer):
-    impl_class, builder_class = gqa_cuda.PagedGqaImpl, gqa_cuda.PagedGqaMetadataBuilder
+    impl_class, builder_class = gqa_cuda.HotGQAImpl, gqa_cuda.HotGQAMetadataBuilder
 
     def __init__(self, algorithm_class: type):
         patch = pytest.MonkeyPatch()

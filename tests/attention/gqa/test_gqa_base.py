@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_hisparse.attention.gqa.base import HotAttention, check_layer, preferred_block_size
+from vllm_hisparse.attention.gqa.base import HotGQAAttention, check_layer, preferred_block_size
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 PLAIN = {
@@ -51,7 +51,7 @@ def spec_of(monkeypatch: pytest.MonkeyPatch, num_dense: int, page_size: int = 16
     monkeypatch.setattr(Attention, "get_kv_cache_spec", lambda *_: full)
     monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
     model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4))
-    return HotAttention.get_kv_cache_spec(object.__new__(HotAttention), SimpleNamespace(model_config=model))
+    return HotGQAAttention.get_kv_cache_spec(object.__new__(HotGQAAttention), SimpleNamespace(model_config=model))
 
 
 @pytest.mark.parametrize(("num_dense", "rows", "blocks"), [(0, 128, 2), (1, 32, 7), (2, 128, 2), (3, 384, 1)])

@@ -125,8 +125,8 @@ def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
 
 def test_layers_without_storage_get_no_metadata() -> None:
     """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
-    builder = SimpleNamespace(_impl=object.__new__(gqa_cuda.PagedGqaImpl))
-    assert gqa_cuda.PagedGqaMetadataBuilder.build(builder, 0, None) is None
+    builder = SimpleNamespace(impl=object.__new__(gqa_cuda.HotGQAImpl))
+    assert gqa_cuda.HotGQAMetadataBuilder.build(builder, 0, None) is None
 
 
 def test_other_versions_of_flash_attention_are_refused() -> None:

@@ -89,5 +89,5 @@ def test_the_backend_writes_otherwise(
 def test_layers_without_storage_get_no_metadata(layers: ModuleType) -> None:
     """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
     backend = import_module("vllm_hisparse.attention.mla.cuda")
-    builder = SimpleNamespace(_impl=object.__new__(backend.HotFlashMLAImpl))
+    builder = SimpleNamespace(impl=object.__new__(backend.HotFlashMLAImpl))
     assert backend.HotMLAMetadataBuilder.build(builder, 0, None) is None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # FlashAttention's smallest; a larger one wastes the end of every request
 
 
-class HotAttention(Attention):
+class HotGQAAttention(Attention):
     """`Attention` whose KV cache is a hot buffer."""
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HotBufferSpec:
@@ -95,7 +95,7 @@ def _unsupported(name: str, got: object, expected: str) -> HiSparseConfigError:
     )
 
 
-def is_dense_layer(layer: Attention, vllm_config: VllmConfig) -> bool:
+def is_full_kv_layer(layer: Attention, vllm_config: VllmConfig) -> bool:
     """Whether a layer is one of `dense_layers`."""
     config = HiSparseConfig.from_vllm_config(vllm_config)
     return extract_layer_index(layer.layer_name) in config.dense_layers

@@ -7,12 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import _custom_ops as kernels
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_hisparse.attention.base import CpuMetadataBuilder
-from vllm_hisparse.compat import cpu_attention_isa
+from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
+from vllm_hisparse.compat import cpu_attention_isa, cpu_kernels
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, Represent, view_units
 from vllm_hisparse.kv_manager.worker.hot_buffer import Seeds
 from vllm_hisparse.ops.base import Resolved
@@ -20,6 +19,8 @@ from vllm_hisparse.ops.paged_gqa import CpuBlocks, attend
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
+
+kernels = cpu_kernels()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DecodeBatch:
 
 
 @dataclass
-class PagedGqaCpuMetadata(AttentionMetadata):
+class HotGQACpuMetadata(AttentionMetadata):
     """One step's batch.
 
     Attributes:
@@ -76,10 +77,10 @@ class PagedGqaCpuMetadata(AttentionMetadata):
     decode: DecodeBatch | None
 
 
-class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
+class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedGqaCpuMetadata:
+    ) -> HotGQACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         lengths = common.seq_lens[:num_reqs].tolist()
@@ -94,9 +95,9 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
             row, span, length = spans[i]
             missing = buffer.represent_prefill(row, length - (span.stop - span.start), length)
             represent += [missing] if missing else []
-            seeds.append(buffer.seeds(hot_tables[i, None], length, self._impl.hot))
+            seeds.append(buffer.seeds(hot_tables[i, None], length, self.impl.hot))
         tokens, slots = self._host_slots([spans[i] for i in known])
-        return PagedGqaCpuMetadata(
+        return HotGQACpuMetadata(
             tokens,
             slots,
             represent,
@@ -106,12 +107,8 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         )
 
     @property
-    def _impl(self) -> PagedGqaCpuImpl:
-        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
-
-    @property
     def hot_buffer(self) -> GQAHotBuffer:
-        return self._impl.hot_buffer
+        return self.impl.hot_buffer
 
     def _host_slots(self, spans: list[tuple[int, slice, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         block_size, tokens, slots = self.kv_cache_spec.block_size, [torch.empty(0).long()], [torch.empty(0).long()]
@@ -150,22 +147,22 @@ class PagedGqaCpuMetadataBuilder(CpuMetadataBuilder[PagedGqaCpuMetadata]):
         rows, tokens, positions = zip(*((row, span.start, length - 1) for row, span, length in spans), strict=True)
         batch, buffer = DecodeBatch(*map(torch.tensor, (tokens, rows, positions))), self.hot_buffer
         buffer.begin_units(hot_tables, (batch.positions + 1).int())
-        buffer.find_newest_rows(self._impl.hot)
+        buffer.find_newest_rows(self.impl.hot)
         return batch
 
 
-class PagedGqaCpuBackend(CPUAttentionBackend):
+class HotGQACpuBackend(CPUAttentionBackend):
     """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
 
     forward_includes_kv_cache_update = True  # into the host pool, whose slots only our metadata knows
 
     @staticmethod
-    def get_impl_cls() -> type[PagedGqaCpuImpl]:
-        return PagedGqaCpuImpl
+    def get_impl_cls() -> type[HotGQACpuImpl]:
+        return HotGQACpuImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return PagedGqaCpuMetadataBuilder
+        return HotGQACpuMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -179,7 +176,7 @@ class PagedGqaCpuBackend(CPUAttentionBackend):
         return (KVCacheLayout.BLHNC,)
 
 
-class PagedGqaCpuImpl(CPUAttentionBackendImpl):
+class HotGQACpuImpl(CPUAttentionBackendImpl):
     """Attends over hot units when a request decodes, with vLLM's kernel over host blocks when it prefills.
 
     `bind` is called once, when the connector has allocated the host pool.
@@ -211,7 +208,7 @@ class PagedGqaCpuImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: PagedGqaCpuMetadata | None,
+        attn_metadata: HotGQACpuMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,

@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_hisparse.attention.base import HotMetadataBuilder
 from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.compat import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
@@ -43,7 +44,7 @@ MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph nee
 
 
 @dataclass
-class PagedGqaMetadata(AttentionMetadata):
+class HotGQAMetadata(AttentionMetadata):
     """One step's batch: decoding requests first, then groups of prefilling ones.
 
     Attributes:
@@ -74,7 +75,7 @@ def check_flash_attention(version: int) -> None:
         )
 
 
-class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
+class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
     reorder_batch_threshold = 1
     supports_update_block_table = False
 
@@ -87,15 +88,15 @@ class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedGqaMetadata | None:
-        if self._impl.hot_buffer is None:
+    ) -> HotGQAMetadata | None:
+        if self.impl.hot_buffer is None:
             return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
         common = common_attn_metadata
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        metadata = PagedGqaMetadata(num_decodes, hot_tables, common.seq_lens[:num_decodes])
+        metadata = HotGQAMetadata(num_decodes, hot_tables, common.seq_lens[:num_decodes])
         if num_prefills:
-            metadata.prefill_groups = self._impl.staging.groups(common, num_decodes, self._build_staged)
+            metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
@@ -106,23 +107,19 @@ class PagedGqaMetadataBuilder(FlashAttentionMetadataBuilder):
         # NOTE: the builder reuses one buffer, and a step has several groups.
         return replace(metadata, scheduler_metadata=metadata.scheduler_metadata.clone())
 
-    @property
-    def _impl(self) -> PagedGqaImpl:
-        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
 
-
-class PagedGqaBackend(FlashAttentionBackend):
+class HotGQABackend(FlashAttentionBackend):
     """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
 
     forward_includes_kv_cache_update = True  # into the host pool and the hot buffer
 
     @staticmethod
-    def get_impl_cls() -> type[PagedGqaImpl]:
-        return PagedGqaImpl
+    def get_impl_cls() -> type[HotGQAImpl]:
+        return HotGQAImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return PagedGqaMetadataBuilder
+        return HotGQAMetadataBuilder
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
@@ -137,7 +134,7 @@ class PagedGqaBackend(FlashAttentionBackend):
         return (KVCacheLayout.BLHNC,)
 
 
-class PagedGqaImpl(FlashAttentionImpl):
+class HotGQAImpl(FlashAttentionImpl):
     """Attends over hot units when a request decodes, over staged blocks when it prefills.
 
     `bind` is called once, when the connector has allocated the host pool.
@@ -177,7 +174,7 @@ class PagedGqaImpl(FlashAttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: PagedGqaMetadata | None,
+        attn_metadata: HotGQAMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -203,7 +200,7 @@ class PagedGqaImpl(FlashAttentionImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        metadata: PagedGqaMetadata,
+        metadata: HotGQAMetadata,
         output: torch.Tensor,
     ) -> None:
         """Represent the new tokens, select, swap in what is missing, attend over hot units only.
@@ -294,3 +291,6 @@ class PagedGqaImpl(FlashAttentionImpl):
     def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """Staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
         return blocks.view(len(blocks), self.num_kv_heads, self.staging.block_size, 2 * self.head_size)
+
+
+HOT_BACKENDS = {FlashAttentionBackend.get_name(): HotGQABackend}

@@ -8,7 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_hisparse.attention.base import CpuMetadataBuilder
+from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl
 from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
 
@@ -41,17 +41,17 @@ class HotMLACpuMetadata(SparseMLACpuMetadata):
     prefill_chunks: tuple[PrefillChunk, ...] = ()
 
 
-class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
+class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotMLACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1]
         hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
-        rows = self._impl.hot_buffer.rows_of(hot_tables)
-        known, query_lens = rows < self._impl.hot_buffer.num_rows, torch.diff(starts)
+        rows = self.impl.hot_buffer.rows_of(hot_tables)
+        known, query_lens = rows < self.impl.hot_buffer.num_rows, torch.diff(starts)
         decodes = (known & (query_lens == 1)).nonzero()[:, 0]
-        self._impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
+        self.impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
         chunks = [
             self._chunk(i, starts, common.seq_lens, hot_tables, rows)
             for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()
@@ -66,16 +66,12 @@ class HotMLACpuMetadataBuilder(CpuMetadataBuilder[HotMLACpuMetadata]):
             prefill_chunks=tuple(chunks),
         )
 
-    @property
-    def _impl(self) -> HotMLACpuImpl:
-        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
-
     def _chunk(
         self, index: int, starts: torch.Tensor, seq_lens: torch.Tensor, hot_tables: torch.Tensor, rows: torch.Tensor
     ) -> PrefillChunk:
         tokens = slice(int(starts[index]), int(starts[index + 1]))
         first = int(seq_lens[index]) - (tokens.stop - tokens.start)
-        host_table = self._impl.hot_buffer.host_tables[rows[index]]
+        host_table = self.impl.hot_buffer.host_tables[rows[index]]
         return PrefillChunk(tokens, first, hot_tables[index, None], host_table)
 
 

@@ -25,7 +25,9 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_hisparse.attention.base import HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.compat import OneTokenDecodes, SelectionHook, attend_to_flat_rows, key_scale
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
 from vllm_hisparse.layout import BLOCK_SIZE
@@ -51,7 +53,7 @@ class HotMLAMetadata(AttentionMetadata):
     prefill: None = None
 
 
-class HotMLAMetadataBuilder:
+class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
     """Mixin of a sparse MLA metadata builder."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -60,13 +62,10 @@ class HotMLAMetadataBuilder:
             len(self.req_id_per_token_buffer), dtype=torch.int32, device=self.req_id_per_token_buffer.device
         )
 
-    def _init_reorder_batch_threshold(self, *args: Any, **kwargs: Any) -> None:
-        super()._init_reorder_batch_threshold(1)
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotMLAMetadata | None:
-        if self._impl.hot_buffer is None:
+        if self.impl.hot_buffer is None:
             return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
         common = common_attn_metadata
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
@@ -74,19 +73,18 @@ class HotMLAMetadataBuilder:
         self._begin_decode(common, num_decodes)
         if num_decodes:
             metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
-            metadata.decode.block_size = self._impl.decode_block_size
+            metadata.decode.block_size = self.impl.decode_block_size
         if num_prefills:
-            metadata.prefill_groups = self._impl.staging.groups(common, num_decodes, self._build_staged)
+            metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
 
-    def _build_req_id_per_token(self, common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
-        # NOTE: vLLM launches a kernel in every step to find what is plain here.
-        if common_attn_metadata.max_query_len == 1:
-            return self._one_token_each[: common_attn_metadata.num_actual_tokens]
-        return super()._build_req_id_per_token(common_attn_metadata)
+    def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        if common.max_query_len == 1:
+            return self._one_token_each[: common.num_actual_tokens]
+        return super().request_of_token(common)
 
     def _begin_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> None:
-        impl = self._impl
+        impl = self.impl
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
         impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes])
 
@@ -96,10 +94,6 @@ class HotMLAMetadataBuilder:
         # NOTE: the builder reuses one buffer, and a step has several groups.
         metadata.req_id_per_token = metadata.req_id_per_token.clone()
         return metadata
-
-    @property
-    def _impl(self) -> HotMLACudaImpl:
-        return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
 
 
 class HotMLACudaImpl(HotMLAImpl):
@@ -170,7 +164,7 @@ class HotMLACudaImpl(HotMLAImpl):
         return self.hot.rows.unsqueeze(1), self.hot_buffer.newest_rows[:num_decodes]
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        """Attend over hot rows; `_hot_selection` swaps them in on the way."""
+        """Attend over hot rows; `locate_selection` swaps them in on the way."""
         return super().forward_mqa(q, self.decode_cache, metadata.decode, layer)[0]
 
     def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
@@ -189,9 +183,9 @@ class HotMLACudaImpl(HotMLAImpl):
     ) -> None:
         """Write rows to a paged cache, in its dtype."""
         # NOTE: past HotMLAImpl, whose update does nothing.
-        super(HotMLAImpl, self).do_kv_cache_update(*new_rows, cache, slots, self.kv_cache_dtype, layer._k_scale)
+        super(HotMLAImpl, self).do_kv_cache_update(*new_rows, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
-    def _hot_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the selection hot; returns its flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
         resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
         return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
@@ -200,17 +194,11 @@ class HotMLACudaImpl(HotMLAImpl):
         return self.hot.rows.unsqueeze(1)
 
 
-class HotFlashMLAImpl(HotMLACudaImpl, FlashMLASparseImpl):
+class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         if self.kv_cache_dtype == "fp8_ds_mla":
             self.decode_block_size = BLOCK_SIZE
         super().bind(hot_buffer, layer_index, host_rows, cache)
-
-    def _convert_logical_to_physical_topk(
-        self, logical_topk_indices: torch.Tensor, attn_metadata: Any, *, return_valid_counts: bool, **kwargs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        hot_rows, num_valid = self._hot_selection(logical_topk_indices)
-        return (hot_rows, num_valid) if return_valid_counts else hot_rows
 
     def _decode_cache(self) -> torch.Tensor:
         rows = self.hot.rows
@@ -224,8 +212,8 @@ class HotFlashMLAImpl(HotMLACudaImpl, FlashMLASparseImpl):
 
 class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        selection = self._hot_selection(self.topk_indices_buffer[: len(q[0])])
-        return self._run_mqa_kernel(*q, self.hot.rows, *selection, self.decode_block_size, cache_is_flat=True)
+        selection = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
+        return attend_to_flat_rows(self, q, self.hot.rows, selection, self.decode_block_size)
 
 
 class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):

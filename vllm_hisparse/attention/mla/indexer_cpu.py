@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from vllm_hisparse.attention.attach import attach_indexer_cache_cpu
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.layout import BLOCK_SIZE
 from vllm_hisparse.ops import indexer as ops
@@ -30,7 +31,7 @@ class IndexerCpuMetadata:
     Attributes:
         num_actual_tokens: tokens of the step.
         slot_mapping: [num_actual_tokens] int64; -1 is padding.
-        decode_tokens: [decodes] int64 rows of the token batch.
+        decode_tokens: [decodes] int64 index of each one's token in the step's batch.
         decode_positions: [decodes, 1] int64.
         decode_blocks: [decodes, blocks] int64, padded with block 0.
         prefills: (tokens, [1, queries] positions, [1, blocks] blocks) per request.
@@ -106,7 +107,7 @@ class SparseAttnIndexerCpu(SparseAttnIndexer):
 
     def __init__(self, k_cache: DeepseekV32IndexerCache, *args: Any, **kwargs: Any):
         super().__init__(k_cache, *args, **kwargs)
-        k_cache.__class__ = IndexerCpuCache  # NOTE: the module that vLLM built, with our backend.
+        attach_indexer_cache_cpu(k_cache)
 
     def forward_cpu(
         self, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor, weights: torch.Tensor

@@ -10,6 +10,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_hisparse.compat import replace_batch
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, Represent
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, Seeds
 from vllm_hisparse.ops.base import HotRows
@@ -203,7 +204,8 @@ def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> Co
     starts = common.query_start_loc_cpu[first : last + 1]
     start, end = int(starts[0]), int(starts[-1])
     upper = common.seq_lens_cpu_upper_bound[first:last]
-    return common.replace(
+    return replace_batch(
+        common,
         query_start_loc=common.query_start_loc[first : last + 1] - start,
         query_start_loc_cpu=starts - start,
         seq_lens=common.seq_lens[first:last],
@@ -216,6 +218,4 @@ def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> Co
         slot_mapping=common.slot_mapping[start:end],
         positions=None if common.positions is None else common.positions[start:end],
         is_prefilling=None if common.is_prefilling is None else common.is_prefilling[first:last],
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
     )

@@ -1,14 +1,15 @@
 """The model classes that the plugin puts in the place of vLLM's on CUDA."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 from vllm import ModelRegistry
 
 from vllm_hisparse import plugin
-from vllm_hisparse.attention.base import HotBufferModel
+from vllm_hisparse.attention import models_cuda
+from vllm_hisparse.attention.models_cuda import HotBufferModel
+from vllm_hisparse.config import CUDA_MODELS
 
 
 @pytest.fixture
@@ -26,8 +27,20 @@ def test_they_load_without_the_kernels_of_hot_buffers(registered: dict[str, str]
         module, _, attribute = path.partition(":")
         model_class = getattr(import_module(module), attribute)
         assert issubclass(model_class, HotBufferModel)
-        assert attribute == name
-        assert find_spec(model_class.layers_module) is not None
+        assert issubclass(model_class, getattr(import_module(CUDA_MODELS[name]), name))
+        assert attribute == name == model_class.__name__
+        assert getattr(import_module(module), attribute) is model_class, "a class is made twice"
+
+
+def test_a_class_is_made_of_its_own_module_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense model must not import what a DSA model needs."""
+    imported = []
+    monkeypatch.setattr(models_cuda, "import_module", lambda name: imported.append(name) or import_module(name))
+    models_cuda.__getattr__.cache_clear()
+    assert models_cuda.LlamaForCausalLM.__name__ == "LlamaForCausalLM"
+    assert imported == ["vllm.model_executor.models.llama"]
+    with pytest.raises(AttributeError, match="MixtralForCausalLM"):
+        _ = models_cuda.MixtralForCausalLM
 
 
 @pytest.mark.parametrize(("connector", "attached"), [(None, 0), ("NixlConnector", 0), ("HiSparseHostConnector", 1)])
@@ -35,15 +48,14 @@ def test_layers_get_hot_buffers_under_the_connector_only(
     monkeypatch: pytest.MonkeyPatch, connector: str | None, attached: int
 ) -> None:
     calls: list[object] = []
-    layers = SimpleNamespace(attach_hot_buffers=lambda model, vllm_config: calls.append(model))
-    monkeypatch.setattr("vllm_hisparse.attention.base.import_module", {"layers": layers}.__getitem__)
+    monkeypatch.setattr(models_cuda, "attach_hot_buffers", lambda model, vllm_config: calls.append(model))
 
     class Model:
         def __init__(self, *, vllm_config: object, prefix: str):
             self.prefix = prefix
 
     class HotModel(HotBufferModel, Model):
-        layers_module = "layers"
+        pass
 
     transfer = SimpleNamespace(kv_connector=connector) if connector else None
     model = HotModel(vllm_config=SimpleNamespace(kv_transfer_config=transfer), prefix="model")

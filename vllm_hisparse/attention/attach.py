@@ -1,0 +1,122 @@
+"""Where objects that vLLM has built get classes of ours: every place, on both devices.
+
+NOTE: vLLM builds attention layers deep inside its model classes and wrappers; an object that gets another class needs
+no patched function. Modules of one device are imported by the functions of that device alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+from vllm_hisparse.compat import disable_dense_prefill, is_dsa_model, uses_host_connector
+from vllm_hisparse.config import HiSparseConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+
+def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """Give the sparse attention layers of a model on CUDA hot buffers in place of their KV caches.
+
+    Raises:
+        HiSparseConfigError: the attention backend has no version for hot buffers, or a layer of a dense model does not
+            run plain causal attention.
+    """
+    if is_dsa_model(vllm_config):
+        _attach_mla(model)
+    else:
+        _attach_gqa(model, vllm_config)
+
+
+def _attach_mla(model: torch.nn.Module) -> None:
+    from vllm_hisparse.attention.mla.cuda import HOT_BACKENDS
+    from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
+
+    for layer in model.modules():
+        if not isinstance(layer, MLAAttention) or not layer.use_sparse:
+            continue
+        backend = _hot_backend(layer, HOT_BACKENDS)
+        layer.__class__, layer.attn_backend = HOT_LAYERS[type(layer)], backend
+        layer.impl = _with_class(layer.impl, backend.get_impl_cls())
+        disable_dense_prefill(layer)
+
+
+def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    from vllm_hisparse.attention.gqa.base import HotGQAAttention, check_layer, is_full_kv_layer
+    from vllm_hisparse.attention.gqa.cuda import HOT_BACKENDS, check_flash_attention
+
+    for layer in model.modules():
+        if not isinstance(layer, Attention) or is_full_kv_layer(layer, vllm_config):
+            continue
+        backend, impl = _hot_backend(layer, HOT_BACKENDS), layer.impl
+        window = None if impl.sliding_window == (-1, -1) else impl.sliding_window[0] + 1
+        shared = impl.kv_sharing_target_layer_name
+        check_layer(impl.alibi_slopes, window, impl.logits_soft_cap or None, layer.attn_type, shared, impl.sinks)
+        check_flash_attention(impl.vllm_flash_attn_version)
+        layer.__class__, layer.attn_backend = HotGQAAttention, backend
+        layer.impl = _with_class(impl, backend.get_impl_cls())
+
+
+def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:
+    """The version for hot buffers of a layer's backend.
+
+    Args:
+        layer: as vLLM built it.
+        hot_backends: name of vLLM's backend -> our version.
+
+    Raises:
+        HiSparseConfigError: there is none.
+    """
+    name = layer.attn_backend.get_name()
+    if name not in hot_backends:
+        raise HiSparseConfigError("--attention-backend", name, " or ".join(hot_backends), "Choose a supported backend.")
+    return hot_backends[name]
+
+
+def _with_class(impl: Any, cls: type) -> Any:
+    """An object of class `cls` over the attributes of `impl`, an object of one of its bases."""
+    changed = object.__new__(cls)
+    changed.__dict__ = impl.__dict__
+    return changed
+
+
+def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmConfig) -> None:
+    """Give vLLM's outer MLA layer our indexer, and its attention layer a hot buffer where the connector runs."""
+    from vllm_hisparse.attention.mla.base import HotMLAAttention
+    from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpu
+
+    if wrapper.indexer is not None:
+        wrapper.indexer.__class__ = IndexerCpu
+    if wrapper.is_sparse and uses_host_connector(vllm_config):
+        wrapper.mla_attn.__class__ = HotMLAAttention
+
+
+def attach_indexer_cache_cpu(cache: DeepseekV32IndexerCache) -> None:
+    """Give the indexer's key cache our backend."""
+    from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpuCache
+
+    cache.__class__ = IndexerCpuCache
+
+
+def attach_gqa_cpu(impl: CPUAttentionBackendImpl, vllm_config: VllmConfig) -> None:
+    """Give a layer of a dense model a hot buffer, unless it is one of `dense_layers`.
+
+    Args:
+        impl: the layer's implementation.
+        vllm_config: names the layer.
+    """
+    from vllm_hisparse.attention.gqa.base import HotGQAAttention, is_full_kv_layer
+    from vllm_hisparse.attention.gqa.cpu import HotGQACpuBackend
+
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    layer = next(layer for layer in layers if getattr(layer, "impl", None) is impl)
+    if is_full_kv_layer(layer, vllm_config):
+        return
+    layer.__class__, layer.attn_backend = HotGQAAttention, HotGQACpuBackend
+    impl.__class__ = HotGQACpuBackend.get_impl_cls()

@@ -1,0 +1,18 @@
+"""The outer MLA layer on the CPU, registered in place of vLLM's when this module is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+
+from vllm_hisparse.attention.attach import attach_mla_cpu
+
+
+@PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")
+class MLAWrapperCpu(MultiHeadLatentAttentionWrapper):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        attach_mla_cpu(self, get_current_vllm_config())
