@@ -28,6 +28,7 @@ from benchmarks.common import (
     track,
     write_result,
 )
+from vllm_hisparse.attention.mla.base import NewRows
 from vllm_hisparse.attention.mla.cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuImpl, SparseMLACpuMetadataBuilder
 from vllm_hisparse.config import HiSparseConfig
@@ -170,8 +171,8 @@ class HotKV:
         metadata = self.builder.build(0, common_metadata(self.hot_table, inputs.newest))
         outputs = []
         for impl, _, query, new_rows, top_k in layer_inputs(self.impls, self.impls, inputs):
-            impl.new_rows = split_rows(new_rows)
-            outputs.append(attend(impl, None, query, top_k, metadata))
+            with impl.writing(NewRows(*split_rows(new_rows))):
+                outputs.append(attend(impl, None, query, top_k, metadata))
         self.worker.bind_metadata(HiSparseMetadata())
         self.worker.finish_step()
         return outputs

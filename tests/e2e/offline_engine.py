@@ -43,7 +43,7 @@ class RowCheck:
         take_stats = worker.take_stats  # called once, when a step is over
 
         def checked() -> Any:
-            tables = worker.hot_buffer.decode_tables
+            tables = worker.hot_buffer.step.tables
             if tables is not None:
                 self.num_steps += 1
                 if corrupt and self.num_steps == every:
@@ -55,10 +55,11 @@ class RowCheck:
         worker.take_stats = checked
 
     def requests(self, worker: Any, tables: Any) -> list[tuple[Any, int]]:
-        """Hot block table and state row of each decoding request."""
-        rows = worker.hot_buffer.rows_of(tables.hot_tables).tolist()
-        known = worker.hot_buffer.num_rows
-        return [(table.long(), row) for table, row in zip(tables.hot_tables, rows, strict=True) if row < known]
+        """Hot block table and state index of each decoding request."""
+        requests = worker.hot_buffer.requests
+        states = requests.find_states(tables.hot_tables).tolist()
+        known = requests.num_states
+        return [(table.long(), state) for table, state in zip(tables.hot_tables, states, strict=True) if state < known]
 
     def flat(self, impl: Any, table: Any, slots: Any) -> Any:
         blocks = table[slots // impl.hot.rows_per_block]
@@ -67,11 +68,11 @@ class RowCheck:
     def check(self, worker: Any, tables: Any) -> None:
         import torch
 
-        for table, row in self.requests(worker, tables):
-            host_table = tables.host_tables[row].cpu().long()
+        for table, state in self.requests(worker, tables):
+            host_table = tables.host_tables[state].cpu().long()
             for impl, residency in zip(worker.impls, worker.hot_buffer.residency, strict=True):
-                held = residency.positions[row] >= 0
-                slots, positions = residency.slots[row][held].long(), residency.positions[row][held].cpu().long()
+                held = residency.positions[state] >= 0
+                slots, positions = residency.slots[state][held].long(), residency.positions[state][held].cpu().long()
                 hot = impl.hot.rows[self.flat(impl, table, slots)].cpu()
                 host = impl.host_rows[
                     host_table[positions // tables.block_size] * tables.block_size + positions % tables.block_size
@@ -82,9 +83,9 @@ class RowCheck:
 
     def corrupt(self, worker: Any, tables: Any) -> None:
         """Shift one hot row of one layer by one element: the check must find it."""
-        table, row = self.requests(worker, tables)[0]
+        table, state = self.requests(worker, tables)[0]
         impl, residency = worker.impls[0], worker.hot_buffer.residency[0]
-        slot = residency.slots[row][residency.positions[row] >= 0][-1:].long()
+        slot = residency.slots[state][residency.positions[state] >= 0][-1:].long()
         rows = self.flat(impl, table, slot)
         impl.hot.rows[rows] = impl.hot.rows[rows].roll(1, -1)
 
@@ -169,13 +170,13 @@ def drain(llm: Any) -> None:
     core.model_executor.execute_model(core.scheduler.schedule())
 
 
-def owned_rows(worker: Any) -> int:
-    """Rows of the hot buffer still owned; raises when it is inconsistent."""
+def num_hot_requests(worker: Any) -> int:
+    """Requests that the hot buffer still knows; raises when it is inconsistent."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     hot_buffer = get_kv_transfer_group().worker.hot_buffer
     hot_buffer.check_integrity()
-    return len(hot_buffer._row_by_handle)
+    return len(hot_buffer.requests)
 
 
 def shared_memory_of(worker: Any) -> str | None:
@@ -230,7 +231,7 @@ def record_engine(llm: Any, recorder: Recorder) -> dict[str, Any]:
     record: dict[str, Any] = {"pools": pools(scheduler_core(llm))}
     drain(llm)
     executor = scheduler_core(llm).model_executor
-    record["worker_rows"] = sum(executor.collective_rpc(owned_rows))
+    record["worker_requests"] = sum(executor.collective_rpc(num_hot_requests))
     record["shared_memory"] = executor.collective_rpc(shared_memory_of)
     return {**record, "counters": dict(recorder.counters), "peaks": dict(recorder.peaks)}
 

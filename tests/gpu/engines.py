@@ -130,4 +130,4 @@ def assert_pools_empty(record: dict[str, Any]) -> None:
     """Every block is back, in both pools and on the worker."""
     in_use = {name: value for name, value in record["pools"].items() if name != "host_blocks_cached"}
     assert in_use == dict.fromkeys(in_use, 0)
-    assert record["worker_rows"] == 0
+    assert record["worker_requests"] == 0

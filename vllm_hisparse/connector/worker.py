@@ -9,13 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from vllm_hisparse.algorithms.base import AttentionShape
+from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, check_state_fits
+from vllm_hisparse.kv_manager.worker.algorithm_state import check_state_fits
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.worker.host_memory import allocate_host_pool
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
@@ -91,9 +92,9 @@ class HiSparseWorkerConnector:
         for handle, (first, host_ids) in metadata.tables.items():
             self.hot_buffer.extend_table(handle, first, host_ids)
         for handle, position in metadata.first_decodes:
-            missing = self.hot_buffer.begin_decoding(handle, position)
-            for impl in self.impls if missing else ():
-                impl.represent(missing)
+            for span in self.hot_buffer.begin_decoding(handle, position):
+                for impl in self.impls:
+                    impl.represent(span)
         self.store.restore_indexer_keys(self.indexer_keys, metadata.restores)
 
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:
@@ -149,14 +150,25 @@ class HiSparseWorkerConnector:
         Args:
             cache: of any layer with hot rows, [num_blocks, KV heads, rows, row elements].
         """
-        config, model, spec = self.config, self.vllm_config.model_config, self.groups.hot_spec
         shape = self._shape(len(cache))
-        if config.algorithm_class.model_family == "mla":
+        if self.config.algorithm_class.model_family == "mla":
             return MLAHotBuffer(shape, cache.device)
+        head_stride, rest = divmod(cache.stride(0), cache.stride(1))
+        assert rest == 0, "the block stride is not a whole number of KV heads"
+        algorithm, num_hot_blocks = self._make_algorithm(shape, cache.device), self.groups.hot_spec.blocks_per_request
+        return GQAHotBuffer(algorithm, shape, num_hot_blocks, head_stride, cache.device)
+
+    def _make_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:
+        """The dense model's algorithm, whose state fits on the device.
+
+        Raises:
+            HiSparseConfigError: it does not.
+        """
+        model, spec, layout = self.vllm_config.model_config, self.groups.hot_spec, self.layout
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
-        algorithm = config.make_algorithm(attention, model.max_model_len)
-        request_bytes = int(algorithm.state_bytes_per_token * model.max_model_len) * self.layout.num_layers
+        algorithm = self.config.make_algorithm(attention, model.max_model_len)
+        request_bytes = int(algorithm.state_bytes_per_token * model.max_model_len) * layout.num_layers
         logger.info(
             "HiSparse: %s keeps %.1f MiB of state beside the KV cache, for %d requests of %d tokens.",
             algorithm.name,
@@ -164,13 +176,11 @@ class HiSparseWorkerConnector:
             shape.num_requests,
             model.max_model_len,
         )
-        if cache.device.type != "cpu":
-            staging_bytes = shape.max_blocks * self.layout.block_size * self.layout.row_bytes
-            free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(cache.device)) - staging_bytes
+        if device.type != "cpu":
+            staging_bytes = shape.max_blocks * layout.block_size * layout.row_bytes
+            free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - staging_bytes
             check_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
-        head_stride, rest = divmod(cache.stride(0), cache.stride(1))
-        assert rest == 0, "the block stride is not a whole number of KV heads"
-        return GQAHotBuffer(algorithm, shape, spec.blocks_per_request, head_stride, cache.device)
+        return algorithm
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None

@@ -18,23 +18,26 @@ HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
 
 
 def make_buffer() -> MLAHotBuffer:
-    return MLAHotBuffer(SHAPE, torch.device("cpu"))
+    buffer = MLAHotBuffer(SHAPE, torch.device("cpu"))
+    for _ in range(NUM_LAYERS):
+        buffer.add_layer(HOT, HOST_ROWS)
+    return buffer
 
 
 def hot_tables(*handles: int) -> torch.Tensor:
     return torch.tensor(handles, dtype=torch.int32)[:, None]
 
 
-def row_of(buffer: MLAHotBuffer, handle: int) -> int:
-    return int(buffer.rows_of(hot_tables(handle)))
+def index_of(buffer: MLAHotBuffer, handle: int) -> int:
+    return int(buffer.requests.find(hot_tables(handle)))
 
 
 def decode(buffer: MLAHotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
     """One layer of one step: (handle, newest position, selection) of each request."""
     handles, newest, selections = zip(*requests, strict=True)
-    buffer.begin_decode(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
+    buffer.step.plan(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
     padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
-    return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32), HOST_ROWS, HOT)
+    return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32))
 
 
 def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
@@ -44,50 +47,20 @@ def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
     return hits, misses
 
 
-def test_tables_grow_by_deltas() -> None:
-    buffer = make_buffer()
-    buffer.extend_table(40, 0, [7, 3])
-    buffer.extend_table(41, 0, [5])
-    buffer.extend_table(40, 2, [8])
-    buffer.check_integrity()
-    assert buffer.host_tables[row_of(buffer, 40)].tolist() == [7, 3, 8] + [-1] * 6
-    assert buffer.host_tables[row_of(buffer, 41)].tolist() == [5] + [-1] * 8
-
-
-def test_handles_of_no_request_share_the_row_of_none() -> None:
-    buffer = make_buffer()
-    buffer.extend_table(40, 0, [7])
-    assert buffer.rows_of(hot_tables(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
-    assert buffer.host_tables[NUM_REQUESTS].tolist() == [-1] * MAX_BLOCKS
-
-
-def test_as_many_requests_as_rows_and_reuse_after_release() -> None:
-    buffer = make_buffer()
-    for handle in range(NUM_REQUESTS):
-        buffer.extend_table(handle, 0, [handle])
-    assert sorted(buffer.rows_of(hot_tables(*range(NUM_REQUESTS))).tolist()) == list(range(NUM_REQUESTS))
-    with pytest.raises(IndexError):
-        buffer.extend_table(50, 0, [1])
-    buffer.release(2)
-    buffer.extend_table(50, 0, [1])
-    buffer.check_integrity()
-
-
-def test_a_released_row_is_empty_for_its_next_request() -> None:
+def test_what_a_request_had_hot_is_forgotten() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2, 3])
-    row = row_of(buffer, 40)
+    index = index_of(buffer, 40)
     for layer in range(NUM_LAYERS):
         decode(buffer, layer, (40, 10, [2, 5]))
     assert released(buffer, 40) == (0, 4)
-    assert row_of(buffer, 40) == NUM_REQUESTS
+    assert index_of(buffer, 40) == NUM_REQUESTS
     buffer.check_integrity()
     buffer.extend_table(41, 0, [4])
-    assert row_of(buffer, 41) == row
-    assert buffer.host_tables[row].tolist() == [4] + [-1] * 8
+    assert index_of(buffer, 41) == index
     for residency in buffer.residency:
-        assert (residency.positions[row] == -1).all()
-        assert residency.slots[row].tolist() == list(range(NUM_SLOTS))
+        assert (residency.positions[index] == -1).all()
+        assert residency.slots[index].tolist() == list(range(NUM_SLOTS))
     assert released(buffer, 41) == (0, 0)
 
 
@@ -118,13 +91,13 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
 def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2])
-    seeds = buffer.seeds(hot_tables(40), num_tokens, HOT)
+    seeds = buffer.seeds(hot_tables(40), num_tokens)
     buffer.seed(1, seeds)
-    hot, row = range(max(num_tokens - NUM_SLOTS, 0), num_tokens), int(buffer.rows_of(hot_tables(40)))
-    assert buffer.residency[1].positions[row].tolist() == list(hot) + [-1] * (NUM_SLOTS - len(hot))
-    slots = buffer.residency[1].slots[row].tolist()
+    hot, index = range(max(num_tokens - NUM_SLOTS, 0), num_tokens), index_of(buffer, 40)
+    assert buffer.residency[1].positions[index].tolist() == list(hot) + [-1] * (NUM_SLOTS - len(hot))
+    slots = buffer.residency[1].slots[index].tolist()
     assert slots[: len(hot)] == [position % NUM_SLOTS for position in hot]
-    assert seeds.hot_rows.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
+    assert seeds.hot_row_ids.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
     assert (buffer.residency[0].positions == -1).all()
     buffer.check_integrity()
 
@@ -133,20 +106,20 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
     buffer = make_buffer()
     buffer.extend_table(40, 0, [1, 2, 3])
     for num_tokens in (5, 9):
-        buffer.seed(0, buffer.seeds(hot_tables(40), num_tokens, HOT))
-    row = int(buffer.rows_of(hot_tables(40)))
-    assert buffer.residency[0].positions[row].tolist() == [3, 4, 5, 6, 7, 8]
+        buffer.seed(0, buffer.seeds(hot_tables(40), num_tokens))
+    index = index_of(buffer, 40)
+    assert buffer.residency[0].positions[index].tolist() == [3, 4, 5, 6, 7, 8]
     assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
-    assert buffer.residency[0].positions[row].tolist() == [5, 6, 7, 2, 3, 8]
+    assert buffer.residency[0].positions[index].tolist() == [5, 6, 7, 2, 3, 8]
 
 
 def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:
     buffer = make_buffer()
     buffer.extend_table(3, 0, [1])
     for newest, slot in [(0, 0), (5, 5), (6, 6), (20, 6)]:
-        buffer.begin_decode(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32))
-        buffer.find_newest_rows(HOT)
-        assert buffer.newest_rows[0] == 3 * ROWS_PER_BLOCK + slot
+        buffer.step.plan(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32))
+        buffer.step.begin(0)
+        assert buffer.step.newest_row_ids[0] == 3 * ROWS_PER_BLOCK + slot
 
 
 def test_the_least_recently_used_rows_make_room() -> None:
@@ -154,12 +127,12 @@ def test_the_least_recently_used_rows_make_room() -> None:
     buffer.extend_table(40, 0, [1, 2, 3, 4, 5, 6, 7])
     for newest, selection in enumerate([[0, 1], [2, 3], [4, 5], [0, 1], [6, 7]], start=20):
         decode(buffer, 0, (40, newest, selection))
-    hot = set(buffer.residency[0].positions[row_of(buffer, 40)].tolist())
+    hot = set(buffer.residency[0].positions[index_of(buffer, 40)].tolist())
     assert hot == {0, 1, 4, 5, 6, 7}
 
 
 @given(seed=st.integers(0, 2**32))
-def test_random_requests_never_share_or_lose_rows(seed: int) -> None:
+def test_random_requests_never_share_or_lose_state(seed: int) -> None:
     source, buffer = random.Random(seed), make_buffer()
     lengths: dict[int, int] = {}
     for _ in range(30):
@@ -183,7 +156,7 @@ def test_random_requests_never_share_or_lose_rows(seed: int) -> None:
         buffer.check_integrity()
 
 
-def test_a_step_may_have_more_rows_than_there_are_requests() -> None:
+def test_a_step_may_be_padded_beyond_the_number_of_requests() -> None:
     buffer = make_buffer()
     for handle in range(NUM_REQUESTS):
         buffer.extend_table(handle, 0, [handle])

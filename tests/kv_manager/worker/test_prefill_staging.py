@@ -21,9 +21,16 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def make_groups(*requests: tuple[int, int, int]) -> tuple[PrefillStaging, list[PrefillGroup]]:
+def make_buffer(host_rows: torch.Tensor) -> MLAHotBuffer:
+    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
+    buffer = MLAHotBuffer(shape, torch.device("cpu"))
+    buffer.add_layer(HotRows(torch.zeros(8 * (NUM_SLOTS + 1), WIDTH), NUM_SLOTS + 1, NUM_SLOTS + 1), host_rows)
+    return buffer
+
+
+def make_groups(buffer: MLAHotBuffer, *requests: tuple[int, int, int]) -> tuple[PrefillStaging, list[PrefillGroup]]:
     """Groups of a step with one (hot block, tokens before, tokens of the step) per request."""
-    staging = PrefillStaging(torch.full((MAX_BLOCKS, BLOCK_SIZE, WIDTH), -1.0))
+    staging = PrefillStaging(buffer)
     handles, before, num_tokens = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), num_tokens.cumsum(0).int()))
     seq_lens = before + num_tokens
@@ -43,9 +50,9 @@ def make_groups(*requests: tuple[int, int, int]) -> tuple[PrefillStaging, list[P
 
 
 def test_requests_that_fit_together_share_a_group() -> None:
-    _, groups = make_groups((1, 0, 7), (2, 3, 2), (3, 10, 10), (4, 0, 2))
-    assert [[(r.first, r.last, r.first_row) for r in group.requests] for group in groups] == [
-        [(0, 7, 0), (3, 5, 8)],
+    _, groups = make_groups(make_buffer(torch.zeros(64, WIDTH)), (1, 0, 7), (2, 3, 2), (3, 10, 10), (4, 0, 2))
+    assert [[(r.first, r.last, r.first_block) for r in group.requests] for group in groups] == [
+        [(0, 7, 0), (3, 5, 2)],
         [(10, 20, 0)],
         [(0, 2, 0)],
     ]
@@ -57,30 +64,30 @@ def test_requests_that_fit_together_share_a_group() -> None:
 @pytest.mark.parametrize("num_tokens", [NUM_ROWS, NUM_ROWS + 1, NUM_ROWS + 3 * BLOCK_SIZE])
 def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -> None:
     """One slot per token and one block per block of tokens, none outside; nothing reaches the host."""
-    staging, [group] = make_groups((HANDLE, 0, num_tokens))
+    host_rows = torch.zeros(64, WIDTH)
+    buffer = make_buffer(host_rows)
+    staging, [group] = make_groups(buffer, (HANDLE, 0, num_tokens))
     assert group.slots.tolist() == [min(token, NUM_ROWS - 1) for token in range(num_tokens)]
     table = group.metadata.block_table_tensor[0].tolist()
     assert table == [min(block, MAX_BLOCKS - 1) for block in range(-(-num_tokens // BLOCK_SIZE))]
-    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
-    buffer = MLAHotBuffer(shape, torch.device("cpu"))
-    hot = HotRows(torch.zeros(8 * (NUM_SLOTS + 1), WIDTH), NUM_SLOTS + 1, NUM_SLOTS + 1)
-    host_rows = torch.zeros(64, WIDTH)
-    staging.load(group, buffer, host_rows)
-    staging.store(group, buffer, 0, host_rows, hot)
+    staging.cache.fill_(-1)
+    staging.plan(group)
+    staging.load(group, host_rows)
+    staging.store(group, 0, host_rows)
     assert not host_rows.any()
     assert sorted(buffer.residency[0].positions[2].tolist()) == list(range(NUM_ROWS - NUM_SLOTS, NUM_ROWS))
     assert (buffer.residency[0].positions[:2] == -1).all()
 
 
 def test_the_history_of_a_chunk_is_counted() -> None:
-    staging, groups = make_groups((1, 3, 4), (HANDLE, 5, 2))
-    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
-    buffer = MLAHotBuffer(shape, torch.device("cpu"))
+    host_rows = torch.arange(64.0 * WIDTH).view(64, WIDTH)
+    buffer = make_buffer(host_rows)
+    staging, groups = make_groups(buffer, (1, 3, 4), (HANDLE, 5, 2))
     for handle in (1, HANDLE):
         buffer.extend_table(handle, 0, [2 * handle, 2 * handle + 1])
-    host_rows = torch.arange(64.0 * WIDTH).view(64, WIDTH)
     for group in groups:
-        staging.load(group, buffer, host_rows)
+        staging.plan(group)
+        staging.load(group, host_rows)
     assert torch.equal(staging.rows[:3], host_rows[8:11])
     assert buffer.take_staged_bytes() == (3 + 5) * WIDTH * 4
     assert buffer.take_staged_bytes() == 0

@@ -12,7 +12,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
 from vllm_hisparse.compat import cpu_attention_isa, cpu_kernels
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, Represent, view_units
+from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, view_units
 from vllm_hisparse.kv_manager.worker.hot_buffer import Seeds
 from vllm_hisparse.ops.base import Resolved
 from vllm_hisparse.ops.paged_gqa import CpuBlocks, attend
@@ -28,7 +29,7 @@ class PrefillBatch:
     """The requests with several query tokens in this step, as vLLM's kernel wants them.
 
     Attributes:
-        tokens: [tokens] int64 rows of the step's token batch.
+        tokens: [tokens] int64 indices of the tokens in the step's batch.
         starts: [requests + 1] int32 where each request's tokens start in `tokens`.
         seq_lens: [requests] int32.
         host_tables: [requests, blocks] int32.
@@ -42,39 +43,51 @@ class PrefillBatch:
     schedule: torch.Tensor
 
 
-@dataclass(frozen=True)
-class DecodeBatch:
-    """The requests that decode one token in this step.
-
-    Attributes:
-        tokens: [batch] int64 row of each request's token in the step's token batch.
-        rows: [batch] int64 rows of the algorithm's state.
-        positions: [batch] int64 position of each request's token.
-    """
-
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    positions: torch.Tensor
-
-
 @dataclass
 class HotGQACpuMetadata(AttentionMetadata):
     """One step's batch.
 
     Attributes:
-        tokens: [tokens] int64 rows of the step's token batch that belong to a request.
+        tokens: [tokens] int64 indices of the tokens in the step's batch that belong to a request.
         host_slots: [tokens] int64 where their KV goes in the host pool.
-        represent: keys of prompts that the algorithm has yet to see, once the step's are on the host.
+        key_spans: keys of prompts that the algorithm has yet to see, once the step's are on the host.
         seeds: what becomes hot of the prompts then.
-        prefill, decode: None where there is none.
+        prefill: the requests with several query tokens, or None.
+        decode_tokens: [decoding requests] int64 index of each one's token in the step's batch.
     """
 
     tokens: torch.Tensor
     host_slots: torch.Tensor
-    represent: list[Represent]
+    key_spans: list[KeySpan]
     seeds: list[Seeds]
     prefill: PrefillBatch | None
-    decode: DecodeBatch | None
+    decode_tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _QuerySpan:
+    """The query tokens of one request.
+
+    Attributes:
+        batch_index: of the request.
+        request_index: of the request.
+        tokens: its tokens in the step's batch.
+        seq_len: tokens of the request, these included.
+    """
+
+    batch_index: int
+    request_index: int
+    tokens: slice
+    seq_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    @property
+    def first(self) -> int:
+        """Position of the first query token."""
+        return self.seq_len - self.num_tokens
 
 
 class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuMetadata]):
@@ -82,48 +95,52 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotGQACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
-        starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
-        lengths = common.seq_lens[:num_reqs].tolist()
         hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
-        buffer, represent, seeds = self.hot_buffer, [], []
-        rows = buffer.request_rows(hot_tables).tolist()
-        spans = [(row, slice(a, b), n) for row, (a, b), n in zip(rows, pairwise(starts), lengths, strict=True)]
-        known = [i for i, (row, span, _) in enumerate(spans) if row < buffer.num_requests and span.stop > span.start]
-        decodes = [i for i in known if spans[i][1].stop - spans[i][1].start == 1]
-        prefills = [i for i in known if spans[i][1].stop - spans[i][1].start > 1]
-        for i in prefills:
-            row, span, length = spans[i]
-            missing = buffer.represent_prefill(row, length - (span.stop - span.start), length)
-            represent += [missing] if missing else []
-            seeds.append(buffer.seeds(hot_tables[i, None], length, self.impl.hot))
-        tokens, slots = self._host_slots([spans[i] for i in known])
+        buffer, key_spans, seeds = self.hot_buffer, [], []
+        known = self._known_spans(common, hot_tables)
+        prefills = [span for span in known if span.num_tokens > 1]
+        for span in prefills:
+            key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
+            seeds.append(buffer.seeds(hot_tables[span.batch_index, None], span.seq_len))
+        decodes = [span for span in known if span.num_tokens == 1]
+        batch_indices = [span.batch_index for span in decodes]
+        buffer.step.plan(hot_tables[batch_indices], common.seq_lens[batch_indices].int())
         return HotGQACpuMetadata(
-            tokens,
-            slots,
-            represent,
+            *self._host_slots(known),
+            key_spans,
             seeds,
-            self._prefill_batch([spans[i] for i in prefills]) if prefills else None,
-            self._decode_batch([spans[i] for i in decodes], hot_tables[decodes]) if decodes else None,
+            self._prefill_batch(prefills) if prefills else None,
+            torch.tensor([span.tokens.start for span in decodes], dtype=torch.int64),
         )
 
     @property
     def hot_buffer(self) -> GQAHotBuffer:
         return self.impl.hot_buffer
 
-    def _host_slots(self, spans: list[tuple[int, slice, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _known_spans(self, common: CommonAttentionMetadata, hot_tables: torch.Tensor) -> list[_QuerySpan]:
+        """Of the requests that the worker knows and that have query tokens."""
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        seq_lens = common.seq_lens[: common.num_reqs].tolist()
+        indices = self.hot_buffer.requests.find(hot_tables).tolist()
+        tokens = [slice(start, stop) for start, stop in pairwise(starts)]
+        spans = map(_QuerySpan, range(common.num_reqs), indices, tokens, seq_lens)
+        num_requests = self.hot_buffer.requests.num_requests
+        return [span for span in spans if span.request_index < num_requests and span.num_tokens > 0]
+
+    def _host_slots(self, spans: list[_QuerySpan]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The spans' tokens, and where in the host pool their KV goes: two [tokens] int64."""
         block_size, tokens, slots = self.kv_cache_spec.block_size, [torch.empty(0).long()], [torch.empty(0).long()]
-        for row, span, length in spans:
-            positions = torch.arange(length - (span.stop - span.start), length)
-            blocks = self.hot_buffer.host_table(row)[positions // block_size].long()
-            tokens.append(torch.arange(span.start, span.stop))
+        for span in spans:
+            positions = torch.arange(span.first, span.seq_len)
+            blocks = self.hot_buffer.requests.host_table(span.request_index)[positions // block_size].long()
+            tokens.append(torch.arange(span.tokens.start, span.tokens.stop))
             slots.append(blocks * block_size + positions % block_size)
         return torch.cat(tokens), torch.cat(slots)
 
-    def _prefill_batch(self, spans: list[tuple[int, slice, int]]) -> PrefillBatch:
+    def _prefill_batch(self, spans: list[_QuerySpan]) -> PrefillBatch:
         spec = self.kv_cache_spec
-        query_lens = torch.tensor([0, *(span.stop - span.start for _, span, _ in spans)])
-        starts = query_lens.cumsum(0).int()
-        seq_lens = torch.tensor([length for _, _, length in spans], dtype=torch.int32)
+        starts = torch.tensor([0, *(span.num_tokens for span in spans)]).cumsum(0).int()
+        seq_lens = torch.tensor([span.seq_len for span in spans], dtype=torch.int32)
         num_blocks = -(-int(seq_lens.max()) // spec.block_size)
         model = self.vllm_config.model_config
         schedule = kernels.cpu_attn_get_scheduler_metadata(
@@ -139,16 +156,9 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
             isa=cpu_attention_isa(spec.dtype, spec.block_size, spec.head_size),
             enable_kv_split=True,
         )
-        tables = torch.stack([self.hot_buffer.host_table(row)[:num_blocks] for row, _, _ in spans])
-        tokens = torch.cat([torch.arange(span.start, span.stop) for _, span, _ in spans])
+        tables = torch.stack([self.hot_buffer.requests.host_table(span.request_index)[:num_blocks] for span in spans])
+        tokens = torch.cat([torch.arange(span.tokens.start, span.tokens.stop) for span in spans])
         return PrefillBatch(tokens, starts, seq_lens, tables.clamp_min(0), schedule)
-
-    def _decode_batch(self, spans: list[tuple[int, slice, int]], hot_tables: torch.Tensor) -> DecodeBatch:
-        rows, tokens, positions = zip(*((row, span.start, length - 1) for row, span, length in spans), strict=True)
-        batch, buffer = DecodeBatch(*map(torch.tensor, (tokens, rows, positions))), self.hot_buffer
-        buffer.begin_units(hot_tables, (batch.positions + 1).int())
-        buffer.find_newest_rows(self.impl.hot)
-        return batch
 
 
 class HotGQACpuBackend(CPUAttentionBackend):
@@ -192,8 +202,9 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
         self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
-        self.layer_index, self.state, self.host_rows = layer_index, hot_buffer.states[layer_index], host_rows
-        self.hot = view_units(cache, self.algorithm.tokens_per_unit, hot_buffer.head_stride)
+        self.layer_index, self.state, self.host_rows = layer_index, hot_buffer.state.layers[layer_index], host_rows
+        self.hot = view_units(cache, hot_buffer.heads)
+        hot_buffer.add_layer(self.hot, host_rows.flatten(0, 1))
         num_blocks, self.block_size, _ = host_rows.shape
         blocks = host_rows.view(num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
         self.isa = cpu_attention_isa(host_rows.dtype, self.block_size, self.head_size)
@@ -220,24 +231,23 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         kernels.cpu_attn_reshape_and_cache(
             key[tokens], value[tokens], self.host_keys, self.host_values, metadata.host_slots, self.isa
         )
-        for missing in metadata.represent:
-            self.represent(missing)
+        for span in metadata.key_spans:
+            self.represent(span)
         for seeds in metadata.seeds:
-            homes = self._host_units(seeds.rows[:, None], seeds.units)
-            self.hot.rows[seeds.hot_rows.flatten()] = self._load_units(homes.flatten())
+            homes = self._host_units(seeds.state_indices[:, None], seeds.units)
+            self.hot.rows[seeds.hot_row_ids.flatten()] = self._load_units(homes.flatten())
             self.hot_buffer.seed(self.layer_index, seeds)
         if metadata.prefill is not None:
             output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
-        if metadata.decode is not None:
-            batch = metadata.decode
-            rows = query[batch.tokens], key[batch.tokens], value[batch.tokens]
-            output[batch.tokens] = self._decode(*rows, batch).to(output.dtype)
+        decodes = metadata.decode_tokens
+        if len(decodes):
+            output[decodes] = self._decode(query[decodes], key[decodes], value[decodes]).to(output.dtype)
         return output
 
-    def represent(self, missing: Represent) -> None:
+    def represent(self, span: KeySpan) -> None:
         """Let the algorithm see keys that are on the host."""
-        keys = self._load_host_keys(missing)
-        self.algorithm.construct_representations(self.state, missing.row, keys, missing.first)
+        keys = self._load_host_keys(span)
+        self.algorithm.construct_representations(self.state, span.request_index, keys, span.first)
 
     def _prefill(self, query: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
         out = torch.empty_like(query)
@@ -259,46 +269,74 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         )
         return out
 
-    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Represent the new tokens, select, swap in what is missing, attend over hot rows only.
 
         Args:
             query: [batch, num_heads, head_size]. key, value: [batch, num_kv_heads, head_size].
-            batch: the requests.
+
+        Returns:
+            As `query`.
         """
-        per_unit, num_heads = self.algorithm.tokens_per_unit, self.num_kv_heads
-        self.algorithm.update_representations(self.state, batch.rows, key, batch.positions)
-        units = self.algorithm.retrieve_topk(self.state, batch.rows, query, batch.positions + 1).flatten(0, 1)
-        self._write_newest(key, value, batch)
-        resolved = self.hot_buffer.resolve(self.layer_index, units, self.hot)
+        step, batch = self.hot_buffer.step, len(query)
+        step.begin(self.layer_index)
+        request_indices, positions = step.units.request_indices[:batch], step.units.positions[:batch]
+        self.algorithm.update_representations(self.state, request_indices, key, positions)
+        units = self.algorithm.retrieve_topk(self.state, request_indices, query, positions + 1).flatten(0, 1)
+        self._write_newest(key, value, request_indices, positions)
+        resolved = self.hot_buffer.resolve(self.layer_index, units)
         self._load_missed(resolved, len(units))
+        out = self._attend(query, units, resolved.hot_row_ids[: len(units)], positions)
+        step.finish(self.layer_index)
+        return out
 
-        hot_units = resolved.hot_row_ids[: len(units)]
-        positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
-        last = batch.positions.repeat_interleave(num_heads)[:, None]
-        valid = (hot_units >= 0).repeat_interleave(per_unit, 1) & (positions <= last)
-        rows = self.hot.rows[hot_units.clamp_min(0)].view(len(units), -1, 2 * self.head_size)
-        return attend(query.unflatten(1, (num_heads, -1)).flatten(0, 1), rows, valid, self.scale).view_as(query)
+    def _attend(
+        self, query: torch.Tensor, units: torch.Tensor, hot_row_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend over hot units, up to each request's newest position.
 
-    def _write_newest(self, key: torch.Tensor, value: torch.Tensor, batch: DecodeBatch) -> None:
-        """Put the newest tokens into their units, which first get their earlier tokens if they lack them."""
-        num_heads = self.num_kv_heads
-        newest = self.hot_buffer.newest_rows[: len(key) * num_heads]
-        by_head = (batch.rows[:, None] * num_heads + torch.arange(num_heads)).flatten()
-        reload = self.hot_buffer.reload[self.layer_index]
-        stale = reload[by_head] != 0
+        Args:
+            query: [batch, num_heads, head_size].
+            units: [batch * num_kv_heads, num_selected] int32 which they are.
+            hot_row_ids: as `units`, where they are; -1 for none.
+            positions: [batch] int64.
+        """
+        per_unit = self.algorithm.tokens_per_unit
+        token_positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
+        last = positions.repeat_interleave(self.num_kv_heads)[:, None]
+        valid = (hot_row_ids >= 0).repeat_interleave(per_unit, 1) & (token_positions <= last)
+        rows = self.hot.rows[hot_row_ids.clamp_min(0)].view(len(units), -1, 2 * self.head_size)
+        by_head = query.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
+        return attend(by_head, rows, valid, self.scale).view_as(query)
+
+    def _write_newest(
+        self, key: torch.Tensor, value: torch.Tensor, request_indices: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Put the newest tokens into their units, which first get their earlier tokens if they lack them.
+
+        Args:
+            key, value: [batch, num_kv_heads, head_size].
+            request_indices, positions: [batch] int64.
+        """
+        step, heads = self.hot_buffer.step, self.hot_buffer.heads
+        states, reload = heads.state_indices(request_indices), step.reload[self.layer_index]
+        newest = step.newest_row_ids[: len(states)]
+        units, offsets = (
+            part.repeat_interleave(heads.num_heads)
+            for part in (positions // heads.tokens_per_unit, positions % heads.tokens_per_unit)
+        )
+        stale = reload[states] != 0
         if stale.any():
-            units = batch.positions.repeat_interleave(num_heads)[stale] // self.algorithm.tokens_per_unit
-            self.hot.rows[newest[stale]] = self._load_units(self._host_units(by_head[stale], units))
-            reload[by_head] = 0
-        tokens = self.hot.rows.unflatten(1, (self.algorithm.tokens_per_unit, -1))
-        offsets = (batch.positions % self.algorithm.tokens_per_unit).repeat_interleave(num_heads)
+            self.hot.rows[newest[stale]] = self._load_units(self._host_units(states[stale], units[stale]))
+            reload[states] = 0
+        tokens = self.hot.rows.unflatten(1, (heads.tokens_per_unit, -1))
         tokens[newest, offsets] = torch.cat((key, value), -1).flatten(0, 1).to(tokens.dtype)
 
-    def _host_units(self, rows: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-        """Flat host unit of units of rows by KV head; int64, the two broadcast."""
-        per_block = self.hot_buffer.shape.block_size
-        return self.hot_buffer.host_tables[rows, units // per_block].long() * per_block + units % per_block
+    def _host_units(self, state_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """Flat host unit of units of KV heads; int64, the two broadcast."""
+        per_block = self.hot_buffer.step.shape.block_size
+        parts = self.hot_buffer.requests.host_tables[state_indices, units // per_block].long()
+        return parts * per_block + units % per_block
 
     def _load_missed(self, resolved: Resolved, batch: int) -> None:
         columns = torch.arange(resolved.miss_hot_row_ids.shape[1])
@@ -314,19 +352,19 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         Args:
             host_units: [n] int64 flat host units.
         """
-        per_unit = self.algorithm.tokens_per_unit
-        parts, units = host_units // self.hot_buffer.shape.block_size, host_units % self.hot_buffer.shape.block_size
+        heads, per_block = self.hot_buffer.heads, self.hot_buffer.step.shape.block_size
+        parts, units, per_unit = host_units // per_block, host_units % per_block, heads.tokens_per_unit
+        blocks, kv_heads = heads.host_blocks(parts), heads.heads_of(parts)
         offsets = (units[:, None] * per_unit + torch.arange(per_unit)).flatten()
-        blocks, heads = parts // self.num_kv_heads, parts % self.num_kv_heads
-        where = blocks.repeat_interleave(per_unit), heads.repeat_interleave(per_unit), offsets
+        where = blocks.repeat_interleave(per_unit), kv_heads.repeat_interleave(per_unit), offsets
         rows = torch.cat((self.host_blocks.load_keys(*where), self.host_blocks.load_values(*where)), -1)
         return rows.view(-1, self.hot.rows.shape[1])
 
-    def _load_host_keys(self, missing: Represent) -> torch.Tensor:
+    def _load_host_keys(self, span: KeySpan) -> torch.Tensor:
         """[last - first, num_kv_heads, head_size]."""
-        positions = torch.arange(missing.first, missing.last)
-        blocks = self.hot_buffer.host_table(missing.row)[positions // self.block_size].long()
-        heads = torch.arange(self.num_kv_heads)
+        positions = torch.arange(span.first, span.last)
+        host_table = self.hot_buffer.requests.host_table(span.request_index)
+        blocks, heads = host_table[positions // self.block_size].long(), torch.arange(self.num_kv_heads)
         where = torch.broadcast_tensors(blocks[:, None], heads, (positions % self.block_size)[:, None])
         keys = self.host_blocks.load_keys(*(index.flatten() for index in where))
         return keys.view(len(positions), self.num_kv_heads, self.head_size)

@@ -32,7 +32,8 @@ from vllm_hisparse.attention.base import HotMetadataBuilder
 from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.compat import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, Represent, view_units
+from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, view_units
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, WholeBlockStaging
 
 if TYPE_CHECKING:
@@ -49,14 +50,10 @@ class HotGQAMetadata(AttentionMetadata):
 
     Attributes:
         num_decodes: decoding requests, graph padding included.
-        hot_tables: [num_decodes, hot blocks per request] int32.
-        seq_lens: [num_decodes] int32.
         prefill_groups: the prefilling requests.
     """
 
     num_decodes: int
-    hot_tables: torch.Tensor
-    seq_lens: torch.Tensor
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
 
 
@@ -94,7 +91,8 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
         hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        metadata = HotGQAMetadata(num_decodes, hot_tables, common.seq_lens[:num_decodes])
+        self.impl.hot_buffer.step.plan(hot_tables, common.seq_lens[:num_decodes])
+        metadata = HotGQAMetadata(num_decodes)
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
@@ -156,16 +154,16 @@ class HotGQAImpl(FlashAttentionImpl):
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
         self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
-        self.layer_index, self.state = layer_index, hot_buffer.states[layer_index]
+        self.layer_index, self.state = layer_index, hot_buffer.state.layers[layer_index]
         per_unit, width = self.algorithm.tokens_per_unit, 2 * self.head_size
-        self.hot = view_units(cache, per_unit, hot_buffer.head_stride)
-        self.host_rows, self.host_units = host_rows.flatten(0, 1), host_rows.view(-1, per_unit * width)
-        self.staging = WholeBlockStaging(hot_buffer.staging(self.hot))
+        self.hot, self.host_rows = view_units(cache, hot_buffer.heads), host_rows.flatten(0, 1)
+        hot_buffer.add_layer(self.hot, host_rows.view(-1, per_unit * width))
+        self.staging = WholeBlockStaging(hot_buffer)
         # Units as the kernel's pages of one KV head: [num_units, tokens per unit, 1, head_size] each.
         pages = self.hot.rows.view(-1, per_unit, 1, width)
         self.hot_keys, self.hot_values = pages.split(self.head_size, -1)
-        num_heads = len(hot_buffer.units.tails)
-        self.query_starts = torch.arange(num_heads + 1, dtype=torch.int32, device=cache.device)
+        max_batch = len(hot_buffer.step.units.tails)
+        self.query_starts = torch.arange(max_batch + 1, dtype=torch.int32, device=cache.device)
 
     def forward(
         self,
@@ -183,43 +181,33 @@ class HotGQAImpl(FlashAttentionImpl):
             return output.zero_()
         if attn_metadata.num_decodes:
             tokens = slice(0, attn_metadata.num_decodes)
-            self._decode(query[tokens], key[tokens], value[tokens], attn_metadata, output[tokens])
+            self._decode(query[tokens], key[tokens], value[tokens], output[tokens])
         for group in attn_metadata.prefill_groups:
             tokens = group.tokens
             self._prefill(layer, query[tokens], key[tokens], value[tokens], group, output[tokens])
         return output
 
-    def represent(self, missing: Represent) -> None:
+    def represent(self, span: KeySpan) -> None:
         """Let the algorithm see keys that are on the host."""
-        staging, table = self.staging, self.hot_buffer.host_table(missing.row)
-        blocks = staging.load_span(self.hot_buffer, table, missing.first, missing.last, self.host_rows)
-        self._represent(blocks, missing, missing.first // staging.block_size * staging.block_size)
+        block_size = self.staging.block_size
+        self._represent(self.staging.load_span(span, self.host_rows), span, span.first // block_size * block_size)
 
-    def _decode(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: HotGQAMetadata,
-        output: torch.Tensor,
-    ) -> None:
+    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
         """Represent the new tokens, select, swap in what is missing, attend over hot units only.
 
         Args:
             query: [batch, num_heads, head_size]. key, value: [batch, num_kv_heads, head_size].
-            metadata: the step's.
             output: as `query`.
         """
-        buffer, batch = self.hot_buffer, metadata.num_decodes
-        if self.layer_index == 0:
-            # NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
-            buffer.begin_units(metadata.hot_tables, metadata.seq_lens)
-        rows, positions = buffer.units.request_indices[:batch], buffer.units.positions[:batch]
-        self.algorithm.update_representations(self.state, rows, key, positions)
-        units = self.algorithm.retrieve_topk(self.state, rows, query, positions + 1)
-        buffer.write_tokens(self.layer_index, key, value, self.hot, self.host_units)
-        resolved = buffer.swap_in(self.layer_index, units.flatten(0, 1), self.host_units, self.hot)
+        step, batch = self.hot_buffer.step, len(query)
+        step.begin(self.layer_index)
+        request_indices, positions = step.units.request_indices[:batch], step.units.positions[:batch]
+        self.algorithm.update_representations(self.state, request_indices, key, positions)
+        units = self.algorithm.retrieve_topk(self.state, request_indices, query, positions + 1)
+        step.write_tokens(self.layer_index, key, value)
+        resolved = self.hot_buffer.swap_in(self.layer_index, units.flatten(0, 1))
         self._attend(query, resolved.hot_row_ids, resolved.num_valid, output)
+        step.finish(self.layer_index)
 
     def _attend(
         self, query: torch.Tensor, hot_units: torch.Tensor, num_units: torch.Tensor, output: torch.Tensor
@@ -232,7 +220,7 @@ class HotGQAImpl(FlashAttentionImpl):
             num_units: [>= batch * num_kv_heads] int32.
         """
         by_head, per_unit = len(query) * self.num_kv_heads, self.algorithm.tokens_per_unit
-        num_tokens = torch.add(self.hot_buffer.units.tails[:by_head], num_units[:by_head], alpha=per_unit)
+        num_tokens = torch.add(self.hot_buffer.step.units.tails[:by_head], num_units[:by_head], alpha=per_unit)
         shape = (by_head, self.num_queries_per_kv, self.head_size)
         flash_attn_varlen_func(
             q=query.reshape(shape),
@@ -260,33 +248,30 @@ class HotGQAImpl(FlashAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         """Complete the staged history with the new tokens, bring those to the host, attend over the staged blocks."""
-        buffer = self.hot_buffer
-        self.staging.load(group, buffer, self.host_rows)
-        for request in group.requests if self.layer_index == 0 else ():
-            # NOTE: waits for the device, once per prompt chunk. Before anything becomes hot: it may empty the buffer.
-            request.represent = buffer.represent_prefill(int(request.row), request.first, request.last)
+        if self.layer_index == 0:
+            self.staging.plan(group)
+        self.staging.load(group, self.host_rows)
         cache = self._staged_blocks(self.staging.cache)
         self.do_kv_cache_update(layer, key, value, cache, group.slots)
-        self.staging.store(group, buffer, self.layer_index, self.host_rows, self.hot)
+        self.staging.store(group, self.layer_index, self.host_rows)
         super().forward(layer, query, key, value, cache, group.metadata, output)
-        for request in group.requests:
-            if request.represent is not None:
-                blocks = self.staging.cache[request.first_row // self.staging.block_size :]
-                self._represent(blocks, request.represent, 0)
+        for plan in group.plans:
+            for span in plan.key_spans:
+                self._represent(self.staging.cache[plan.request.first_block :], span, 0)
 
-    def _represent(self, blocks: torch.Tensor, missing: Represent, first_position: int) -> None:
+    def _represent(self, blocks: torch.Tensor, span: KeySpan, first_position: int) -> None:
         """Let the algorithm see keys of staged blocks.
 
         Args:
             blocks: [blocks, block_size, row elements] of one request from `first_position` on.
-            missing: which keys.
+            span: which keys.
             first_position: at the start of a block.
         """
         block_size = self.staging.block_size
-        first, last = missing.first - first_position, missing.last - first_position
+        first, last = span.first - first_position, span.last - first_position
         staged = self._staged_blocks(blocks[: -(-last // block_size)])[..., : self.head_size]
         keys = staged.transpose(1, 2).flatten(0, 1)[first:last]
-        self.algorithm.construct_representations(self.state, missing.row, keys, missing.first)
+        self.algorithm.construct_representations(self.state, span.request_index, keys, span.first)
 
     def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """Staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""

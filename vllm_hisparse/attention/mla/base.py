@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +22,27 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of the step's tokens, as the layer computes them.
+
+    Attributes:
+        kv_c: [tokens, kv_lora_rank].
+        k_pe: [tokens, 1, qk_rope_head_dim] or [tokens, qk_rope_head_dim].
+    """
+
+    kv_c: torch.Tensor
+    k_pe: torch.Tensor
+
+    def __getitem__(self, tokens: slice) -> NewRows:
+        return NewRows(self.kv_c[tokens], self.k_pe[tokens])
+
+
 class HotBufferLayer:
     """Mixin of an `MLAAttention`: asks vLLM for hot blocks instead of full-KV blocks."""
+
+    def update_kv_cache(self, *args: Any) -> None:
+        """Nothing to do: `forward_mqa` writes the rows."""
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = super().get_kv_cache_spec(vllm_config)
@@ -51,11 +73,9 @@ class HotMLAAttention(HotBufferLayer, MLAAttention):
         if attn_metadata is None:
             # NOTE: vLLM allocates here what its dense prefill may need, which hot buffers never take.
             return output.fill_(0)
-        # NOTE: not through the KV cache update, whose Python code a piecewise CUDA graph does not replay.
-        self.impl.new_rows = k_c_normed, k_pe
-        out = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
-        self.impl.new_rows = None
-        return out
+        # NOTE: not by `update_kv_cache`, whose Python code a piecewise CUDA graph does not replay.
+        with self.impl.writing(NewRows(k_c_normed, k_pe)):
+            return super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
 
 
 class HotMLAImpl:
@@ -65,13 +85,11 @@ class HotMLAImpl:
 
     Attributes:
         hot_buffer: state shared by all layers; None before `bind`.
-        new_rows: of the step's tokens, [tokens, kv_lora_rank] and [tokens, 1, qk_rope_head_dim] or [tokens,
-            qk_rope_head_dim]; the layer sets them around `forward_mqa`, which knows whose they are and writes them.
-            None where the layer has written them itself, and between steps.
+        new_rows: those that the running `forward_mqa` has to write; None where the layer has written them itself.
     """
 
     hot_buffer: MLAHotBuffer | None = None
-    new_rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    new_rows: NewRows | None = None
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.
@@ -86,15 +104,14 @@ class HotMLAImpl:
         self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
         hot_buffer.add_layer(self.hot, self.host_rows)
 
-    def begin_layer(self) -> None:
-        """Called by every layer before decoding requests' new rows are written: the first one finds where to."""
-        if self.layer_index == 0:
-            self.hot_buffer.find_newest_rows(self.hot)
+    @contextmanager
+    def writing(self, new_rows: NewRows | None) -> Iterator[None]:
+        """Let `forward_mqa`, called within, write these rows: it knows whose they are.
 
-    def end_layer(self) -> None:
-        """Called by every layer when it has decoded: the last one brings the newest rows of all to the host."""
-        if self.layer_index == self.hot_buffer.shape.num_layers - 1:
-            self.hot_buffer.write_back()
-
-    def do_kv_cache_update(self, *args: Any) -> None:
-        """Nothing to do: `forward_mqa` writes the rows."""
+        NOTE: what vLLM's layers call it with has no place for them.
+        """
+        self.new_rows = new_rows
+        try:
+            yield
+        finally:
+            self.new_rows = None

@@ -34,7 +34,7 @@ class HotMLACpuMetadata(SparseMLACpuMetadata):
     """One step's batch, split into requests that decode and requests that prefill.
 
     Attributes:
-        decode_tokens: [decoding requests] int64 row of each one's token in the step's batch.
+        decode_tokens: [decoding requests] int64 index of each one's token in the step's batch.
     """
 
     decode_tokens: torch.Tensor | None = None
@@ -48,12 +48,13 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1]
         hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
-        rows = self.impl.hot_buffer.rows_of(hot_tables)
-        known, query_lens = rows < self.impl.hot_buffer.num_rows, torch.diff(starts)
+        buffer = self.impl.hot_buffer
+        request_indices = buffer.requests.find(hot_tables)
+        known, query_lens = request_indices < buffer.requests.num_requests, torch.diff(starts)
         decodes = (known & (query_lens == 1)).nonzero()[:, 0]
-        self.impl.hot_buffer.begin_decode(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
+        buffer.step.plan(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
         chunks = [
-            self._chunk(i, starts, common.seq_lens, hot_tables, rows)
+            self._chunk(i, starts, common.seq_lens, hot_tables, request_indices)
             for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()
         ]
         return HotMLACpuMetadata(
@@ -67,12 +68,17 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         )
 
     def _chunk(
-        self, index: int, starts: torch.Tensor, seq_lens: torch.Tensor, hot_tables: torch.Tensor, rows: torch.Tensor
+        self,
+        batch_index: int,
+        starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        hot_tables: torch.Tensor,
+        request_indices: torch.Tensor,
     ) -> PrefillChunk:
-        tokens = slice(int(starts[index]), int(starts[index + 1]))
-        first = int(seq_lens[index]) - (tokens.stop - tokens.start)
-        host_table = self.impl.hot_buffer.host_tables[rows[index]]
-        return PrefillChunk(tokens, first, hot_tables[index, None], host_table)
+        tokens = slice(int(starts[batch_index]), int(starts[batch_index + 1]))
+        first = int(seq_lens[batch_index]) - (tokens.stop - tokens.start)
+        host_table = self.impl.hot_buffer.requests.host_table(int(request_indices[batch_index]))
+        return PrefillChunk(tokens, first, hot_tables[batch_index, None], host_table)
 
 
 class HotMLACpuBackend(SparseMLACpuBackend):
@@ -101,23 +107,24 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, None]:
         query = torch.cat(q, -1) if isinstance(q, tuple) else q
-        new_rows = self.concat_rows(*self.new_rows).to(self.hot.rows.dtype)
+        new_rows = self.concat_rows(self.new_rows.kv_c, self.new_rows.k_pe).to(self.hot.rows.dtype)
         out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
         for chunk in attn_metadata.prefill_chunks:
             out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
         decodes = attn_metadata.decode_tokens
         if len(decodes):
-            self.begin_layer()
             out[decodes] = self._decode(query[decodes], new_rows[decodes], self.topk_indices_buffer[decodes])
-            self.end_layer()
         return out, None
 
     def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
         """Write the newest rows, swap in what is missing, attend over hot rows only."""
-        self.hot.rows[self.hot_buffer.newest_rows[: len(query)]] = new_rows
-        resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
-        selected = resolved.hot_row_ids[: len(query)]
-        return self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])
+        step = self.hot_buffer.step
+        step.begin(self.layer_index)
+        self.hot.rows[step.newest_row_ids[: len(query)]] = new_rows
+        selected = self.hot_buffer.swap_in(self.layer_index, top_k).hot_row_ids[: len(query)]
+        out = self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])
+        step.finish(self.layer_index)
+        return out
 
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
         """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
@@ -132,8 +139,8 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return self.attend(query, positions >= 0, rows_of)
 
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
-        seeds = self.hot_buffer.seeds(chunk.hot_table, num_tokens, self.hot)
-        self.hot.rows[seeds.hot_rows[0]] = self._load_rows(chunk, seeds.units)
+        seeds = self.hot_buffer.seeds(chunk.hot_table, num_tokens)
+        self.hot.rows[seeds.hot_row_ids[0]] = self._load_rows(chunk, seeds.units)
         self.hot_buffer.seed(self.layer_index, seeds)
 
     def _load_rows(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:

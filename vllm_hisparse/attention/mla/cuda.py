@@ -7,7 +7,7 @@ request with several query tokens attends over a staged copy of its history, thr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder
-from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
 from vllm_hisparse.compat import OneTokenDecodes, SelectionHook, attend_to_flat_rows, key_scale
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
@@ -70,7 +70,8 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         common = common_attn_metadata
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, num_prefills)
-        self._begin_decode(common, num_decodes)
+        hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
+        self.impl.hot_buffer.step.plan(hot_tables, common.seq_lens[:num_decodes])
         if num_decodes:
             metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
             metadata.decode.block_size = self.impl.decode_block_size
@@ -82,11 +83,6 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         if common.max_query_len == 1:
             return self._one_token_each[: common.num_actual_tokens]
         return super().request_of_token(common)
-
-    def _begin_decode(self, common: CommonAttentionMetadata, num_decodes: int) -> None:
-        impl = self.impl
-        hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        impl.hot_buffer.begin_decode(hot_tables, common.seq_lens[:num_decodes])
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
@@ -103,23 +99,15 @@ class HotMLACudaImpl(HotMLAImpl):
         decode_block_size: block size under which the implementation reads `decode_cache`.
         decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
         staging: where prefilling requests' history is staged, shared by all layers.
+        vllm_class: vLLM's implementation, which attends for requests that prefill.
     """
 
     decode_block_size = 1
-    _first_token = 0
+    vllm_class: ClassVar[type]
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         super().bind(hot_buffer, layer_index, host_rows, cache)
-        self.staging, self.decode_cache = PrefillStaging(hot_buffer.staging(self.hot)), self._decode_cache()
-
-    @property
-    def topk_indices_buffer(self) -> torch.Tensor:
-        """Selections from the first token of the running part of the batch on; vLLM reads them from the start."""
-        return super().topk_indices_buffer[self._first_token :]
-
-    @topk_indices_buffer.setter
-    def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
-        self._indexer, self._topk_indices_buffer = None, buffer
+        self.staging, self.decode_cache = PrefillStaging(hot_buffer), self._decode_cache()
 
     def record_logical_topk_ready(self) -> None:
         """Nothing to do: the stream that selects is the one that reads the selection.
@@ -145,23 +133,25 @@ class HotMLACudaImpl(HotMLAImpl):
             out[group.tokens] = self._prefill(_slice_query(q, group.tokens), group, layer)
         return out, None
 
-    def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        if self.new_rows is not None:
-            cache, slots = self.newest_slots(metadata.num_decodes)
-            self._write(self.new_rows, cache, slots, layer)
-        out = self._decode(q, metadata, layer)
-        self.end_layer()
-        return out
-
-    def newest_slots(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the new rows of decoding requests go; called once per layer and step, the first layer finds it.
+    def begin_decode(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin the layer's part of a decode step, before anyone writes its new rows; called once per layer and step.
 
         Returns:
-            Hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it, [num_decodes] int64,
-            -1 for padding.
+            Where they go: hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it,
+            [num_decodes] int64, -1 for padding.
         """
-        self.begin_layer()
-        return self.hot.rows.unsqueeze(1), self.hot_buffer.newest_rows[:num_decodes]
+        step = self.hot_buffer.step
+        step.begin(self.layer_index)
+        return self.hot.rows.unsqueeze(1), step.newest_row_ids[:num_decodes]
+
+    def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        """Write the new rows, attend, and bring the rows of all layers to the host after the last one."""
+        if self.new_rows is not None:  # or the layer has begun, and written them
+            cache, slots = self.begin_decode(metadata.num_decodes)
+            self._write(self.new_rows, cache, slots, layer)
+        out = self._decode(q, metadata, layer)
+        self.hot_buffer.step.finish(self.layer_index)
+        return out
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         """Attend over hot rows; `locate_selection` swaps them in on the way."""
@@ -169,25 +159,30 @@ class HotMLACudaImpl(HotMLAImpl):
 
     def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
         """Complete the staged history with the new rows, bring those to the host, attend over the staged rows."""
-        self.staging.load(group, self.hot_buffer, self.host_rows)
-        new_rows = tuple(part[group.tokens] for part in self.new_rows)
-        self._write(new_rows, self.staging.cache, group.slots, layer)
-        self.staging.store(group, self.hot_buffer, self.layer_index, self.host_rows, self.hot)
-        self._first_token = group.tokens.start
-        out = super().forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
-        self._first_token = 0
-        return out
+        if self.layer_index == 0:
+            self.staging.plan(group)
+        self.staging.load(group, self.host_rows)
+        self._write(self.new_rows[group.tokens], self.staging.cache, group.slots, layer)
+        self.staging.store(group, self.layer_index, self.host_rows)
+        return self._vllm_impl(group.tokens.start).forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
 
-    def _write(
-        self, new_rows: tuple[torch.Tensor, ...], cache: torch.Tensor, slots: torch.Tensor, layer: torch.nn.Module
-    ) -> None:
+    def _vllm_impl(self, first_token: int) -> Any:
+        """vLLM's implementation of this layer, for the step's tokens from `first_token` on.
+
+        NOTE: it reads selections from the start of the buffer, and of this layer's subclass it needs nothing.
+        """
+        impl = object.__new__(self.vllm_class)
+        impl.__dict__.update(self.__dict__)
+        impl.topk_indices_buffer = self.topk_indices_buffer[first_token:]
+        return impl
+
+    def _write(self, new_rows: NewRows, cache: torch.Tensor, slots: torch.Tensor, layer: torch.nn.Module) -> None:
         """Write rows to a paged cache, in its dtype."""
-        # NOTE: past HotMLAImpl, whose update does nothing.
-        super(HotMLAImpl, self).do_kv_cache_update(*new_rows, cache, slots, self.kv_cache_dtype, key_scale(layer))
+        self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
     def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the selection hot; returns its flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
-        resolved = self.hot_buffer.swap_in(self.layer_index, top_k, self.host_rows, self.hot)
+        """Make the selection hot; returns the flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
+        resolved = self.hot_buffer.swap_in(self.layer_index, top_k)
         return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
 
     def _decode_cache(self) -> torch.Tensor:
@@ -195,6 +190,8 @@ class HotMLACudaImpl(HotMLAImpl):
 
 
 class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
+    vllm_class = FlashMLASparseImpl
+
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         if self.kv_cache_dtype == "fp8_ds_mla":
             self.decode_block_size = BLOCK_SIZE
@@ -211,6 +208,8 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
 
 
 class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
+    vllm_class = FlashAttnMLASparseImpl
+
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         selection = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
         return attend_to_flat_rows(self, q, self.hot.rows, selection, self.decode_block_size)

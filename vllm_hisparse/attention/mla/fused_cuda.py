@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -12,7 +11,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
-from vllm_hisparse.attention.mla.base import HotBufferLayer, HotMLAAttention
+from vllm_hisparse.attention.mla.base import HotBufferLayer, HotMLAAttention, NewRows
 from vllm_hisparse.compat import wraps_indexer_and_attention
 
 
@@ -30,7 +29,7 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         slot_mapping = get_forward_context().slot_mapping
         if self._kernel_writes_rows(len(positions)):
-            self.kv_cache, slot_mapping[self.layer_name] = self.impl.newest_slots(len(positions))
+            self.kv_cache, slot_mapping[self.layer_name] = self.impl.begin_decode(len(positions))
             return super().forward(positions, hidden_states)
         # NOTE: without a cache the fused kernel writes no rows. It takes a token without a slot for padding and skips
         # its indexer key, too, so it gets the indexer's slots.
@@ -39,12 +38,11 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
             slot_mapping[self.layer_name] = slot_mapping[self.indexer.k_cache.prefix]
         return super().forward(positions, hidden_states)
 
-    @contextmanager
-    def writing_rows(self, positions: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Iterator[None]:
+    def writing_rows(
+        self, positions: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
+    ) -> AbstractContextManager[None]:
         """Let `forward_mqa` write the step's rows, unless the fused kernel has written them."""
-        self.impl.new_rows = None if self._kernel_writes_rows(len(positions)) else (kv_c, k_pe)
-        yield
-        self.impl.new_rows = None
+        return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:
         """Whether the fused kernel writes the rows of a step of so many tokens: each is the only one of its request.

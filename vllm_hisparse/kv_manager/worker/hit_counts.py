@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_hisparse.ops.kv_heads import KVHeads
+
 TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a device costs host time
 
 
@@ -36,40 +38,36 @@ class HitCounts:
     """Hits and misses of all hot buffers.
 
     Args:
-        num_rows: rows of all requests.
-        rows_per_request: neighbouring rows of each.
+        num_requests: requests that can run at once.
+        heads: of each.
         device: where they are counted.
 
     Attributes:
-        by_row: [num_rows, 2] int64 hits and misses, never reset.
+        by_state: [num_requests * num_heads, 2] int64 hits and misses of each state index, never reset.
     """
 
-    def __init__(self, num_rows: int, rows_per_request: int, device: torch.device):
-        self.by_row = torch.zeros((num_rows, 2), dtype=torch.int64, device=device)
+    def __init__(self, num_requests: int, heads: KVHeads, device: torch.device):
+        self.by_state = torch.zeros((num_requests * heads.num_heads, 2), dtype=torch.int64, device=device)
+        self._heads = heads
         self._released: list[tuple[int, int, CountSnapshot]] = []
-        self._before = [(0, 0)] * (num_rows // rows_per_request)  # by request, when its row was last released
+        self._before = [(0, 0)] * num_requests  # by request index, when it was last released
         self._total: CountSnapshot | None = None
         self._num_takes, self._takes_per_snapshot = 0, 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
         self._reported = (0, 0)
 
-    def release(self, handle: int, row: int, rows: slice) -> None:
-        """Note the counts of a request that ends.
-
-        Args:
-            handle: of the request.
-            row: of the request among the requests.
-            rows: its rows of `by_row`.
-        """
-        self._released.append((handle, row, CountSnapshot(self.by_row[rows].sum(0))))
+    def release(self, handle: int, request_index: int) -> None:
+        """Note the counts of a request that ends."""
+        counts = self.by_state[self._heads.states(request_index)].sum(0)
+        self._released.append((handle, request_index, CountSnapshot(counts)))
 
     def take_released(self) -> list[tuple[int, int, int]]:
         """Handle, hits and misses of released requests, in order; those whose counts have not arrived come later."""
         taken = []
         while self._released and self._released[0][2].ready:
-            handle, row, snapshot = self._released.pop(0)
+            handle, request_index, snapshot = self._released.pop(0)
             hits, misses = snapshot.values
-            before = self._before[row]
-            self._before[row] = (hits, misses)
+            before = self._before[request_index]
+            self._before[request_index] = (hits, misses)
             taken.append((handle, hits - before[0], misses - before[1]))
         return taken
 
@@ -79,7 +77,7 @@ class HitCounts:
             self._num_takes += 1
             if self._num_takes % self._takes_per_snapshot:
                 return 0, 0
-            self._total = CountSnapshot(self.by_row.sum(0))
+            self._total = CountSnapshot(self.by_state.sum(0))
         if not self._total.ready:
             return 0, 0
         before, self._reported, self._total = self._reported, self._total.values, None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_hisparse.kv_manager.worker.decode_step import MLADecodeStep
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.ops.base import HotRows, StepTables
+from vllm_hisparse.ops.kv_heads import KVHeads
 
 
 class MLAHotBuffer(HotBuffer):
@@ -15,29 +16,11 @@ class MLAHotBuffer(HotBuffer):
         shape, device: as in `HotBuffer`.
     """
 
+    step: MLADecodeStep
+
     def __init__(self, shape: HotBufferShape, device: torch.device):
-        super().__init__(shape, device)
-        self._layers: list[tuple[HotRows, torch.Tensor]] = []
+        super().__init__(shape, KVHeads(), device)
+        self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
 
-    def add_layer(self, hot: HotRows, host_rows: torch.Tensor) -> None:
-        """Name a layer's rows to `write_back`; in the order of the layers.
-
-        Args:
-            hot: hot rows of the layer.
-            host_rows: [num_host_rows, row elements] of the layer.
-        """
-        self._layers.append((hot, host_rows))
-
-    def begin_decode(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Say which requests decode one token in this step.
-
-        Args:
-            hot_tables, seq_lens: as in `StepTables`, graph padding included.
-        """
-        self.decode_tables = StepTables(self.state_rows, hot_tables, seq_lens, self.host_tables, self.shape.block_size)
-
-    def write_back(self) -> None:
-        """Copy the newest rows of the running step to the host."""
-        assert self.decode_tables is not None
-        hot, host_rows = zip(*self._layers, strict=True)
-        self.ops.write_back(hot, host_rows, self.decode_tables, self.num_slots)
+    def _start(self, request_index: int) -> None:
+        """A released index is left empty."""

@@ -11,35 +11,44 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.compat import replace_batch
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, Represent
+from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, Seeds
-from vllm_hisparse.ops.base import HotRows
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrefillRequest:
-    """One request of a group.
+    """One request of a group, as the metadata says.
 
     Attributes:
         first, last: positions of its query tokens, half-open.
-        first_row: staging row of its position 0.
+        first_block: staging block of its position 0.
         hot_table: [1, hot blocks per request] int32.
-        row: [1] int64 row of the hot buffer's state, set by the first layer.
-        host_table: [blocks] int32 host blocks, set by the first layer.
-        represent: keys that a dense model's algorithm has yet to see, or None; set by the first layer.
-        seeds: what becomes hot, set by the first layer.
-        staged_seeds: [KV heads, units] int64 rows of the staging memory, in units, where that is; likewise.
     """
 
     first: int
     last: int
-    first_row: int
+    first_block: int
     hot_table: torch.Tensor
-    row: torch.Tensor | None = None
-    host_table: torch.Tensor | None = None
-    represent: Represent | None = None
-    seeds: Seeds | None = None
-    staged_seeds: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """What becomes of a prefilling request in every layer.
+
+    Attributes:
+        request: what the metadata says.
+        host_table: [blocks] int32 host blocks, -1 beyond.
+        seeds: what becomes hot.
+        staged_seeds: [KV heads, units] int64 where that is in the staging memory, in units of one head.
+        key_spans: what a dense model's algorithm has yet to see, once the query tokens are on the host.
+    """
+
+    request: PrefillRequest
+    host_table: torch.Tensor
+    seeds: Seeds
+    staged_seeds: torch.Tensor
+    key_spans: tuple[KeySpan, ...]
 
 
 @dataclass
@@ -49,26 +58,29 @@ class PrefillGroup:
     Attributes:
         tokens: their tokens in the step's batch.
         requests: in the batch's order.
-        slots: [tokens] int64 staging row of each token.
+        slots: [tokens] int64 row of the staging memory of each token.
         metadata: vLLM's metadata over the staged block tables.
+        plans: of the requests, made by the first layer (`PrefillStaging.plan`) for all.
     """
 
     tokens: slice
-    requests: list[PrefillRequest]
+    requests: tuple[PrefillRequest, ...]
     slots: torch.Tensor
     metadata: Any
+    plans: tuple[PrefillPlan, ...] = ()
 
 
 class PrefillStaging:
     """Device memory for the KV of whole requests in one layer, shared by all layers.
 
     Args:
-        cache: [blocks, block_size, row elements]; the longest request must fit.
+        hot_buffer: of the model. Its staging memory, [blocks, block_size, row elements], holds the longest request.
     """
 
-    def __init__(self, cache: torch.Tensor):
-        self.cache, self.rows = cache, cache.flatten(0, 1)
-        self.num_blocks, self.block_size, _ = cache.shape
+    def __init__(self, hot_buffer: HotBuffer):
+        self.hot_buffer, self.cache = hot_buffer, hot_buffer.staging_memory()
+        self.rows = self.cache.flatten(0, 1)
+        self.num_blocks, self.block_size, _ = self.cache.shape
 
     def groups(
         self,
@@ -97,47 +109,70 @@ class PrefillStaging:
             first = last
         return groups
 
-    def load(self, group: PrefillGroup, hot_buffer: HotBuffer, host_rows: torch.Tensor) -> None:
-        """Copy what came before the query tokens from the host."""
-        for request in group.requests:
-            if request.row is None:
-                # NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
-                request.row, request.host_table = self._find(request.hot_table, hot_buffer)
-            history = self.rows[request.first_row : request.first_row + self._rows_to_load(request)]
-            hot_buffer.ops.stage_rows(host_rows, request.host_table, self.block_size, history)
-            hot_buffer.staged_bytes += history.nbytes
+    def plan(self, group: PrefillGroup) -> None:
+        """Look the requests up; called by the first layer before it loads.
 
-    def store(
-        self, group: PrefillGroup, hot_buffer: HotBuffer, layer_index: int, host_rows: torch.Tensor, hot: HotRows
-    ) -> None:
-        """Bring the query tokens' rows to the host, and the latest rows of the request to its hot buffer."""
-        for request in group.requests:
-            first, last = self._rows_to_save(request)
-            rows = self.rows[request.first_row + first : request.first_row + last]
-            hot_buffer.ops.save_rows(rows, first, host_rows, request.host_table, self.block_size)
-            self._seed(request, hot_buffer, layer_index, hot)
+        NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
+        """
+        group.plans = tuple(self._plan(request) for request in group.requests)
 
-    def _find(self, hot_table: torch.Tensor, hot_buffer: HotBuffer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of a request, [1] int64, or of its KV heads, and its host blocks, [blocks] int32."""
-        row = hot_buffer.rows_of(hot_table)
-        return row, hot_buffer.host_tables[row].flatten()
+    def load(self, group: PrefillGroup, host_rows: torch.Tensor) -> None:
+        """Copy what came before the query tokens from the host.
 
-    def _rows_to_load(self, request: PrefillRequest) -> int:
+        Args:
+            group: with plans.
+            host_rows: [num_host_rows, row elements] of the layer.
+        """
+        for plan in group.plans:
+            history = self._rows_of(plan.request, 0, self._num_rows_to_load(plan.request))
+            self.hot_buffer.ops.stage_rows(host_rows, plan.host_table, self.block_size, history)
+            self.hot_buffer.staged_bytes += history.nbytes
+
+    def store(self, group: PrefillGroup, layer_index: int, host_rows: torch.Tensor) -> None:
+        """Bring the query tokens' rows to the host, and the latest rows of the request to its hot buffer.
+
+        Args:
+            group: with plans.
+            layer_index: of the layer.
+            host_rows: as in `load`.
+        """
+        for plan in group.plans:
+            first, last = self._span_to_save(plan.request)
+            rows = self._rows_of(plan.request, first, last)
+            self.hot_buffer.ops.save_rows(rows, first, host_rows, plan.host_table, self.block_size)
+            self._seed(plan, layer_index)
+
+    def _plan(self, request: PrefillRequest) -> PrefillPlan:
+        """Of an MLA model."""
+        request_index = self.hot_buffer.requests.find(request.hot_table)
+        return self._make_plan(request, request_index, key_spans=())
+
+    def _make_plan(
+        self, request: PrefillRequest, request_index: torch.Tensor, key_spans: tuple[KeySpan, ...]
+    ) -> PrefillPlan:
+        seeds, heads = self.hot_buffer.seeds(request.hot_table, request.last), self.hot_buffer.heads
+        units, units_per_block = seeds.units, self.block_size // heads.tokens_per_unit
+        parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
+        staged_seeds = parts * units_per_block + units % units_per_block
+        host_table = self.hot_buffer.requests.host_table(request_index)[0]
+        return PrefillPlan(request, host_table, seeds, staged_seeds, key_spans)
+
+    def _seed(self, plan: PrefillPlan, layer_index: int) -> None:
+        hot = self.hot_buffer.layers[layer_index].hot
+        staged = self.cache.view(-1, hot.rows.shape[1])[plan.staged_seeds.flatten()]
+        hot.rows.index_copy_(0, plan.seeds.hot_row_ids.flatten(), staged)
+        self.hot_buffer.seed(layer_index, plan.seeds)
+
+    def _rows_of(self, request: PrefillRequest, first: int, last: int) -> torch.Tensor:
+        """Staged rows of positions [first, last) of a request: [last - first, row elements]."""
+        start = request.first_block * self.block_size
+        return self.rows[start + first : start + last]
+
+    def _num_rows_to_load(self, request: PrefillRequest) -> int:
         return request.first
 
-    def _rows_to_save(self, request: PrefillRequest) -> tuple[int, int]:
+    def _span_to_save(self, request: PrefillRequest) -> tuple[int, int]:
         return request.first, request.last
-
-    def _seed(self, request: PrefillRequest, hot_buffer: HotBuffer, layer_index: int, hot: HotRows) -> None:
-        if request.seeds is None:
-            request.seeds = hot_buffer.seeds(request.hot_table, request.last, hot)
-            units, per_block = request.seeds.units, hot_buffer.shape.block_size
-            heads = torch.arange(hot_buffer.num_heads, device=units.device)[:, None]
-            blocks = request.first_row // self.block_size + units // per_block
-            request.staged_seeds = (blocks * hot_buffer.num_heads + heads) * per_block + units % per_block
-        staged = self.cache.view(-1, hot.rows.shape[1])[request.staged_seeds.flatten()]
-        hot.rows.index_copy_(0, request.seeds.hot_rows.flatten(), staged)
-        hot_buffer.seed(layer_index, request.seeds)
 
     def _group(
         self,
@@ -154,47 +189,60 @@ class PrefillStaging:
             begin = seq_len - (starts[index + 1] - starts[index])
             slots.append(torch.arange(first_row + begin, first_row + seq_len, device=self.rows.device))
             hot_table = common.block_table_tensor[index, None]
-            requests.append(PrefillRequest(begin, min(seq_len, num_rows), first_row, hot_table))
+            requests.append(PrefillRequest(begin, min(seq_len, num_rows), num_blocks, hot_table))
             num_blocks += cdiv(seq_len, self.block_size)
         block_table = self._block_table(requests, max(seq_lens[first:last]))
         part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
         tokens = slice(starts[first], starts[last])
         # NOTE: vLLM warms up with requests longer than `max_model_len`: their last tokens share a row.
-        return PrefillGroup(tokens, requests, torch.cat(slots).clamp_max(num_rows - 1), build(part))
+        return PrefillGroup(tokens, tuple(requests), torch.cat(slots).clamp_max(num_rows - 1), build(part))
 
     def _block_table(self, requests: list[PrefillRequest], max_seq_len: int) -> torch.Tensor:
         """[requests, blocks of the longest] int32 staging blocks."""
-        first_blocks = torch.tensor([r.first_row // self.block_size for r in requests], dtype=torch.int32)
+        first_blocks = torch.tensor([request.first_block for request in requests], dtype=torch.int32)
         columns = torch.arange(cdiv(max_seq_len, self.block_size), dtype=torch.int32)
         table = (first_blocks[:, None] + columns).clamp_max(self.num_blocks - 1)
         return table.pin_memory().to(self.rows.device, non_blocking=True)
 
 
 class WholeBlockStaging(PrefillStaging):
-    """Staging for KV whose blocks are ordered by KV head first, so that only whole blocks can be copied."""
+    """Staging for a dense model, whose blocks are ordered by KV head first, so that only whole blocks can be copied.
 
-    def _find(self, hot_table: torch.Tensor, hot_buffer: GQAHotBuffer) -> tuple[torch.Tensor, torch.Tensor]:
-        row = hot_buffer.request_rows(hot_table)
-        return row, hot_buffer.host_table(row)[0]
+    Args:
+        hot_buffer: of the model.
+    """
 
-    def _rows_to_load(self, request: PrefillRequest) -> int:
+    hot_buffer: GQAHotBuffer
+
+    def load_span(self, span: KeySpan, host_rows: torch.Tensor) -> torch.Tensor:
+        """Copy the blocks of some keys of one request, at the start of the staging memory.
+
+        Args:
+            span: which keys.
+            host_rows: as in `load`.
+
+        Returns:
+            [blocks, block_size, row elements], from the block of `span.first` on.
+        """
+        first_block, last_block = span.first // self.block_size, cdiv(span.last, self.block_size)
+        host_table = self.hot_buffer.requests.host_table(span.request_index)[first_block:last_block].contiguous()
+        staged = self.cache[: last_block - first_block]
+        self.hot_buffer.ops.stage_rows(host_rows, host_table, self.block_size, staged.flatten(0, 1))
+        self.hot_buffer.staged_bytes += staged.nbytes
+        return staged
+
+    def _plan(self, request: PrefillRequest) -> PrefillPlan:
+        request_index = self.hot_buffer.requests.find(request.hot_table)
+        # NOTE: waits for the device, once per prompt chunk.
+        key_spans = self.hot_buffer.begin_prefill(int(request_index), request.first, request.last)
+        return self._make_plan(request, request_index, key_spans)
+
+    def _num_rows_to_load(self, request: PrefillRequest) -> int:
         return cdiv(request.first, self.block_size) * self.block_size
 
-    def _rows_to_save(self, request: PrefillRequest) -> tuple[int, int]:
+    def _span_to_save(self, request: PrefillRequest) -> tuple[int, int]:
         first, last = request.first // self.block_size, cdiv(request.last, self.block_size)
         return first * self.block_size, last * self.block_size
-
-    def load_span(
-        self, hot_buffer: GQAHotBuffer, host_table: torch.Tensor, first: int, last: int, host_rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Copy the blocks of positions [first, last) of one request: [blocks, block_size, row elements]."""
-        first_block, last_block = first // self.block_size, cdiv(last, self.block_size)
-        num_blocks = last_block - first_block
-        table = host_table[first_block:last_block].contiguous()
-        staged = self.cache[:num_blocks]
-        hot_buffer.ops.stage_rows(host_rows, table, self.block_size, staged.flatten(0, 1))
-        hot_buffer.staged_bytes += staged.nbytes
-        return staged
 
 
 def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from paged_layer import HEAD_SIZE, NUM_HEADS, PagedLayer, Request
-from paged_layers import CpuLayer, CudaLayer, gqa_cuda
+from layer_under_test import HEAD_SIZE, NUM_HEADS, CpuLayer, CudaLayer, LayerUnderTest, Request, gqa_cuda
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.algorithms.cluster_kv import ClusterKV
@@ -25,22 +24,22 @@ def algorithm(request: pytest.FixtureRequest) -> type[SparseAlgorithm]:
 
 
 @pytest.fixture(params=[CpuLayer, CudaLayer])
-def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[PagedLayer]:
+def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
     layer = request.param(algorithm)
     yield layer
     if isinstance(layer, CudaLayer):
         layer.undo()
 
 
-def assert_latest_are_hot(layer: PagedLayer, request: Request) -> None:
+def assert_latest_are_hot(layer: LayerUnderTest, request: Request) -> None:
     """What a chunk of a prompt leaves: the latest whole units of the request, as many as fit."""
     last, buffer = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer
     expected = set(range(max(last - buffer.num_slots, 0), last))
-    for positions in buffer.residency[0].positions[buffer.rows_of_heads(buffer.row_of(request.handle))]:
+    for positions in buffer.residency[0].positions[buffer.heads.states(buffer.requests.index_of(request.handle))]:
         assert expected <= set(positions.tolist())
 
 
-def test_prefill_in_chunks_beside_decodes(layer: PagedLayer) -> None:
+def test_prefill_in_chunks_beside_decodes(layer: LayerUnderTest) -> None:
     """Three requests come and decode past several pages, past the budget and past the buffer."""
     first = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
     second, third = Request(10, [1, 3, 4, 6, 8, 10, 12], 1), Request(20, [13, 14, 15, 16, 17, 18, 19], 2)
@@ -57,7 +56,7 @@ def test_prefill_in_chunks_beside_decodes(layer: PagedLayer) -> None:
     assert hits > misses > 0
 
 
-def test_kv_that_arrived_in_the_host_pool(layer: PagedLayer) -> None:
+def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
     """A transfer or the prefix cache brought the first tokens: a request decodes, or prefills, right after them."""
     former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(former)
@@ -80,7 +79,7 @@ def test_kv_that_arrived_in_the_host_pool(layer: PagedLayer) -> None:
         layer.buffer.release(handle)
 
 
-def test_the_latest_whole_units_of_a_prompt_are_hot(layer: PagedLayer) -> None:
+def test_the_latest_whole_units_of_a_prompt_are_hot(layer: LayerUnderTest) -> None:
     """A prompt that fits, in chunks that end within pages; then one of which only the end fits."""
     short, long = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
     layer.start(short)
@@ -97,7 +96,7 @@ def test_the_latest_whole_units_of_a_prompt_are_hot(layer: PagedLayer) -> None:
         layer.step([(long, 1), (short, 1)])
 
 
-def test_a_prompt_of_one_token(layer: PagedLayer) -> None:
+def test_a_prompt_of_one_token(layer: LayerUnderTest) -> None:
     request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(request)
     for _ in range(40):
@@ -113,12 +112,12 @@ def test_block_tables_of_no_request_give_zeros(algorithm: type[SparseAlgorithm])
     layer.expected = lambda request, span: (
         torch.zeros(len(span), NUM_HEADS, HEAD_SIZE)
         if request is unknown
-        else PagedLayer.expected(layer, request, span)
+        else LayerUnderTest.expected(layer, request, span)
     )
     layer.step([(unknown, 3), (known, 1), (unknown, 1)])
 
 
-def test_no_metadata_gives_zeros(layer: PagedLayer) -> None:
+def test_no_metadata_gives_zeros(layer: LayerUnderTest) -> None:
     out = torch.full((2, NUM_HEADS, HEAD_SIZE), float("nan"))
     assert not layer.impl.forward(None, out, out, out, None, None, out).any()
 
@@ -138,7 +137,7 @@ def test_other_versions_of_flash_attention_are_refused() -> None:
 @pytest.mark.parametrize(
     "chunks", [(1, 19, 1, 1), (1, 20, 1, 1, 1), (20, 1, 30, 1, 1), (20, 1, 3, 1), (70, 1, 1, 9, 1)]
 )
-def test_prefill_after_a_step_of_one_token(layer: PagedLayer, chunks: tuple[int, ...]) -> None:
+def test_prefill_after_a_step_of_one_token(layer: LayerUnderTest, chunks: tuple[int, ...]) -> None:
     """What was hot is completed on the host: it must not be taken for whole."""
     request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(request)
@@ -150,8 +149,8 @@ def test_prefill_after_a_step_of_one_token(layer: PagedLayer, chunks: tuple[int,
 
 @pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])
 @pytest.mark.parametrize("layer_class", [CpuLayer, CudaLayer])
-def test_a_prompt_of_one_token_in_a_used_row(layer_class: type, algorithm_class: type) -> None:
-    """The state of the row's former owner is forgotten: the same answers as in a fresh row."""
+def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type, algorithm_class: type) -> None:
+    """The state of the index's former owner is forgotten: the same answers as with a fresh index."""
 
     def answers(used: bool) -> list[torch.Tensor]:
         layer = layer_class(algorithm_class)

@@ -1,15 +1,39 @@
-"""One attention layer of a dense model against the formula: softmax over what the algorithm selects from all keys."""
+"""One attention layer of a dense model against the formula: softmax over what the algorithm selects from all keys.
+
+`CpuLayer` and `CudaLayer` run the code of their device under one interface; CUDA's kernels are replaced by formulas.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import fa_utils
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
+from vllm_hisparse.attention.gqa.cpu import HotGQACpuImpl, HotGQACpuMetadataBuilder
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+
+
+def attend_paged(**call: Any) -> None:
+    """`flash_attn_varlen_func` for one query token per request."""
+    block_table, page_size = call["block_table"], call["k"].shape[1]
+    for i, num_tokens in enumerate(call["seqused_k"].tolist()):
+        pages = block_table[i, : -(-num_tokens // page_size)].long()
+        keys, values = (cache[pages].flatten(0, 1)[:num_tokens, 0] for cache in (call["k"], call["v"]))
+        weights = (call["q"][i] @ keys.T * call["softmax_scale"]).softmax(-1)
+        call["out"][i] = weights @ values
+
+
+if not hasattr(fa_utils, "flash_attn_varlen_func"):
+    fa_utils.flash_attn_varlen_func = attend_paged  # a CPU build of vLLM has none
+
+from vllm_hisparse.attention.gqa import cuda as gqa_cuda  # noqa: E402
 
 BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 32, 16, 224
 NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK = 40, 3  # the layer under test is the second
@@ -28,7 +52,7 @@ class Request:
         self.handle, self.host_ids, self.num_computed = handle, host_ids, 0
 
 
-class PagedLayer(ABC):
+class LayerUnderTest(ABC):
     """One attention layer with its builder over a small host pool; hot rows start as NaN."""
 
     impl_class: type
@@ -114,9 +138,8 @@ class PagedLayer(ABC):
         """What the connector does when requests begin to decode."""
         for (request, num), seq_len in zip(batch, seq_lens.tolist(), strict=True):
             decodes = num == 1 and request in self.started
-            missing = self.buffer.begin_decoding(request.handle, seq_len - 1) if decodes else None
-            if missing:
-                self.impl.represent(missing)
+            for span in self.buffer.begin_decoding(request.handle, seq_len - 1) if decodes else ():
+                self.impl.represent(span)
 
     def expected(self, request: Request, span: range) -> torch.Tensor:
         """[tokens, num_heads, head_size]."""
@@ -144,3 +167,77 @@ def attention(request: Request, position: int, chosen: list) -> torch.Tensor:
         weights = (keys @ request.query[position, head] * HEAD_SIZE**-0.5).softmax(0)
         out.append(weights @ values)
     return torch.stack(out)
+
+
+def update_cache(_impl: Any, _layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots) -> None:
+    """`FlashAttentionImpl.do_kv_cache_update`."""
+    cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat((key, value), -1)
+
+
+def attend_staged(_impl: Any, _layer: Any, query: torch.Tensor, _key, _value, cache, metadata, output) -> torch.Tensor:
+    """`FlashAttentionImpl.forward` over whole histories."""
+    common = metadata.common
+    for i, seq_len in enumerate(common.seq_lens.tolist()):
+        rows = cache[common.block_table_tensor[i].long()].transpose(1, 2).flatten(0, 1)[:seq_len]
+        keys, values = (part.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for part in rows.chunk(2, -1))
+        span = slice(*common.query_start_loc_cpu[i : i + 2].tolist())
+        length = span.stop - span.start
+        scores = torch.einsum("qhd,khd->hqk", query[span], keys) * HEAD_SIZE**-0.5
+        later = torch.arange(seq_len) > torch.arange(seq_len - length, seq_len)[:, None]
+        output[span] = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -float("inf")).softmax(-1), values)
+    return output
+
+
+class CpuLayer(LayerUnderTest):
+    impl_class, builder_class = HotGQACpuImpl, HotGQACpuMetadataBuilder
+
+    def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:
+        self.begin_decodes(batch, seq_lens)  # Model Runner V1: before the metadata
+        common = SimpleNamespace(
+            num_reqs=len(batch), query_start_loc_cpu=starts, seq_lens=seq_lens, block_table_tensor=tables
+        )
+        metadata = self.builder.build(0, common)
+        out = torch.full_like(rows[0], float("nan"))
+        return self.impl.forward(None, *rows, self.device[:, 1], metadata, out)
+
+
+class CudaLayer(LayerUnderTest):
+    impl_class, builder_class = gqa_cuda.HotGQAImpl, gqa_cuda.HotGQAMetadataBuilder
+
+    def __init__(self, algorithm_class: type):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(gqa_cuda, "flash_attn_varlen_func", attend_paged)
+        patch.setattr(gqa_cuda.FlashAttentionImpl, "forward", attend_staged)
+        patch.setattr(gqa_cuda.FlashAttentionImpl, "do_kv_cache_update", update_cache)
+        patch.setattr(
+            gqa_cuda.FlashAttentionMetadataBuilder,
+            "build",
+            lambda _self, _prefix, common: SimpleNamespace(common=common, scheduler_metadata=None),
+        )
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        self.undo = patch.undo
+        super().__init__(algorithm_class)
+        self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
+
+    def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:
+        order = sorted(range(len(batch)), key=lambda i: batch[i][1])  # Model Runner V2: decodes first
+        spans = [torch.arange(starts[i], starts[i + 1]) for i in order]
+        tokens, lengths = torch.cat(spans), torch.tensor([len(span) for span in spans])
+        new_starts = torch.cat((torch.tensor([0]), lengths.cumsum(0))).int()
+        common = CommonAttentionMetadata(
+            query_start_loc=new_starts,
+            query_start_loc_cpu=new_starts,
+            seq_lens=seq_lens[order].int(),
+            seq_lens_cpu_upper_bound=seq_lens[order].int(),
+            num_reqs=len(batch),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=tables[order],
+            slot_mapping=torch.full((len(tokens),), -1),
+        )
+        metadata = self.builder.build(0, common)
+        self.begin_decodes(batch, seq_lens)  # Model Runner V2: after the metadata
+        out = torch.full_like(rows[0], float("nan"))
+        self.impl.forward(None, *(part[tokens] for part in rows), self.device[:, 1], metadata, out)
+        return torch.empty_like(out).index_copy_(0, tokens, out)

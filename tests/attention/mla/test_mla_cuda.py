@@ -1,0 +1,238 @@
+"""Sparse MLA on CUDA over hot buffers, against softmax over the selected rows of the full KV.
+
+vLLM's implementations are replaced by formulas that see what they would: a query, a paged cache, block tables, and the
+start of the buffer of selections.
+"""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_hisparse.attention.mla.base import NewRows
+from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+
+LATENT, ROPE, NUM_HEADS, SCALE = 6, 2, 3, 0.4
+WIDTH = LATENT + ROPE
+NUM_LAYERS, TOP_K, NUM_SLOTS, BLOCK_SIZE, ROWS_PER_BLOCK = 2, 5, 8, 4, 3
+MAX_TOKENS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 40, 30, 40
+HOT_BLOCKS = -(-(NUM_SLOTS + 1) // ROWS_PER_BLOCK)
+
+
+class Request:
+    """Rows and queries of all positions of a request in all layers, and where its blocks are."""
+
+    def __init__(self, handle: int, host_ids: list[int], seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = torch.randn(NUM_LAYERS, MAX_TOKENS, WIDTH, generator=generator)
+        self.query = torch.randn(NUM_LAYERS, MAX_TOKENS, NUM_HEADS, WIDTH, generator=generator)
+        self.handle, self.host_ids, self.num_computed = handle, host_ids, 0
+
+
+def attend(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[num_heads, LATENT] of one token over [n, WIDTH] rows."""
+    return (query @ rows.T * SCALE).softmax(-1) @ rows[:, :LATENT]
+
+
+def stock_forward(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> tuple[torch.Tensor, None]:
+    """`forward_mqa` of vLLM: rows of the selected positions by block tables, or by a hook where every token decodes."""
+    query, common = torch.cat(q, -1), metadata.common
+    top_k = impl.topk_indices_buffer[: len(query)]
+    if common.max_query_len == 1:
+        row_ids, num_valid = impl._convert_logical_to_physical_topk(top_k, metadata, return_valid_counts=True)
+        return attend_flat(query, cache.flatten(0, 1), row_ids, num_valid), None
+    requests = torch.arange(common.num_reqs).repeat_interleave(torch.diff(common.query_start_loc_cpu))
+    block_size = cache.shape[1]
+    blocks = common.block_table_tensor[requests].long().gather(1, top_k.clamp_min(0).long() // block_size)
+    row_ids = torch.where(top_k >= 0, blocks * block_size + top_k % block_size, -1)
+    return attend_flat(query, cache.flatten(0, 1), row_ids, torch.full((len(query),), TOP_K)), None
+
+
+def attend_flat(
+    query: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, num_valid: torch.Tensor
+) -> torch.Tensor:
+    """[tokens, num_heads, LATENT]; no row: zeros."""
+    out = query.new_zeros(len(query), NUM_HEADS, LATENT)
+    for i, ids in enumerate(row_ids):
+        ids = ids[: num_valid[i]]
+        if (ids >= 0).any():
+            out[i] = attend(query[i], rows[ids[ids >= 0].long()])
+    return out
+
+
+def update_cache(_impl: Any, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any):
+    """`concat_and_cache_mla`: as many rows as there are slots, none for a negative one."""
+    rows = torch.cat((kv_c, k_pe.flatten(1)), -1)[: len(slots)]
+    cache.view(-1, WIDTH)[slots[slots >= 0]] = rows[slots >= 0]
+
+
+def build_stock(_builder: Any, _common_prefix_len: int, common: CommonAttentionMetadata) -> SimpleNamespace:
+    return SimpleNamespace(common=common, req_id_per_token=common.seq_lens)
+
+
+@pytest.fixture(params=["HotFlashMLA", "HotFlashAttnMLA"])
+def model(
+    request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Model:
+    backend = cuda_modules["backend"]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    for vllm_class in (backend.FlashMLASparseImpl, backend.FlashAttnMLASparseImpl):
+        monkeypatch.setattr(vllm_class, "forward_mqa", stock_forward)
+        monkeypatch.setattr(vllm_class, "do_kv_cache_update", update_cache)
+    monkeypatch.setattr(
+        backend.FlashAttnMLASparseImpl,
+        "_run_mqa_kernel",
+        lambda _impl, nope, rope, rows, ids, num_valid, _size, cache_is_flat: attend_flat(
+            torch.cat((nope, rope), -1), rows, ids, num_valid
+        ),
+    )
+    for builder in (backend.FlashMLASparseMetadataBuilder, backend.FlashAttnMLASparseMetadataBuilder):
+        monkeypatch.setattr(
+            builder,
+            "build",
+            lambda _self, _prefix, common: SimpleNamespace(common=common, req_id_per_token=common.seq_lens),
+        )
+    return Model(getattr(backend, request.param + "Impl"), getattr(backend, request.param + "MetadataBuilder"))
+
+
+class Model:
+    """All layers of a model with their builder; hot rows start as NaN."""
+
+    def __init__(self, impl_class: type, builder_class: type):
+        shape = HotBufferShape(
+            3, 4, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        )
+        self.buffer = MLAHotBuffer(shape, torch.device("cpu"))
+        self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))
+        self.device = torch.full((NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH), float("nan"))
+        self.top_k = torch.full((64, TOP_K), -1, dtype=torch.int32)
+        self.random = random.Random(0)
+        self.impls = [self._make_impl(impl_class, index) for index in range(NUM_LAYERS)]
+        self.builder = object.__new__(builder_class)
+        layers = {"0": SimpleNamespace(impl=self.impls[0])}
+        self.builder.__dict__.update(
+            layer_names=["0"],
+            kv_cache_spec=SimpleNamespace(blocks_per_request=HOT_BLOCKS),
+            vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
+        )
+
+    def _make_impl(self, impl_class: type, index: int) -> Any:
+        impl = object.__new__(impl_class)
+        impl.__dict__.update(num_heads=NUM_HEADS, kv_lora_rank=LATENT, kv_cache_dtype="auto", scale=SCALE)
+        impl.topk_indices_buffer = self.top_k
+        impl.bind(self.buffer, index, self.host[index], self.device[:, index])
+        return impl
+
+    def start(self, request: Request) -> None:
+        self.buffer.extend_table(request.handle, 0, request.host_ids)
+
+    def step(self, *batch: tuple[Request, int], layer_writes: bool = False) -> None:
+        """Compute tokens of each request, those with one token first, and compare every layer with the formula.
+
+        Args:
+            batch: requests and how many tokens.
+            layer_writes: the layer's own kernel writes the new rows, as the fused one does.
+        """
+        spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
+        metadata = self.builder.build(0, self._common(spans))
+        num_tokens = sum(len(span) for _, span in spans)
+        self.top_k[:] = -1
+        selections = [self._select(position) for _, span in spans for position in span]
+        for i, selected in enumerate(selections):
+            self.top_k[i, : len(selected)] = torch.tensor(selected)
+        for index, impl in enumerate(self.impls):
+            rows = torch.cat([request.rows[index, list(span)] for request, span in spans])
+            query = torch.cat([request.query[index, list(span)] for request, span in spans])
+            new_rows = NewRows(rows[:, :LATENT], rows[:, LATENT:])
+            if layer_writes:
+                cache, slots = impl.begin_decode(num_tokens)
+                cache[slots, 0] = rows
+            with impl.writing(None if layer_writes else new_rows):
+                layer = SimpleNamespace(_k_scale=None)
+                out, _ = impl.forward_mqa(tuple(query.split([LATENT, ROPE], -1)), None, metadata, layer)
+            owners = [request for request, span in spans for _ in span]
+            expected = [attend(query[i], owners[i].rows[index, selected]) for i, selected in enumerate(selections)]
+            torch.testing.assert_close(out, torch.stack(expected))
+        for request, span in spans:
+            request.num_computed = span.stop
+        self.buffer.check_integrity()
+
+    def check_host(self, request: Request) -> None:
+        """Every row that was computed is on the host, in every layer."""
+        rows = self.host[:, request.host_ids].flatten(1, 2)[:, : request.num_computed]
+        assert torch.equal(rows, request.rows[:, : request.num_computed])
+
+    def _select(self, position: int) -> list[int]:
+        others = self.random.sample(range(position), min(TOP_K - 1, position))
+        return self.random.sample([*others, position], len(others) + 1)
+
+    def _common(self, spans: list[tuple[Request, range]]) -> CommonAttentionMetadata:
+        lengths = torch.tensor([len(span) for _, span in spans])
+        starts = torch.cat((torch.tensor([0]), lengths.cumsum(0))).int()
+        seq_lens = torch.tensor([span.stop for _, span in spans], dtype=torch.int32)
+        tables = torch.zeros(len(spans), 12, dtype=torch.int32)
+        for i, (request, _) in enumerate(spans):
+            tables[i, :HOT_BLOCKS] = torch.arange(request.handle, request.handle + HOT_BLOCKS)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(spans),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=tables,
+            slot_mapping=torch.full((int(starts[-1]),), -1),
+        )
+
+
+def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
+    """Selections, new rows and staged histories of each request are its own, wherever its tokens stand in the batch."""
+    first = Request(1, [5, 9, 2, 7, 11, 30, 31, 32, 33, 34], 0)
+    second, third = Request(8, [1, 3, 4, 6, 8, 10, 12, 13, 14, 15], 1), Request(16, list(range(16, 26)), 2)
+    model.start(first)
+    model.step((first, 6))
+    model.start(second)
+    model.step((first, 1), (second, 9))
+    model.start(third)
+    model.step((first, 1), (second, 3), (third, 11))
+    for _ in range(20):
+        model.step((first, 1), (second, 1), (third, 1))
+    for request in (first, second, third):
+        model.check_host(request)
+    hits, misses = model.buffer.counts.take()
+    assert hits > 0 and misses > 0
+
+
+def test_groups_that_share_the_staging_memory(model: Model) -> None:
+    """Histories too long for one group: the second one's selections do not start the batch."""
+    first, second = Request(1, list(range(10)), 0), Request(8, list(range(10, 20)), 1)
+    for request in (first, second):
+        model.start(request)
+        model.step((request, 21))
+    model.step((first, 2), (second, 5))
+    for request in (first, second):
+        model.check_host(request)
+
+
+def test_rows_that_the_layer_has_written(model: Model) -> None:
+    request = Request(1, list(range(10)), 0)
+    model.start(request)
+    model.step((request, 7))
+    for _ in range(10):
+        model.step((request, 1), layer_writes=True)
+    model.check_host(request)
+
+
+def test_a_layer_without_storage_gets_no_metadata(cuda_modules: dict[str, ModuleType]) -> None:
+    """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
+    backend = cuda_modules["backend"]
+    builder = SimpleNamespace(impl=object.__new__(backend.HotFlashMLAImpl))
+    assert backend.HotMLAMetadataBuilder.build(builder, 0, None) is None

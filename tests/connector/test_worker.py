@@ -1,0 +1,181 @@
+"""The worker's half: which layer gets which memory, in which order a step's changes are applied, what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+)
+
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.connector.metadata import HiSparseMetadata
+from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
+from vllm_hisparse.layout import KVLayout
+
+NUM_LAYERS, NUM_HOST_BLOCKS, NUM_DEVICE_BLOCKS, KEY_BYTES, WIDTH = 3, 8, 12, 132, 16
+MLA_LAYOUT = KVLayout(WIDTH * 4, KEY_BYTES, NUM_LAYERS, 2)
+GQA_LAYOUT = KVLayout(2 * 2 * 32 * 4, 2 * 2 * 32 * 4, NUM_LAYERS, 0, tokens_per_unit=16, num_kv_heads=2)
+HOT_LAYERS, INDEXER_LAYERS = ["m0", "m1", "m2"], ["k0", "k2"]
+
+
+class Impl:
+    """A layer's implementation, which notes what it is told."""
+
+    def bind(self, hot_buffer: Any, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        self.hot_buffer, self.layer_index, self.host_rows, self.cache = hot_buffer, layer_index, host_rows, cache
+        self.spans: list[KeySpan] = []
+
+    def represent(self, span: KeySpan) -> None:
+        self.spans.append(span)
+
+
+def device_groups(is_dense: bool) -> DeviceGroups:
+    if is_dense:
+        full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(HOT_LAYERS, HotBufferSpec.from_full_spec(full, GQA_LAYOUT, 2))]
+    else:
+        mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
+        keys = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=KEY_BYTES, dtype=torch.uint8)
+        hot = HotBufferSpec.from_mla_spec(mla, MLA_LAYOUT.rows_per_hot_block, 1)
+        groups = [KVCacheGroupSpec(HOT_LAYERS, hot), KVCacheGroupSpec(INDEXER_LAYERS, keys)]
+    tensor = KVCacheTensor(size=1 << 20, layers=[], layer_stride=0, block_stride=0)
+    config = KVCacheConfig(num_blocks=NUM_DEVICE_BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups)
+    return DeviceGroups.from_config(config, 16 if is_dense else None)
+
+
+def make_worker(is_dense: bool = False, rank: int = 0, transport: Any = None) -> HiSparseWorkerConnector:
+    model = SimpleNamespace(max_model_len=300, use_mla=not is_dense, get_num_attention_heads=lambda _: 4)
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: SimpleNamespace(impl=Impl()) for name in HOT_LAYERS}
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        model_config=model,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=rank),
+    )
+    options = {"algorithm": "quest", "algorithm_options": {"page_size": 16}} if is_dense else {}
+    config = HiSparseConfig(top_k=32, device_buffer_size=64, host_pool_gib=1.0, **options)
+    return HiSparseWorkerConnector(vllm_config, config, device_groups(is_dense), NUM_HOST_BLOCKS, transport)
+
+
+def device_caches(is_dense: bool = False) -> dict[str, torch.Tensor]:
+    """All layers of a block side by side, as vLLM lays them out; each layer's hot rows are filled with its index."""
+    if is_dense:
+        memory = torch.zeros(NUM_DEVICE_BLOCKS, NUM_LAYERS, 2, 64, 64)
+        return {name: memory[:, index] for index, name in enumerate(HOT_LAYERS)}
+    rows, num_bytes = MLA_LAYOUT.rows_per_hot_block, MLA_LAYOUT.device_block_bytes
+    memory = torch.zeros(NUM_DEVICE_BLOCKS, num_bytes, dtype=torch.uint8)
+    hot = memory.view(torch.float32)[:, : NUM_LAYERS * rows * WIDTH].view(-1, NUM_LAYERS, 1, rows, WIDTH)
+    keys = memory[:, : MLA_LAYOUT.indexer_block_bytes].view(-1, 2, 1, 64, KEY_BYTES)
+    layers = [hot[:, index] for index in range(NUM_LAYERS)] + [keys[:, index] for index in range(2)]
+    return dict(zip(HOT_LAYERS + INDEXER_LAYERS, layers, strict=True))
+
+
+@pytest.fixture
+def worker() -> Iterator[HiSparseWorkerConnector]:
+    worker = make_worker()
+    worker.register_kv_caches(device_caches())
+    yield worker
+    worker.shutdown()
+
+
+def test_every_layer_gets_its_own_rows_in_order() -> None:
+    worker, caches = make_worker(), device_caches()
+    worker.register_kv_caches(caches)
+    for index, (impl, name) in enumerate(zip(worker.impls, HOT_LAYERS, strict=True)):
+        assert impl.hot_buffer is worker.hot_buffer and impl.layer_index == index
+        assert impl.cache is caches[name]
+        assert impl.host_rows is worker.store.main_kv[name]
+    shape = worker.hot_buffer.shape
+    assert (shape.num_requests, shape.max_batch, shape.num_slots, shape.top_k) == (4, 4, 64, 32)
+    assert (shape.max_blocks, shape.block_size, shape.num_device_blocks) == (5, 64, NUM_DEVICE_BLOCKS)
+
+
+def test_as_many_requests_as_have_hot_blocks() -> None:
+    """vLLM's block 0 is nobody's."""
+    worker = make_worker(is_dense=True)
+    worker.vllm_config.scheduler_config.max_num_seqs = 100
+    worker.register_kv_caches(device_caches(is_dense=True))
+    assert worker.hot_buffer.shape.num_requests == (NUM_DEVICE_BLOCKS - 1) // 2
+
+
+def test_a_handle_may_change_hands_within_a_step(worker: HiSparseWorkerConnector) -> None:
+    requests = worker.hot_buffer.requests
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2]), 4: (0, [1])}))
+    worker.apply_changes(HiSparseMetadata(tables={3: (2, [7])}))
+    assert requests.host_table(requests.index_of(3)).tolist() == [5, 2, 7, -1, -1]
+    worker.apply_changes(HiSparseMetadata(released=[3], tables={3: (0, [6])}))
+    assert requests.host_table(requests.index_of(3)).tolist() == [6, -1, -1, -1, -1]
+    assert len(requests) == 2
+    worker.hot_buffer.check_integrity()
+
+
+def test_indexer_blocks_travel_as_the_scheduler_says(worker: HiSparseWorkerConnector) -> None:
+    """The tail of a preempted request is saved before anything is restored, into the same device block, too."""
+    keys = worker.indexer_keys
+    assert keys.shape == (NUM_DEVICE_BLOCKS, MLA_LAYOUT.indexer_block_bytes)
+    keys.copy_(torch.randint(0, 255, keys.shape, dtype=torch.uint8))
+    before = keys.clone()
+    worker.store.indexer_keys[2] = 77
+    worker.apply_changes(HiSparseMetadata(tail_saves=[(4, 6)], restores=[(2, 4)]))
+    assert torch.equal(worker.store.indexer_keys[6], before[4])
+    assert (keys[4] == 77).all()
+    worker.bind_metadata(HiSparseMetadata(saves=[(5, 1)]))
+    assert not torch.equal(worker.store.indexer_keys[1], before[5]), "saved before the forward"
+    worker.finish_step()
+    assert torch.equal(worker.store.indexer_keys[1], before[5])
+    keys[5] = 0
+    worker.finish_step()
+    assert torch.equal(worker.store.indexer_keys[1], before[5]), "saved twice"
+
+
+def test_every_layer_represents_a_prompt_before_its_request_decodes() -> None:
+    worker = make_worker(is_dense=True)
+    worker.register_kv_caches(device_caches(is_dense=True))
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2])}, first_decodes=[(3, 75)]))
+    index = worker.hot_buffer.requests.index_of(3)
+    assert [impl.spans for impl in worker.impls] == [[KeySpan(index, 0, 75)]] * NUM_LAYERS
+    worker.apply_changes(HiSparseMetadata(first_decodes=[(3, 76)]))
+    assert [len(impl.spans) for impl in worker.impls] == [1] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_reports_requests(rank: int) -> None:
+    worker = make_worker(rank=rank)
+    worker.register_kv_caches(device_caches())
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5])}))
+    assert worker.take_worker_metadata() is None
+    worker.hot_buffer.counts.by_state[worker.hot_buffer.requests.index_of(3)] = torch.tensor([9, 4])
+    worker.apply_changes(HiSparseMetadata(released=[3]))
+    metadata = worker.take_worker_metadata()
+    assert metadata.requests == [(3, 9, 4)] if rank == 0 else metadata is None
+
+
+def test_statistics_since_the_last_call(worker: HiSparseWorkerConnector) -> None:
+    assert worker.take_stats() is None
+    worker.hot_buffer.counts.by_state[1] += torch.tensor([5, 3])
+    worker.hot_buffer.staged_bytes += 1000
+    data = worker.take_stats().data["counters"]
+    assert (data["cache_hits"], data["cache_misses"], data["prefill_staged_bytes"]) == (5, 3, 1000)
+    assert data["host_to_device_bytes"] == 3 * WIDTH * 4
+    assert worker.take_stats() is None
+
+
+def test_memory_is_unpinned_after_the_transport_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    worker = make_worker(transport=SimpleNamespace(shutdown=lambda: calls.append("transport")))
+    monkeypatch.setattr(worker.store, "close", lambda: calls.append("store"))
+    worker.shutdown()
+    assert calls == ["transport", "store"]

@@ -1,0 +1,80 @@
+"""Requests by handle: indices, host blocks, and what the device finds of them."""
+
+import random
+
+import pytest
+import torch
+
+from vllm_hisparse.kv_manager.worker.request_table import RequestTable
+from vllm_hisparse.ops.kv_heads import KVHeads
+
+NUM_REQUESTS, MAX_BLOCKS, NUM_DEVICE_BLOCKS = 4, 9, 60
+ONE_HEAD, TWO_HEADS = KVHeads(), KVHeads(num_heads=2, head_stride=6, tokens_per_unit=4)
+
+
+@pytest.fixture(params=[ONE_HEAD, TWO_HEADS])
+def table(request: pytest.FixtureRequest) -> RequestTable:
+    return RequestTable(NUM_REQUESTS, MAX_BLOCKS, NUM_DEVICE_BLOCKS, request.param, torch.device("cpu"))
+
+
+def hot_tables(*handles: int) -> torch.Tensor:
+    return torch.tensor([[handle, 59] for handle in handles], dtype=torch.int32)
+
+
+def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
+    for handle, first, ids in ((40, 0, [7, 3]), (41, 0, [5]), (40, 2, [8])):
+        if first == 0:
+            table.add(handle)
+        table.extend(handle, first, ids)
+    table.check_integrity()
+    assert table.host_table(table.index_of(40)).tolist() == [7, 3, 8] + [-1] * 6
+    assert table.host_table(table.find(hot_tables(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
+
+
+def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
+    for handle in (9, 40):
+        table.extend(handle, 0, [7, 3]) if table.add(handle) else None
+    states = table.find_states(table.heads.hot_tables(hot_tables(40))[0])
+    num_heads = table.heads.num_heads
+    assert table.host_tables[states, :2].tolist() == [[7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)]
+
+
+def test_handles_of_no_request_share_an_index_without_blocks(table: RequestTable) -> None:
+    table.add(40)
+    assert table.find(hot_tables(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
+    assert table.find_states(table.heads.hot_tables(hot_tables(39))[0]).tolist() == [table.num_states] * (
+        table.heads.num_heads
+    )
+    assert table.host_table(NUM_REQUESTS).tolist() == [-1] * MAX_BLOCKS
+
+
+def test_as_many_requests_as_indices_and_reuse(table: RequestTable) -> None:
+    indices = [table.add(handle) for handle in range(NUM_REQUESTS)]
+    assert table.find(hot_tables(*range(NUM_REQUESTS))).tolist() == indices
+    assert sorted(indices) == list(range(NUM_REQUESTS)) and len(table) == NUM_REQUESTS
+    with pytest.raises(IndexError):
+        table.add(50)
+    table.extend(2, 0, [1, 2])
+    assert table.remove(2) == indices[2]
+    assert table.add(50) == indices[2]
+    assert table.host_table(indices[2]).tolist() == [-1] * MAX_BLOCKS
+    table.check_integrity()
+
+
+def test_random_requests_keep_their_blocks(table: RequestTable) -> None:
+    source, blocks = random.Random(0), {}
+    for _ in range(200):
+        handle = source.randrange(NUM_DEVICE_BLOCKS)
+        if handle in blocks and source.random() < 0.5:
+            table.remove(handle)
+            del blocks[handle]
+        elif handle in blocks and len(blocks[handle]) < MAX_BLOCKS:
+            table.extend(handle, len(blocks[handle]), [handle])
+            blocks[handle].append(handle)
+        elif handle not in blocks and len(blocks) < NUM_REQUESTS:
+            table.add(handle)
+            table.extend(handle, 0, [handle + 1])
+            blocks[handle] = [handle + 1]
+        table.check_integrity()
+        for known, ids in blocks.items():
+            assert table.host_table(int(table.find(hot_tables(known)))).tolist() == ids + [-1] * (MAX_BLOCKS - len(ids))

@@ -1,0 +1,126 @@
+"""What a sparse algorithm knows of the running requests of a dense model, and which keys it has yet to see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.config import HiSparseConfigError
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """Keys for the algorithm to represent: positions [first, last) of a request, which are on the host.
+
+    Attributes:
+        request_index: of the request, which is its index in the algorithm's state, too.
+        first, last: the positions, half-open.
+    """
+
+    request_index: int
+    first: int
+    last: int
+
+    @classmethod
+    def no_keys(cls, request_index: int) -> KeySpan:
+        """The start of a request without keys: the algorithm forgets who had the index before."""
+        return cls(request_index, 0, 0)
+
+
+@dataclass
+class _Progress:
+    """How far a request is represented.
+
+    Attributes:
+        num_tokens: leading tokens that are represented; not counted while the request decodes.
+        is_decoding: every token so far is represented, and each new one is as it is decoded.
+    """
+
+    num_tokens: int = 0
+    is_decoding: bool = False
+
+    def advance(self, num_tokens: int) -> tuple[int, int]:
+        """Have `num_tokens` tokens represented; returns the positions that were not."""
+        first, self.num_tokens = self.num_tokens, num_tokens
+        return first, num_tokens
+
+
+class AlgorithmState:
+    """An algorithm's state of all layers, and the progress of every request.
+
+    Representations follow the host pool: whatever brought a request's KV there - prefill, a transfer, a prefix hit, a
+    resumption - the positions that are not represented yet are read from the host before the request decodes.
+
+    Args:
+        algorithm: whose state.
+        num_requests: requests that can run at once.
+        num_layers: layers with a hot buffer.
+        device: where the state is.
+
+    Attributes:
+        layers: the state of each layer, by request index; the last entry is of no request.
+    """
+
+    def __init__(self, algorithm: SparseAlgorithm, num_requests: int, num_layers: int, device: torch.device):
+        self.algorithm = algorithm
+        self.layers = [algorithm.allocate_state(num_requests + 1, device) for _ in range(num_layers)]
+        self._progress = [_Progress() for _ in range(num_requests)]
+
+    def start(self, request_index: int) -> None:
+        """A request begins: nothing of it is represented."""
+        self._progress[request_index] = _Progress()
+
+    def is_decoding(self, request_index: int) -> bool:
+        """Whether each new token of a request is represented as it is decoded."""
+        return self._progress[request_index].is_decoding
+
+    def begin_decoding(self, request_index: int, position: int) -> tuple[KeySpan, ...]:
+        """What to represent before the token at `position`, which the request decodes next; from then on it represents
+        each token itself. Nothing if it does already."""
+        progress = self._progress[request_index]
+        if progress.is_decoding:
+            return ()
+        span = KeySpan(request_index, *progress.advance(position))
+        progress.is_decoding = True
+        if position == 0:
+            return (KeySpan.no_keys(request_index),)
+        return (span,) if span.first < span.last else ()
+
+    def prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
+        """What to represent now that a chunk of the prompt, positions [first, last), is on the host, too."""
+        progress, needs_whole_prompt = self._progress[request_index], self.algorithm.needs_whole_prompt
+        if progress.is_decoding:
+            if last - first == 1:
+                # NOTE: a step of one token that Model Runner V1 put among the prefills; the scheduler counts it as one
+                # that decodes.
+                return (KeySpan(request_index, first, last),)
+            self._progress[request_index] = progress = _Progress(0 if needs_whole_prompt else first)
+        if needs_whole_prompt:
+            return ()
+        span = KeySpan(request_index, *progress.advance(last))
+        return (span,) if span.first < span.last else ()
+
+
+def check_state_fits(algorithm: str, num_requests: int, max_num_seqs: int, request_bytes: int, free_bytes: int) -> None:
+    """Refuse state that the device cannot hold beside what vLLM has allocated.
+
+    Args:
+        algorithm: its name.
+        num_requests: requests with state at once, at most `max_num_seqs`.
+        max_num_seqs: what was asked for.
+        request_bytes: of one request of `--max-model-len`, all layers.
+        free_bytes: of the device, for state.
+
+    Raises:
+        HiSparseConfigError: there is no room.
+    """
+    if (num_requests + 1) * request_bytes > free_bytes:
+        raise HiSparseConfigError(
+            "--max-num-seqs",
+            max_num_seqs,
+            f"at most {max(free_bytes // request_bytes - 1, 0)}: '{algorithm}' keeps {request_bytes / 2**20:.1f} MiB "
+            f"for a request of --max-model-len, and {free_bytes / 2**30:.1f} GiB of the device are free for it",
+            "Lower it or --max-model-len, or lower --gpu-memory-utilization to leave more free.",
+        )

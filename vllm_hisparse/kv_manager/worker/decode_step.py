@@ -1,0 +1,187 @@
+"""A decode step: what all layers share of the requests that decode one token in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from vllm_hisparse.kv_manager.worker.request_table import RequestTable
+from vllm_hisparse.ops.base import HotRows, Resolved, StepTables, SwapInOps, UnitTables
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Where one layer keeps its rows.
+
+    Attributes:
+        hot: on the device.
+        host: [num_host_rows, row elements] in the host pool.
+    """
+
+    hot: HotRows
+    host: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step, in selections: requests, or their KV heads where each selects for itself.
+
+    Attributes:
+        max_batch: selections of a layer in a step, graph padding included.
+        num_selected: entries of a selection.
+        num_slots: hot rows per selection; the newest row's reserved slot is not counted.
+        block_size: rows of a host block.
+    """
+
+    max_batch: int
+    num_selected: int
+    num_slots: int
+    block_size: int
+
+
+class DecodeStep(ABC):
+    """The decoding requests of the running step, in static tensors, so that a CUDA graph may replay the step.
+
+    `plan` says which requests they are, when the metadata is built and without the device. In the forward every layer
+    calls `begin` before its new tokens are written, and `finish` when it has attended: the first and the last one do
+    what the step needs once.
+
+    NOTE: `begin` looks the requests up, on the device: Model Runner V2 builds the metadata before the connector tells
+    the worker of new requests, and replays the forward from a graph.
+
+    Args:
+        requests: the running requests.
+        layers: all layers' rows, in order; filled before the first step.
+        ops: swap-in operations of the device.
+        shape: sizes.
+        device: where the hot rows are.
+
+    Attributes:
+        tables: of the decoding requests; None before the first `plan`.
+        newest_row_ids: [max_batch] int64 flat hot row of each newest position, -1 for padding.
+        resolved: output of the last `resolve` or `swap_in`.
+    """
+
+    def __init__(
+        self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device
+    ):
+        self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
+        self.tables: StepTables | None = None
+        self.newest_row_ids = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
+        self.resolved = Resolved.allocate(shape.max_batch, shape.num_selected, device)
+
+    @abstractmethod
+    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Say which requests decode one token in this step.
+
+        Args:
+            hot_tables: [batch, hot blocks per request] int32 device blocks, graph padding included (`StepTables`).
+            seq_lens: [batch] int32 tokens of each request, the new one included; less than 1 for padding.
+        """
+
+    def begin(self, layer_index: int) -> None:
+        """Called by every layer before its new tokens are written."""
+        if layer_index == 0:
+            self._begin()
+
+    def finish(self, layer_index: int) -> None:
+        """Called by every layer when it has attended."""
+        if layer_index == len(self.layers) - 1:
+            self._finish()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """What the first layer needs done."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """What is left to do after the last layer."""
+
+    def _make_tables(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
+        requests = self.requests
+        return StepTables(
+            requests.state_indices, hot_tables, seq_lens, requests.host_tables, block_size=self.shape.block_size
+        )
+
+    def _find_newest_rows(self) -> None:
+        """Set `newest_row_ids`, which are the same in all layers."""
+        assert self.tables is not None
+        self.ops.newest_row_ids(self.tables, self.shape.num_slots, self.layers[0].hot, self.newest_row_ids)
+
+
+class MLADecodeStep(DecodeStep):
+    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
+
+    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        self.tables = self._make_tables(hot_tables, seq_lens)
+
+    def _begin(self) -> None:
+        self._find_newest_rows()
+
+    def _finish(self) -> None:
+        assert self.tables is not None
+        hot, host = zip(*((layer.hot, layer.host) for layer in self.layers), strict=True)
+        self.ops.write_back(hot, host, self.tables, self.shape.num_slots)
+
+
+class GQADecodeStep(DecodeStep):
+    """Of a dense model: tables by KV head and in units; every layer brings its new tokens to the host itself.
+
+    Args:
+        requests, layers, ops, shape, device: as in `DecodeStep`; sizes by KV head and in units.
+        num_hot_blocks: device blocks of a request.
+        finds_newest_rows: whether layers write by `newest_row_ids`, not by `write_tokens`.
+
+    Attributes:
+        units: of the decoding requests.
+        reload: [num_layers, num_states + 1] int32: where not 0, the newest unit's earlier tokens are only on the host.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        layers: list[LayerRows],
+        ops: SwapInOps,
+        shape: StepShape,
+        device: torch.device,
+        num_layers: int,
+        num_hot_blocks: int,
+        finds_newest_rows: bool,
+    ):
+        super().__init__(requests, layers, ops, shape, device)
+        heads, self.finds_newest_rows = requests.heads, finds_newest_rows
+        sizes = heads.num_heads, heads.head_stride, heads.tokens_per_unit
+        self.units = UnitTables.allocate(shape.max_batch // heads.num_heads, num_hot_blocks, *sizes, device)
+        self.reload = torch.zeros((num_layers, requests.num_states + 1), dtype=torch.int32, device=device)
+        self._by_request: StepTables | None = None
+
+    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        by_head = slice(0, len(seq_lens) * self.requests.heads.num_heads)
+        self._by_request = self._make_tables(hot_tables, seq_lens)
+        self.tables = self._make_tables(self.units.hot_tables[by_head], self.units.num_units[by_head])
+
+    def reload_newest_units(self, request_index: int) -> None:
+        """Note that what a request has in its newest units is on the host alone."""
+        self.reload[:, self.requests.heads.states(request_index)] = 1
+
+    def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the decoding requests' new tokens into their newest units, on the device and on the host.
+
+        Args:
+            layer_index: of the layer.
+            key, value: [batch, num_kv_heads, head_size].
+        """
+        assert self.tables is not None
+        layer, num_slots, reload = self.layers[layer_index], self.shape.num_slots, self.reload[layer_index]
+        self.ops.write_tokens(key, value, self.units, self.tables, num_slots, layer.hot, layer.host, reload)
+
+    def _begin(self) -> None:
+        assert self._by_request is not None
+        self.ops.begin_units(self._by_request, self.units)
+        if self.finds_newest_rows:
+            self._find_newest_rows()
+
+    def _finish(self) -> None:
+        """Nothing is left: a layer's tokens went to the host with `write_tokens`, or before it attended."""

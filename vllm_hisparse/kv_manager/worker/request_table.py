@@ -1,0 +1,131 @@
+"""The running requests of a worker: an index for each, and its host blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_hisparse.ops.kv_heads import KVHeads
+
+
+class RequestTable:
+    """Finds a request's index by its handle, the first of its hot blocks, on the host and on the device.
+
+    Its tensors are static, so that a CUDA graph may read them; changes are enqueued on the current stream and never
+    wait for the device.
+
+    Args:
+        num_requests: requests that can run at once.
+        max_blocks: host blocks of the longest request.
+        num_device_blocks: blocks of vLLM's device pool.
+        heads: how heads' states and parts of blocks are numbered.
+        device: where the tables are read.
+
+    Attributes:
+        num_requests: request indices are below it; it stands for no request.
+        num_states: state indices are below it; it stands for no request.
+        state_indices: [num_device_blocks * head_stride] int32 state index at each part of a handle, -1 elsewhere.
+        host_tables: [num_states + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last entry is of no
+            request: steps that vLLM runs without requests (profiling, padding) read it.
+    """
+
+    def __init__(
+        self, num_requests: int, max_blocks: int, num_device_blocks: int, heads: KVHeads, device: torch.device
+    ):
+        self.heads, self.num_requests, self.num_states = heads, num_requests, num_requests * heads.num_heads
+        num_parts = num_device_blocks * heads.head_stride
+        self.state_indices = torch.full((num_parts,), -1, dtype=torch.int32, device=device)
+        self.host_tables = torch.full((self.num_states + 1, max_blocks), -1, dtype=torch.int32, device=device)
+        self._all_states = torch.arange(self.num_states, dtype=torch.int32, device=device)
+        self._pin_memory = device.type != "cpu"
+        self._free_indices = list(reversed(range(num_requests)))
+        self._index_by_handle: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Requests that run."""
+        return len(self._index_by_handle)
+
+    def add(self, handle: int) -> int:
+        """Start a request without host blocks; returns its index.
+
+        Raises:
+            IndexError: `num_requests` run already.
+        """
+        index = self._index_by_handle[handle] = self._free_indices.pop()
+        self.state_indices[self.heads.device_parts(handle)] = self._all_states[self.heads.states(index)]
+        return index
+
+    def extend(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
+        """Set a request's host blocks from block `first` on."""
+        parts = self.heads.host_parts(torch.tensor(host_ids, dtype=torch.int32))
+        parts = parts.pin_memory() if self._pin_memory else parts
+        states = self.heads.states(self.index_of(handle))
+        self.host_tables[states, first : first + len(host_ids)].copy_(parts, non_blocking=True)
+
+    def remove(self, handle: int) -> int:
+        """Forget a request; returns the index that it had."""
+        index = self._index_by_handle.pop(handle)
+        self.state_indices[self.heads.device_parts(handle)] = -1
+        self.host_tables[self.heads.states(index)] = -1
+        self._free_indices.append(index)
+        return index
+
+    def index_of(self, handle: int) -> int:
+        """Index of a request, below `num_requests`.
+
+        Raises:
+            KeyError: no such request runs.
+        """
+        return self._index_by_handle[handle]
+
+    def states_in_use(self) -> list[int]:
+        """State indices of all requests that run."""
+        states = range(self.num_states)
+        return [state for index in self._index_by_handle.values() for state in states[self.heads.states(index)]]
+
+    def find(self, hot_tables: torch.Tensor) -> torch.Tensor:
+        """Index of each request, [batch] int64; `num_requests` where there is none.
+
+        Args:
+            hot_tables: [batch, hot blocks per request] int32 device blocks.
+        """
+        return self.heads.request_indices(self._find_states(self.heads.first_parts(hot_tables)))
+
+    def find_states(self, hot_tables: torch.Tensor) -> torch.Tensor:
+        """State index of each head, [n] int64; `num_states` where there is none.
+
+        Args:
+            hot_tables: [n, hot blocks per request] int32 parts of device blocks, from `KVHeads.hot_tables`.
+        """
+        return self._find_states(hot_tables[:, 0])
+
+    def host_table(self, request_index: int | torch.Tensor) -> torch.Tensor:
+        """Host blocks of requests, -1 beyond.
+
+        Args:
+            request_index: one, or [n] int64.
+
+        Returns:
+            [max_blocks] or [n, max_blocks] int32.
+        """
+        return self.heads.host_blocks(self.host_tables[request_index * self.heads.num_heads])
+
+    def check_integrity(self) -> None:
+        """Check that every index is free or owned, and found by its handle. Waits for the device.
+
+        Raises:
+            AssertionError: the first violation.
+        """
+        indices = [*self._index_by_handle.values(), *self._free_indices]
+        assert sorted(indices) == list(range(self.num_requests)), "an index is lost or owned twice"
+        for handle, index in self._index_by_handle.items():
+            found = self.state_indices[self.heads.device_parts(handle)]
+            assert torch.equal(found, self._all_states[self.heads.states(index)]), "a head has the state of another"
+        assert (self.state_indices >= 0).sum() == len(self) * self.heads.num_heads, "a handle of no request is found"
+        for index in self._free_indices:
+            assert (self.host_tables[self.heads.states(index)] == -1).all(), "a free index has host blocks"
+
+    def _find_states(self, parts: torch.Tensor) -> torch.Tensor:
+        states = self.state_indices[parts.long()].long()
+        return torch.where(states < 0, self.num_states, states)

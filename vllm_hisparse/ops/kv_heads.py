@@ -1,0 +1,66 @@
+"""KV heads that select for themselves: how what belongs to each of them is numbered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVHeads:
+    """To the swap-in operations every KV head of a request is a request of its own, and a unit of its tokens is a row.
+
+    Each request owns `num_heads` consecutive state indices. Each device block has `num_heads` consecutive parts, one
+    for each head, and the parts of the next block begin `head_stride` further on; host blocks have theirs without gaps.
+    Lengths, positions and sizes of a head count units. In an MLA model all heads share one selection: it has one head
+    here, and parts are blocks.
+
+    Attributes:
+        num_heads: KV heads that select for themselves.
+        head_stride: parts from one device block to the next, at least `num_heads`.
+        tokens_per_unit: neighbouring tokens that are selected, copied and evicted together.
+    """
+
+    num_heads: int = 1
+    head_stride: int = 1
+    tokens_per_unit: int = 1
+
+    def states(self, request_index: int) -> slice:
+        """State indices of a request."""
+        return slice(request_index * self.num_heads, (request_index + 1) * self.num_heads)
+
+    def state_indices(self, request_indices: torch.Tensor) -> torch.Tensor:
+        """State indices of requests, head after head: [batch * num_heads] of [batch]."""
+        return (request_indices[:, None] * self.num_heads + self._heads(request_indices)).flatten()
+
+    def request_indices(self, state_indices: torch.Tensor) -> torch.Tensor:
+        """The requests that own state indices; any shape."""
+        return state_indices.div(self.num_heads, rounding_mode="floor")
+
+    def device_parts(self, block: int) -> slice:
+        """Parts of a device block."""
+        return slice(block * self.head_stride, block * self.head_stride + self.num_heads)
+
+    def hot_tables(self, hot_tables: torch.Tensor) -> torch.Tensor:
+        """Hot block tables of heads, naming parts: [batch, num_heads, blocks] of [batch, blocks]."""
+        return hot_tables[:, None] * self.head_stride + self._heads(hot_tables)[:, None]
+
+    def first_parts(self, hot_tables: torch.Tensor) -> torch.Tensor:
+        """Part of the first head in the first hot block of each request: [batch] of [batch, blocks]."""
+        return hot_tables[:, 0] * self.head_stride
+
+    def host_parts(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Parts of host blocks: [num_heads, blocks] of [blocks]."""
+        return blocks * self.num_heads + self._heads(blocks)[:, None]
+
+    def host_blocks(self, parts: torch.Tensor) -> torch.Tensor:
+        """Host blocks that parts belong to, -1 for -1; any shape."""
+        return parts.div(self.num_heads, rounding_mode="floor")
+
+    def heads_of(self, parts: torch.Tensor) -> torch.Tensor:
+        """The head of each part of a host block; any shape."""
+        return parts % self.num_heads
+
+    def _heads(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(self.num_heads, dtype=like.dtype, device=like.device)
