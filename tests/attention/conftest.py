@@ -5,13 +5,22 @@ from importlib import import_module
 from types import ModuleType
 
 import pytest
+from vllm.v1.attention.backends import fa_utils
 
 KERNELS = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")  # not in a CPU build of vLLM
 
 
 @pytest.fixture(scope="session")
+def gqa_cuda() -> ModuleType:
+    """Attention of dense models on CUDA, imported beside a kernel that does nothing."""
+    if not hasattr(fa_utils, "flash_attn_varlen_func"):
+        fa_utils.flash_attn_varlen_func = print
+    return import_module("vllm_hisparse.attention.gqa.cuda")
+
+
+@pytest.fixture(scope="session")
 def cuda_modules() -> dict[str, ModuleType]:
-    """What runs on CUDA, imported beside kernels that do nothing: `backend` and `layers`."""
+    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend` and `layers`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             module = ModuleType(name)

@@ -1,7 +1,7 @@
-"""Sparse MLA on CUDA over hot buffers, against softmax over the selected rows of the full KV.
+"""Sparse MLA over hot buffers on both devices, against softmax over the selected rows of the full KV.
 
-vLLM's implementations are replaced by formulas that see what they would: a query, a paged cache, block tables, and the
-start of the buffer of selections.
+On CUDA vLLM's implementations are replaced by formulas that see what they would: a query, a paged cache, block tables,
+and the start of the buffer of selections.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.attention.mla.base import NewRows
+from vllm_hisparse.attention.mla.cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 
@@ -77,10 +78,22 @@ def build_stock(_builder: Any, _common_prefix_len: int, common: CommonAttentionM
 
 
 @pytest.fixture(params=["HotFlashMLA", "HotFlashAttnMLA"])
+def cuda_model(
+    request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Model:
+    return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
+
+
+@pytest.fixture(params=["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA"])
 def model(
     request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Model:
-    backend = cuda_modules["backend"]
+    if request.param == "HotMLACpu":
+        return Model(HotMLACpuImpl, HotMLACpuMetadataBuilder)
+    return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
+
+
+def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for vllm_class in (backend.FlashMLASparseImpl, backend.FlashAttnMLASparseImpl):
         monkeypatch.setattr(vllm_class, "forward_mqa", stock_forward)
@@ -98,7 +111,7 @@ def model(
             "build",
             lambda _self, _prefix, common: SimpleNamespace(common=common, req_id_per_token=common.seq_lens),
         )
-    return Model(getattr(backend, request.param + "Impl"), getattr(backend, request.param + "MetadataBuilder"))
+    return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"))
 
 
 class Model:
@@ -124,7 +137,9 @@ class Model:
 
     def _make_impl(self, impl_class: type, index: int) -> Any:
         impl = object.__new__(impl_class)
-        impl.__dict__.update(num_heads=NUM_HEADS, kv_lora_rank=LATENT, kv_cache_dtype="auto", scale=SCALE)
+        impl.__dict__.update(
+            num_heads=NUM_HEADS, kv_lora_rank=LATENT, head_size=WIDTH, kv_cache_dtype="auto", scale=SCALE
+        )
         impl.topk_indices_buffer = self.top_k
         impl.bind(self.buffer, index, self.host[index], self.device[:, index])
         return impl
@@ -132,12 +147,13 @@ class Model:
     def start(self, request: Request) -> None:
         self.buffer.extend_table(request.handle, 0, request.host_ids)
 
-    def step(self, *batch: tuple[Request, int], layer_writes: bool = False) -> None:
+    def step(self, *batch: tuple[Request, int], layer_writes: bool = False, expect_zeros: bool = False) -> None:
         """Compute tokens of each request, those with one token first, and compare every layer with the formula.
 
         Args:
             batch: requests and how many tokens.
             layer_writes: the layer's own kernel writes the new rows, as the fused one does.
+            expect_zeros: in place of the formula.
         """
         spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
         metadata = self.builder.build(0, self._common(spans))
@@ -158,7 +174,7 @@ class Model:
                 out, _ = impl.forward_mqa(tuple(query.split([LATENT, ROPE], -1)), None, metadata, layer)
             owners = [request for request, span in spans for _ in span]
             expected = [attend(query[i], owners[i].rows[index, selected]) for i, selected in enumerate(selections)]
-            torch.testing.assert_close(out, torch.stack(expected))
+            torch.testing.assert_close(out, torch.stack(expected) * (not expect_zeros))
         for request, span in spans:
             request.num_computed = span.stop
         self.buffer.check_integrity()
@@ -222,13 +238,25 @@ def test_groups_that_share_the_staging_memory(model: Model) -> None:
         model.check_host(request)
 
 
-def test_rows_that_the_layer_has_written(model: Model) -> None:
-    request = Request(1, list(range(10)), 0)
+def test_rows_that_the_layer_has_written(cuda_model: Model) -> None:
+    request, model = Request(1, list(range(10)), 0), cuda_model
     model.start(request)
     model.step((request, 7))
     for _ in range(10):
         model.step((request, 1), layer_writes=True)
     model.check_host(request)
+
+
+def test_block_tables_of_no_request_give_zeros_and_touch_no_state(model: Model) -> None:
+    """Profiling and padding."""
+    known, unknown = Request(1, list(range(10)), 0), Request(8, list(range(10, 20)), 1)
+    model.start(known)
+    model.step((known, 6))
+    host, counts = model.host.clone(), model.buffer.counts.by_state.clone()
+    model.step((unknown, 1), expect_zeros=True)
+    assert torch.equal(model.host.nan_to_num(-1), host.nan_to_num(-1))
+    assert torch.equal(model.buffer.counts.by_state, counts)
+    model.step((known, 1))
 
 
 def test_a_layer_without_storage_gets_no_metadata(cuda_modules: dict[str, ModuleType]) -> None:
