@@ -125,7 +125,7 @@ def disable_dense_prefill(layer: MLAAttention) -> None:
 
 
 def key_scale(layer: torch.nn.Module) -> torch.Tensor:
-    """The scale that keys of an attention layer are quantised with."""
+    """The scale that keys of an attention layer are quantised with: [1] float32 or a scalar tensor."""
     return layer._k_scale
 
 

@@ -49,7 +49,7 @@ using namespace hisparse;
 
 // Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
 //
-// tables: by request, but state_indices and host_tables by KV head: num_states and num_device_blocks count KV heads.
+// tables: by request, without host_tables; num_device_blocks and num_states count parts and states of KV heads.
 extern "C" cudaError_t hisparse_begin_units(const StepTables* tables, const UnitTables* out, cudaStream_t stream) {
     if (tables->batch == 0) return cudaSuccess;
     begin_units_kernel<<<tables->batch, kUnitThreads, 0, stream>>>(*tables, *out);

@@ -7,6 +7,7 @@ import torch
 
 from vllm_hisparse.ops import page_bounds
 from vllm_hisparse.ops.base import HotRows, StepTables, UnitTables
+from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.select_units import select_units
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
@@ -48,19 +49,16 @@ class Layer:
             torch.randn(2, NUM_REQUESTS, num_heads, head_size, generator=generator).bfloat16().to(device)
         )
         self.reload = torch.tensor([1, 0] * 60, dtype=torch.int32)[: len(host_tables)].to(device)
-        self.units = UnitTables.allocate(NUM_REQUESTS, num_hot_blocks, num_heads, stride, per_unit, self.device)
+        heads = KVHeads(num_heads, stride, per_unit)
+        self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, num_hot_blocks, heads, self.device)
         moved = (x.to(device) for x in (state_indices, tables.int(), seq_lens, host_tables))
-        self.by_request = StepTables(*moved, block_size=per_unit * self.units_per_host_block)
+        self.state_indices, self.hot_tables, self.seq_lens, self.host_tables = moved
 
     def run(self, ops) -> None:
-        ops.begin_units(self.by_request, self.units)
+        ops.begin_units(self.hot_tables, self.seq_lens, self.state_indices, self.units)
         units = self.units
         tables = StepTables(
-            self.by_request.state_indices,
-            units.hot_tables,
-            units.num_units,
-            self.by_request.host_tables,
-            self.units_per_host_block,
+            self.state_indices, units.hot_tables, units.num_units, self.host_tables, self.units_per_host_block
         )
         ops.write_tokens(self.key, self.value, units, tables, self.num_slots, self.hot, self.host, self.reload)
 

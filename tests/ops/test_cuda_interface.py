@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_hisparse.ops import cuda_ops
+from vllm_hisparse.ops.base import UnitTables
+from vllm_hisparse.ops.kv_heads import KVHeads
 
 SOURCE = "\n".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc" / "cuda").glob("*.cu*")))
 CODE = re.sub(r"//[^\n]*", "", SOURCE).replace("hisparse::", "")
@@ -78,3 +81,16 @@ def test_signatures(launcher: str) -> None:
 
 def test_every_launcher_has_a_signature() -> None:
     assert set(re.findall(r"cudaError_t hisparse_(\w+)\(", CODE)) == set(cuda_ops._ARGUMENTS)
+
+
+def test_begin_units_gets_tables_by_request() -> None:
+    """Without host blocks, which it does not read; one state more than there are, which is of no request."""
+    heads = KVHeads(num_heads=2, head_stride=6, tokens_per_unit=16)
+    units = UnitTables.allocate(4, 3, 5, heads, torch.device("cpu"))
+    hot_tables = torch.zeros(4, 9, dtype=torch.int32)[:, :5]
+    seq_lens, state_indices = torch.zeros(4, dtype=torch.int32), torch.zeros(60, dtype=torch.int32)
+    tables = cuda_ops._request_tables(hot_tables, seq_lens, state_indices, units)
+    pointers = state_indices.data_ptr(), hot_tables.data_ptr(), seq_lens.data_ptr(), None
+    assert (tables.state_indices, tables.hot_tables, tables.seq_lens, tables.host_tables) == pointers
+    assert (tables.hot_table_stride, tables.num_hot_blocks, tables.batch) == (9, 5, 4)
+    assert (tables.num_device_blocks, tables.num_states) == (60, 3 * 2 + 1)

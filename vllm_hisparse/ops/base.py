@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_hisparse.ops.kv_heads import KVHeads
+
 
 @dataclass(frozen=True)
 class HotRows:
@@ -137,18 +139,16 @@ class Resolved:
 class UnitTables:
     """Tables of a step's decoding requests where every KV head selects for itself and a row is a unit of tokens.
 
-    Static buffers of the largest batch. KV head h of the request with index r has state index `r * num_heads + h`, its
-    part of device block b is block `b * head_stride + h`.
+    Static buffers of the largest batch. States and blocks are those of KV heads (`KVHeads`).
 
     Attributes:
-        request_indices: [max_batch] int64 index of each request; the number of requests where there is none.
+        request_indices: [max_batch] int64 index of each request; `num_requests` where there is none.
         positions: [max_batch] int64 newest position; 0 where there is no request.
         tails: [max_batch * num_heads] int32 tokens of the newest unit less those of a whole one; 0 for no request.
         hot_tables: [max_batch * num_heads, hot blocks per request] int32.
         num_units: [max_batch * num_heads] int32 units of each KV head, the newest included.
-        num_heads: KV heads of a request.
-        head_stride: parts of KV heads from one device block to the next.
-        tokens_per_unit: tokens of a unit.
+        num_requests: request indices are below it.
+        heads: how states and blocks of KV heads are numbered, and tokens of a unit.
     """
 
     request_indices: torch.Tensor
@@ -156,38 +156,31 @@ class UnitTables:
     tails: torch.Tensor
     hot_tables: torch.Tensor
     num_units: torch.Tensor
-    num_heads: int
-    head_stride: int
-    tokens_per_unit: int
+    num_requests: int
+    heads: KVHeads
 
     @classmethod
     def allocate(
-        cls,
-        max_batch: int,
-        num_hot_blocks: int,
-        num_heads: int,
-        head_stride: int,
-        tokens_per_unit: int,
-        device: torch.device,
+        cls, max_batch: int, num_requests: int, num_hot_blocks: int, heads: KVHeads, device: torch.device
     ) -> UnitTables:
-        """Buffers of a step without requests.
+        """Empty buffers.
 
         Args:
-            max_batch: requests of the largest batch, padding included.
+            max_batch: requests of a step.
+            num_requests: requests that can run at once.
             num_hot_blocks: device blocks of a request.
-            num_heads, head_stride, tokens_per_unit: as in `UnitTables`.
-            device: where the hot rows are.
+            heads: of each.
+            device: where the buffers are.
         """
-        by_head = max_batch * num_heads
+        by_head = max_batch * heads.num_heads
         return cls(
             torch.zeros(max_batch, dtype=torch.int64, device=device),
             torch.zeros(max_batch, dtype=torch.int64, device=device),
             torch.zeros(by_head, dtype=torch.int32, device=device),
             torch.full((by_head, num_hot_blocks), -1, dtype=torch.int32, device=device),
             torch.zeros(by_head, dtype=torch.int32, device=device),
-            num_heads,
-            head_stride,
-            tokens_per_unit,
+            num_requests,
+            heads,
         )
 
 
@@ -306,12 +299,16 @@ class SwapInOps(ABC):
         """
 
     @abstractmethod
-    def begin_units(self, tables: StepTables, out: UnitTables) -> None:
-        """Tables by KV head from those by request.
+    def begin_units(
+        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+    ) -> None:
+        """Tables by KV head and in units, from those by request and in tokens.
 
         Args:
-            tables: of the step, by request, except that `state_indices` and `host_tables` have entries by KV head, and
-                `host_tables` one more, of no request.
+            hot_tables: [batch, hot blocks per request] int32 device blocks. A request whose first one is of no request
+                is padding.
+            seq_lens: [batch] int32 tokens of each request; less than 1 for padding.
+            state_indices: [num_device_blocks * head_stride] int32 state index at each part of a device block, or -1.
             out: written for the first `batch` requests.
         """
 

@@ -261,9 +261,11 @@ class CudaSwapInOps(SwapInOps):
         table = _host_table(host_table, block_size)
         launch("save_rows", rows.data_ptr(), first, len(rows), row_bytes, host, *table)
 
-    def begin_units(self, tables: StepTables, out: UnitTables) -> None:
-        assert out.hot_tables.shape[1] == tables.hot_tables.shape[1], "hot block tables are of different widths"
-        launch("begin_units", self._tables(tables), self._units(out))
+    def begin_units(
+        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+    ) -> None:
+        assert out.hot_tables.shape[1] == hot_tables.shape[1], "hot block tables are of different widths"
+        launch("begin_units", _request_tables(hot_tables, seq_lens, state_indices, out), self._units(out))
 
     def write_tokens(
         self,
@@ -347,8 +349,26 @@ def _step_tables(tables: StepTables) -> _StepTables:
 
 def _unit_tables(units: UnitTables) -> _UnitTables:
     tensors = (units.request_indices, units.positions, units.tails, units.hot_tables, units.num_units)
-    sizes = units.num_heads, units.head_stride, units.tokens_per_unit
+    heads = units.heads
+    sizes = heads.num_heads, heads.head_stride, heads.tokens_per_unit
     return _UnitTables(*(tensor.data_ptr() for tensor in tensors), *sizes)
+
+
+def _request_tables(
+    hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+) -> _StepTables:
+    """Tables by request for `begin_units`, which looks for no rows: without host blocks."""
+    assert hot_tables.stride(1) == 1, "block tables must have contiguous rows"
+    return _StepTables(
+        state_indices=state_indices.data_ptr(),
+        hot_tables=hot_tables.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        hot_table_stride=hot_tables.stride(0),
+        num_device_blocks=len(state_indices),
+        num_hot_blocks=hot_tables.shape[1],
+        num_states=out.num_requests * out.heads.num_heads + 1,  # as host tables have: the last is of no request
+        batch=len(seq_lens),
+    )
 
 
 def _new_tokens(key: torch.Tensor, value: torch.Tensor, units: UnitTables) -> _NewTokens:
@@ -360,7 +380,7 @@ def _new_tokens(key: torch.Tensor, value: torch.Tensor, units: UnitTables) -> _N
         assert head_bytes % VECTOR_BYTES == tokens.stride(0) * element_bytes % VECTOR_BYTES == 0, "16-byte heads only"
     strides = key.stride(0) * element_bytes, value.stride(0) * element_bytes
     positions = units.positions.data_ptr()
-    per_unit = units.tokens_per_unit
+    per_unit = units.heads.tokens_per_unit
     return _NewTokens(key.data_ptr(), value.data_ptr(), *strides, positions, num_heads, head_bytes, per_unit)
 
 

@@ -35,7 +35,7 @@ class KVHeads:
         return (request_indices[:, None] * self.num_heads + self._heads(request_indices)).flatten()
 
     def request_indices(self, state_indices: torch.Tensor) -> torch.Tensor:
-        """The requests that own state indices; any shape."""
+        """Request index of each state index: [n] of [n], or any other shape."""
         return state_indices.div(self.num_heads, rounding_mode="floor")
 
     def device_parts(self, block: int) -> slice:
@@ -55,11 +55,11 @@ class KVHeads:
         return blocks * self.num_heads + self._heads(blocks)[:, None]
 
     def host_blocks(self, parts: torch.Tensor) -> torch.Tensor:
-        """Host blocks that parts belong to, -1 for -1; any shape."""
+        """Host block of each part, -1 for -1: [n] of [n], or any other shape."""
         return parts.div(self.num_heads, rounding_mode="floor")
 
     def heads_of(self, parts: torch.Tensor) -> torch.Tensor:
-        """The head of each part of a host block; any shape."""
+        """Head of each part of a host block: [n] of [n], or any other shape."""
         return parts % self.num_heads
 
     def _heads(self, like: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,20 +98,20 @@ class TorchSwapInOps(SwapInOps):
         targets = _flat_row_ids(host_table[None], first + sources[None], block_size)[0]
         _copy_rows(rows, sources, host_rows, targets)
 
-    def begin_units(self, tables: StepTables, out: UnitTables) -> None:
-        batch, num_heads, per_unit = len(tables.seq_lens), out.num_heads, out.tokens_per_unit
-        heads = torch.arange(num_heads, device=out.request_indices.device)
-        by_head = tables.hot_tables[:, None] * out.head_stride + heads[:, None]
-        firsts = dataclasses.replace(tables, hot_tables=by_head[:, 0])
-        live, states = _live_requests(firsts, batch, len(tables.host_tables))
-        out.request_indices[:batch] = (len(tables.host_tables) - 1) // num_heads  # its last table is of no request
-        out.positions[:batch] = 0
+    def begin_units(
+        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+    ) -> None:
+        batch, heads = len(seq_lens), out.heads
+        num_heads, per_unit = heads.num_heads, heads.tokens_per_unit
+        num_states = out.num_requests * num_heads
+        live, states = _find_live(heads.first_parts(hot_tables), seq_lens, state_indices, num_states)
+        out.request_indices[:batch], out.positions[:batch] = out.num_requests, 0
         for tensor, padding in ((out.hot_tables, -1), (out.num_units, 0), (out.tails, 0)):
             tensor[: batch * num_heads] = padding
-        newest = tables.seq_lens[live] - 1
-        out.request_indices[live], out.positions[live] = states // num_heads, newest.long()
-        live_heads = (live[:, None] * num_heads + heads).flatten()
-        out.hot_tables[live_heads] = by_head[live].flatten(0, 1).int()
+        newest = seq_lens[live] - 1
+        out.request_indices[live], out.positions[live] = heads.request_indices(states), newest.long()
+        live_heads = heads.state_indices(live)  # numbered as states are
+        out.hot_tables[live_heads] = heads.hot_tables(hot_tables[live]).flatten(0, 1).int()
         out.num_units[live_heads] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
         out.tails[live_heads] = (newest % per_unit + 1 - per_unit).repeat_interleave(num_heads).int()
 
@@ -134,19 +133,34 @@ class TorchSwapInOps(SwapInOps):
         stale = reload[states] != 0
         _copy_rows(host_rows, homes[stale], hot_rows.rows, targets[stale])
         reload[states] = 0
-        offsets = (units.positions[: len(key)] % units.tokens_per_unit).repeat_interleave(units.num_heads)[live]
+        per_unit = units.heads.tokens_per_unit
+        offsets = (units.positions[: len(key)] % per_unit).repeat_interleave(units.heads.num_heads)[live]
         tokens = torch.cat((key, value), -1).flatten(0, 1)[live]
         for rows, places in ((hot_rows.rows, targets), (host_rows, homes)):
-            by_token = rows.unflatten(1, (units.tokens_per_unit, -1))
+            by_token = rows.unflatten(1, (per_unit, -1))
             by_token[places.to(rows.device), offsets.to(rows.device)] = tokens.to(rows.device, rows.dtype)
 
 
 def _live_requests(tables: StepTables, batch: int, num_states: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Requests of the batch that are no padding: two [<= batch] int64, their batch indices and their state indices."""
-    first_blocks, num_blocks = tables.hot_tables[:batch, 0].long(), len(tables.state_indices)
-    states = tables.state_indices[first_blocks.clamp(0, num_blocks - 1)].long()
+    return _find_live(tables.hot_tables[:batch, 0], tables.seq_lens[:batch], tables.state_indices, num_states)
+
+
+def _find_live(
+    first_blocks: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, num_states: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_live_requests`.
+
+    Args:
+        first_blocks: [batch] the first hot block of each request, or any number.
+        seq_lens: [batch] int32.
+        state_indices: as in `StepTables`.
+        num_states: states beyond are of no request.
+    """
+    first_blocks, num_blocks = first_blocks.long(), len(state_indices)
+    states = state_indices[first_blocks.clamp(0, num_blocks - 1)].long()
     live = (first_blocks >= 0) & (first_blocks < num_blocks) & (states >= 0) & (states < num_states)
-    live = (live & (tables.seq_lens[:batch] > 0)).nonzero()[:, 0]
+    live = (live & (seq_lens > 0)).nonzero()[:, 0]
     return live, states[live]
 
 

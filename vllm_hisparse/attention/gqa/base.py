@@ -33,35 +33,35 @@ class HotGQAAttention(Attention):
                 "Choose another page_size, or a multiple of it for --block-size.",
             )
         row_bytes = spec.page_size_bytes // spec.block_size
-        num_dense = len(config.dense_layers)
+        num_full_kv = len(config.dense_layers)
         layout = KVLayout(
             row_bytes,
             row_bytes,
-            num_layers - num_dense,
-            num_dense,
+            num_layers - num_full_kv,
+            num_full_kv,
             spec.block_size,
             config.tokens_per_unit,
             spec.num_kv_heads,
         )
-        if num_dense and num_dense != layout.num_layers and layout.rows_per_hot_block == spec.block_size:
+        if num_full_kv and num_full_kv != layout.num_layers and layout.rows_per_hot_block == spec.block_size:
             raise HiSparseConfigError(
                 "--block-size",
                 spec.block_size,
-                f"at least {preferred_block_size(vllm_config)}: a block of dense layers has to hold several pages",
+                f"at least {preferred_block_size(vllm_config)}: a block of full-KV layers has to hold several pages",
                 "Remove it or raise it; a P/D deployment wants the same on both sides.",
             )
         return HotBufferSpec.from_full_spec(spec, layout, layout.num_hot_blocks(config.rows))
 
 
 def preferred_block_size(vllm_config: VllmConfig) -> int:
-    """Tokens of a block, a power of two: the KV of dense layers shares vLLM's blocks with hot pages, and blocks are as
-    wide as one page of all hot layers."""
+    """Tokens of a block, a power of two: full-KV layers share vLLM's blocks with hot pages, and blocks are as wide as
+    one page of all hot layers."""
     config = HiSparseConfig.from_vllm_config(vllm_config)
-    num_layers, num_dense = vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.dense_layers)
+    num_layers, num_full_kv = vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.dense_layers)
     size = MIN_BLOCK_SIZE
-    while size < MAX_BLOCK_SIZE and size * num_dense < config.tokens_per_unit * (num_layers - num_dense):
+    while size < MAX_BLOCK_SIZE and size * num_full_kv < config.tokens_per_unit * (num_layers - num_full_kv):
         size *= 2
-    return size if num_dense else MIN_BLOCK_SIZE
+    return size if num_full_kv else MIN_BLOCK_SIZE
 
 
 def check_layer(

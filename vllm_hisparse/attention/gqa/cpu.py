@@ -182,7 +182,7 @@ class HotGQACpuBackend(CPUAttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        # NOTE: hot rows and the KV of dense layers share vLLM's blocks, which only a block-outermost layout allows.
+        # NOTE: hot rows and the KV of full-KV layers share vLLM's blocks, which only a block-outermost layout allows.
         return (KVCacheLayout.BLHNC,)
 
 

@@ -128,7 +128,7 @@ class HotGQABackend(FlashAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # NOTE: a unit is contiguous, and hot rows share vLLM's blocks with the KV of dense layers.
+        # NOTE: a unit is contiguous, and hot rows share vLLM's blocks with the KV of full-KV layers.
         return (KVCacheLayout.BLHNC,)
 
 

@@ -41,7 +41,12 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
     def writing_rows(
         self, positions: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
     ) -> AbstractContextManager[None]:
-        """Let `forward_mqa` write the step's rows, unless the fused kernel has written them."""
+        """Let `forward_mqa` write the step's rows, unless the fused kernel has written them.
+
+        Args:
+            positions: [tokens] int64.
+            kv_c, k_pe: as in `NewRows`.
+        """
         return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:

@@ -152,14 +152,15 @@ class GQADecodeStep(DecodeStep):
     ):
         super().__init__(requests, layers, ops, shape, device)
         heads, self.finds_newest_rows = requests.heads, finds_newest_rows
-        sizes = heads.num_heads, heads.head_stride, heads.tokens_per_unit
-        self.units = UnitTables.allocate(shape.max_batch // heads.num_heads, num_hot_blocks, *sizes, device)
+        max_batch = shape.max_batch // heads.num_heads
+        self.units = UnitTables.allocate(max_batch, requests.num_requests, num_hot_blocks, heads, device)
         self.reload = torch.zeros((num_layers, requests.num_states + 1), dtype=torch.int32, device=device)
-        self._by_request: StepTables | None = None
+        self._hot_tables: torch.Tensor | None = None  # by request, as `plan` was given them
+        self._seq_lens: torch.Tensor | None = None
 
     def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
         by_head = slice(0, len(seq_lens) * self.requests.heads.num_heads)
-        self._by_request = self._make_tables(hot_tables, seq_lens)
+        self._hot_tables, self._seq_lens = hot_tables, seq_lens
         self.tables = self._make_tables(self.units.hot_tables[by_head], self.units.num_units[by_head])
 
     def reload_newest_units(self, request_index: int) -> None:
@@ -178,8 +179,8 @@ class GQADecodeStep(DecodeStep):
         self.ops.write_tokens(key, value, self.units, self.tables, num_slots, layer.hot, layer.host, reload)
 
     def _begin(self) -> None:
-        assert self._by_request is not None
-        self.ops.begin_units(self._by_request, self.units)
+        assert self._hot_tables is not None and self._seq_lens is not None
+        self.ops.begin_units(self._hot_tables, self._seq_lens, self.requests.state_indices, self.units)
         if self.finds_newest_rows:
             self._find_newest_rows()
 

@@ -65,7 +65,12 @@ class HostKVStore:
             self._device_keys.index_copy_(0, host_ids, cache.index_select(0, device_ids))
 
     def restore_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host, device) blocks of all layers to the device."""
+        """Copy (host, device) blocks of all layers to the device.
+
+        Args:
+            cache: [num_device_blocks, bytes of the indexer keys of all layers] uint8.
+            pairs: block ids.
+        """
         if pairs:
             host_ids, device_ids = self._ids(pairs, cache.device)
             cache.index_copy_(0, device_ids, self._device_keys.index_select(0, host_ids))

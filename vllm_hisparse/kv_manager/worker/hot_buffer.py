@@ -182,8 +182,11 @@ class HotBuffer(ABC):
             self._slots[layer_index, seeds.state_indices] = units % self.num_slots
 
     def staging_memory(self) -> torch.Tensor:
-        """Device memory for the longest request in one layer, shared by all: [max_blocks, block_size, row elements of a
-        token]. Allocated when it is first asked for."""
+        """Device memory for the longest request in one layer, shared by all layers; allocated when first asked for.
+
+        Returns:
+            [max_blocks, block_size, row elements] of whole tokens, in the dtype of hot rows.
+        """
         if self._staging is None:
             rows = self.layers[0].hot.rows
             token_elements = rows.shape[1] // self.heads.tokens_per_unit * self.heads.num_heads
