@@ -11,13 +11,13 @@ import torch
 
 @dataclass(frozen=True)
 class HotRows:
-    """The hot blocks of one layer as flat rows.
+    """The hot blocks of one layer as one list of rows. The index of a row in it is its flat row id.
 
-    Row `offset` of device block `block` is flat row `block * block_stride_rows + offset`; rows between two blocks
-    belong to other layers.
+    Row `offset` of device block `block` has id `block * block_stride_rows + offset`; rows between two blocks belong to
+    other layers.
 
     Attributes:
-        rows: [num_rows, row elements], contiguous rows.
+        rows: [num_rows, row elements] of any dtype, contiguous, on the device.
         rows_per_block: rows of this layer in a block.
         block_stride_rows: rows from one block to the next.
     """
@@ -28,7 +28,14 @@ class HotRows:
 
     @classmethod
     def from_cache(cls, cache: torch.Tensor) -> HotRows:
-        """View a layer's cache, [num_blocks, rows_per_block, row elements] with any stride of whole rows, as rows."""
+        """View a layer's cache as rows.
+
+        Args:
+            cache: [num_blocks, rows_per_block, row elements] with contiguous rows; blocks a whole number of rows apart.
+
+        Raises:
+            AssertionError: they are not.
+        """
         num_blocks, rows_per_block, width = cache.shape
         stride, rest = divmod(cache.stride(0), width)
         assert rest == 0, "the block stride is not a whole number of rows"
@@ -36,11 +43,14 @@ class HotRows:
         return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
 
     def flat_row_ids(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Flat hot rows of the same slots of several requests: [requests, slots] int64.
+        """Flat row ids of the same slots of several requests.
 
         Args:
-            hot_tables: [requests, hot blocks per request].
-            slots: [slots] int64.
+            hot_tables: [num_requests, hot blocks per request] int32 device blocks.
+            slots: [num_slots] int64, each within the blocks of a request.
+
+        Returns:
+            [num_requests, num_slots] int64.
         """
         blocks = hot_tables[:, slots // self.rows_per_block].long()
         return blocks * self.block_stride_rows + slots % self.rows_per_block
@@ -88,12 +98,14 @@ class StepTables:
 class Resolved:
     """Output of `resolve`, in static buffers of the largest batch.
 
+    Ids are flat: of hot rows as in `HotRows`, of host rows `host block * block_size + offset`.
+
     Attributes:
-        hot_row_ids: [max_batch, top_k] int32 flat hot row of each selected position; -1 where there is none.
+        hot_row_ids: [max_batch, top_k] int32 hot row of each selected position; -1 where there is none.
         num_valid: [max_batch] int32 leading entries of `hot_row_ids` that contain every valid one.
-        miss_host_row_ids: [max_batch, top_k] int64 flat host rows to copy; the first `num_misses` count.
-        miss_hot_row_ids: [max_batch, top_k] int32 flat hot rows to copy them to.
-        num_misses: [max_batch] int32.
+        miss_host_row_ids: [max_batch, top_k] int64 host rows to copy; the first `num_misses` count.
+        miss_hot_row_ids: [max_batch, top_k] int32 hot rows to copy them to.
+        num_misses: [max_batch] int32 rows to copy.
     """
 
     hot_row_ids: torch.Tensor
@@ -104,7 +116,13 @@ class Resolved:
 
     @classmethod
     def allocate(cls, max_batch: int, top_k: int, device: torch.device) -> Resolved:
-        """Empty buffers."""
+        """Buffers in which nothing is valid.
+
+        Args:
+            max_batch: requests of the largest batch, padding included; or their KV heads where each selects for itself.
+            top_k: entries of a selection.
+            device: where the hot rows are.
+        """
         matrix, vector = (max_batch, top_k), (max_batch,)
         return cls(
             torch.full(matrix, -1, dtype=torch.int32, device=device),
@@ -128,7 +146,9 @@ class UnitTables:
         tails: [max_batch * num_heads] int32 tokens of the newest unit less those of a whole one; 0 for no request.
         hot_tables: [max_batch * num_heads, hot blocks per request] int32.
         num_units: [max_batch * num_heads] int32 units of each KV head, the newest included.
-        num_heads, head_stride, tokens_per_unit: sizes.
+        num_heads: KV heads of a request.
+        head_stride: parts of KV heads from one device block to the next.
+        tokens_per_unit: tokens of a unit.
     """
 
     request_indices: torch.Tensor
@@ -150,7 +170,14 @@ class UnitTables:
         tokens_per_unit: int,
         device: torch.device,
     ) -> UnitTables:
-        """Empty buffers."""
+        """Buffers of a step without requests.
+
+        Args:
+            max_batch: requests of the largest batch, padding included.
+            num_hot_blocks: device blocks of a request.
+            num_heads, head_stride, tokens_per_unit: as in `UnitTables`.
+            device: where the hot rows are.
+        """
         by_head = max_batch * num_heads
         return cls(
             torch.zeros(max_batch, dtype=torch.int64, device=device),
@@ -166,6 +193,10 @@ class UnitTables:
 
 class SwapInOps(ABC):
     """Operations on hot rows and host rows. None allocates, waits for the device or reads a tensor's value.
+
+    Where every KV head selects for itself, each counts as a request and each unit of tokens as a row. A flat row id
+    outside its tensor is never read or written. Sizes and dtypes are the caller's duty: implementations may raise
+    AssertionError for those they cannot take.
 
     The newest position of a request, `seq_lens - 1`, is hot by construction: in the slot of its own number while the
     sequence is no longer than the buffer, in the reserved slot `num_slots` after that. It is never a victim, and counts
@@ -193,9 +224,9 @@ class SwapInOps(ABC):
             tables: of the step.
             top_k: [batch, top_k] int32 distinct positions; -1 anywhere, and every other value outside [0, seq_len), is
                 padding.
-            hot_rows: of the layer.
+            hot_rows: of the layer; only its sizes are used.
             counts: [num_states, 2] int64 hits and misses, added to.
-            out: written for the first `batch` rows; padding rows get -1, 0 valid entries and no misses.
+            out: written for the first `batch` requests; padding gets -1, 0 valid entries and no misses.
         """
 
     @abstractmethod
@@ -203,7 +234,8 @@ class SwapInOps(ABC):
         """Copy missed rows to their hot slots.
 
         Args:
-            host_rows: [num_host_rows, row elements] of the layer; pinned on CUDA. A row is a multiple of 16 bytes.
+            host_rows: [num_host_rows, row elements] of the layer, contiguous; pinned on CUDA, where a row is a multiple
+                of 16 bytes.
             hot_rows, resolved, batch: as given to `resolve`.
         """
 
@@ -218,11 +250,16 @@ class SwapInOps(ABC):
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
-        """`resolve`, then `gather`."""
+        """`resolve`, then `gather`.
+
+        Args:
+            residency, tables, top_k, hot_rows, counts, out: as in `resolve`.
+            host_rows: as in `gather`.
+        """
 
     @abstractmethod
     def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
-        """Flat hot row of each request's newest position: the slot mapping of a decode step.
+        """Flat id of the hot row of each request's newest position: the slot mapping of a decode step.
 
         Args:
             tables: of the step.
@@ -239,7 +276,7 @@ class SwapInOps(ABC):
 
         Args:
             hot_rows, host_rows: one entry per layer, as in `gather`.
-            tables: of the step; padding rows write nothing.
+            tables: of the step; nothing is written for padding.
             num_slots: hot slots per request, the reserved one not counted.
         """
 
@@ -251,9 +288,9 @@ class SwapInOps(ABC):
 
         Args:
             host_rows: as in `gather`.
-            host_table: [blocks] int32 host blocks of the request; rows of a negative block are skipped.
+            host_table: [blocks] int32 host blocks of the request, contiguous; rows of a negative block are skipped.
             block_size: tokens of a host block.
-            staging: [num_rows, row elements], contiguous; positions [0, num_rows), written.
+            staging: [num_rows, row elements] of `host_rows`' dtype, contiguous; positions [0, num_rows), written.
         """
 
     @abstractmethod
@@ -263,7 +300,8 @@ class SwapInOps(ABC):
         """Copy new rows of a request to the host.
 
         Args:
-            rows: [num_rows, row elements], contiguous; positions [first, first + num_rows).
+            rows: [num_rows, row elements] of `host_rows`' dtype, contiguous; positions [first, first + num_rows).
+            first: position of the first row.
             host_rows, host_table, block_size: as in `stage_rows`.
         """
 
@@ -272,7 +310,8 @@ class SwapInOps(ABC):
         """Tables by KV head from those by request.
 
         Args:
-            tables: of the step, by request, except that `state_indices` and `host_tables` have entries by KV head.
+            tables: of the step, by request, except that `state_indices` and `host_tables` have entries by KV head, and
+                `host_tables` one more, of no request.
             out: written for the first `batch` requests.
         """
 
@@ -291,11 +330,12 @@ class SwapInOps(ABC):
         """Put each request's new token into its newest unit, on the device and on the host.
 
         Args:
-            key, value: [batch, num_heads, head_size] of the new tokens.
+            key, value: [batch, num_heads, head_size] of the new tokens, in the rows' dtype; heads side by side, on CUDA
+                of a multiple of 16 bytes.
             units: of the step.
             tables: of the step by KV head, over `units`.
             num_slots: hot slots per KV head, the reserved one not counted.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
-            reload: [num_states] int32: where not 0, the newest unit's earlier tokens are only on the host;
-                they are copied to the device, and the entry becomes 0.
+            reload: [num_states] int32: where not 0, the newest unit's earlier tokens are only on the host; they are
+                copied to the device, and the entry becomes 0.
         """

@@ -13,20 +13,36 @@ MAX_SCORE_ELEMENTS = 1 << 24  # scores per head held at once
 
 
 def ue8m0_scale(amax: torch.Tensor, floor: float) -> torch.Tensor:
-    """Power-of-two scale that maps `amax` into fp8's range."""
+    """Power-of-two scale that maps `amax` into fp8's range (UE8M0, as vLLM's `indexer_k_quant_and_cache`).
+
+    Args:
+        amax: float32 of any shape, the largest absolute values.
+        floor: least value that is taken for them.
+
+    Returns:
+        float32 of the same shape.
+    """
     return torch.exp2(torch.ceil(torch.log2(amax.clamp_min(floor) / FP8_MAX)))
 
 
 def quantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """fp8 of `values / scale`, saturating."""
+    """fp8 of `values / scale`, saturating.
+
+    Args:
+        values: float32 of any shape.
+        scale: float32 that broadcasts to it.
+
+    Returns:
+        float8_e4m3fn of the shape of `values`.
+    """
     return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def key_views(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scales of an indexer cache, in place.
+    """Elements and scales of an indexer cache, in place. A block holds all its elements, then all its scales.
 
     Args:
-        cache: [num_blocks, block_size, head_dim + 4] uint8, any block stride.
+        cache: [num_blocks, block_size, head_dim + 4] uint8 with contiguous blocks, any block stride.
         head_dim: elements of a key.
 
     Returns:
@@ -43,8 +59,8 @@ def insert_keys(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
 
     Args:
         cache: as in `key_views`.
-        keys: [tokens, head_dim].
-        slots: [tokens] int64; -1 is skipped.
+        keys: [tokens, head_dim] of any float dtype.
+        slots: [tokens] int64 `block * block_size + offset`; -1 is skipped.
     """
     keys, slots = keys[slots >= 0].float(), slots[slots >= 0]
     scale = ue8m0_scale(keys.abs().amax(-1), 1e-4)
@@ -55,12 +71,15 @@ def insert_keys(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
 
 
 def load_keys(cache: torch.Tensor, head_dim: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Dequantised keys of whole blocks: [..., blocks * block_size, head_dim] float32.
+    """Dequantised keys of whole blocks.
 
     Args:
         cache: as in `key_views`.
         head_dim: elements of a key.
         blocks: [..., blocks] int64.
+
+    Returns:
+        [..., blocks * block_size, head_dim] float32.
     """
     elements, scales = key_views(cache, head_dim)
     return (elements[blocks].float() * scales[blocks][..., None]).flatten(-3, -2)
@@ -72,9 +91,9 @@ def select_top_k(
     """Positions of the best-scored keys at or before each query.
 
     Args:
-        query: [batch, queries, heads, head_dim].
-        keys: [batch, context, head_dim] float32.
-        weights: [batch, queries, heads] float32.
+        query: [batch, queries, heads, head_dim] of any float dtype.
+        keys: [batch, context, head_dim] float32; anything beyond the queries' positions.
+        weights: [batch, queries, heads] float32, w of equation 1.
         positions: [batch, queries] int64 position of each query.
         top_k: entries per query.
 

@@ -1,4 +1,7 @@
-"""Elementwise minima and maxima of the keys of pages, on any device: updating them and scoring pages by them."""
+"""Elementwise minima and maxima of the keys of pages, on any device: updating them and scoring pages by them.
+
+Quest (arXiv:2406.10774), algorithm 1.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,16 @@ def update(
     """Take one new key per request into the bounds of its page; a page's first key starts them.
 
     Args:
-        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size].
-        request_indices: [batch] int64 distinct requests.
+        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size] of one float dtype, updated in place.
+        request_indices: [batch] int64, distinct.
         keys: [batch, num_kv_heads, head_size].
         positions: [batch] int64 of the keys.
         page_size: tokens per page.
+
+    Raises:
+        AssertionError: on CUDA, bounds and keys are not of one 16-bit float dtype, bounds are not contiguous, or heads
+            do not lie side by side.
+        RuntimeError: on CUDA, the head size is over 256 or not a multiple of 8.
     """
     pages, opens_page = positions // page_size, (positions % page_size == 0)[:, None, None]
     for bounds, combine in ((minima, torch.minimum), (maxima, torch.maximum)):
@@ -43,14 +51,17 @@ def scores(
     """The largest upper bound that the queries of a KV head have of any key's score in each page.
 
     Args:
-        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size].
-        request_indices: [batch] int64 requests.
+        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size] of one float dtype.
+        request_indices: [batch] int64.
         query: [batch, num_heads, head_size]; the heads of one KV head are neighbours.
-        num_tokens: [batch] int64.
+        num_tokens: [batch] int64 tokens of each request.
         page_size: tokens per page.
 
     Returns:
         [batch, num_kv_heads, max_pages] float32; anything beyond a request's tokens.
+
+    Raises:
+        AssertionError, RuntimeError: as in `update`, with `query` for the keys.
     """
     # Per channel max(q * m, q * M), which is q * M where q > 0 and q * m elsewhere: two matrix products.
     grouped = query.float().unflatten(1, (minima.shape[2], -1))
@@ -81,7 +92,12 @@ def _(minima, maxima, request_indices, query, num_tokens, page_size) -> torch.Te
 
 
 def _bounds(minima: torch.Tensor, maxima: torch.Tensor, vectors: torch.Tensor, page_size: int):
-    """Arguments of a launch, checked, and whether the elements are bfloat16."""
+    """Arguments of a launch, checked, and whether the elements are bfloat16.
+
+    Args:
+        minima, maxima, page_size: as in `update`.
+        vectors: [batch, heads, head_size], the keys or queries.
+    """
     from vllm_hisparse.ops.cuda_ops import PageBounds
 
     dtypes, (_, max_pages, num_kv_heads, head_size) = {minima.dtype, maxima.dtype, vectors.dtype}, minima.shape

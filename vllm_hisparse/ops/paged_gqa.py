@@ -12,8 +12,8 @@ AMX_TOKENS = 16  # tokens of a key tile, and elements of a value tile
 class CpuBlocks(NamedTuple):
     """One layer's blocks as views that one index per token reads.
 
-    A block of a KV head holds all keys, then all values. The vector kernels transpose the keys; the AMX kernels pack
-    both into tiles of pairs.
+    A block of a KV head holds all keys, then all values, as vLLM's `csrc/cpu/cpu_attn_*.hpp` lay them out: the vector
+    kernels transpose the keys; the AMX kernels pack both into tiles of pairs.
 
     Attributes:
         keys: [blocks, heads, head_size, block_size], or AMX [blocks, heads, token tiles, head_size / 2, 16, 2].
@@ -30,8 +30,8 @@ class CpuBlocks(NamedTuple):
         """View a cache.
 
         Args:
-            cache: [blocks, heads, block_size, 2 * head_size], contiguous.
-            isa: what vLLM's kernels were told.
+            cache: [blocks, heads, block_size, 2 * head_size] of any dtype, contiguous.
+            isa: what vLLM's kernels were told; "amx" needs sizes that are multiples of 16.
         """
         num_blocks, num_heads, block_size, width = cache.shape
         keys, values = cache.view(num_blocks, num_heads, 2, block_size * width // 2).unbind(2)
@@ -44,26 +44,36 @@ class CpuBlocks(NamedTuple):
         return cls(keys, values, is_amx)
 
     def load_keys(self, blocks: torch.Tensor, heads: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Keys of tokens, [num_tokens, head_size]; all arguments [num_tokens] int64."""
+        """Keys of tokens.
+
+        Args:
+            blocks, heads, offsets: [num_tokens] int64 block, KV head and place in the block of each.
+
+        Returns:
+            [num_tokens, head_size] of the cache's dtype.
+        """
         if self.is_amx:
             return self.keys[blocks, heads, offsets // AMX_TOKENS, :, offsets % AMX_TOKENS].flatten(1)
         return self.keys[blocks, heads, :, offsets]
 
     def load_values(self, blocks: torch.Tensor, heads: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Values of tokens, [num_tokens, head_size]."""
+        """Values of tokens, as `load_keys`."""
         if self.is_amx:
             return self.values[blocks, heads, :, offsets // 2, :, offsets % 2].flatten(1)
         return self.values[blocks, heads, offsets]
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale: float) -> torch.Tensor:
-    """Softmax attention over gathered rows: [batch, heads, head_size] float32.
+    """Softmax attention over gathered rows.
 
     Args:
-        query: [batch, heads, head_size]; the heads share the rows.
-        rows: [batch, num_rows, 2 * head_size], key and value side by side; anything where not valid.
+        query: [batch, heads, head_size] of any float dtype; the heads share the rows.
+        rows: [batch, num_rows, 2 * head_size] of any float dtype, key and value side by side; anything where not valid.
         valid: [batch, num_rows] bool, at least one per batch entry.
         scale: of the scores.
+
+    Returns:
+        [batch, heads, head_size] float32.
     """
     # NOTE: 0 * NaN is NaN: what nobody has written must not reach the products.
     keys, values = rows.float().masked_fill(~valid[..., None], 0).chunk(2, -1)

@@ -23,7 +23,10 @@ def select_units(
 
     Returns:
         [batch, num_kv_heads, num_selected] int32 distinct units: valid ones first, in any order, the newest last of
-        them, then -1.
+        them, then -1. Which of several units with the least selected score are taken is not defined.
+
+    Raises:
+        AssertionError: on CUDA, `scores` or `num_tokens` is of another dtype or not contiguous.
     """
     units = torch.arange(scores.shape[-1], device=scores.device)
     newest = (num_tokens + tokens_per_unit - 1) // tokens_per_unit - 1

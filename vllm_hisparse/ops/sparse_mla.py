@@ -8,7 +8,12 @@ MAX_GATHERED_ELEMENTS = 1 << 23  # rows attended at once, in elements: bounds th
 
 
 def tokens_per_chunk(top_k: int, row_elements: int) -> int:
-    """Query tokens whose selected rows are gathered together."""
+    """Query tokens whose selected rows are gathered together, at least one.
+
+    Args:
+        top_k: rows of a token.
+        row_elements: elements of a row.
+    """
     return max(1, MAX_GATHERED_ELEMENTS // (top_k * row_elements))
 
 
@@ -18,12 +23,12 @@ def sparse_mla(
     """Attend each query token over its own rows (DeepSeek-V2, arXiv:2405.04434, in the absorbed form).
 
     Args:
-        query: [tokens, heads, row elements].
-        rows: [tokens, k, row elements].
+        query: [tokens, heads, row elements] of any float dtype.
+        rows: [tokens, k, row elements] of any float dtype; anything where not valid, NaN included.
         valid: [tokens, k] bool; False rows do not count. A token without any gives zeros.
         scale: softmax scale.
         kv_lora_rank: leading elements of a row that are its value.
-        out: [tokens, heads, kv_lora_rank], written.
+        out: [tokens, heads, kv_lora_rank] of any float dtype, written.
     """
     rows = rows.float()
     logits = torch.bmm(query.float() * scale, rows.transpose(1, 2))
