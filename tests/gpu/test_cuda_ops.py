@@ -144,7 +144,7 @@ class Scenario:
         self.hot_tables = self.disjoint(case.num_hot_blocks)
         self.lengths = [self.random.randint(case.shortest, case.longest) for _ in range(case.batch)]
         self.lengths[0], self.lengths[-1] = case.longest, case.shortest
-        self.padding = {row for row in range(1, case.batch) if self.random.random() < 0.15}
+        self.padding = {batch_index for batch_index in range(1, case.batch) if self.random.random() < 0.15}
         self.last = [torch.zeros(0, dtype=torch.int32)] * case.batch
         self.state = self.initial_state()
 
@@ -170,18 +170,19 @@ class Scenario:
         state = State(
             host_rows, hot, Residency(slots, positions), state_indices, tables, counts, out, newest, case.rows_per_block
         )
-        for row, length in enumerate(self.lengths):
-            request = state_indices[self.hot_tables[row, 0]]
+        for batch_index, length in enumerate(self.lengths):
+            state_index = state_indices[self.hot_tables[batch_index, 0]]
             if length >= case.num_slots:
-                slots[request] = torch.randperm(case.num_slots, generator=self.generator).int()
-            tables[request] = host_tables[row]
-            known = self.host_ids(host_tables[row], torch.arange(length))
+                slots[state_index] = torch.randperm(case.num_slots, generator=self.generator).int()
+            tables[state_index] = host_tables[batch_index]
+            known = self.host_ids(host_tables[batch_index], torch.arange(length))
             host_rows[known] = self.bytes(len(known))
             if case.seeded:
-                held = (slots[request] < length) & (slots[request] < case.num_slots)
-                positions[request] = slots[request].where(held, -1)
+                held = (slots[state_index] < length) & (slots[state_index] < case.num_slots)
+                positions[state_index] = slots[state_index].where(held, -1)
                 seeded = torch.arange(min(length, case.num_slots))
-                state.hot.rows[self.hot_ids(row, seeded)] = host_rows[self.host_ids(host_tables[row], seeded)]
+                source_ids = self.host_ids(host_tables[batch_index], seeded)
+                state.hot.rows[self.hot_ids(batch_index, seeded)] = host_rows[source_ids]
         return state
 
     def bytes(self, num_rows: int) -> torch.Tensor:
@@ -191,19 +192,19 @@ class Scenario:
     def host_ids(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table[positions // self.case.block_size].long() * self.case.block_size + positions % self.case.block_size
 
-    def hot_ids(self, row: int, slots: torch.Tensor) -> torch.Tensor:
-        blocks = self.hot_tables[row, slots // self.case.rows_per_block].long()
+    def hot_ids(self, batch_index: int, slots: torch.Tensor) -> torch.Tensor:
+        blocks = self.hot_tables[batch_index, slots // self.case.rows_per_block].long()
         return blocks * (self.case.rows_per_block + self.case.gap) + slots % self.case.rows_per_block
 
-    def selection(self, row: int) -> torch.Tensor:
+    def selection(self, batch_index: int) -> torch.Tensor:
         """Part of the last selection, other positions, most often the newest; invalid ids in any place."""
-        newest, top_k = self.lengths[row], self.case.top_k
-        last = self.last[row]
+        newest, top_k = self.lengths[batch_index], self.case.top_k
+        last = self.last[batch_index]
         kept = last[torch.rand(len(last), generator=self.generator) < self.random.choice([0.0, 0.5, 0.85, 1.0])]
         fresh = torch.randperm(newest + 1, generator=self.generator)[:top_k].int()
         parts = [torch.tensor([newest], dtype=torch.int32)] * (self.random.random() < 0.8) + [kept, fresh]
         ordered = list(dict.fromkeys(torch.cat(parts).tolist()))[: self.random.choice([top_k, top_k // 2, top_k, 0])]
-        self.last[row] = torch.tensor(ordered, dtype=torch.int32)
+        self.last[batch_index] = torch.tensor(ordered, dtype=torch.int32)
         invalid = (*INVALID, newest + 1, newest + 100)
         ordered += [self.random.choice(invalid) for _ in range(top_k - len(ordered))]
         self.random.shuffle(ordered)
@@ -212,14 +213,14 @@ class Scenario:
     def next_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hot tables, sequence lengths and selections of the next step, padding rows among them."""
         hot_tables = self.hot_tables.clone()
-        top_k = torch.stack([self.selection(row) for row in range(self.case.batch)])
+        top_k = torch.stack([self.selection(batch_index) for batch_index in range(self.case.batch)])
         seq_lens = torch.tensor([length + 1 for length in self.lengths], dtype=torch.int32)
-        for row in self.padding:
+        for batch_index in self.padding:
             if self.random.random() < 0.5:
-                seq_lens[row] = self.random.choice([0, -4])
+                seq_lens[batch_index] = self.random.choice([0, -4])
             else:
-                hot_tables[row, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
-        self.lengths = [length + (row not in self.padding) for row, length in enumerate(self.lengths)]
+                hot_tables[batch_index, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
+        self.lengths = [length + (batch_index not in self.padding) for batch_index, length in enumerate(self.lengths)]
         return hot_tables, seq_lens, top_k
 
 

@@ -84,15 +84,15 @@ def test_units_and_tokens(sizes: tuple[int, int, int, int]) -> None:
 def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_size: int) -> None:
     generator = torch.Generator().manual_seed(head_size)
     bounds = torch.randn(2, 5, 260, num_kv_heads, head_size, generator=generator).to(dtype).sort(0).values
-    rows, positions = torch.tensor([3, 0, 4]), torch.tensor([0, 700, 4159])
+    request_indices, positions = torch.tensor([3, 0, 4]), torch.tensor([0, 700, 4159])
     keys = torch.randn(3, num_kv_heads, head_size, generator=generator).to(dtype)
     query = torch.randn(3, num_kv_heads * group, head_size, generator=generator).to(dtype)
     minima, maxima = bounds.clone().cuda()
-    page_bounds.update(*bounds, rows, keys, positions, 16)
-    page_bounds.update(minima, maxima, rows.cuda(), keys.cuda(), positions.cuda(), 16)
+    page_bounds.update(*bounds, request_indices, keys, positions, 16)
+    page_bounds.update(minima, maxima, request_indices.cuda(), keys.cuda(), positions.cuda(), 16)
     assert torch.equal(torch.stack((minima, maxima)).cpu(), bounds)
-    expected = page_bounds.scores(*bounds, rows, query, positions + 1, 16)
-    got = page_bounds.scores(minima, maxima, rows.cuda(), query.cuda(), positions.cuda() + 1, 16).cpu()
+    expected = page_bounds.scores(*bounds, request_indices, query, positions + 1, 16)
+    got = page_bounds.scores(minima, maxima, request_indices.cuda(), query.cuda(), positions.cuda() + 1, 16).cpu()
     for request, position in enumerate(positions.tolist()):
         num_pages = position // 16 + 1
         torch.testing.assert_close(got[request, :, :num_pages], expected[request, :, :num_pages], atol=1e-3, rtol=1e-4)
