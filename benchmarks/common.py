@@ -68,7 +68,7 @@ def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) 
     row_bytes = mla_row_bytes(KV_LORA_RANK, ROPE_DIM, get_dtype_size(dtype))
     layout = KVLayout(row_bytes, indexer_row_bytes(INDEX_DIM), num_layers, num_layers)
     mla = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=KV_LORA_RANK + ROPE_DIM, dtype=dtype)
-    hot = HotBufferSpec.from_mla_spec(mla, layout.rows_per_hot_block, layout.num_hot_blocks(device_buffer_size))
+    hot = HotBufferSpec.from_mla_spec(mla, layout, layout.num_hot_blocks(device_buffer_size))
     keys = MLAAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=layout.indexer_row_bytes, dtype=torch.uint8
     )

@@ -20,6 +20,7 @@ from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
+from vllm_hisparse.layout import KVLayout
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
@@ -42,7 +43,8 @@ def mla_spec(head_size: int, dtype: torch.dtype = torch.bfloat16) -> MLAAttentio
 def make_kv_cache_config(
     num_blocks: int, hot_first: bool = False, num_layers: int = 2, has_indexer: bool = True
 ) -> KVCacheConfig:
-    hot = HotBufferSpec.from_mla_spec(mla_spec(12), rows_per_block=3, blocks_per_request=NUM_HOT_BLOCKS)
+    layout = KVLayout(24, 20, num_layers, num_layers if has_indexer else 0, BLOCK_SIZE)
+    hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, blocks_per_request=NUM_HOT_BLOCKS)
     indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
     groups = [
         *([indexer] if has_indexer else []),

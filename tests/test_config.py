@@ -57,6 +57,14 @@ def refusal(extra_config: dict[str, Any] | None = None, **changes: Any) -> str:
     return str(refused.value)
 
 
+def test_options_are_parsed_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = engine(), engine({**GIB, "top_k": 256})
+    config = HiSparseConfig.from_vllm_config(first)
+    assert HiSparseConfig.from_vllm_config(second) is not config
+    monkeypatch.setattr(HiSparseConfig, "parse", lambda *_: pytest.fail("parsed again"))
+    assert HiSparseConfig.from_vllm_config(first) is config
+
+
 def parse_refusal(extra_config: dict[str, Any]) -> str:
     with pytest.raises(HiSparseConfigError) as refused:
         HiSparseConfig.from_extra_config(extra_config)

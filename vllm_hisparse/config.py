@@ -41,6 +41,8 @@ NIXL_OPTIONS = frozenset(
     }
 )
 
+_PARSED = "hisparse_config"  # attribute of a `VllmConfig`
+
 
 class HiSparseConfigError(ValueError):
     """An option is refused; the message names the option, the value got, the value expected and what to do."""
@@ -94,6 +96,15 @@ class HiSparseConfig(BaseModel):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> HiSparseConfig:
+        """`parse` of a complete configuration: done once, the result stays with `vllm_config`."""
+        config: HiSparseConfig | None = getattr(vllm_config, _PARSED, None)
+        if config is None:
+            config = cls.parse(vllm_config)
+            setattr(vllm_config, _PARSED, config)
+        return config
+
+    @classmethod
+    def parse(cls, vllm_config: VllmConfig) -> HiSparseConfig:
         """Parse the options, check them against the model and the engine's options, and fill in the defaults.
 
         Raises:

@@ -27,6 +27,7 @@ from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
+from vllm_hisparse.layout import KVLayout
 
 from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, Configuration
 from .rank import BatchEntry
@@ -195,9 +196,8 @@ def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
 
 
 def _kv_cache_config(num_blocks: int, has_resident_group: bool) -> KVCacheConfig:
-    hot = HotBufferSpec.from_mla_spec(
-        _mla_spec(12, torch.bfloat16), rows_per_block=3, blocks_per_request=NUM_HOT_BLOCKS
-    )
+    layout = KVLayout(24, 20, NUM_LAYERS, NUM_LAYERS if has_resident_group else 0, BLOCK_SIZE)
+    hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, blocks_per_request=NUM_HOT_BLOCKS)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if has_resident_group:
         groups.insert(0, KVCacheGroupSpec(_layers("indexer"), _mla_spec(20, torch.uint8)))

@@ -1,6 +1,8 @@
-"""Which of vLLM's KV cache groups is which, and the sizes that follow."""
+"""Which of vLLM's KV cache groups is which, and that vLLM planned what the layers' layout is made for."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from vllm_hisparse.layout import KVLayout
 
 MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 KEYS = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
-HOT_MLA = HotBufferSpec.from_mla_spec(MLA, rows_per_block=2, blocks_per_request=5)
+MLA_LAYOUT = KVLayout(1152, 132, 3, 2, block_size=64)
+HOT_MLA = HotBufferSpec.from_mla_spec(MLA, MLA_LAYOUT, blocks_per_request=5)
 FULL_GQA = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.float32)
 GQA_LAYOUT = KVLayout(512, 512, 3, 1, block_size=128, tokens_per_unit=16, num_kv_heads=2)
 HOT_GQA = HotBufferSpec.from_full_spec(FULL_GQA, GQA_LAYOUT, blocks_per_request=7)
@@ -28,11 +31,8 @@ HOT_GQA = HotBufferSpec.from_full_spec(FULL_GQA, GQA_LAYOUT, blocks_per_request=
 def plan(*groups: tuple[list[str], KVCacheSpec]) -> KVCacheConfig:
     """What vLLM plans: groups of layers, and two tensors of which the larger is the pool."""
     tensors = [KVCacheTensor(size=size, layers=[], layer_stride=0, block_stride=0) for size in (3 << 20, 5 << 20)]
-    return KVCacheConfig(
-        num_blocks=9,
-        kv_cache_tensors=tensors,
-        kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in groups],
-    )
+    kv_cache_groups = [KVCacheGroupSpec(names, spec) for names, spec in groups]
+    return KVCacheConfig(num_blocks=9, kv_cache_tensors=tensors, kv_cache_groups=kv_cache_groups)
 
 
 @pytest.mark.parametrize("hot_id", [0, 1])
@@ -44,24 +44,21 @@ def test_a_dsa_model_in_either_order(hot_id: int) -> None:
     assert groups.hot_group.layer_names == ["m0", "m1", "m2"]
     assert groups.indexer_layers == ["k0", "k2"]
     assert groups.device_kv_bytes == 5 << 20
-    assert groups.layout == KVLayout(
-        row_bytes=1152, indexer_row_bytes=132, num_layers=3, num_indexer_layers=2, block_size=64
-    )
-    assert groups.layout.unit_bytes == 1152
+    assert groups.layout == MLA_LAYOUT
 
 
 def test_a_dense_model_beside_its_full_kv_layers() -> None:
-    groups = DeviceGroups.from_config(plan((["f0"], FULL_GQA), (["h1", "h2", "h3"], HOT_GQA)), tokens_per_unit=16)
+    groups = DeviceGroups.from_config(plan((["f0"], FULL_GQA), (["h1", "h2", "h3"], HOT_GQA)))
     assert (groups.hot_group_id, groups.indexer_group_id) == (1, 0)
     assert groups.layout == GQA_LAYOUT
-    assert groups.layout.unit_bytes == 16 * 512 // 2
 
 
 def test_a_dense_model_without_full_kv_layers() -> None:
-    groups = DeviceGroups.from_config(plan((["h0", "h1"], HOT_GQA)), tokens_per_unit=16)
+    layout = KVLayout(512, 512, 2, 0, block_size=128, tokens_per_unit=16, num_kv_heads=2)
+    hot = HotBufferSpec.from_full_spec(FULL_GQA, layout, blocks_per_request=7)
+    groups = DeviceGroups.from_config(plan((["h0", "h1"], hot)))
     assert (groups.hot_group_id, groups.indexer_group_id, groups.indexer_spec) == (0, None, None)
-    assert groups.indexer_layers == []
-    assert groups.layout.indexer_block_bytes == 0
+    assert groups.indexer_layers == [] and groups.layout.indexer_block_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -74,6 +71,31 @@ def test_a_dense_model_without_full_kv_layers() -> None:
     ],
 )
 def test_other_groups_are_refused(groups: list[tuple[list[str], KVCacheSpec]]) -> None:
-    kinds = str([type(spec).__name__ for _, spec in groups]).replace("[", r"\[").replace("]", r"\]")
-    with pytest.raises(ValueError, match=f"expected one KV cache group of hot rows and at most one other, got {kinds}"):
+    kinds = [type(spec).__name__ for _, spec in groups]
+    with pytest.raises(
+        ValueError, match=re.escape(f"one KV cache group of hot rows and at most one other, got {kinds}")
+    ):
         DeviceGroups.from_config(plan(*groups))
+
+
+WIDE_KEYS = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=264, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("hot_layers", "indexer_layers", "keys", "message"),
+    [
+        (["m0", "m1"], ["k0", "k2"], KEYS, "num_layers of the KV cache: vLLM planned 2, the layers 3"),
+        (["m0", "m1", "m2"], ["k0"], KEYS, "num_indexer_layers of the KV cache: vLLM planned 1, the layers 2"),
+        (
+            ["m0", "m1", "m2"],
+            ["k0", "k2"],
+            WIDE_KEYS,
+            "indexer_row_bytes of the KV cache: vLLM planned 264, the layers",
+        ),
+    ],
+)
+def test_a_plan_that_differs_from_the_layers_layout_is_refused(
+    hot_layers: list[str], indexer_layers: list[str], keys: KVCacheSpec, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeviceGroups.from_config(plan((hot_layers, HOT_MLA), (indexer_layers, keys)))

@@ -18,9 +18,14 @@ def mla_spec(head_size: int = 576, dtype: torch.dtype = torch.bfloat16) -> MLAAt
     )
 
 
+def hot_spec(rows_per_block: int = 7) -> HotBufferSpec:
+    layout = SimpleNamespace(rows_per_hot_block=rows_per_block, block_alignment_bytes=1152)
+    return HotBufferSpec.from_mla_spec(mla_spec(), layout, blocks_per_request=5)
+
+
 @pytest.mark.parametrize("rows_per_block", [1, 3, 7, 64, 100])
 def test_a_block_holds_rows_of_the_replaced_layer(rows_per_block: int) -> None:
-    spec = HotBufferSpec.from_mla_spec(mla_spec(), rows_per_block, blocks_per_request=5)
+    spec = hot_spec(rows_per_block)
     assert spec.block_size == 64
     assert spec.num_states == rows_per_block
     assert spec.state_content_size_bytes == 1152
@@ -32,12 +37,12 @@ def test_a_block_holds_rows_of_the_replaced_layer(rows_per_block: int) -> None:
 
 @pytest.mark.parametrize(("max_len", "width"), [(1, 5), (320, 5), (321, 6), (6400, 100)])
 def test_block_table_is_wide_enough_for_positions(max_len: int, width: int) -> None:
-    spec = HotBufferSpec.from_mla_spec(mla_spec(), 7, blocks_per_request=5)
+    spec = hot_spec()
     assert spec.max_num_blocks_per_req(SimpleNamespace(), max_len) == width
 
 
 def test_stays_apart_from_the_indexer_group() -> None:
-    specs = {"attn": HotBufferSpec.from_mla_spec(mla_spec(), 7, 5), "indexer": mla_spec(132, torch.uint8)}
+    specs = {"attn": hot_spec(), "indexer": mla_spec(132, torch.uint8)}
     assert not isinstance(specs["attn"], FullAttentionSpec)
     assert not is_kv_cache_spec_uniform(specs)
     assert UniformTypeKVCacheSpecs.from_specs(specs) is None
@@ -46,7 +51,7 @@ def test_stays_apart_from_the_indexer_group() -> None:
 def test_vllm_finds_the_manager_and_keeps_its_own() -> None:
     register_hot_block_manager()
     register_hot_block_manager()
-    hot = HotBufferSpec.from_mla_spec(mla_spec(), 7, 5)
+    hot = hot_spec()
     assert KVCacheSpecRegistry.get_manager_class(hot) is HotBlockManager
     assert issubclass(KVCacheSpecRegistry.get_manager_class(mla_spec()), FullAttentionManager)
     assert KVCacheSpecRegistry.get_manager_class(mla_spec()) is not HotBlockManager

@@ -53,7 +53,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         end_with_parent()
         config = HiSparseConfig.from_vllm_config(vllm_config)
-        groups = DeviceGroups.from_config(kv_cache_config, config.dense_unit)
+        groups = DeviceGroups.from_config(kv_cache_config)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)

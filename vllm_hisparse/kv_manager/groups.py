@@ -26,7 +26,6 @@ class DeviceGroups:
         hot_group, indexer_group: the groups, or None; their layers run in model order.
         hot_spec, indexer_spec: the spec of one layer, or None.
         device_kv_bytes: bytes of the device KV cache.
-        tokens_per_unit, num_kv_heads: as in `KVLayout`.
     """
 
     hot_group_id: int
@@ -36,19 +35,17 @@ class DeviceGroups:
     hot_spec: HotBufferSpec
     indexer_spec: AttentionSpec | None
     device_kv_bytes: int
-    tokens_per_unit: int = 1
-    num_kv_heads: int | None = None
 
     @classmethod
-    def from_config(cls, kv_cache_config: KVCacheConfig, tokens_per_unit: int | None = None) -> DeviceGroups:
+    def from_config(cls, kv_cache_config: KVCacheConfig) -> DeviceGroups:
         """Find the groups.
 
         Args:
             kv_cache_config: what vLLM planned.
-            tokens_per_unit: of a dense model's algorithm; None for a DSA model.
 
         Raises:
-            ValueError: the model's groups are not one of hot rows and at most one of another kind.
+            ValueError: the model's groups are not one of hot rows and at most one of another kind, or vLLM planned
+                other layers or blocks than those that the layers' layout is made for.
         """
         groups = kv_cache_config.kv_cache_groups
         specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
@@ -58,7 +55,7 @@ class DeviceGroups:
             raise ValueError(f"expected one KV cache group of hot rows and at most one other, got {kinds}")
         hot_id = hot_ids[0]
         indexer_id = 1 - hot_id if len(groups) == 2 else None
-        return cls(
+        found = cls(
             hot_id,
             indexer_id,
             groups[hot_id],
@@ -66,9 +63,9 @@ class DeviceGroups:
             specs[hot_id],
             None if indexer_id is None else specs[indexer_id],
             max(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
-            tokens_per_unit or 1,
-            specs[hot_id].num_kv_heads if tokens_per_unit else None,
         )
+        found._check_layout()
+        return found
 
     @property
     def indexer_layers(self) -> list[str]:
@@ -77,13 +74,17 @@ class DeviceGroups:
 
     @property
     def layout(self) -> KVLayout:
-        spec = self.indexer_spec
-        return KVLayout(
-            row_bytes=self.hot_spec.row_bytes,
-            indexer_row_bytes=spec.unpadded_page_size_bytes // spec.block_size if spec else 0,
-            num_layers=len(self.hot_group.layer_names),
-            num_indexer_layers=len(self.indexer_layers),
-            block_size=self.hot_spec.block_size,
-            tokens_per_unit=self.tokens_per_unit,
-            num_kv_heads=self.num_kv_heads,
-        )
+        return self.hot_spec.layout
+
+    def _check_layout(self) -> None:
+        layout = self.layout
+        planned = {
+            "num_layers": len(self.hot_group.layer_names),
+            "num_indexer_layers": len(self.indexer_layers),
+            "block_size": self.hot_spec.block_size,
+        }
+        if self.indexer_spec is not None:
+            planned["indexer_row_bytes"] = self.indexer_spec.unpadded_page_size_bytes // self.indexer_spec.block_size
+        for name, value in planned.items():
+            if value != getattr(layout, name):
+                raise ValueError(f"{name} of the KV cache: vLLM planned {value}, the layers {getattr(layout, name)}")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec
 
+from vllm_hisparse.layout import KVLayout
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from vllm_hisparse.layout import KVLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,10 @@ class HotBufferSpec(AttentionSpec):
     """
 
     blocks_per_request: int
+    layout: KVLayout  # of the whole model, for the connector
 
     @classmethod
-    def from_mla_spec(cls, spec: MLAAttentionSpec, rows_per_block: int, blocks_per_request: int) -> HotBufferSpec:
+    def from_mla_spec(cls, spec: MLAAttentionSpec, layout: KVLayout, blocks_per_request: int) -> HotBufferSpec:
         """Replace a sparse layer's full-KV spec."""
         return cls(
             block_size=spec.block_size,
@@ -36,10 +37,11 @@ class HotBufferSpec(AttentionSpec):
             dtype=spec.dtype,
             kv_quant_mode=spec.kv_quant_mode,
             state_content_bytes=spec.state_content_bytes,
-            tokens_per_state=Fraction(spec.block_size, rows_per_block),
+            tokens_per_state=Fraction(spec.block_size, layout.rows_per_hot_block),
             dcp_sharded=False,
-            block_stride_alignment=spec.state_content_size_bytes,
+            block_stride_alignment=layout.block_alignment_bytes,
             blocks_per_request=blocks_per_request,
+            layout=layout,
         )
 
     @classmethod
@@ -56,6 +58,7 @@ class HotBufferSpec(AttentionSpec):
             dcp_sharded=False,
             block_stride_alignment=layout.block_alignment_bytes,
             blocks_per_request=blocks_per_request,
+            layout=layout,
         )
 
     @property

@@ -40,7 +40,7 @@ class HiSparseCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         if uses_host_connector(vllm_config) and vllm_config.model_config is not None:
-            HiSparseConfig.from_vllm_config(vllm_config)
+            HiSparseConfig.parse(vllm_config)  # NOTE: vLLM may change its configuration after this: nothing is kept.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         saved = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         super().check_and_update_config(vllm_config)

@@ -15,7 +15,7 @@ def make_pool(num_blocks: int = 8) -> HostBlockPool:
 
 
 def snapshot(pool: HostBlockPool) -> dict:
-    return copy.deepcopy(vars(pool))
+    return copy.deepcopy(vars(pool) | {"_keys": vars(pool._keys)})
 
 
 def admit(pool: HostBlockPool, request_id: str, num_tokens: int, match: HostMatch | None = None) -> list[int]:
@@ -65,7 +65,7 @@ def test_allocate_is_all_or_nothing() -> None:
     assert not pool.can_allocate(4 * BLOCK_SIZE + 1, match)
     with pytest.raises(MemoryError):
         pool.allocate("c", 4 * BLOCK_SIZE + 1, match)
-    assert vars(pool) == before
+    assert snapshot(pool) == before
 
 
 def test_grow_is_all_or_nothing() -> None:
@@ -76,7 +76,7 @@ def test_grow_is_all_or_nothing() -> None:
     assert not pool.can_grow("a", 3 * BLOCK_SIZE)
     with pytest.raises(MemoryError):
         pool.grow("a", 3 * BLOCK_SIZE)
-    assert vars(pool) == before
+    assert snapshot(pool) == before
 
 
 def test_matched_blocks_do_not_count_as_room() -> None:
@@ -156,7 +156,7 @@ def test_evicts_least_recently_used_and_tails_first() -> None:
     evicted = []
     for step in range(6):
         admit(pool, f"new{step}", 1)
-        evicted += [name for name in "uvwxyz" if name not in pool._block_by_key and name not in evicted]
+        evicted += [name for name in "uvwxyz" if pool._keys.find(name) is None and name not in evicted]
     assert "".join(evicted) == "xwzyvu"
 
 
@@ -278,6 +278,39 @@ def test_a_private_key_never_names_later_contents() -> None:
     assert tuple(pool.retained_prefix("b", 4).block_ids) in ((), (shared,))
 
 
+def test_pinned_blocks_are_neither_evicted_nor_freed_until_they_are_unpinned() -> None:
+    pool = make_pool()
+    block_ids = list(admit(pool, "a", 8))
+    publish(pool, "a", "x")
+    num_free = pool.num_free
+    pool.pin(block_ids)
+    pool.free("a")
+    assert (pool.num_free, pool.num_cached) == (num_free, 0)
+    assert list(pool.cached_prefix("x", 4).block_ids) == block_ids[:1], "but found"
+    pool.check_integrity()
+    pool.unpin(block_ids)
+    assert (pool.num_free, pool.num_cached) == (num_free + 1, 1)
+    pool.check_integrity()
+
+
+def test_a_preempted_request_may_resume_from_pinned_blocks() -> None:
+    pool = make_pool()
+    block_ids = list(admit(pool, "a", 8))
+    pool.pin(block_ids)
+    pool.preempt("a", 6)
+    assert pool.num_cached == 0
+    match = pool.retained_prefix("a", 6)
+    assert list(admit(pool, "a", 8, match)) == block_ids
+    pool.unpin(block_ids)
+    pool.check_integrity()
+    assert pool.num_used == 2
+
+
+def test_blocks_without_an_owner_cannot_be_pinned() -> None:
+    with pytest.raises(AssertionError, match="has no owner"):
+        make_pool().pin([0])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -286,10 +319,10 @@ def test_a_private_key_never_names_later_contents() -> None:
         lambda pool: pool._free.append(pool.block_ids("a")[0]),
         lambda pool: pool.block_ids("a").append(pool.block_ids("a")[0]),
         lambda pool: pool._num_refs.__setitem__(pool.block_ids("a")[0], 2),
-        lambda pool: pool._keys.__setitem__(pool.block_ids("a")[0], "other"),
+        lambda pool: pool._keys._by_block.__setitem__(pool.block_ids("a")[0], "other"),
         lambda pool: pool._evictable.popitem(),
-        lambda pool: pool._block_by_key.pop("x"),
-        lambda pool: pool._uncache(next(iter(pool._evictable))),
+        lambda pool: pool._keys._by_key.pop("x"),
+        lambda pool: pool._keys.remove(next(iter(pool._evictable))),
     ],
 )
 def test_check_integrity_finds_damage(damage) -> None:
@@ -339,6 +372,7 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
         self.preempted: dict[str, ModelRequest] = {}
         self.evictable: list[int] = []  # least recently used first
         self.keys: dict[object, int] = {}
+        self.pinned: list[list[int]] = []
         self.num_requests = 0
 
     # What the pool should do, step by step
@@ -347,7 +381,8 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
         return next((key for key, keyed in self.keys.items() if keyed == block_id), None)
 
     def is_used(self, block_id: int) -> bool:
-        return any(block_id in request.block_ids for request in self.running.values())
+        owned = [request.block_ids for request in self.running.values()]
+        return any(block_id in block_ids for block_ids in owned + self.pinned)
 
     def release(self, block_ids: list[int]) -> None:
         for block_id in reversed(block_ids):
@@ -412,7 +447,7 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
             block_ids = list(self.pool.allocate(request.name, num_tokens, match))
         except MemoryError:
             assert not fits
-            assert vars(self.pool) == before, "a failed allocation left traces"
+            assert snapshot(self.pool) == before, "a failed allocation left traces"
             return
         assert fits
         assert block_ids[: len(match.block_ids)] == list(match.block_ids)
@@ -483,7 +518,7 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
             self.pool.grow(request.name, target)
         except MemoryError:
             assert not fits
-            assert vars(self.pool) == before, "a failed growth left traces"
+            assert snapshot(self.pool) == before, "a failed growth left traces"
             return
         block_ids = list(self.pool.block_ids(request.name))
         assert block_ids[: len(request.block_ids)] == request.block_ids
@@ -506,6 +541,20 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
         self.release(request.block_ids)
         request.block_ids = []
         self.preempted[request.name] = request
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        block_ids = list(self.running[data.draw(st.sampled_from(sorted(self.running)))].block_ids)
+        self.pool.pin(block_ids)
+        self.pinned.append(block_ids)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        block_ids = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.pool.unpin(block_ids)
+        self.release(block_ids)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -553,6 +602,8 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in sorted(self.running):
             self.pool.free(name)
+        for block_ids in self.pinned:
+            self.pool.unpin(block_ids)
         for name in sorted(self.preempted):
             self.pool.forget(name)
         self.pool.reset_cache()

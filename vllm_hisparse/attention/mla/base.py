@@ -53,7 +53,7 @@ class HotBufferLayer:
         has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
         sizes = len(has_indexer), sum(has_indexer), spec.block_size
         layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes)
-        return HotBufferSpec.from_mla_spec(spec, layout.rows_per_hot_block, layout.num_hot_blocks(config.rows))
+        return HotBufferSpec.from_mla_spec(spec, layout, layout.num_hot_blocks(config.rows))
 
 
 class HotMLAAttention(HotBufferLayer, MLAAttention):

@@ -38,6 +38,39 @@ class _Preempted:
     keys: list[Hashable] = field(default_factory=list)
 
 
+class BlockKeys:
+    """Which key finds which block: a block has at most one key, a key one block."""
+
+    def __init__(self, num_blocks: int):
+        self._by_block: list[Hashable | None] = [None] * num_blocks
+        self._by_key: dict[Hashable, int] = {}
+
+    def of(self, block_id: int) -> Hashable | None:
+        """The key of a block."""
+        return self._by_block[block_id]
+
+    def find(self, key: Hashable) -> int | None:
+        """The block that a key finds."""
+        return self._by_key.get(key)
+
+    def set(self, block_id: int, key: Hashable) -> None:
+        """Give a key to a block that has none."""
+        self._by_block[block_id], self._by_key[key] = key, block_id
+
+    def remove(self, block_id: int) -> None:
+        """Take a block's key, if it has one."""
+        key, self._by_block[block_id] = self._by_block[block_id], None
+        if key is not None:
+            del self._by_key[key]
+
+    def check_integrity(self, free: set[int], evictable: set[int]) -> None:
+        """Raise an AssertionError if a cached block has no key or a free one has one."""
+        keyed = {block_id: key for block_id, key in enumerate(self._by_block) if key is not None}
+        assert keyed == {block_id: key for key, block_id in self._by_key.items()}, "cache keys differ"
+        assert not free & keyed.keys(), "a free block has a key"
+        assert evictable <= keyed.keys(), "a cached block has no key"
+
+
 class HostBlockPool:
     """Allocates, shares, caches and evicts host blocks; every operation is all or nothing.
 
@@ -50,13 +83,11 @@ class HostBlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self._free: deque[int] = deque(range(num_blocks))
         self._num_refs = [0] * num_blocks
         self._num_pins = [0] * num_blocks
-        self._keys: list[Hashable | None] = [None] * num_blocks
-        self._block_by_key: dict[Hashable, int] = {}
+        self._keys = BlockKeys(num_blocks)
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._requests: dict[str, list[int]] = {}
         self._preempted: dict[str, _Preempted] = {}
@@ -85,7 +116,7 @@ class HostBlockPool:
         """The longest prefix of whole blocks, at most `max_tokens` long, whose hashes are cached."""
         block_ids: list[int] = []
         for block_hash in islice(block_hashes, max_tokens // self.block_size):
-            block_id = self._block_by_key.get(block_hash)
+            block_id = self._keys.find(block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -99,7 +130,7 @@ class HostBlockPool:
         limit = min(preempted.num_tokens, max_tokens)
         block_ids: list[int] = []
         for key in islice(preempted.keys, self._num_blocks_for(limit)):
-            block_id = self._block_by_key.get(key)
+            block_id = self._keys.find(key)
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -146,9 +177,8 @@ class HostBlockPool:
     def register(self, request_id: str, index: int, block_hash: Hashable) -> None:
         """Publish a request's full block under its hash; a hash that is cached already stays with its block."""
         block_id = self._requests[request_id][index]
-        if self._keys[block_id] is None and block_hash not in self._block_by_key:
-            self._keys[block_id] = block_hash
-            self._block_by_key[block_hash] = block_id
+        if self._keys.of(block_id) is None and self._keys.find(block_hash) is None:
+            self._keys.set(block_id, block_hash)
 
     def free(self, request_id: str) -> None:
         """Release a finished request's blocks; published ones stay cached."""
@@ -172,21 +202,20 @@ class HostBlockPool:
         block_ids = self._requests.pop(request_id)
         preempted = self._preempted[request_id] = _Preempted(num_tokens)
         for index, block_id in enumerate(block_ids[: self._num_blocks_for(num_tokens)]):
-            if self._keys[block_id] is None:
-                self._keys[block_id] = PrivateKey(request_id, index)
-                self._block_by_key[PrivateKey(request_id, index)] = block_id
-            elif isinstance(self._keys[block_id], PrivateKey):
+            if self._keys.of(block_id) is None:
+                self._keys.set(block_id, PrivateKey(request_id, index))
+            elif isinstance(self._keys.of(block_id), PrivateKey):
                 break  # NOTE: shared, its hash lost to `reset_cache`; the other owner may yet reuse that key's name.
-            preempted.keys.append(self._keys[block_id])
+            preempted.keys.append(self._keys.of(block_id))
         self._release(block_ids)
 
     def forget(self, request_id: str) -> None:
         """Drop what a preempted request alone may claim: it resumed without it, or it ended."""
         preempted = self._preempted.pop(request_id, None)
         for key in preempted.keys if preempted else ():
-            block_id = self._block_by_key.get(key)
+            block_id = self._keys.find(key)
             if isinstance(key, PrivateKey) and block_id is not None:
-                self._uncache(block_id)
+                self._keys.remove(block_id)
                 if not self._num_refs[block_id]:
                     del self._evictable[block_id]
                     self._free.append(block_id)
@@ -194,17 +223,13 @@ class HostBlockPool:
     def reset_cache(self) -> None:
         """Forget every cached block, those of preempted requests included."""
         for block_id in range(self.num_blocks):
-            self._uncache(block_id)
+            self._keys.remove(block_id)
         self._free.extend(self._evictable)
         self._evictable.clear()
         self._preempted.clear()
 
     def check_integrity(self) -> None:
-        """Check that no block is lost, owned twice or cached under a wrong key.
-
-        Raises:
-            AssertionError: the first violation.
-        """
+        """Raise an AssertionError if a block is lost, owned twice or cached under a wrong key."""
         num_refs = list(self._num_pins)
         for request_id, block_ids in self._requests.items():
             assert len(set(block_ids)) == len(block_ids), f"{request_id} holds a block twice"
@@ -216,10 +241,7 @@ class HostBlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & evictable or free & used or evictable & used), "a block has two states"
         assert len(free) + len(evictable) + len(used) == self.num_blocks, "a block is lost"
-        keyed = {block_id: key for block_id, key in enumerate(self._keys) if key is not None}
-        assert keyed == {block_id: key for key, block_id in self._block_by_key.items()}, "cache keys differ"
-        assert not free & keyed.keys(), "a free block has a key"
-        assert evictable <= keyed.keys(), "a cached block has no key"
+        self._keys.check_integrity(free, evictable)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -228,15 +250,15 @@ class HostBlockPool:
         if not self._num_refs[block_id]:
             del self._evictable[block_id]
         self._num_refs[block_id] += 1
-        if isinstance(self._keys[block_id], PrivateKey):
-            self._uncache(block_id)
+        if isinstance(self._keys.of(block_id), PrivateKey):
+            self._keys.remove(block_id)
 
     def _take(self) -> int:
         if self._free:
             block_id = self._free.popleft()
         else:
             block_id, _ = self._evictable.popitem(last=False)
-            self._uncache(block_id)
+            self._keys.remove(block_id)
         self._num_refs[block_id] = 1
         return block_id
 
@@ -245,13 +267,7 @@ class HostBlockPool:
             self._num_refs[block_id] -= 1
             if self._num_refs[block_id]:
                 continue
-            if self._keys[block_id] is None:
+            if self._keys.of(block_id) is None:
                 self._free.append(block_id)
             else:
                 self._evictable[block_id] = None
-
-    def _uncache(self, block_id: int) -> None:
-        key = self._keys[block_id]
-        if key is not None:
-            del self._block_by_key[key]
-            self._keys[block_id] = None
