@@ -48,11 +48,11 @@ def device_groups(is_dense: bool) -> DeviceGroups:
     else:
         mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
         keys = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=KEY_BYTES, dtype=torch.uint8)
-        hot = HotBufferSpec.from_mla_spec(mla, MLA_LAYOUT.rows_per_hot_block, 1)
+        hot = HotBufferSpec.from_mla_spec(mla, MLA_LAYOUT, 1)
         groups = [KVCacheGroupSpec(HOT_LAYERS, hot), KVCacheGroupSpec(INDEXER_LAYERS, keys)]
     tensor = KVCacheTensor(size=1 << 20, layers=[], layer_stride=0, block_stride=0)
     config = KVCacheConfig(num_blocks=NUM_DEVICE_BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups)
-    return DeviceGroups.from_config(config, 16 if is_dense else None)
+    return DeviceGroups.from_config(config)
 
 
 def make_worker(is_dense: bool = False, rank: int = 0, transport: Any = None) -> HiSparseWorkerConnector:
