@@ -54,7 +54,8 @@ class HiSparseConfigError(ValueError):
 class HiSparseConfig(BaseModel):
     """Options of `HiSparseHostConnector`, from `kv_connector_extra_config`.
 
-    `top_k`, `device_buffer_size` and `host_to_device_ratio` mean what they mean in SGLang's `--hisparse-config`.
+    `top_k` and `device_buffer_size` mean what they mean in SGLang's `--hisparse-config`. `host_to_device_ratio` is a
+    ratio of bytes here, of tokens there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -64,7 +65,7 @@ class HiSparseConfig(BaseModel):
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
-    """Bytes of the host pool divided by bytes of one device's KV cache."""
+    """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
     host_pool_gib: float | None = Field(default=None, gt=0)
     """Size of the host pool in GiB, for all tensor parallel ranks together."""
     algorithm: str = "dsa"
