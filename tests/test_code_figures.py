@@ -119,7 +119,6 @@ def test_lengths_and_limits(measure) -> None:
     assert figures.problems() == ["package/module.py:1 Large: 201 lines"]
 
 
-@pytest.mark.skip(reason="the code does not reach the limits yet: `python tools/code_figures.py --list`")
 def test_the_limits_hold(figures_of: ModuleType) -> None:
     """Classes of at most 200 lines, shapes in 90% of tensor functions, private vLLM names in compat.py only."""
     assert figures_of.measure(figures_of.PACKAGE, figures_of.find_vllm()).problems() == []
