@@ -29,7 +29,7 @@ from benchmarks.retrieval_tasks import TASKS, examples
 CONTEXTS = [1024, 4096, 16384]
 BUDGETS = [32, 64, 128, 256, 512, 1024]
 ALGORITHMS = ["oracle", "quest", "cluster_kv", "streaming_llm", "pq_cache"]
-DENSE_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
+FULL_KV_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
 FULL = "full"
 MAX_TOKEN_BUDGET = 4096  # of an algorithm that selects tokens: limit of the CUDA kernels
 Z_95 = 1.959964
@@ -67,14 +67,14 @@ def options_of(algorithm: str, budget: int) -> dict[str, Any]:
 
 
 def connector_of(
-    algorithm: str, budget: int, dense_layers: list[int], host_pool_gib: float, options: dict[str, Any] | None = None
+    algorithm: str, budget: int, full_kv_layers: list[int], host_pool_gib: float, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """`kv_transfer_config` of a single instance; `options` add to or replace the scaled options."""
     extra = {
         "algorithm": algorithm,
         "algorithm_options": options_of(algorithm, budget) | (options or {}),
         "top_k": budget,
-        "dense_layers": dense_layers,
+        "full_kv_layers": full_kv_layers,
         "host_pool_gib": host_pool_gib,
     }
     return {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -188,7 +188,7 @@ def main(
     context: Annotated[list[int], typer.Option(min=64)] = CONTEXTS,
     budget: Annotated[list[int], typer.Option(min=32)] = BUDGETS,
     algorithm: Annotated[list[str], typer.Option()] = ALGORITHMS,
-    dense_layer: Annotated[list[int], typer.Option(help="Full-KV layers of every algorithm.")] = DENSE_LAYERS,
+    full_kv_layer: Annotated[list[int], typer.Option(help="Full-KV layers of every algorithm.")] = FULL_KV_LAYERS,
     algorithm_option: Annotated[
         list[str], typer.Option(metavar="NAME=NUMBER", help="Option of every algorithm; repeatable.")
     ] = [],  # noqa: B006
@@ -230,7 +230,9 @@ def main(
     runs = [(path, name, size) for path, name, size in runs if (path.name, name, size) not in done]
     jobs = []
     for path, name, size in runs:
-        transfer = {"kv_transfer_config": connector_of(name, size, dense_layer, host_pool_gib, options)} if size else {}
+        transfer = (
+            {"kv_transfer_config": connector_of(name, size, full_kv_layer, host_pool_gib, options)} if size else {}
+        )
         jobs.append(Job({**engine, "model": str(path), **transfer}, context, num_examples, seed))
     hardware = gpu_hardware() if torch.cuda.is_available() else None
     results = run_jobs(jobs, num_processes)

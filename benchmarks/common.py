@@ -70,7 +70,7 @@ def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) 
     mla = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=KV_LORA_RANK + ROPE_DIM, dtype=dtype)
     hot = HotBufferSpec.from_mla_spec(mla, layout, layout.num_hot_blocks(device_buffer_size))
     keys = MLAAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=layout.indexer_row_bytes, dtype=torch.uint8
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=layout.resident_row_bytes, dtype=torch.uint8
     )
     names = [f"model.layers.{index}.self_attn" for index in range(num_layers)]
     groups = [KVCacheGroupSpec(names, hot), KVCacheGroupSpec([f"{name}.indexer.k_cache" for name in names], keys)]

@@ -185,9 +185,9 @@ class HotKV:
         memory = torch.full((num_blocks, block_elements), torch.nan, dtype=case.dtype)
         layers = memory[:, : case.num_layers * rows * ROW].view(num_blocks, case.num_layers, rows, ROW)
         hot = dict(zip(self._names, layers.split(1, dim=1), strict=True))
-        keys = memory.view(torch.uint8)[:, : layout.indexer_block_bytes]
-        keys = keys.view(num_blocks, case.num_layers, BLOCK_SIZE, layout.indexer_row_bytes)
-        return hot | dict(zip(self.groups.indexer_group.layer_names, keys.split(1, dim=1), strict=True))
+        keys = memory.view(torch.uint8)[:, : layout.resident_block_bytes]
+        keys = keys.view(num_blocks, case.num_layers, BLOCK_SIZE, layout.resident_row_bytes)
+        return hot | dict(zip(self.groups.resident_group.layer_names, keys.split(1, dim=1), strict=True))
 
     def _fill_host(self, case: Case, rows: torch.Tensor) -> None:
         tables = torch.randperm(case.batch * case.num_blocks).view(case.batch, -1)

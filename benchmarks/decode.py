@@ -133,7 +133,7 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
     elif system == "ours":
         options = {"host_pool_gib": job["host_pool_gib"], "device_buffer_size": job["device_buffer_size"]}
         if job["architecture"] == "llama":
-            options |= {"algorithm": "quest", "top_k": job["top_k"], "dense_layers": []}
+            options |= {"algorithm": "quest", "top_k": job["top_k"], "full_kv_layers": []}
             args["kv_cache_memory_bytes"] -= quest_state_bytes(args, job["num_layers"])
         args["kv_transfer_config"] = {
             "kv_connector": "HiSparseHostConnector",

@@ -41,13 +41,13 @@ def mla_spec(head_size: int, dtype: torch.dtype = torch.bfloat16) -> MLAAttentio
 
 
 def make_kv_cache_config(
-    num_blocks: int, hot_first: bool = False, num_layers: int = 2, has_indexer: bool = True
+    num_blocks: int, hot_first: bool = False, num_layers: int = 2, has_resident_kv: bool = True
 ) -> KVCacheConfig:
-    layout = KVLayout(24, 20, num_layers, num_layers if has_indexer else 0, BLOCK_SIZE)
+    layout = KVLayout(24, 20, num_layers, num_layers if has_resident_kv else 0, BLOCK_SIZE)
     hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, blocks_per_request=NUM_HOT_BLOCKS)
     indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
     groups = [
-        *([indexer] if has_indexer else []),
+        *([indexer] if has_resident_kv else []),
         KVCacheGroupSpec([f"layers.{i}.attn" for i in range(num_layers)], hot),
     ]
     pages = {group.layer_names[0]: group.kv_cache_spec.page_size_bytes for group in groups}
@@ -177,12 +177,12 @@ class FakeEngine:
         enable_caching: bool = True,
         log_request_stats: bool = False,
         transport=None,
-        has_indexer: bool = True,
+        has_resident_kv: bool = True,
         zeroes_first: bool = True,
         max_num_running: int = 1000,
     ):
         self.zeroes_first = zeroes_first
-        kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_indexer=has_indexer)
+        kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_resident_kv=has_resident_kv)
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats)
         self.groups = DeviceGroups.from_config(kv_cache_config)
@@ -246,8 +246,8 @@ class FakeEngine:
 
     def tables_of(self, request: Request) -> tuple[int, list[int]]:
         device = self.kv.get_block_ids(request.request_id)
-        indexer_id = self.groups.indexer_group_id
-        return device[self.groups.hot_group_id][0], [] if indexer_id is None else device[indexer_id]
+        resident_id = self.groups.resident_group_id
+        return device[self.groups.hot_group_id][0], [] if resident_id is None else device[resident_id]
 
     def schedule(self, budget: int) -> dict[str, int]:
         self.kv.new_step_starts()

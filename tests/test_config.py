@@ -127,8 +127,8 @@ def test_refuses_unknown_options(name: str) -> None:
         ("host_pool_gib", float("nan"), "finite number"),
         ("host_to_device_ratio", -2.0, "greater than 0"),
         ("algorithm", 3, "a valid string"),
-        ("dense_layers", 2, "a valid list"),
-        ("dense_layers", ["0"], "a valid integer"),
+        ("full_kv_layers", 2, "a valid list"),
+        ("full_kv_layers", ["0"], "a valid integer"),
         ("algorithm_options", [], "a valid dictionary"),
         ("log_request_stats", 1, "a valid boolean"),
         ("log_request_stats", "true", "a valid boolean"),
@@ -138,7 +138,7 @@ def test_refuses_wrong_types_and_values(name: str, value: Any, expected: str) ->
     extra_config = {name: value} if name.startswith("host") else {**GIB, name: value}
     message = parse_refusal(extra_config)
     assert message.startswith(name)
-    got = value[0] if isinstance(value, list) and name == "dense_layers" else value
+    got = value[0] if isinstance(value, list) and name == "full_kv_layers" else value
     check_parts(message, message.partition(":")[0], repr(got), expected, "Correct the value")
 
 
@@ -306,7 +306,7 @@ def dense_refusal(extra_config: dict[str, Any], **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dense_layers", "unit"),
+    ("algorithm", "full_kv_layers", "unit"),
     [
         ("quest", [0, 1], 16),
         ("cluster_kv", [0, 1], 1),
@@ -315,10 +315,10 @@ def dense_refusal(extra_config: dict[str, Any], **changes: Any) -> str:
         ("oracle", [], 1),
     ],
 )
-def test_defaults_of_dense_models(algorithm: str, dense_layers: list[int], unit: int) -> None:
+def test_defaults_of_dense_models(algorithm: str, full_kv_layers: list[int], unit: int) -> None:
     config = HiSparseConfig.from_vllm_config(dense_engine({"algorithm": algorithm}))
     assert (config.top_k, config.rows, config.tokens_per_unit) == (2048, 4096, unit)
-    assert config.dense_layers == dense_layers
+    assert config.full_kv_layers == full_kv_layers
 
 
 def test_refuses_other_prefill_ranks_of_dense_models() -> None:
@@ -329,9 +329,9 @@ def test_refuses_other_prefill_ranks_of_dense_models() -> None:
 
 
 def test_options_of_dense_models() -> None:
-    extra = {"algorithm": "quest", "top_k": 96, "algorithm_options": {"page_size": 32}, "dense_layers": [3, 0, 3]}
+    extra = {"algorithm": "quest", "top_k": 96, "algorithm_options": {"page_size": 32}, "full_kv_layers": [3, 0, 3]}
     config = HiSparseConfig.from_vllm_config(dense_engine(extra))
-    assert (config.top_k, config.rows, config.tokens_per_unit, config.dense_layers) == (96, 192, 32, [0, 3])
+    assert (config.top_k, config.rows, config.tokens_per_unit, config.full_kv_layers) == (96, 192, 32, [0, 3])
     algorithm = config.make_algorithm(AttentionShape(4, 2, 16, torch.float32), 1000)
     assert (algorithm.name, algorithm.num_selected, algorithm.max_units) == ("quest", 3, 32)
 
@@ -381,14 +381,14 @@ def test_refuses_a_buffer_that_is_no_whole_number_of_pages(size: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [[4], [-1], [0, 9], [0, 1, 2, 3]])
-def test_refuses_dense_layers_out_of_range(layers: list[int]) -> None:
-    message = dense_refusal({"algorithm": "quest", "dense_layers": layers})
-    check_parts(message, "dense_layers", repr(layers), "layers from 0 to 3, not all of them", "at least one must be")
+def test_refuses_full_kv_layers_out_of_range(layers: list[int]) -> None:
+    message = dense_refusal({"algorithm": "quest", "full_kv_layers": layers})
+    check_parts(message, "full_kv_layers", repr(layers), "layers from 0 to 3, not all of them", "at least one must be")
 
 
-def test_refuses_dense_layers_of_a_dsa_model() -> None:
-    message = refusal({**GIB, "dense_layers": [0]})
-    check_parts(message, "dense_layers", "[0]", "none: a DSA model has no full-KV layers", "Remove it.")
+def test_refuses_full_kv_layers_of_a_dsa_model() -> None:
+    message = refusal({**GIB, "full_kv_layers": [0]})
+    check_parts(message, "full_kv_layers", "[0]", "none: a DSA model has no full-KV layers", "Remove it.")
 
 
 @pytest.mark.parametrize(

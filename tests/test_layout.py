@@ -7,9 +7,9 @@ from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, indexer_row_byt
 LAYOUTS = st.builds(
     KVLayout,
     row_bytes=st.integers(1, 2000),
-    indexer_row_bytes=st.integers(1, 300),
+    resident_row_bytes=st.integers(1, 300),
     num_layers=st.integers(1, 70),
-    num_indexer_layers=st.integers(1, 70),
+    num_resident_layers=st.integers(1, 70),
     block_size=st.sampled_from([1, 3, 64]),
 )
 
@@ -23,12 +23,12 @@ def test_rows_of_the_real_models() -> None:
 
 
 def test_sizes_of_deepseek_v32() -> None:
-    layout = KVLayout(1152, 132, num_layers=61, num_indexer_layers=61)
+    layout = KVLayout(1152, 132, num_layers=61, num_resident_layers=61)
     assert layout.block_size == 64
     assert layout.rows_per_hot_block == 7  # 7 * 1152 = 8064 of 64 * 132 = 8448 bytes
     assert layout.device_block_bytes == 448 * 1152  # 61 * 8448 bytes in whole rows
     assert layout.main_block_bytes == 61 * 64 * 1152
-    assert layout.indexer_block_bytes == 61 * 64 * 132
+    assert layout.resident_block_bytes == 61 * 64 * 132
     assert layout.host_block_bytes == 61 * 64 * 1284
     assert layout.num_hot_blocks(4096) == 586  # 4097 rows of 7
     assert layout.num_blocks(16384) == 256
@@ -39,7 +39,7 @@ def test_sizes_of_deepseek_v32() -> None:
 @pytest.mark.parametrize(("row_bytes", "rows"), [(1152, 2), (656, 3)])
 def test_layers_that_share_indexers_have_narrower_blocks(row_bytes: int, rows: int) -> None:
     """20 indexers of 78 layers: 1.9 rows of all layers in bf16, where one would waste half a block; 3.3 in fp8."""
-    layout = KVLayout(row_bytes, 132, num_layers=78, num_indexer_layers=20)
+    layout = KVLayout(row_bytes, 132, num_layers=78, num_resident_layers=20)
     assert layout.rows_per_hot_block == rows
     widest = max(78 * rows * row_bytes, 20 * 64 * 132)
     assert widest <= layout.device_block_bytes < widest + row_bytes
@@ -66,18 +66,18 @@ def test_hot_blocks_waste_less_than_a_block(layout: KVLayout, rows: int) -> None
 def test_a_device_block_fits_either_group(layout: KVLayout) -> None:
     hot_bytes = layout.num_layers * layout.rows_per_hot_block * layout.row_bytes
     assert layout.rows_per_hot_block >= 1
-    assert layout.device_block_bytes >= max(hot_bytes, layout.indexer_block_bytes)
-    assert layout.device_block_bytes - max(hot_bytes, layout.indexer_block_bytes) < layout.block_alignment_bytes
+    assert layout.device_block_bytes >= max(hot_bytes, layout.resident_block_bytes)
+    assert layout.device_block_bytes - max(hot_bytes, layout.resident_block_bytes) < layout.block_alignment_bytes
     assert layout.device_block_bytes % layout.block_alignment_bytes == 0
     row_bytes = layout.num_layers * layout.row_bytes
-    assert hot_bytes <= max(row_bytes, layout.indexer_block_bytes + row_bytes / 2)
-    if row_bytes <= layout.indexer_block_bytes and hot_bytes < layout.indexer_block_bytes - 2 * row_bytes:
+    assert hot_bytes <= max(row_bytes, layout.resident_block_bytes + row_bytes / 2)
+    if row_bytes <= layout.resident_block_bytes and hot_bytes < layout.resident_block_bytes - 2 * row_bytes:
         pytest.fail("another row would fit")
 
 
 @given(layout=LAYOUTS, num_tokens=st.integers(0, 10000))
 def test_host_bytes_cover_every_token(layout: KVLayout, num_tokens: int) -> None:
-    per_token = layout.num_layers * layout.row_bytes + layout.num_indexer_layers * layout.indexer_row_bytes
+    per_token = layout.num_layers * layout.row_bytes + layout.num_resident_layers * layout.resident_row_bytes
     assert layout.host_block_bytes == layout.block_size * per_token
     excess = layout.host_request_bytes(num_tokens) - num_tokens * per_token
     assert 0 <= excess < layout.host_block_bytes
@@ -87,27 +87,27 @@ def test_host_bytes_cover_every_token(layout: KVLayout, num_tokens: int) -> None
     num_kv_heads=st.integers(1, 8),
     head_bytes=st.sampled_from([64, 512]),
     num_layers=st.integers(1, 40),
-    num_dense=st.integers(0, 10),
+    num_full_kv=st.integers(0, 10),
     unit=st.sampled_from([1, 16, 32]),
 )
-@example(num_kv_heads=2, head_bytes=64, num_layers=8, num_dense=9, unit=32)
-def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_layers: int, num_dense: int, unit: int):
-    """Whole units, in the bytes that the dense layers need anyway, or as many rows as tokens without dense layers."""
+@example(num_kv_heads=2, head_bytes=64, num_layers=8, num_full_kv=9, unit=32)
+def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_layers: int, num_full_kv: int, unit: int):
+    """Whole units, in the bytes that the full-KV layers need anyway; as many rows as tokens without such layers."""
     row_bytes = num_kv_heads * head_bytes
-    layout = KVLayout(row_bytes, row_bytes, num_layers, num_dense, 128, unit, num_kv_heads)
+    layout = KVLayout(row_bytes, row_bytes, num_layers, num_full_kv, 128, unit, num_kv_heads)
     rows = layout.rows_per_hot_block
     assert rows % unit == 0 and layout.unit_bytes == unit * head_bytes
     assert layout.device_block_bytes % (rows * head_bytes) == 0, "a KV head's rows of a block have a number"
-    if not num_dense:
+    if not num_full_kv:
         assert rows == 128
-    elif num_layers != num_dense:
+    elif num_layers != num_full_kv:
         assert rows != 128, "pages of one size make vLLM cut the groups"
-        excess = rows * num_layers - 128 * num_dense
+        excess = rows * num_layers - 128 * num_full_kv
         assert rows == unit or excess < unit * num_layers / 2, "every block would be wider"
     held = layout.num_hot_blocks(4 * unit) * rows
     assert 5 * unit <= held < 5 * unit + rows, "the newest unit has a slot of its own"
 
 
-def test_without_dense_layers_a_request_takes_its_hot_blocks_alone():
+def test_without_full_kv_layers_a_request_takes_its_hot_blocks_alone():
     layout = KVLayout(512, 512, 4, 0, 128, 16, 2)
     assert layout.hot_request_bytes(100_000, 512) == layout.num_hot_blocks(512) * layout.device_block_bytes

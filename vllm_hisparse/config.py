@@ -72,7 +72,7 @@ class HiSparseConfig(BaseModel):
     """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm."""
-    dense_layers: list[int] | None = None
+    full_kv_layers: list[int] | None = None
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
     prefill_tp_size: int | None = Field(default=None, gt=0)
     """Tensor parallel size of the prefill instances. Default: this instance's."""
@@ -208,10 +208,10 @@ class HiSparseConfig(BaseModel):
     def _for_model(self, vllm_config: VllmConfig) -> HiSparseConfig:
         model, algorithm = vllm_config.model_config, self.algorithm_class
         if algorithm.model_family == "mla":
-            updates = {"top_k": _dsa_top_k(self, model), "dense_layers": []}
+            updates = {"top_k": _dsa_top_k(self, model), "full_kv_layers": []}
         else:
             _check_dense_model(self, vllm_config)
-            updates = {"top_k": _dense_top_k(self), "dense_layers": _dense_layers(self, model)}
+            updates = {"top_k": _dense_top_k(self), "full_kv_layers": _full_kv_layers(self, model)}
         top_k, unit = updates["top_k"], self.tokens_per_unit
         rows = BUFFER_TOP_K_RATIO * top_k if self.device_buffer_size is None else self.device_buffer_size
         if rows < top_k or rows % unit:
@@ -268,9 +268,9 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
             f"{model.model} has none: set algorithm to one of {dense} for a dense model, serve another model, "
             f"or remove {CONNECTOR_NAME}.",
         )
-    if config.dense_layers:
+    if config.full_kv_layers:
         raise HiSparseConfigError(
-            "dense_layers", config.dense_layers, "none: a DSA model has no full-KV layers", "Remove it."
+            "full_kv_layers", config.full_kv_layers, "none: a DSA model has no full-KV layers", "Remove it."
         )
     top_k = model_top_k if config.top_k is None else config.top_k
     if top_k != model_top_k:
@@ -317,15 +317,15 @@ def _dense_top_k(config: HiSparseConfig) -> int:
     return top_k
 
 
-def _dense_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
+def _full_kv_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
     num_layers = model.hf_text_config.num_hidden_layers
-    layers = config.dense_layers
+    layers = config.full_kv_layers
     if layers is None:
-        layers = list(range(config.algorithm_class.num_dense_layers))
+        layers = list(range(config.algorithm_class.num_full_kv_layers))
     layers = sorted(set(layers))
     if not set(layers) < set(range(num_layers)):
         raise HiSparseConfigError(
-            "dense_layers",
+            "full_kv_layers",
             layers,
             f"layers from 0 to {num_layers - 1}, not all of them",
             f"List layers of {model.model}; at least one must be sparse.",

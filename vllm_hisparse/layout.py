@@ -7,8 +7,8 @@ from dataclasses import dataclass
 INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
-BLOCK_SIZE = 64  # tokens per host block and per indexer block
-MAX_UNUSED_SHARE = 0.25  # of an indexer block by hot rows
+BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
+MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:
@@ -28,49 +28,49 @@ def indexer_row_bytes(index_head_dim: int) -> int:
 class KVLayout:
     """Sizes of a model's KV on host and device.
 
-    "Indexer" stands for whatever the device keeps of every token beside the hot rows: the indexer keys of a DSA model,
-    the KV of a dense model's `dense_layers`.
+    Device-resident KV is what the device keeps of every token beside the hot rows: the indexer keys of a DSA model, the
+    KV of a dense model's `full_kv_layers`.
 
     Args:
         row_bytes: one token's main KV in one layer.
-        indexer_row_bytes: one token's indexer key in one layer.
+        resident_row_bytes: one token's device-resident KV in one layer.
         num_layers: layers with main KV.
-        num_indexer_layers: layers with an indexer; may be 0.
-        block_size: tokens per host block and per indexer block.
+        num_resident_layers: layers with device-resident KV; may be 0.
+        block_size: tokens per host block and per device block of device-resident KV.
         tokens_per_unit: consecutive rows that are selected, copied and evicted together; divides `block_size`.
         num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
     """
 
     row_bytes: int
-    indexer_row_bytes: int
+    resident_row_bytes: int
     num_layers: int
-    num_indexer_layers: int
+    num_resident_layers: int
     block_size: int = BLOCK_SIZE
     tokens_per_unit: int = 1
     num_kv_heads: int | None = None
 
     @property
     def rows_per_hot_block(self) -> int:
-        """Hot rows in one device block: as many whole units as fit into the bytes of an indexer block, and one more if
-        more than a quarter of the block and more than half a unit would otherwise be unused.
+        """Hot rows in one device block: as many whole units as fit into the bytes of a block of device-resident KV, and
+        one more if more than a quarter of the block and more than half a unit would otherwise be unused.
 
         Both groups share vLLM's block pool, whose blocks are as wide as the widest group.
         """
-        if not self.num_indexer_layers:
+        if not self.num_resident_layers:
             return self.block_size
-        block_bytes = self.block_size * self.indexer_row_bytes * self.num_indexer_layers
+        block_bytes = self.block_size * self.resident_row_bytes * self.num_resident_layers
         unit_bytes = self.row_bytes * self.num_layers * self.tokens_per_unit
         num_units, unused_bytes = divmod(block_bytes, unit_bytes)
         if unused_bytes > max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2):
             num_units += 1
         num_units = max(1, num_units)
         # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers.
-        if self.num_layers != self.num_indexer_layers and self._is_page_of_both(num_units):
+        if self.num_layers != self.num_resident_layers and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)
         return num_units * self.tokens_per_unit
 
     def _is_page_of_both(self, num_units: int) -> bool:
-        return num_units * self.tokens_per_unit * self.row_bytes == self.block_size * self.indexer_row_bytes
+        return num_units * self.tokens_per_unit * self.row_bytes == self.block_size * self.resident_row_bytes
 
     @property
     def unit_bytes(self) -> int:
@@ -81,7 +81,7 @@ class KVLayout:
     def device_block_bytes(self) -> int:
         """Stride in bytes between blocks of vLLM's device pool."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
-        widest = max(hot, self.num_indexer_layers * self.block_size * self.indexer_row_bytes)
+        widest = max(hot, self.num_resident_layers * self.block_size * self.resident_row_bytes)
         return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
 
     @property
@@ -97,17 +97,17 @@ class KVLayout:
         return self.num_layers * self.block_size * self.row_bytes
 
     @property
-    def indexer_block_bytes(self) -> int:
-        """Bytes of the indexer keys of one block's tokens, all layers."""
-        return self.num_indexer_layers * self.block_size * self.indexer_row_bytes
+    def resident_block_bytes(self) -> int:
+        """Bytes of the device-resident KV of one block's tokens, all layers."""
+        return self.num_resident_layers * self.block_size * self.resident_row_bytes
 
     @property
     def host_block_bytes(self) -> int:
-        """Bytes of one host block: main KV and indexer keys of all layers."""
-        return self.main_block_bytes + self.indexer_block_bytes
+        """Bytes of one host block: main KV and device-resident KV of all layers."""
+        return self.main_block_bytes + self.resident_block_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Host (or indexer) blocks that hold `num_tokens`."""
+        """Host blocks, or device blocks of device-resident KV, that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def num_hot_blocks(self, device_buffer_size: int) -> int:
@@ -116,8 +116,8 @@ class KVLayout:
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens`, with a hot buffer."""
-        num_indexer_blocks = self.num_blocks(num_tokens) if self.num_indexer_layers else 0
-        num_blocks = self.num_hot_blocks(device_buffer_size) + num_indexer_blocks
+        num_resident_blocks = self.num_blocks(num_tokens) if self.num_resident_layers else 0
+        num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks
         return num_blocks * self.device_block_bytes
 
     def full_request_bytes(self, num_tokens: int) -> int:

@@ -99,7 +99,7 @@ def test_defaults_are_the_papers() -> None:
     options = ClusterKV.Options()
     assert (options.sink_tokens, options.tokens_per_cluster) == (16, 80)
     assert (options.update_interval, options.clusters_per_update) == (320, 4)
-    assert ClusterKV.min_budget(options) == 336 and ClusterKV.num_dense_layers == 2
+    assert ClusterKV.min_budget(options) == 336 and ClusterKV.num_full_kv_layers == 2
     assert options.window_tokens == 0
 
 

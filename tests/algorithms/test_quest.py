@@ -73,6 +73,6 @@ def test_selects_as_algorithm_1(num_tokens: int, budget: int, seed: int) -> None
 
 
 def test_defaults_are_the_papers() -> None:
-    assert Quest.Options().page_size == 16 and Quest.num_dense_layers == 2 and Quest.graph_capturable
+    assert Quest.Options().page_size == 16 and Quest.num_full_kv_layers == 2 and Quest.graph_capturable
     algorithm = make(Quest, max_tokens=160)
     assert algorithm.state_bytes_per_token == 2 * SHAPE.num_kv_heads * SHAPE.head_size * 4 / 16

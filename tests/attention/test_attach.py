@@ -39,7 +39,7 @@ def vllm_config(connector: str | None = "HiSparseHostConnector", is_dsa: bool = 
 
 @pytest.fixture(autouse=True)
 def full_kv_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(dense_layers=FULL_KV_LAYERS)
+    config = SimpleNamespace(full_kv_layers=FULL_KV_LAYERS)
     monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
 
 

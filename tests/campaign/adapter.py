@@ -136,7 +136,7 @@ class Product:
     def _entry(self, request_id: str, num_tokens: int) -> BatchEntry:
         request, groups = self.scheduler.requests[request_id], self.half.groups
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        resident_id = groups.indexer_group_id
+        resident_id = groups.resident_group_id
         last = request.num_computed_tokens
         return BatchEntry(
             request_id,

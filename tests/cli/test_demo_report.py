@@ -49,7 +49,7 @@ def test_row_of_the_same_tokens() -> None:
     assert same.max_logprob_difference == 8.0
     assert same.hit_rate == 0.75
     layout = kv_layout(CONFIG, 4)
-    assert (layout.row_bytes, layout.indexer_row_bytes) == (2304, 132)
+    assert (layout.row_bytes, layout.resident_row_bytes) == (2304, 132)
     assert same.device_bytes == layout.hot_request_bytes(2003, 512)
     assert same.full_bytes == layout.full_request_bytes(2003)
 

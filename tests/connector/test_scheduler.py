@@ -99,7 +99,7 @@ def test_requests_that_do_not_run_this_step_wait_with_their_changes(engine: Fake
 
 @pytest.mark.parametrize("enable_caching", [True, False])
 def test_without_indexer_only_tables_travel(enable_caching: bool) -> None:
-    engine = FakeEngine(has_indexer=False, enable_caching=enable_caching)
+    engine = FakeEngine(has_resident_kv=False, enable_caching=enable_caching)
     engine.add("a", PROMPT, max_tokens=12)
     engine.run_to_end()
     assert not any(metadata.saves or metadata.tail_saves or metadata.restores for metadata in engine.log)
@@ -111,7 +111,7 @@ def test_without_indexer_only_tables_travel(enable_caching: bool) -> None:
 
 
 def test_without_indexer_a_preempted_request_loses_nothing() -> None:
-    engine = FakeEngine(has_indexer=False)
+    engine = FakeEngine(has_resident_kv=False)
     request = engine.add("a", PROMPT)
     engine.step(budget=30)
     engine.preempt(request)
@@ -124,7 +124,7 @@ def test_without_indexer_a_preempted_request_loses_nothing() -> None:
 
 def test_without_indexer_a_remote_prompt_goes_to_the_host_alone() -> None:
     transport = FakeTransport()
-    engine = FakeEngine(has_indexer=False, transport=transport)
+    engine = FakeEngine(has_resident_kv=False, transport=transport)
     request = engine.add("remote", PROMPT)
     engine.step()
     assert transport.started == [("remote", host_ids(engine, request), 0, None, len(PROMPT))]
@@ -336,7 +336,7 @@ def test_restored_tokens_of_other_requests_are_no_resumption() -> None:
 def test_copies_of_every_rank_are_counted() -> None:
     engine = FakeEngine()
     engine.connector.num_ranks, layout = 2, engine.groups.layout
-    token, block = 2 * layout.num_layers * layout.row_bytes, 2 * layout.indexer_block_bytes
+    token, block = 2 * layout.num_layers * layout.row_bytes, 2 * layout.resident_block_bytes
     engine.add("a", PROMPT, max_tokens=3)
     seen = []
     for _ in range(4):
@@ -554,7 +554,7 @@ def test_shared_host_blocks_are_not_pulled_again(device_cache: str) -> None:
         "transfers": 1,
         "transfer_failures": 0,
         "transfer_bytes_to_host": layout.main_block_bytes,
-        "transfer_bytes_to_device": layout.indexer_block_bytes * (1 if device_cache == "kept" else 3),
+        "transfer_bytes_to_device": layout.resident_block_bytes * (1 if device_cache == "kept" else 3),
     }
     engine.receive(request)
     engine.run_to_end()
@@ -638,7 +638,7 @@ def test_log_names_transferred_bytes(lines: list[str]) -> None:
     assert lines == [
         f"HiSparse request remote: prompt_tokens=10, hits=3, misses=4, "
         f"transfer_bytes_to_host={3 * layout.main_block_bytes}, "
-        f"transfer_bytes_to_device={3 * layout.indexer_block_bytes}"
+        f"transfer_bytes_to_device={3 * layout.resident_block_bytes}"
     ]
 
 

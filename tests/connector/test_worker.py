@@ -78,7 +78,7 @@ def device_caches(is_dense: bool = False) -> dict[str, torch.Tensor]:
     rows, num_bytes = MLA_LAYOUT.rows_per_hot_block, MLA_LAYOUT.device_block_bytes
     memory = torch.zeros(NUM_DEVICE_BLOCKS, num_bytes, dtype=torch.uint8)
     hot = memory.view(torch.float32)[:, : NUM_LAYERS * rows * WIDTH].view(-1, NUM_LAYERS, 1, rows, WIDTH)
-    keys = memory[:, : MLA_LAYOUT.indexer_block_bytes].view(-1, 2, 1, 64, KEY_BYTES)
+    keys = memory[:, : MLA_LAYOUT.resident_block_bytes].view(-1, 2, 1, 64, KEY_BYTES)
     layers = [hot[:, index] for index in range(NUM_LAYERS)] + [keys[:, index] for index in range(2)]
     return dict(zip(HOT_LAYERS + INDEXER_LAYERS, layers, strict=True))
 
@@ -122,23 +122,23 @@ def test_a_handle_may_change_hands_within_a_step(worker: HiSparseWorkerConnector
     worker.hot_buffer.check_integrity()
 
 
-def test_indexer_blocks_travel_as_the_scheduler_says(worker: HiSparseWorkerConnector) -> None:
+def test_device_resident_kv_travels_as_the_scheduler_says(worker: HiSparseWorkerConnector) -> None:
     """The tail of a preempted request is saved before anything is restored, into the same device block, too."""
-    keys = worker.indexer_keys
-    assert keys.shape == (NUM_DEVICE_BLOCKS, MLA_LAYOUT.indexer_block_bytes)
+    keys = worker.resident_kv
+    assert keys.shape == (NUM_DEVICE_BLOCKS, MLA_LAYOUT.resident_block_bytes)
     keys.copy_(torch.randint(0, 255, keys.shape, dtype=torch.uint8))
     before = keys.clone()
-    worker.store.indexer_keys[2] = 77
+    worker.store.resident_kv[2] = 77
     worker.apply_changes(HiSparseMetadata(tail_saves=[(4, 6)], restores=[(2, 4)]))
-    assert torch.equal(worker.store.indexer_keys[6], before[4])
+    assert torch.equal(worker.store.resident_kv[6], before[4])
     assert (keys[4] == 77).all()
     worker.bind_metadata(HiSparseMetadata(saves=[(5, 1)]))
-    assert not torch.equal(worker.store.indexer_keys[1], before[5]), "saved before the forward"
+    assert not torch.equal(worker.store.resident_kv[1], before[5]), "saved before the forward"
     worker.finish_step()
-    assert torch.equal(worker.store.indexer_keys[1], before[5])
+    assert torch.equal(worker.store.resident_kv[1], before[5])
     keys[5] = 0
     worker.finish_step()
-    assert torch.equal(worker.store.indexer_keys[1], before[5]), "saved twice"
+    assert torch.equal(worker.store.resident_kv[1], before[5]), "saved twice"
 
 
 def test_every_layer_represents_a_prompt_before_its_request_decodes() -> None:

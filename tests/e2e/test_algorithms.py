@@ -24,12 +24,12 @@ LENGTHS = [1, 5, 16, 17, 127, 128, 129, 777, 1100]
 MAX_TOKENS = 20  # more than a page
 HOST_BLOCK_BYTES = 128 * 4 * 2 * 2 * 32 * 4  # tokens, layers, key and value, KV heads, elements, fp32
 
-# With and without a KV cache group of dense layers; small intervals, so that generated tokens are clustered, too.
+# With and without a KV cache group of full-KV layers; small intervals, so that generated tokens are clustered, too.
 ALGORITHMS = {
     "quest": {},
     "cluster_kv": {"algorithm_options": {"update_interval": 8, "clusters_per_update": 2}},
     "streaming_llm": {},
-    "pq_cache": {"dense_layers": [1]},
+    "pq_cache": {"full_kv_layers": [1]},
     "oracle": {},
 }
 
@@ -105,7 +105,7 @@ def test_bf16(run, reference):
     assert_same_but_rounding(record["completions"], reference(lengths, 12, model="llama", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [("quest", {}), ("cluster_kv", {"dense_layers": []})])
+@pytest.mark.parametrize(("algorithm", "options"), [("quest", {}), ("cluster_kv", {"full_kv_layers": []})])
 def test_preempted_requests_resume(run, reference, algorithm, options):
     """The host pool runs out while requests decode: one is preempted and loses only the blocks the others need."""
     lengths, max_tokens = [500, 510, 250], 150

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 EVERYTHING = {"host_pool_gib": 0.25, "top_k": 4096, "device_buffer_size": 4096}
 TOKEN_BYTES = 2 * 2 * 32 * 4  # one layer: key and value, KV heads, elements, fp32
 BLOCK = 128
-# Two dense layers, which NIXL pulls to the device; none, so that everything goes to the host.
+# Two full-KV layers, which NIXL pulls to the device; none, so that everything goes to the host.
 DECODERS = {"quest": 2, "cluster_kv": 4}
 
 
@@ -28,7 +28,7 @@ class Cluster:
     def __init__(self, group: ProcessGroup, log_dir):
         self.group, self.log_dir = group, log_dir
         self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
-        options = {"quest": {}, "cluster_kv": {"dense_layers": [], "algorithm_options": {"update_interval": 8}}}
+        options = {"quest": {}, "cluster_kv": {"full_kv_layers": [], "algorithm_options": {"update_interval": 8}}}
         self.decode = {
             name: self.start(name, hisparse_connector(algorithm=name, **EVERYTHING, **options[name]), 1)
             for name in DECODERS

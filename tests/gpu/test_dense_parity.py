@@ -21,7 +21,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "quest": ("page", {}),
     "streaming_llm": ("page", {}),
     "cluster_kv": ("token", {"algorithm_options": {"update_interval": 32, "clusters_per_update": 2}}),
-    "pq_cache": ("token", {"dense_layers": [1]}),
+    "pq_cache": ("token", {"full_kv_layers": [1]}),
     "oracle": ("token", {}),
 }
 VARIANTS = {"llama": "llama", "qwen3": "qwen3"}

@@ -154,7 +154,7 @@ def test_imported_prompts_give_the_same_tokens(pair: Pair) -> None:
 def test_an_import_takes_no_device_memory(pair: Pair) -> None:
     """The main KV of a 32K prompt is 147 MiB in bf16 and 84 MiB in fp8: device memory must not grow by that."""
     if pair.case.model != "dsv32":
-        pytest.skip("the KV of dense layers does go to the device")
+        pytest.skip("the KV of full-KV layers does go to the device")
     warm, prompt = make_prompt(32001, seed=2), make_prompt(32000, seed=2)
     pair.decode.complete(warm, 2, pair.prefilled(warm))
     transfer = pair.prefilled(prompt)

@@ -39,17 +39,17 @@ def plan(*groups: tuple[list[str], KVCacheSpec]) -> KVCacheConfig:
 def test_a_dsa_model_in_either_order(hot_id: int) -> None:
     both = [(["m0", "m1", "m2"], HOT_MLA), (["k0", "k2"], KEYS)]
     groups = DeviceGroups.from_config(plan(*(both if hot_id == 0 else reversed(both))))
-    assert (groups.hot_group_id, groups.indexer_group_id) == (hot_id, 1 - hot_id)
-    assert (groups.hot_spec, groups.indexer_spec) == (HOT_MLA, KEYS)
+    assert (groups.hot_group_id, groups.resident_group_id) == (hot_id, 1 - hot_id)
+    assert (groups.hot_spec, groups.resident_spec) == (HOT_MLA, KEYS)
     assert groups.hot_group.layer_names == ["m0", "m1", "m2"]
-    assert groups.indexer_layers == ["k0", "k2"]
+    assert groups.resident_layers == ["k0", "k2"]
     assert groups.device_kv_bytes == 5 << 20
     assert groups.layout == MLA_LAYOUT
 
 
 def test_a_dense_model_beside_its_full_kv_layers() -> None:
     groups = DeviceGroups.from_config(plan((["f0"], FULL_GQA), (["h1", "h2", "h3"], HOT_GQA)))
-    assert (groups.hot_group_id, groups.indexer_group_id) == (1, 0)
+    assert (groups.hot_group_id, groups.resident_group_id) == (1, 0)
     assert groups.layout == GQA_LAYOUT
 
 
@@ -57,8 +57,8 @@ def test_a_dense_model_without_full_kv_layers() -> None:
     layout = KVLayout(512, 512, 2, 0, block_size=128, tokens_per_unit=16, num_kv_heads=2)
     hot = HotBufferSpec.from_full_spec(FULL_GQA, layout, blocks_per_request=7)
     groups = DeviceGroups.from_config(plan((["h0", "h1"], hot)))
-    assert (groups.hot_group_id, groups.indexer_group_id, groups.indexer_spec) == (0, None, None)
-    assert groups.indexer_layers == [] and groups.layout.indexer_block_bytes == 0
+    assert (groups.hot_group_id, groups.resident_group_id, groups.resident_spec) == (0, None, None)
+    assert groups.resident_layers == [] and groups.layout.resident_block_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -82,20 +82,20 @@ WIDE_KEYS = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=264, dtype
 
 
 @pytest.mark.parametrize(
-    ("hot_layers", "indexer_layers", "keys", "message"),
+    ("hot_layers", "resident_layers", "keys", "message"),
     [
         (["m0", "m1"], ["k0", "k2"], KEYS, "num_layers of the KV cache: vLLM planned 2, the layers 3"),
-        (["m0", "m1", "m2"], ["k0"], KEYS, "num_indexer_layers of the KV cache: vLLM planned 1, the layers 2"),
+        (["m0", "m1", "m2"], ["k0"], KEYS, "num_resident_layers of the KV cache: vLLM planned 1, the layers 2"),
         (
             ["m0", "m1", "m2"],
             ["k0", "k2"],
             WIDE_KEYS,
-            "indexer_row_bytes of the KV cache: vLLM planned 264, the layers",
+            "resident_row_bytes of the KV cache: vLLM planned 264, the layers",
         ),
     ],
 )
 def test_a_plan_that_differs_from_the_layers_layout_is_refused(
-    hot_layers: list[str], indexer_layers: list[str], keys: KVCacheSpec, message: str
+    hot_layers: list[str], resident_layers: list[str], keys: KVCacheSpec, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        DeviceGroups.from_config(plan((hot_layers, HOT_MLA), (indexer_layers, keys)))
+        DeviceGroups.from_config(plan((hot_layers, HOT_MLA), (resident_layers, keys)))

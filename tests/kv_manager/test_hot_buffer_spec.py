@@ -41,7 +41,7 @@ def test_block_table_is_wide_enough_for_positions(max_len: int, width: int) -> N
     assert spec.max_num_blocks_per_req(SimpleNamespace(), max_len) == width
 
 
-def test_stays_apart_from_the_indexer_group() -> None:
+def test_stays_apart_from_the_resident_group() -> None:
     specs = {"attn": hot_spec(), "indexer": mla_spec(132, torch.uint8)}
     assert not isinstance(specs["attn"], FullAttentionSpec)
     assert not is_kv_cache_spec_uniform(specs)

@@ -87,7 +87,7 @@ class SparseAlgorithm(Selector, ABC):
     Attributes:
         graph_capturable: whether update and retrieval of a decode step may be captured in a CUDA graph.
         needs_whole_prompt: representations are built once, from all keys of the prompt, not chunk by chunk.
-        num_dense_layers: leading layers that the paper leaves dense; the default of `dense_layers`.
+        num_full_kv_layers: leading layers that the paper leaves with full attention; the default of `full_kv_layers`.
         tokens_per_unit: positions of a unit.
         max_units: units of the longest request.
         num_selected: units of a selection, at most.
@@ -96,7 +96,7 @@ class SparseAlgorithm(Selector, ABC):
     model_family = "gqa"
     graph_capturable: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[bool] = False
-    num_dense_layers: ClassVar[int] = 0
+    num_full_kv_layers: ClassVar[int] = 0
 
     def __init__(self, options: AlgorithmOptions, shape: AttentionShape, budget: int, max_tokens: int):
         self.options, self.shape, self.max_tokens = options, shape, max_tokens

@@ -36,12 +36,12 @@ class ClusterKV(SparseAlgorithm):
     Keys beyond the sinks are clustered by k-means under the distance D(i, j) = 1 - cos(k_i, k_j). A query
     ranks clusters by q . c, where c is the mean of the cluster's keys, and takes whole clusters in that order until the
     budget is full, the last one cut. Generated tokens are clustered among themselves, `update_interval` at a time. The
-    first two layers stay dense. Query heads that share a KV head share a selection, by the largest of their scores.
+    first two layers keep full KV. Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
     name = "cluster_kv"
     needs_whole_prompt = True
-    num_dense_layers = 2
+    num_full_kv_layers = 2
     Options = ClusterKVOptions
 
     @classmethod

@@ -24,13 +24,13 @@ class Quest(SparseAlgorithm):
 
         U_i = max(q_i * m_i, q_i * M_i),   score = sum_i U_i >= q . k  for every k of the page.
 
-    The pages with the largest scores are attended, the page being written always; the first two layers stay dense.
+    The pages with the largest scores are attended, the page being written always; the first two layers keep full KV.
     Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
     name = "quest"
     graph_capturable = True
-    num_dense_layers = 2
+    num_full_kv_layers = 2
     Options = QuestOptions
 
     @classmethod

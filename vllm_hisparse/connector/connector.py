@@ -87,7 +87,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        group_id = self.scheduler.groups.indexer_group_id
+        group_id = self.scheduler.groups.resident_group_id
         return () if group_id is None else (group_id,)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
@@ -153,7 +153,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def finish_forward(self) -> None:
         # NOTE: Model Runner V2 has this hook before it samples: a request is not finished, nor are its blocks free,
-        # before its indexer keys are on the host. Model Runner V1 calls `wait_for_save` before it samples instead.
+        # before its device-resident KV is on the host. Model Runner V1 calls `wait_for_save` before it samples instead.
         self.worker.finish_step()
 
     def wait_for_save(self) -> None:

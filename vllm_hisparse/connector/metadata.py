@@ -15,10 +15,10 @@ class HiSparseMetadata(KVConnectorMetadata):
 
     Attributes:
         released: handles of requests that ended or were preempted; applied first.
-        tail_saves: (device, host) indexer blocks to copy to the host before the forward, of preempted requests.
+        tail_saves: (device, host) blocks of device-resident KV to save before the forward, of preempted requests.
         tables: handle -> (index of the first block, host block ids from there on); index 0 starts a request.
-        restores: (host, device) indexer blocks to copy to the device before the forward.
-        saves: (device, host) indexer blocks that this step fills, to copy to the host after the forward.
+        restores: (host, device) blocks of device-resident KV to copy to the device before the forward.
+        saves: (device, host) blocks of device-resident KV that this step fills, to save after the forward.
         first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
             before and decode the token at `position` in this one.
         waits_for_tail_saves: whether the worker waits until `tail_saves` are done: in a step that computes nothing,

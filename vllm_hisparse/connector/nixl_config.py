@@ -1,7 +1,7 @@
 """What vLLM's NIXL pull connector is told of the KV cache: main KV lives in host memory.
 
 The prefill side is stock vLLM with one KV group. On the decode side the connector gets a `KVCacheConfig` of two groups,
-main KV (`host_resident`) and indexer keys, maps the remote group onto both and reads main KV into the host pool.
+main KV (`host_resident`) and device-resident KV, maps the remote group onto both and reads main KV into the host pool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def host_resident_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
 ) -> KVCacheConfig:
-    """The KV cache as the NIXL connector should see it: main KV on the host, indexer keys on the device."""
+    """The KV cache as the NIXL connector should see it: main KV on the host, the rest on the device."""
     hot = groups.hot_spec
     main = MLAAttentionSpec(
         block_size=hot.block_size,
@@ -31,7 +31,7 @@ def host_resident_config(
         kv_quant_mode=hot.kv_quant_mode,
         state_content_bytes=hot.row_bytes,
     )
-    device_groups = [groups.indexer_group] if groups.indexer_group else []
+    device_groups = [groups.resident_group] if groups.resident_group else []
     return replace(
         kv_cache_config,
         kv_cache_groups=[KVCacheGroupSpec(groups.hot_group.layer_names, main, host_resident=True), *device_groups],

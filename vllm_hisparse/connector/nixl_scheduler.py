@@ -97,7 +97,7 @@ class NixlSchedulerTransport:
             request: the request.
             host_ids: host blocks of the whole prompt; the first `num_shared` hold their KV already.
             num_shared: host blocks to leave alone.
-            device_blocks: indexer blocks of the whole prompt; hashed ones hold their keys already. None: no indexer.
+            device_blocks: of the whole prompt's device-resident KV; hashed ones hold it already. None: there is none.
             num_external_tokens: tokens to pull; 0 only tells the prefill instance to let go.
         """
         host_blocks = [KVCacheBlock(block_id) for block_id in host_ids]

@@ -30,15 +30,15 @@ class NixlWorkerTransport:
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.WORKER, config)
         copy_blocks_whole(self.connector)
 
-    def register(self, main_kv: dict[str, torch.Tensor], indexer_keys: dict[str, torch.Tensor]) -> None:
+    def register(self, main_kv: dict[str, torch.Tensor], resident_kv: dict[str, torch.Tensor]) -> None:
         """Register memory.
 
         Args:
             main_kv: layer -> host pool, [num_host_blocks, block_size, row elements].
-            indexer_keys: layer -> device cache as vLLM allocated it, [num_blocks, 1, block_size, row bytes].
+            resident_kv: layer -> device cache as vLLM allocated it, [num_blocks, 1, block_size, row bytes].
         """
         host = {name: tensor.unsqueeze(1) for name, tensor in main_kv.items()}
-        self.connector.register_kv_caches({**host, **indexer_keys})
+        self.connector.register_kv_caches({**host, **resident_kv})
 
     def bind_metadata(self, metadata: KVConnectorMetadata) -> None:
         self.connector.bind_connector_metadata(metadata)

@@ -75,9 +75,9 @@ class HiSparseSchedulerConnector:
         """Find the two managers and give the hot one its host pool."""
         managers = kv_cache_manager.coordinator.single_type_managers
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
-        indexer_id = self.groups.indexer_group_id
-        self.ledger.bind(None if indexer_id is None else managers[indexer_id].req_to_blocks)
-        max_model_len, caps_device_hits = kv_cache_manager.max_model_len, indexer_id is not None
+        resident_id = self.groups.resident_group_id
+        self.ledger.bind(None if resident_id is None else managers[resident_id].req_to_blocks)
+        max_model_len, caps_device_hits = kv_cache_manager.max_model_len, resident_id is not None
         self.hot_manager.bind(self.host_pool, self.ledger, max_model_len, caps_device_hits)
 
     def on_new_request(self, request: Request) -> None:
@@ -209,8 +209,8 @@ class HiSparseSchedulerConnector:
     def _start_transfer(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = request.request_id
         host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
-        indexer_id = self.groups.indexer_group_id
-        device_blocks = None if indexer_id is None else blocks.blocks[indexer_id]
+        resident_id = self.groups.resident_group_id
+        device_blocks = None if resident_id is None else blocks.blocks[resident_id]
         num_shared = self.ledger.admitted[request_id].num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
@@ -222,7 +222,7 @@ class HiSparseSchedulerConnector:
         if failed:
             return
         to_host = transfer.num_host_blocks * self.layout.main_block_bytes * self.num_host_pools
-        to_device = transfer.num_device_blocks * self.layout.indexer_block_bytes * self.num_ranks
+        to_device = transfer.num_device_blocks * self.layout.resident_block_bytes * self.num_ranks
         self.stats.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
         if self.request_log and request_id in self.ledger.requests:
             self.request_log.received(request_id, to_host, to_device)
@@ -230,8 +230,8 @@ class HiSparseSchedulerConnector:
     def _record_copies(self, metadata: HiSparseMetadata, num_tokens: int) -> None:
         """Account for what the workers copy in this step beside misses, which only they know."""
         layout, num_saves = self.layout, len(metadata.saves) + len(metadata.tail_saves)
-        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.indexer_block_bytes
-        restored = len(metadata.restores) * layout.indexer_block_bytes
+        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.resident_block_bytes
+        restored = len(metadata.restores) * layout.resident_block_bytes
         self.stats.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
 
 
@@ -239,8 +239,8 @@ def _keep_copied_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMet
     """Take the device blocks that the worker copies before the forward out of those that vLLM zeroes.
 
     NOTE: Model Runner V2 zeroes before the copies, and a preempted request's last block may already be another's; V1
-    zeroes after them, what was restored included. vLLM zeroes against bytes of another precision. Only indexer blocks
-    are in its list, so a block spared passes from indexer keys to indexer keys.
+    zeroes after them, what was restored included. vLLM zeroes against bytes of another precision. Only blocks of
+    device-resident KV are in its list, so that a block that is spared keeps its precision.
     """
     copied = {device_id for device_id, _ in metadata.tail_saves} | {device_id for _, device_id in metadata.restores}
     if copied and scheduler_output.new_block_ids_to_zero:

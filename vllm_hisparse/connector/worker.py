@@ -66,9 +66,9 @@ class HiSparseWorkerConnector:
             kv_caches: layer -> [num_blocks, KV heads, rows, row elements], as vLLM allocated them.
         """
         hot_caches = {name: kv_caches[name] for name in self.groups.hot_group.layer_names}
-        indexer_caches = {name: kv_caches[name] for name in self.groups.indexer_layers}
+        resident_caches = {name: kv_caches[name] for name in self.groups.resident_layers}
         any_cache = next(iter(hot_caches.values()))
-        self.indexer_keys = _block_view(list(indexer_caches.values()), any_cache)
+        self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
         self.store.attach(any_cache.device)
         self.hot_buffer = self._make_hot_buffer(any_cache)
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -76,7 +76,7 @@ class HiSparseWorkerConnector:
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
             impl.bind(self.hot_buffer, index, self.store.main_kv[name], hot_caches[name])
         if self.transport:
-            self.transport.register(self.store.main_kv, indexer_caches)
+            self.transport.register(self.store.main_kv, resident_caches)
 
     def apply_changes(self, metadata: HiSparseMetadata) -> None:
         """Apply the scheduler's changes, before the forward.
@@ -84,7 +84,7 @@ class HiSparseWorkerConnector:
         NOTE: not in `start_load_kv`, which may run after it. Model Runner V2 has built the step's attention metadata by
         now, Model Runner V1 has not.
         """
-        self.store.save_indexer_keys(self.indexer_keys, metadata.tail_saves)
+        self.store.save_resident_kv(self.resident_kv, metadata.tail_saves)
         if metadata.waits_for_tail_saves:
             self.store.wait()
         for handle in metadata.released:
@@ -95,7 +95,7 @@ class HiSparseWorkerConnector:
             for span in self.hot_buffer.begin_decoding(handle, position):
                 for impl in self.impls:
                     impl.represent(span)
-        self.store.restore_indexer_keys(self.indexer_keys, metadata.restores)
+        self.store.restore_resident_kv(self.resident_kv, metadata.restores)
 
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:
         self._saves = metadata.saves
@@ -111,8 +111,8 @@ class HiSparseWorkerConnector:
             self.transport.start_load(forward_context)
 
     def finish_step(self) -> None:
-        """Bring the indexer blocks that the forward filled to the host, once per step; rows are there by now."""
-        self.store.save_indexer_keys(self.indexer_keys, self._saves)
+        """Save the blocks of device-resident KV that the forward filled, once per step; rows are on the host by now."""
+        self.store.save_resident_kv(self.resident_kv, self._saves)
         self._saves = []
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceGroups:
-    """Where vLLM put hot rows and what the device keeps of every token.
+    """Where vLLM put hot rows and device-resident KV.
 
-    The latter, the indexer group, holds the indexer keys of a DSA model or the KV of a dense model's dense layers; a
-    dense model without dense layers has none.
+    Device-resident KV is what the device keeps of every token: the indexer keys of a DSA model or the KV of a dense
+    model's full-KV layers. A dense model without full-KV layers has none.
 
     Attributes:
-        hot_group_id, indexer_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
-        hot_group, indexer_group: the groups, or None; their layers run in model order.
-        hot_spec, indexer_spec: the spec of one layer, or None.
+        hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
+        hot_group, resident_group: the groups, or None; their layers run in model order.
+        hot_spec, resident_spec: the spec of one layer, or None.
         device_kv_bytes: bytes of the device KV cache.
     """
 
     hot_group_id: int
-    indexer_group_id: int | None
+    resident_group_id: int | None
     hot_group: KVCacheGroupSpec
-    indexer_group: KVCacheGroupSpec | None
+    resident_group: KVCacheGroupSpec | None
     hot_spec: HotBufferSpec
-    indexer_spec: AttentionSpec | None
+    resident_spec: AttentionSpec | None
     device_kv_bytes: int
 
     @classmethod
@@ -54,23 +54,23 @@ class DeviceGroups:
             kinds = [type(spec).__name__ for spec in specs]
             raise ValueError(f"expected one KV cache group of hot rows and at most one other, got {kinds}")
         hot_id = hot_ids[0]
-        indexer_id = 1 - hot_id if len(groups) == 2 else None
+        resident_id = 1 - hot_id if len(groups) == 2 else None
         found = cls(
             hot_id,
-            indexer_id,
+            resident_id,
             groups[hot_id],
-            None if indexer_id is None else groups[indexer_id],
+            None if resident_id is None else groups[resident_id],
             specs[hot_id],
-            None if indexer_id is None else specs[indexer_id],
+            None if resident_id is None else specs[resident_id],
             max(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
         )
         found._check_layout()
         return found
 
     @property
-    def indexer_layers(self) -> list[str]:
-        """Names of the indexer group's layers."""
-        return self.indexer_group.layer_names if self.indexer_group else []
+    def resident_layers(self) -> list[str]:
+        """Names of the layers with device-resident KV."""
+        return self.resident_group.layer_names if self.resident_group else []
 
     @property
     def layout(self) -> KVLayout:
@@ -80,11 +80,11 @@ class DeviceGroups:
         layout = self.layout
         planned = {
             "num_layers": len(self.hot_group.layer_names),
-            "num_indexer_layers": len(self.indexer_layers),
+            "num_resident_layers": len(self.resident_layers),
             "block_size": self.hot_spec.block_size,
         }
-        if self.indexer_spec is not None:
-            planned["indexer_row_bytes"] = self.indexer_spec.unpadded_page_size_bytes // self.indexer_spec.block_size
+        if self.resident_spec is not None:
+            planned["resident_row_bytes"] = self.resident_spec.unpadded_page_size_bytes // self.resident_spec.block_size
         for name, value in planned.items():
             if value != getattr(layout, name):
                 raise ValueError(f"{name} of the KV cache: vLLM planned {value}, the layers {getattr(layout, name)}")

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class HotBufferSpec(AttentionSpec):
     """Device blocks of one layer's hot buffer.
 
-    NOTE: not a `FullAttentionSpec`, or vLLM would merge the group with the indexer's. `block_size` stays in tokens and
-    equal to the indexer's, so that block hashes keep one granularity; `tokens_per_state` makes a block hold fewer rows.
+    NOTE: not a `FullAttentionSpec`, or vLLM would merge the group with that of device-resident KV. `block_size` stays
+    in tokens and equal to that group's, so that block hashes keep one granularity; `tokens_per_state` makes a block
+    hold fewer rows.
     """
 
     blocks_per_request: int

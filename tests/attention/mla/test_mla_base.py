@@ -30,5 +30,5 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     )
     spec = layers[0].get_kv_cache_spec(config)
     assert spec.page_size_bytes == rows * 1152
-    assert (spec.layout.num_layers, spec.layout.num_indexer_layers) == (num_layers, num_indexers)
+    assert (spec.layout.num_layers, spec.layout.num_resident_layers) == (num_layers, num_indexers)
     assert spec.blocks_per_request == -(-4097 // rows)

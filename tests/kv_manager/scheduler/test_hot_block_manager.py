@@ -14,7 +14,7 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
         num_host_blocks=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 20),
         hot_first=st.booleans(),
         enable_caching=st.sampled_from([True, True, False]),
-        has_indexer=st.sampled_from([True, True, False]),
+        has_resident_kv=st.sampled_from([True, True, False]),
         zeroes_first=st.booleans(),
     )
     def start(self, **options) -> None:

@@ -9,7 +9,7 @@ from vllm_hisparse.layout import KVLayout
 
 NUM_BLOCKS = 7
 MAIN = ["m0", "m1", "m2"]
-LAYOUT = KVLayout(row_bytes=24, indexer_row_bytes=20, num_layers=3, num_indexer_layers=2, block_size=3)
+LAYOUT = KVLayout(row_bytes=24, resident_row_bytes=20, num_layers=3, num_resident_layers=2, block_size=3)
 
 
 def make_store(dtype: torch.dtype = torch.bfloat16) -> HostKVStore:
@@ -17,7 +17,7 @@ def make_store(dtype: torch.dtype = torch.bfloat16) -> HostKVStore:
 
 
 def views(store: HostKVStore) -> list[torch.Tensor]:
-    return [*store.main_kv.values(), store.indexer_keys]
+    return [*store.main_kv.values(), store.resident_kv]
 
 
 @pytest.mark.parametrize(("dtype", "elements"), [(torch.bfloat16, 12), (torch.float32, 6), (torch.uint8, 24)])
@@ -26,7 +26,7 @@ def test_shapes(dtype: torch.dtype, elements: int) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in store.main_kv.items()} == dict.fromkeys(
         MAIN, (NUM_BLOCKS, 3, elements)
     )
-    assert store.indexer_keys.shape == (NUM_BLOCKS, 120)
+    assert store.resident_kv.shape == (NUM_BLOCKS, 120)
     assert all(tensor.dtype == dtype for tensor in store.main_kv.values())
     assert all(tensor.is_contiguous() for tensor in views(store))
 
@@ -60,19 +60,19 @@ def device_cache(num_blocks: int = 5) -> torch.Tensor:
 
 def test_saved_keys_come_back_in_other_device_blocks() -> None:
     store, cache = make_store(), device_cache()
-    host_before = store.indexer_keys.clone()
-    store.save_indexer_keys(cache, [(4, 1), (2, 6)])
+    host_before = store.resident_kv.clone()
+    store.save_resident_kv(cache, [(4, 1), (2, 6)])
     restored = torch.zeros_like(cache)
-    store.restore_indexer_keys(restored, [(6, 0), (1, 3)])
+    store.restore_resident_kv(restored, [(6, 0), (1, 3)])
     assert torch.equal(restored[[0, 3]], cache[[2, 4]])
     assert not restored[[1, 2, 4]].any()
     untouched = [0, 2, 3, 4, 5]
-    assert torch.equal(store.indexer_keys[untouched], host_before[untouched])
+    assert torch.equal(store.resident_kv[untouched], host_before[untouched])
 
 
 def test_nothing_to_copy() -> None:
     store, cache = make_store(), device_cache()
-    host_before, device_before = store.indexer_keys.clone(), cache.clone()
-    store.save_indexer_keys(cache, [])
-    store.restore_indexer_keys(cache, [])
-    assert torch.equal(store.indexer_keys, host_before) and torch.equal(cache, device_before)
+    host_before, device_before = store.resident_kv.clone(), cache.clone()
+    store.save_resident_kv(cache, [])
+    store.restore_resident_kv(cache, [])
+    assert torch.equal(store.resident_kv, host_before) and torch.equal(cache, device_before)

@@ -33,7 +33,7 @@ class HotGQAAttention(Attention):
                 "Choose another page_size, or a multiple of it for --block-size.",
             )
         row_bytes = spec.page_size_bytes // spec.block_size
-        num_full_kv = len(config.dense_layers)
+        num_full_kv = len(config.full_kv_layers)
         layout = KVLayout(
             row_bytes,
             row_bytes,
@@ -57,7 +57,7 @@ def preferred_block_size(vllm_config: VllmConfig) -> int:
     """Tokens of a block, a power of two: full-KV layers share vLLM's blocks with hot pages, and blocks are as wide as
     one page of all hot layers."""
     config = HiSparseConfig.from_vllm_config(vllm_config)
-    num_layers, num_full_kv = vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.dense_layers)
+    num_layers, num_full_kv = vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.full_kv_layers)
     size = MIN_BLOCK_SIZE
     while size < MAX_BLOCK_SIZE and size * num_full_kv < config.tokens_per_unit * (num_layers - num_full_kv):
         size *= 2
@@ -96,6 +96,6 @@ def _unsupported(name: str, got: object, expected: str) -> HiSparseConfigError:
 
 
 def is_full_kv_layer(layer: Attention, vllm_config: VllmConfig) -> bool:
-    """Whether a layer is one of `dense_layers`."""
+    """Whether a layer is one of `full_kv_layers`."""
     config = HiSparseConfig.from_vllm_config(vllm_config)
-    return extract_layer_index(layer.layer_name) in config.dense_layers
+    return extract_layer_index(layer.layer_name) in config.full_kv_layers

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HostKVStore:
-    """Main KV and indexer keys of all host blocks in one allocation.
+    """Main KV and copies of device-resident KV, all host blocks in one allocation.
 
     Args:
         layout: byte sizes.
@@ -26,7 +26,7 @@ class HostKVStore:
 
     Attributes:
         main_kv: layer -> [num_blocks, block_size, row elements] of `dtype`.
-        indexer_keys: [num_blocks, bytes of the indexer keys of all layers] uint8.
+        resident_kv: [num_blocks, bytes of all layers] uint8.
     """
 
     def __init__(
@@ -43,37 +43,37 @@ class HostKVStore:
             name: flat[i * main_bytes : (i + 1) * main_bytes].view(dtype).view(num_blocks, layout.block_size, -1)
             for i, name in enumerate(main_layers)
         }
-        self.indexer_keys = flat[len(main_layers) * main_bytes :].view(num_blocks, -1)
+        self.resident_kv = flat[len(main_layers) * main_bytes :].view(num_blocks, -1)
         self._pinned: PinnedMemory | None = None
-        self._flat, self._device_keys = flat, self.indexer_keys
+        self._flat, self._device_view = flat, self.resident_kv
 
     def attach(self, device: torch.device) -> None:
         """Let the device read and write the store: pins the memory, except for the CPU."""
         if device.type != "cpu":
             self._pinned = PinnedMemory(self._flat)
-            self._device_keys = self._pinned.device_view(self.indexer_keys)
+            self._device_view = self._pinned.device_view(self.resident_kv)
 
-    def save_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    def save_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device, host) blocks of all layers to the host.
 
         Args:
-            cache: [num_device_blocks, bytes of the indexer keys of all layers] uint8.
+            cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: block ids.
         """
         if pairs:
             device_ids, host_ids = self._ids(pairs, cache.device)
-            self._device_keys.index_copy_(0, host_ids, cache.index_select(0, device_ids))
+            self._device_view.index_copy_(0, host_ids, cache.index_select(0, device_ids))
 
-    def restore_indexer_keys(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    def restore_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (host, device) blocks of all layers to the device.
 
         Args:
-            cache: [num_device_blocks, bytes of the indexer keys of all layers] uint8.
+            cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: block ids.
         """
         if pairs:
             host_ids, device_ids = self._ids(pairs, cache.device)
-            cache.index_copy_(0, device_ids, self._device_keys.index_select(0, host_ids))
+            cache.index_copy_(0, device_ids, self._device_view.index_select(0, host_ids))
 
     def wait(self) -> None:
         """Wait until the copies between host and device are done."""
