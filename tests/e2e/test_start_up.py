@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import hot_args
+from conftest import assert_same_but_rounding, hot_args, make_prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -19,3 +19,15 @@ pytestmark = pytest.mark.e2e
 def test_refused(run, options, message):
     with pytest.raises(AssertionError, match=message):
         run(hot_args(options=options), [])
+
+
+def test_host_pool_as_a_ratio_of_the_device_cache(run, reference):
+    """Of bytes: rows and indexer keys of all layers on the host, over all that the device's cache holds."""
+    ratio, device_bytes = 0.25, 2**30  # VLLM_CPU_KVCACHE_SPACE of `run`
+    host_block = 64 * 4 * (576 * 4 + 132)  # 64 tokens, 4 layers, fp32 rows and indexer keys
+    options = {"host_pool_gib": None, "host_to_device_ratio": ratio}
+    record = run(hot_args(options=options), [{"prompts": [make_prompt(700)], "max_tokens": 8}])[0]
+    assert_same_but_rounding(record["completions"], reference([700], 8))
+    num_blocks = record["peaks"]["host_blocks_free"] + record["pools"]["host_blocks_cached"]
+    unused = ratio * device_bytes - num_blocks * host_block
+    assert 0 <= unused < 2 * host_block, "the device's cache is whole blocks of vLLM's, so it may be a little smaller"
