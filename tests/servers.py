@@ -44,6 +44,11 @@ class Server:
         return sum(map(float, samples))
 
 
+def is_error(reply: dict) -> bool:
+    """Whether the client was told: an error instead of a completion, never a short one."""
+    return "choices" not in reply or reply["choices"][0]["finish_reason"] == "error"
+
+
 def tokens_of(reply: dict) -> tuple[list[int], list[float]]:
     choice = reply["choices"][0]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]

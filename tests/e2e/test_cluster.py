@@ -16,7 +16,7 @@ import pytest
 import requests
 import yaml
 from conftest import MODELS, assert_same_but_rounding, make_prompt
-from servers import Server, completion
+from servers import Server, completion, is_error
 from test_pd import DecodeServer
 
 from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -160,11 +160,6 @@ def test_prompts_and_samples_of_one_request(cluster: Cluster):
         again = [completion(server.complete(prompt, 12)) for prompt in prompts]
         assert_same_but_rounding(again, full)
     wait_for(lambda: cluster.prefill.complete(make_prompt(3), 1) and cluster.prefill.metric("kv_cache_usage_perc") == 0)
-
-
-def is_error(reply: dict) -> bool:
-    """Whether the client was told: an error instead of a completion, never a short one."""
-    return "choices" not in reply or reply["choices"][0]["finish_reason"] == "error"
 
 
 def test_one_decode_server_is_killed(cluster: Cluster):
