@@ -8,7 +8,7 @@ BIN = $(abspath $(VENV))/bin
 SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sanitize lint clean
+.PHONY: help setup demo test campaign sanitize lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -21,6 +21,9 @@ demo: setup ## run the prefill/decode demo
 
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+campaign: setup ## run many lives of requests and kill engines, e.g. make campaign ARGS="--part lives"
+	@$(BIN)/python -m tests.campaign $(ARGS)
 
 sanitize: setup ## run the kernel tests under compute-sanitizer; needs a CUDA device
 	@compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -q tests/gpu/test_cuda_ops.py

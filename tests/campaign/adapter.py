@@ -41,6 +41,7 @@ MODEL = (
     Path(__file__).resolve().parents[2] / "build" / "models" / "dsv32"
 )  # its configuration only; no weights are read
 NUM_LAYERS = 2
+_LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches", "_changed", "_released", "_tail_saves")
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 
 init_none_hash(sha256)
@@ -115,11 +116,9 @@ class Product:
         """What must be empty when no request is left."""
         half, manager = self.half, self.half.hot_manager
         manager.release_parked()
-        left = {
-            name: getattr(manager, name)
-            for name in ("requests", "states", "matches", "changed", "waiting_for_host", "_parked")
-        }
-        left |= {"preempted": half.host_pool._preempted, "transfers": half._transfers}
+        left = {name: getattr(half.ledger, name) for name in _LEDGER}
+        left |= {"parked": manager._parked, "tails": manager._tails, "transfers": half._transfers}
+        left["preempted"] = half.host_pool._preempted
         if half.transport:
             left["heartbeats"] = half.transport.connector.connector_scheduler._heartbeat_by_engine
         return left
@@ -154,6 +153,8 @@ class Product:
                 yield from blocks
         for _, blocks in self.scheduler.deferred_frees:
             yield from blocks
+        for _, block in self.half.hot_manager._tails:
+            yield block
 
 
 def block_pairs(meta: ReqMeta) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:

@@ -5,42 +5,36 @@ from __future__ import annotations
 import pytest
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
-from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
+from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
 
 
 def no_parking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host blocks of an ended request are free at once, though a step in flight still writes them."""
+    """Host blocks are free as soon as their request has lost them, though a step in flight still writes them."""
 
     def release(self: HotBlockManager) -> None:
         parked, self._parked = self._parked, []
-        for _, request_id in parked:
-            self.host_pool.free(request_id)
+        for _, host_ids in parked:
+            self.host_pool.unpin(host_ids)
 
     monkeypatch.setattr(HotBlockManager, "release_parked", release)
 
 
 def early_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is offered to others before its indexer keys are on the host."""
-    publish = HiSparseSchedulerConnector._publish
+    publish = RequestLedger._publish
 
-    def publish_early(self: HiSparseSchedulerConnector, request, state) -> None:
-        state.num_saved_blocks += 1
-        publish(self, request, state)
-        state.num_saved_blocks -= 1
+    def publish_early(self: RequestLedger, request, admitted) -> None:
+        admitted.num_saved_blocks += 1
+        publish(self, request, admitted)
+        admitted.num_saved_blocks -= 1
 
-    monkeypatch.setattr(HiSparseSchedulerConnector, "_publish", publish_early)
+    monkeypatch.setattr(RequestLedger, "_publish", publish_early)
 
 
 def no_tail_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """A preempted request's last, partial block of indexer keys is not copied to the host."""
-    preempt = HotBlockManager._preempt
-
-    def preempt_without(self: HotBlockManager, request, state) -> None:
-        state.tail_block_id = None
-        preempt(self, request, state)
-
-    monkeypatch.setattr(HotBlockManager, "_preempt", preempt_without)
+    monkeypatch.setattr(HotBlockManager, "_save_tail", lambda *args: None)
 
 
 def another_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +42,29 @@ def another_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     start, latest = NixlSchedulerTransport.start, {}
 
     def start_another(self: NixlSchedulerTransport, request, *args) -> None:
-        params, num_tokens = request.kv_transfer_params, request.num_prompt_tokens
+        params, num_tokens = self._accepted[request.request_id], request.num_prompt_tokens
         own = params["remote_block_ids"]
         params["remote_block_ids"] = latest.get(num_tokens, own)
         latest[num_tokens] = own
         start(self, request, *args)
 
     monkeypatch.setattr(NixlSchedulerTransport, "start", start_another)
+
+
+def unclaimed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt of an HTTP request may use the transfer that was made for one of them."""
+
+    def claim(self: NixlSchedulerTransport, request, params) -> None:
+        self._accepted[request.request_id] = params.model_dump()
+
+    monkeypatch.setattr(NixlSchedulerTransport, "_claim", claim)
+
+
+def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streaming session may outgrow the model."""
+    monkeypatch.setattr(HotBlockManager, "_cut_long_sessions", lambda self: None)
+
+
+def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker keeps state of sessions that wait, beside as many requests as may run."""
+    monkeypatch.setattr(RequestLedger, "_drop_idle_states", lambda self, num_scheduled: None)

@@ -36,6 +36,7 @@ class Engine:
         self.product = Product(configuration, sizes)
         self.scheduler = self.product.scheduler
         self.scheduler.needs_kv_cache_zeroing = rng.random() < 0.7
+        self._device_share, self._nixl_share = rng.choice((0.3, 0.6, 0.9)), rng.choice((0.3, 0.7, 1.0))
         shared, zeroes_first = HostMemory(), rng.random() < 0.5
         self.ranks = [
             Rank(
@@ -87,9 +88,9 @@ class Engine:
         if self.scheduler.has_requests() and len(self._in_flight) < self.product.max_in_flight:
             self._launch()
         for rank in self.ranks:
-            while rank.is_busy and self.rng.random() < 0.6:
+            while rank.is_busy and self.rng.random() < self._device_share:
                 rank.run_one()
-        self.nixl.write_some(self.rng.random() * 0.7)
+        self.nixl.write_some(self.rng.random() * self._nixl_share)
         is_full = len(self._in_flight) == self.product.max_in_flight
         if self._in_flight and (is_full or self.rng.random() < 0.3 or not self.scheduler.has_requests()):
             self._finish(on_wait)
@@ -118,7 +119,7 @@ class Engine:
             rank.launch(step, self.ranks)
         # NOTE: posted by the worker's CPU: the device may be steps behind.
         self.nixl.post(step.metadata.transport)
-        self.nixl.write_some(self.rng.random())
+        self.nixl.write_some(self.rng.random() * self._nixl_share)
         step.results = self.nixl.poll()
         self._in_flight.appendleft(step)
 

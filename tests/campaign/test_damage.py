@@ -19,6 +19,9 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.early_publishing, "one instance", "host row"),
         (damage.no_tail_save, "one instance", "indexer key"),
         (damage.another_transfer, "P/D, no prefix caching", "host row"),
+        (damage.unclaimed_transfer, "P/D, data parallel", "host row"),
+        (damage.long_sessions, "one instance, sessions", "Error"),
+        (damage.idle_state, "P/D, sessions", "there is room for"),
     ],
 )
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:

@@ -7,18 +7,10 @@ from .lives import run_lives
 from .world import World
 
 LIVES = 2000
-# Not mended yet: blocks that a preempted request's copies and writes still use, state of sessions, sessions beyond
-# max_model_len, transfers that are another's or malformed.
-HAVE_FINDINGS = {
-    "one instance, sessions",
-    *(configuration.name for configuration in CONFIGURATIONS if configuration.is_pd),
-}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda configuration: configuration.name)
-def test_lives(configuration: Configuration, request: pytest.FixtureRequest) -> None:
-    if configuration.name in HAVE_FINDINGS:
-        request.applymarker(pytest.mark.xfail(strict=False))
+def test_lives(configuration: Configuration) -> None:
     result = run_lives(configuration, LIVES)
     assert not result.violations
     happened = result.counts

@@ -68,10 +68,12 @@ class World:
             check_idle(engine)
 
     def _sizes(self) -> Sizes:
+        """NOTE: where both pools are scarce, the host pool makes vLLM preempt long before the device does."""
         rng = self.rng
+        is_host_scarce = rng.random() < 0.6
         return Sizes(
-            num_device_blocks=rng.randint(16, 48),
-            num_host_blocks=rng.randint(12, 26),
+            num_device_blocks=rng.randint(20, 48) if is_host_scarce else rng.randint(16, 24),
+            num_host_blocks=rng.randint(12, 26) if is_host_scarce else rng.randint(26, 60),
             max_num_seqs=rng.randint(2, 6),
             token_budget=rng.randint(8, 40),
             policy="priority" if rng.random() < 0.3 else "fcfs",
