@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from vllm.config import VllmConfig
+from vllm.config.utils import is_init_field
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, HiSparseConfig, HiSparseConfigError
@@ -14,9 +16,13 @@ REFUSED_PARALLELISM = ("pipeline_parallel_size", "decode_context_parallel_size",
 PARALLELISM = ("tensor_parallel_size", "data_parallel_size")
 
 
+class EngineConfig(SimpleNamespace):
+    """What is read of a `VllmConfig`; as that one, it can be referenced weakly."""
+
+
 def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
     """A `VllmConfig` of a DSA model with index_topk 256; `changes` are `section__option=value`."""
-    config = SimpleNamespace(
+    config = EngineConfig(
         kv_transfer_config=SimpleNamespace(
             kv_connector=CONNECTOR_NAME,
             kv_role="kv_consumer",
@@ -63,6 +69,14 @@ def test_options_are_parsed_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> 
     assert HiSparseConfig.from_vllm_config(second) is not config
     monkeypatch.setattr(HiSparseConfig, "parse", lambda *_: pytest.fail("parsed again"))
     assert HiSparseConfig.from_vllm_config(first) is config
+
+
+def test_vllm_can_copy_a_configuration_that_was_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HiSparseConfig, "parse", classmethod(lambda cls, _: cls(host_pool_gib=1)))
+    config = VllmConfig()
+    HiSparseConfig.from_vllm_config(config)
+    for name in vars(config):  # as `replace` in the same module does
+        is_init_field(VllmConfig, name)
 
 
 def parse_refusal(extra_config: dict[str, Any]) -> str:

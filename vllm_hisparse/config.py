@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -41,7 +42,9 @@ NIXL_OPTIONS = frozenset(
     }
 )
 
-_PARSED = "hisparse_config"  # attribute of a `VllmConfig`
+# By the id of the `VllmConfig`, for as long as that lives.
+# NOTE: not an attribute of it: vLLM copies configurations field by field and fails on one that it does not know.
+_PARSED: dict[int, HiSparseConfig] = {}
 
 
 class HiSparseConfigError(ValueError):
@@ -97,12 +100,12 @@ class HiSparseConfig(BaseModel):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> HiSparseConfig:
-        """`parse` of a complete configuration: done once, the result stays with `vllm_config`."""
-        config: HiSparseConfig | None = getattr(vllm_config, _PARSED, None)
-        if config is None:
-            config = cls.parse(vllm_config)
-            setattr(vllm_config, _PARSED, config)
-        return config
+        """`parse` of a complete configuration, done once for each."""
+        key = id(vllm_config)
+        if key not in _PARSED:
+            _PARSED[key] = cls.parse(vllm_config)
+            finalize(vllm_config, _PARSED.pop, key)
+        return _PARSED[key]
 
     @classmethod
     def parse(cls, vllm_config: VllmConfig) -> HiSparseConfig:
