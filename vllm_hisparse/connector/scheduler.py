@@ -122,7 +122,7 @@ class HiSparseSchedulerConnector:
             self.request_log.started(*started)
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
-        _keep_copied_blocks(scheduler_output, metadata)
+        _keep_restored_blocks(scheduler_output, metadata)
         self._record_copies(metadata, scheduler_output.total_num_scheduled_tokens)
         self.hot_manager.step_scheduled()
         return metadata
@@ -235,14 +235,13 @@ class HiSparseSchedulerConnector:
         self.stats.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
 
 
-def _keep_copied_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMetadata) -> None:
-    """Take the device blocks that the worker copies before the forward out of those that vLLM zeroes.
+def _keep_restored_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMetadata) -> None:
+    """Take the device blocks that are restored before the forward out of those that vLLM zeroes.
 
-    NOTE: Model Runner V2 zeroes before the copies, and a preempted request's last block may already be another's; V1
-    zeroes after them, what was restored included. vLLM zeroes against bytes of another precision. Only blocks of
-    device-resident KV are in its list, so that a block that is spared keeps its precision.
+    NOTE: Model Runner V1 zeroes after the connector's copies. vLLM allows this for blocks that are overwritten as a
+    whole.
     """
-    copied = {device_id for device_id, _ in metadata.tail_saves} | {device_id for _, device_id in metadata.restores}
-    if copied and scheduler_output.new_block_ids_to_zero:
+    restored = {device_id for _, device_id in metadata.restores}
+    if restored and scheduler_output.new_block_ids_to_zero:
         new_block_ids = scheduler_output.new_block_ids_to_zero
-        scheduler_output.new_block_ids_to_zero = [block_id for block_id in new_block_ids if block_id not in copied]
+        scheduler_output.new_block_ids_to_zero = [block_id for block_id in new_block_ids if block_id not in restored]
