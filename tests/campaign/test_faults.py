@@ -38,6 +38,9 @@ class FakeCluster:
     def restart(self, name: str) -> None:
         self.calls.append(("restart", name))
 
+    def num_waiting_for_host(self) -> float:
+        return 1.0
+
     def lost_blocks(self, name: str) -> int:
         return 3 if name == self.loses else 0
 
@@ -64,10 +67,11 @@ def test_killed(faults: ModuleType, victim: str, survivor: str) -> None:
     assert faults.killed(victim, FakeCluster(TIE, WRONG), 2, nothing).wrong_tokens == 0, "ties are another text"
 
 
-def test_host_pool_full(faults: ModuleType) -> None:
-    fault = faults.host_pool_full(FakeCluster(), 0.2, nothing)
-    assert fault.times and not fault.wrong_tokens and not fault.lost_blocks
-    fault = faults.host_pool_full(FakeCluster(tokens=WRONG, loses="decode"), 0.2, nothing)
+def test_host_pool_full(faults: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "LOAD_CLIENTS", 2)
+    fault = faults.host_pool_full(FakeCluster(), 0.5, nothing)
+    assert fault.times and not fault.wrong_tokens and not fault.lost_blocks and fault.full_share == 1
+    fault = faults.host_pool_full(FakeCluster(tokens=WRONG, loses="decode"), 0.5, nothing)
     assert fault.wrong_tokens == fault.times and fault.lost_blocks == 3
 
 
