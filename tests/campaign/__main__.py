@@ -117,7 +117,8 @@ def _run_faults(
         cluster = Cluster(group, Path(log_dir))
         for name, (run, total) in runs.items():
             task = progress.add_task(name, total=total)
-            yield asdict(run(cluster, total, partial(progress.advance, task)))
+            fault = run(cluster, total, partial(progress.advance, task))
+            yield {name: value for name, value in asdict(fault).items() if value is not None}
 
 
 def _progress() -> Progress:

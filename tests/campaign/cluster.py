@@ -98,6 +98,10 @@ class Cluster:
         self.servers[name] = self._start(name)
         self._settle()
 
+    def num_waiting_for_host(self) -> float:
+        """Requests that the decode engine's host pool cannot take."""
+        return self.decode.metric("hisparse_requests_waiting_for_host_memory")
+
     def lost_blocks(self, name: str) -> int:
         """Blocks of an engine without requests that are not back in time.
 
@@ -126,7 +130,7 @@ class Cluster:
 
     def _options(self, name: str) -> tuple[dict[str, Any], Sequence[str]]:
         if name == "decode":
-            return {**hisparse_connector(**OPTIONS), "kv_load_failure_policy": "recompute"}, (*ENGINE_ARGS, "8")
+            return {**hisparse_connector(**OPTIONS), "kv_load_failure_policy": "recompute"}, (*ENGINE_ARGS, "12")
         # One request at a time and no prefix caching: it is the reference, too.
         lease = {"kv_connector_extra_config": {"kv_lease_duration": LEASE_S}}
         return {**PREFILL_CONNECTOR, **lease}, (*ENGINE_ARGS, "1", "--no-enable-prefix-caching")
