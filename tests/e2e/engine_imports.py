@@ -12,7 +12,7 @@ import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker  # noqa: F401
 
 import vllm_hisparse.attention.mla.cpu
-import vllm_hisparse.attention.mla_wrapper_cpu
+import vllm_hisparse.attention.mla.wrapper_cpu
 import vllm_hisparse.connector.connector  # noqa: F401
 
 gc.freeze()

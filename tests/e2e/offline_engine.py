@@ -315,6 +315,7 @@ def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
     with open(log_path, "wb") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
+    assert "engine_imports" in sys.modules, "the process that engines are forked from could not import it"
     os.environ.update(job["environment"])
     sys.path[:0] = job.get("python_path", [])
     engine = OfflineEngine(job)
