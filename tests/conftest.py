@@ -12,7 +12,7 @@ settings.register_profile("explore", max_examples=2000, stateful_step_count=80, 
 settings.load_profile("repeatable")
 
 
-END_TO_END = "tests/e2e/"
+END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
 DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in ("cluster", "parallel", "pd", "pd_dense", "ray")}
 
 
@@ -21,19 +21,27 @@ def file_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: deployments, then engines of one test, then files that start none."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(END_TO_END), file_of(item.nodeid) not in DEPLOYMENTS))
+    """The longest first: deployments, then engines of one test, the campaign, files of short tests."""
+
+    def rank(item: pytest.Item) -> int:
+        order = (file_of(item.nodeid) in DEPLOYMENTS, *map(item.nodeid.startswith, (END_TO_END, CAMPAIGN)), True)
+        return order.index(True)
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one process runs: all deployments, which share the machine with no other, an engine's test, a file."""
+    """What one process runs at a time: all deployments, so that one has the machine; a long test; a file of short ones.
+
+    NOTE: marks of `--dist loadgroup` have no effect with pytest 9.2.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if file_of(nodeid) in DEPLOYMENTS:
                 return "deployments"
-            return nodeid if nodeid.startswith(END_TO_END) else file_of(nodeid)
+            return nodeid if nodeid.startswith((END_TO_END, CAMPAIGN)) else file_of(nodeid)
 
     return Scheduling(config, log)
