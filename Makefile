@@ -6,12 +6,13 @@ export VENV
 
 BIN = $(abspath $(VENV))/bin
 SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
+PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # which process runs what: tests/conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test campaign sanitize lint clean
+.PHONY: help setup demo test test-all campaign sanitize lint clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
 
 setup: ## create the environment and the tiny models
 	@$(SETUP)
@@ -20,7 +21,10 @@ demo: setup ## run the prefill/decode demo
 	@$(BIN)/vllm-hisparse demo $(ARGS)
 
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: setup ## also those that take many minutes: on Ray, and with several ranks
+	@$(PYTEST) $(ARGS)
 
 campaign: setup ## run many lives of requests and kill engines, e.g. make campaign ARGS="--part lives"
 	@$(BIN)/python -m tests.campaign $(ARGS)

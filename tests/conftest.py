@@ -1,8 +1,47 @@
-"""Hypothesis profiles: the same examples on every run, or (`--hypothesis-profile=explore`) many new ones."""
+"""Hypothesis profiles: the same examples on every run, or (`--hypothesis-profile=explore`) many new ones. And the order
+of tests, and which of them one process runs."""
 
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("repeatable", max_examples=40, stateful_step_count=40, derandomize=True, **_SHARED)
 settings.register_profile("explore", max_examples=2000, stateful_step_count=80, print_blob=True, **_SHARED)
 settings.load_profile("repeatable")
+
+
+END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
+DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in ("cluster", "parallel", "pd", "pd_dense", "ray")}
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: deployments, then engines of one test, the campaign, files of short tests."""
+
+    def rank(item: pytest.Item) -> int:
+        order = (file_of(item.nodeid) in DEPLOYMENTS, *map(item.nodeid.startswith, (END_TO_END, CAMPAIGN)), True)
+        return order.index(True)
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What one process runs at a time: all deployments, so that one has the machine; a long test; a file of short ones.
+
+    NOTE: marks of `--dist loadgroup` have no effect with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if file_of(nodeid) in DEPLOYMENTS:
+                return "deployments"
+            return nodeid if nodeid.startswith((END_TO_END, CAMPAIGN)) else file_of(nodeid)
+
+    return Scheduling(config, log)

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import requests
 
 from vllm_hisparse.cli.deployment import MODEL_NAME
-from vllm_hisparse.cli.processes import EngineProcess
+from vllm_hisparse.cli.processes import EngineProcess, ProcessGroup
 
 REQUEST_TIMEOUT_S = 180
+START_TIMEOUT_S = 500  # engines load side by side, from a cold disk
+SETTLE_TIMEOUT_S = 60
 DO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+    """Wait until something holds; `timeout_s` only ends a test that fails."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.1)
+
+
+def wait_started(group: ProcessGroup) -> None:
+    """Wait until every server answers. NIXL's polling threads never sleep: from their first moment on they are to leave
+    the cores to those that load a model or compute."""
+
+    def calm(*_: EngineProcess) -> None:
+        for process in group.processes:
+            process.calm_polling_threads()
+
+    group.wait_healthy(START_TIMEOUT_S, calm)
+    calm()
 
 
 @dataclass
@@ -35,6 +59,10 @@ class Server:
             **extra,
         }
         return requests.post(f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S).json()
+
+    def has_counted(self, name: str, before: float) -> bool:
+        """Whether a counter has grown since."""
+        return self.metric(name) > before
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import pytest
+from offline_engine import serve
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent.parent / "build" / "models"
@@ -21,6 +26,7 @@ ENGINE_TIMEOUT_S = 500
 VOCABULARY = range(3, 500)
 MAX_MODEL_LEN = 4096
 TOP_K = 256
+SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}  # vLLM's, by `async_scheduling`
 
 # Mean logprob difference of a request where the engines cannot run the same batches: matrix products of other shapes
 # round differently, and the indexer's fp8 keys, its cut at the top-k and the experts' routing turn the last bit into
@@ -28,12 +34,25 @@ TOP_K = 256
 BATCHING_TOLERANCE = 0.05
 TIE_MARGIN = 0.5  # between the two best tokens, for such a choice to swap them
 
+# Engines are forked from a process that has imported vLLM, which takes longer than all the rest of their start.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["engine_imports"])
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", ""))),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",  # several engines share the cores; more threads than cores spin
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
 BASE_ENGINE = {
     "max_model_len": MAX_MODEL_LEN,
     "enforce_eager": True,
     "dtype": "float32",
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 256 * 2**20,
     "seed": 0,
 }
 
@@ -49,7 +68,7 @@ def engine_args(model: str = "dsv32", **overrides: Any) -> dict[str, Any]:
 
 def hot_args(model: str = "dsv32", options: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
     """Engine arguments with the connector on one instance."""
-    extra = {"host_pool_gib": 0.5, "device_buffer_size": 320, **(options or {})}
+    extra = {"host_pool_gib": 0.25, "device_buffer_size": 320, **(options or {})}
     transfer = {
         "kv_connector": "HiSparseHostConnector",
         "kv_role": "kv_both",
@@ -58,27 +77,58 @@ def hot_args(model: str = "dsv32", options: dict[str, Any] | None = None, **over
     return engine_args(model, kv_transfer_config=transfer, **overrides)
 
 
-def run_engine(
-    tmp_path: Path, engine: dict[str, Any], phases: list[dict[str, Any]], in_process: bool = True, **options: Any
-) -> list[dict[str, Any]]:
-    """Run phases on one engine, with other options of `offline_engine.py`'s jobs; returns one record per phase."""
-    job, result, log = tmp_path / "job.json", tmp_path / "result.json", tmp_path / "engine.log"
-    job.write_text(json.dumps({"engine": engine, "phases": phases, **options}))
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCH_COMPILE_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",  # several engines share the cores; more threads than cores spin
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with log.open("w") as stream:
-        command = [sys.executable, str(HERE / "offline_engine.py"), str(job), str(result)]
-        code = subprocess.call(command, stdout=stream, stderr=stream, env=environment, timeout=ENGINE_TIMEOUT_S)
-    assert code == 0, "\n".join(log.read_text().splitlines()[-40:])
-    return json.loads(result.read_text())["phases"]
+class OfflineEngine:
+    """An engine in a process of its own, forked from one that has imported vLLM; a context manager.
+
+    Args:
+        directory: gets its log.
+        in_process: whether scheduler and worker share its process.
+        options: others of `offline_engine.py`'s jobs.
+    """
+
+    def __init__(self, directory: Path, engine: dict[str, Any], in_process: bool = True, **options: Any):
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}
+        self.log_path = Path(tempfile.mkdtemp(dir=directory)) / "engine.log"
+        self._pipe, theirs = FORKS.Pipe()
+        job = {"engine": engine, "environment": environment, **options}
+        self._process = FORKS.Process(target=serve, args=(job, str(self.log_path), theirs))
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def run(self, phase: dict[str, Any]) -> dict[str, Any]:
+        """One phase's record."""
+        try:
+            self._pipe.send(phase)
+            assert self._pipe.poll(ENGINE_TIMEOUT_S), self._message(f"no answer in {ENGINE_TIMEOUT_S} s")
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise AssertionError(self._message("the engine has ended")) from None
+
+    def end(self) -> None:
+        """Let it end by itself, which is to succeed."""
+        with suppress(ConnectionError):
+            self._pipe.send(None)
+        self._process.join(ENGINE_TIMEOUT_S)
+        assert self._process.exitcode == 0, self._message(f"exit code {self._process.exitcode}")
+
+    def _message(self, what: str) -> str:
+        return "\n".join([what, *self.log_path.read_text().splitlines()[-40:]])
+
+
+def run_engine(directory: Path, engine: dict[str, Any], phases: list[dict[str, Any]], **options: Any) -> list[dict]:
+    """Run phases on an engine of their own; returns one record per phase."""
+    with OfflineEngine(directory, engine, **options) as process:
+        records = [process.run(phase) for phase in phases]
+        process.end()
+    return records
 
 
 @pytest.fixture
@@ -87,21 +137,48 @@ def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return lambda *args, **kwargs: run_engine(tmp_path, *args, **kwargs)
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., OfflineEngine]]:
+    """An `OfflineEngine` in the test's own directory."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(OfflineEngine(tmp_path, *args, **kwargs))
+
+
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Completions of the full-KV engine: stock vLLM KV management, no connector. One engine run per set of prompts."""
+def shared_result(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """A result under a name: the first test process that wants it computes it, the others wait and read it."""
+    base = tmp_path_factory.getbasetemp()
+    directory = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    @cache
-    def completions(lengths: tuple[int, ...], max_tokens: int, model: str, dtype: str) -> list[dict[str, Any]]:
-        phase = {"prompts": [make_prompt(length) for length in lengths], "max_tokens": max_tokens}
-        directory = tmp_path_factory.mktemp("reference")
-        engine = engine_args(model, dtype=dtype, enable_prefix_caching=False)
-        return run_engine(directory, engine, [phase])[0]["completions"]
+    def result(name: str, compute: Callable[[], Any]) -> Any:
+        path = directory / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_text(json.dumps(compute()))
+        return json.loads(path.read_text())
 
-    def lookup(lengths: list[int], max_tokens: int, model: str = "dsv32", dtype: str = "float32"):
-        return completions(tuple(lengths), max_tokens, model, dtype)
+    return result
 
-    return lookup
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, shared_result) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Completions of the full-KV engine: stock vLLM KV management, no connector. One engine per model and dtype."""
+    with ExitStack() as stack:
+
+        @cache
+        def engine(model: str, dtype: str) -> OfflineEngine:
+            args = engine_args(model, dtype=dtype, enable_prefix_caching=False)
+            return stack.enter_context(OfflineEngine(tmp_path_factory.mktemp("reference"), args))
+
+        def completions(
+            lengths: list[int], max_tokens: int, model: str = "dsv32", dtype: str = "float32", seed: int = 0
+        ) -> list[dict[str, Any]]:
+            phase = {"prompts": [make_prompt(length, seed) for length in lengths], "max_tokens": max_tokens}
+            name = f"reference {model} {dtype} {max_tokens} {seed} {lengths}"
+            return shared_result(name, lambda: engine(model, dtype).run(phase)["completions"])
+
+        yield completions
 
 
 def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-4) -> None:

@@ -1,14 +1,18 @@
-"""Runs one offline engine in a process of its own: `python offline_engine.py job.json result.json`.
+"""Runs one offline engine in a process of its own: `python offline_engine.py job.json result.json`, or `serve`.
 
 A job names engine arguments and phases; each phase is a batch of prompts run to completion, or a script of requests
-that are aborted on the way. The result holds tokens, logprobs and what the pools looked like after each phase.
+that are aborted on the way. The result holds tokens, logprobs and what the pools looked like after each phase. `serve`
+gets its phases one by one, so that one may follow from the replies to another.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +237,7 @@ def record_engine(llm: Any, recorder: Recorder) -> dict[str, Any]:
     executor = scheduler_core(llm).model_executor
     record["worker_requests"] = sum(executor.collective_rpc(num_hot_requests))
     record["shared_memory"] = executor.collective_rpc(shared_memory_of)
+    record["scheduler"] = type(scheduler_core(llm).scheduler).__name__
     return {**record, "counters": dict(recorder.counters), "peaks": dict(recorder.peaks)}
 
 
@@ -254,22 +259,69 @@ def make_recorder(llm: Any) -> Recorder | None:
     return Recorder(*halves)
 
 
-def main(job: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM
+class Nothing:
+    """A stream or an event of a device whose work is done when a call returns."""
 
-    llm = LLM(**job["engine"])
-    recorder = make_recorder(llm)
-    check = RowCheck(recorder.halves[1], **job["row_check"]) if "row_check" in job else None
-    phases = []
-    for phase in job["phases"]:
+    def __init__(self, *_: Any, **__: Any):
+        self.wait_stream = self.record = self.synchronize = lambda *_: None
+
+
+def schedule_asynchronously() -> None:
+    """Have two batches in flight, which vLLM does everywhere but on the CPU."""
+    import torch
+    from vllm.platforms import current_platform
+
+    update = current_platform.check_and_update_config
+
+    def update_and_turn_on(vllm_config: Any) -> None:
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    type(current_platform).check_and_update_config = staticmethod(update_and_turn_on)
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = Nothing
+    torch.cuda.stream = nullcontext
+
+
+class OfflineEngine:
+    """The engine of a job, with whatever watches it."""
+
+    def __init__(self, job: dict[str, Any]):
+        from vllm import LLM
+
+        if job.get("async_scheduling"):
+            schedule_asynchronously()
+        self.llm = LLM(**job["engine"])
+        self.recorder = make_recorder(self.llm)
+        self.check = RowCheck(self.recorder.halves[1], **job["row_check"]) if "row_check" in job else None
+
+    def run(self, phase: dict[str, Any]) -> dict[str, Any]:
+        """One phase's record."""
         run = run_aborts if "abort_after" in phase else run_phase
-        record: dict[str, Any] = {"completions": run(llm, phase)}
-        if recorder is not None:
-            record |= record_engine(llm, recorder)
-        if check is not None:
-            record |= {"checked_rows": check.num_rows, "wrong_rows": check.num_wrong}
-        phases.append(record)
-    return {"phases": phases}
+        record: dict[str, Any] = {"completions": run(self.llm, phase)}
+        if self.recorder is not None:
+            record |= record_engine(self.llm, self.recorder)
+        if self.check is not None:
+            record |= {"checked_rows": self.check.num_rows, "wrong_rows": self.check.num_wrong}
+        return record
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    engine = OfflineEngine(job)
+    return {"phases": [engine.run(phase) for phase in job["phases"]]}
+
+
+def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
+    """Run phases from a pipe until None comes, in a forked process with a log of its own."""
+    with open(log_path, "wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    assert "engine_imports" in sys.modules, "the process that engines are forked from could not import it"
+    os.environ.update(job["environment"])
+    sys.path[:0] = job.get("python_path", [])
+    engine = OfflineEngine(job)
+    while (phase := pipe.recv()) is not None:
+        pipe.send(engine.run(phase))
+    engine.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

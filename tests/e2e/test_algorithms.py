@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 from conftest import (
+    OfflineEngine,
     assert_pools_empty,
     assert_same,
     assert_same_but_rounding,
     engine_args,
     hot_args,
     make_prompt,
-    run_engine,
 )
 
 pytestmark = pytest.mark.e2e
@@ -52,9 +51,9 @@ def second_turn(replies: list[dict]) -> dict:
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory):
     """Full KV, stock backend: the replies to both turns."""
-    directory = tmp_path_factory.mktemp("full")
-    first = run_engine(directory, engine_args("llama"), [first_turn()])[0]["completions"]
-    return [first, run_engine(directory, engine_args("llama"), [first_turn(), second_turn(first)])[1]["completions"]]
+    with OfflineEngine(tmp_path_factory.mktemp("full"), engine_args("llama")) as engine:
+        first = engine.run(first_turn())["completions"]
+        return [first, engine.run(second_turn(first))["completions"]]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -119,12 +118,11 @@ def test_preempted_requests_resume(run, reference, algorithm, options):
     assert record["counters"]["resumed_requests"] >= 1
 
 
-def test_an_algorithm_of_ones_own(run, reference, tmp_path, monkeypatch):
+def test_an_algorithm_of_ones_own(run, reference, tmp_path):
     """The example of docs/algorithms.md, named by its dotted path."""
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "own_algorithm.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     lengths = [100, 200, 1500]
-    engine = dense_args("own_algorithm.MeanPage")
-    record = run(engine, [{"prompts": [make_prompt(n) for n in lengths], "max_tokens": MAX_TOKENS}])[0]
+    phase = {"prompts": [make_prompt(n) for n in lengths], "max_tokens": MAX_TOKENS}
+    record = run(dense_args("own_algorithm.MeanPage"), [phase], python_path=[str(tmp_path)])[0]
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, model="llama"))

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import pytest
 import requests
 import yaml
 from conftest import MODELS, assert_same_but_rounding, make_prompt
-from servers import Server, completion, is_error
+from servers import Server, completion, is_error, wait_for, wait_started
 from test_pd import DecodeServer
 
 from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -25,7 +24,6 @@ from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, f
 pytestmark = pytest.mark.e2e
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
-START_TIMEOUT_S = 500
 LEASE_S = 12
 DRAIN_S = 60  # longestRequestSeconds of the chart
 METRIC = re.compile(r"\b(vllm:[a-z_]+)")
@@ -82,11 +80,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         connector = hisparse_connector(host_pool_gib=0.25, device_buffer_size=320, **lease)
         connector["kv_load_failure_policy"] = "recompute"
         decodes = [start_engine(group, log_dir, f"decode-{index}", connector, 1) for index in range(2)]
-        group.wait_healthy(START_TIMEOUT_S)
+        wait_started(group)
         router = start_router(group, log_dir, prefill, decodes)
-        group.wait_healthy(START_TIMEOUT_S)
-        for process in group.processes:
-            process.calm_polling_threads()
+        wait_started(group)
         yield Cluster(prefill, decodes, router)
 
 
@@ -210,10 +206,3 @@ def complete_or_error(server: Server, prompt: list[int], max_tokens: int) -> dic
 
 def complete_errors(server: Server, count: int) -> list[dict]:
     return [complete_or_error(server, make_prompt(40 + index, seed=4), 2) for index in range(count)]
-
-
-def wait_for(condition, timeout_s: float = 3 * LEASE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
+from conftest import SCHEDULERS, assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -29,11 +29,14 @@ def test_requests_wait_for_host_memory(run, reference):
     assert record["peaks"]["host_blocks_used"] <= 24
 
 
-def test_host_pool_exhausted_while_decoding(run, reference):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_host_pool_exhausted_while_decoding(run, reference, async_scheduling):
     """Two requests grow past the pool: one is preempted and loses only the blocks the other needs."""
     lengths, max_tokens = [500, 510], 150  # 8 blocks each at admission, 11 at the end
+    phase = {"prompts": prompts(lengths), "max_tokens": max_tokens}
     engine = hot_args(options=pool_of(18), max_model_len=1024)
-    record = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens}])[0]
+    record = run(engine, [phase], async_scheduling=async_scheduling)[0]
+    assert record["scheduler"] == SCHEDULERS[async_scheduling]
     assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1
@@ -66,11 +69,13 @@ def test_many_long_requests_compete(run, reference):
     assert_pools_empty(record)
 
 
-def test_aborted_requests_give_everything_back(run, reference):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_aborted_requests_give_everything_back(run, reference, async_scheduling):
     lengths, max_tokens = [700, 65, 900, 1200, 333, 1500], 30
     abort_after = [0, 0, 1, 3, 12, 9]  # 0: never; the others in the queue, in prefill and in decode
     engine = hot_args(options=pool_of(40), max_model_len=2048)
-    records = run(engine, [{"prompts": prompts(lengths), "max_tokens": max_tokens, "abort_after": abort_after}])
+    phase = {"prompts": prompts(lengths), "max_tokens": max_tokens, "abort_after": abort_after}
+    records = run(engine, [phase], async_scheduling=async_scheduling)
     finished = [record for record in records[0]["completions"] if record["tokens"] is not None]
     assert_same_but_rounding(finished, reference([700, 65], max_tokens))
     assert_pools_empty(records[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +18,13 @@ from conftest import (
     hot_args,
     make_prompt,
 )
-from servers import DO_PREFILL, completion
-from test_pd import START_TIMEOUT_S, DecodeServer
+from servers import DO_PREFILL, START_TIMEOUT_S, completion, wait_started
+from test_pd import DecodeServer
 
 from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTHS, MAX_TOKENS = [65, 300, 901, 1500], 16
 HOST_BLOCK_BYTES = 64 * 4 * (576 * 4 + 132)  # 64 tokens, 4 layers, fp32 rows and indexer keys
@@ -75,13 +74,7 @@ class Cluster:
         patient = {**PREFILL_CONNECTOR, "kv_connector_extra_config": {"kv_lease_duration": START_TIMEOUT_S}}
         self.prefill = self.start("prefill", patient, num_prefill_ranks, args)
         self.decode = self.start("decode", hisparse_connector(host_pool_gib=0.25, **options), 2)
-        # NOTE: more of NIXL's polling threads than cores here: without this the engines hardly start.
-        group.wait_healthy(START_TIMEOUT_S, lambda _: self.calm())
-        self.calm()
-
-    def calm(self) -> None:
-        for process in self.group.processes:
-            process.calm_polling_threads()
+        wait_started(group)
 
     def start(self, name: str, connector: dict, num_ranks: int, args: Sequence[str] = ()) -> DecodeServer:
         port, side_port = free_ports(2)
@@ -91,12 +84,6 @@ class Cluster:
         return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
 
 
-needs_time = pytest.mark.skipif(
-    "PARALLEL_TESTS" not in os.environ, reason="takes many minutes on two cores: set PARALLEL_TESTS=1"
-)
-
-
-@needs_time
 @pytest.mark.parametrize(
     ("model", "num_prefill_ranks", "options", "bytes_per_token"),
     [
@@ -121,7 +108,6 @@ def test_prompts_from_a_prefill_instance(tmp_path, model, num_prefill_ranks, opt
         cluster.decode.wait_empty()
 
 
-@needs_time
 def test_kv_heads_of_another_number_of_ranks_are_computed_here(tmp_path):
     with ProcessGroup() as group:
         cluster = Cluster(group, tmp_path, "llama", 1, EVERYTHING)
@@ -133,7 +119,6 @@ def test_kv_heads_of_another_number_of_ranks_are_computed_here(tmp_path):
         assert "tp_size: got 1, expected 2" in (tmp_path / "decode.log").read_text()
 
 
-@needs_time
 def test_data_parallel(tmp_path, reference):
     """Every rank has a host pool of its own.
 
@@ -146,7 +131,7 @@ def test_data_parallel(tmp_path, reference):
         process = vllm_engine("engine", MODELS / "llama", tmp_path, port, connector, 0, [0], args)
         process.env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         server = DecodeServer(group.start(process), f"http://{LOOPBACK}:{port}")
-        group.wait_healthy(START_TIMEOUT_S)
+        wait_started(group)
         with ThreadPoolExecutor(len(LENGTHS)) as executor:
             replies = list(executor.map(lambda length: server.complete(make_prompt(length), MAX_TOKENS), LENGTHS))
         assert_same_but_rounding(list(map(completion, replies)), reference(LENGTHS, MAX_TOKENS, "llama"))

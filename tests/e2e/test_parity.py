@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import (
+    SCHEDULERS,
     TOP_K,
     assert_pools_empty,
     assert_same,
@@ -25,8 +26,10 @@ def phase(lengths: list[int] = LENGTHS) -> dict:
     return {"prompts": [make_prompt(length) for length in lengths], "max_tokens": MAX_TOKENS}
 
 
-def test_fp32_chunked_prefill_and_eviction(run, reference):
-    record = run(hot_args(), [phase()])[0]
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_fp32_chunked_prefill_and_eviction(run, reference, async_scheduling):
+    record = run(hot_args(), [phase()], async_scheduling=async_scheduling)[0]
+    assert record["scheduler"] == SCHEDULERS[async_scheduling]
     assert_same(record["completions"], reference(LENGTHS, MAX_TOKENS))
     assert_pools_empty(record)
     assert record["counters"]["cache_misses"] > 0

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import requests
 from conftest import MODELS, assert_same_but_rounding, make_prompt
-from servers import DO_PREFILL, Server, completion, is_error, tokens_of
+from servers import DO_PREFILL, START_TIMEOUT_S, Server, completion, is_error, tokens_of, wait_for, wait_started
 
 from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
-START_TIMEOUT_S = 500  # five engines may load at once, from a cold disk
-SETTLE_TIMEOUT_S = 60
+MAX_MODEL_LEN = 4096
 MODEL = "glm52"  # layers share indexers; tests/e2e/test_cluster.py has one per layer
+BLOCK, ROW_BYTES = 64, 4 * 576 * 4  # of all layers
+NUM_HOST_BLOCKS = 66  # of the decode server: few enough for four requests to outgrow them
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
+SMALL_POOL = {**OPTIONS, "host_pool_gib": NUM_HOST_BLOCKS * BLOCK * (ROW_BYTES + 132) / 2**30}
 TOLERANCE = 1e-4
 # Several prompts are computed before the first one is fetched: whatever is fetched after its lease may be another's.
 PREFILL = {**PREFILL_CONNECTOR, "kv_connector_extra_config": {"kv_lease_duration": START_TIMEOUT_S}}
@@ -33,11 +35,7 @@ class DecodeServer(Server):
     def wait_empty(self) -> None:
         """Wait until no request holds a block in either pool: an engine's last report, before it is idle, says so."""
         assert self.complete(make_prompt(3), 2)["choices"]  # what came before it is under way
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            time.sleep(0.3)
-            if self.metric("hisparse_host_blocks_used") == self.metric("num_requests_running") == 0:
-                break
+        wait_for(lambda: self.metric("hisparse_host_blocks_used") == self.metric("num_requests_running") == 0)
         assert self.metric("hisparse_host_blocks_used") == 0
         assert self.metric("hisparse_requests_waiting_for_host_memory") == 0
         assert self.metric("kv_cache_usage_perc") == 0
@@ -55,21 +53,18 @@ class Cluster:
     def __init__(self, group: ProcessGroup, log_dir: Path):
         self.group, self.log_dir = group, log_dir
         self.prefill = self.start("prefill", PREFILL, 0)
-        self.decode = self.start("decode", hisparse_connector(**OPTIONS), 1)
+        self.decode = self.start("decode", hisparse_connector(**SMALL_POOL), 1)
         recompute = {**hisparse_connector(**OPTIONS), "kv_load_failure_policy": "recompute"}
         self.recompute = self.start("recompute", recompute, 1)
-        self.settle()
-
-    def settle(self) -> None:
-        self.group.wait_healthy(START_TIMEOUT_S)
-        for process in self.group.processes:
-            process.calm_polling_threads()
+        wait_started(group)
 
     def start(self, name: str, connector: dict, core: int) -> DecodeServer:
         port, side_port = free_ports(2)
         args = ["--max-num-seqs", "8" if name == "decode" else "1", "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
+        else:
+            args += ["--max-model-len", str(MAX_MODEL_LEN)]
         process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, side_port, [core], args)
         return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
 
@@ -78,16 +73,8 @@ class Cluster:
         return self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
 
     def kill_prefill(self) -> None:
-        """Kill it, if it still runs."""
         self.prefill.process.send_signal(signal.SIGKILL)
-        while not self.prefill.process.is_gone():
-            time.sleep(0.1)
-
-    def restart_prefill(self) -> None:
-        self.kill_prefill()
-        self.group.processes.remove(self.prefill.process)
-        self.prefill = self.start("prefill", PREFILL, 0)
-        self.settle()
+        wait_for(self.prefill.process.is_gone)
 
 
 @pytest.fixture(scope="module")
@@ -186,53 +173,59 @@ def test_prompt_longer_than_max_model_len(cluster: Cluster):
     assert reply["error"]["code"] == 400
 
 
-def test_prefill_engine_dies_before_the_transfer(cluster: Cluster):
-    """Killed after it computed the prompts: `fail` ends the request with an error, `recompute` answers all the same."""
-    prompts = [make_prompt(900, seed=7), make_prompt(1000, seed=7)]
-    for prompt, server in zip(prompts, (cluster.decode, cluster.recompute), strict=True):
-        server.complete(prompt[:100], transfer=cluster.prefilled(prompt[:100]))  # both know the prefill engine
-    expected = cluster.prefill.complete(prompts[1])
-    transfers = [cluster.prefilled(prompt) for prompt in prompts]
-    cluster.kill_prefill()
-    failed = cluster.decode.complete(prompts[0], transfer=transfers[0])
-    assert is_error(failed)
-    assert cluster.decode.metric("hisparse_transfer_failures") >= 1
-    assert_same(cluster.recompute.complete(prompts[1], transfer=transfers[1]), expected)
-    for server in (cluster.decode, cluster.recompute):
-        server.wait_empty()
+def test_preempted_requests_resume(cluster: Cluster):
+    """Four prompts arrive by transfer and outgrow the host pool: one is preempted, and nothing is pulled twice."""
+    prompts, max_tokens = [make_prompt(1000 + 5 * i, seed=10) for i in range(4)], 120  # 16 blocks, then 17 and 18
+    expected = [completion(cluster.prefill.complete(prompt, max_tokens)) for prompt in prompts]
+    names = ("num_preemptions", "hisparse_resumed_requests", "hisparse_transfer_bytes_to_host")
+    before = [cluster.decode.metric(name) for name in names]
+    calls = with_tokens(prompts, max_tokens, list(map(cluster.prefilled, prompts)))
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        futures = [executor.submit(cluster.decode.complete, *call) for call in calls]
+        assert_same_but_rounding([completion(future.result()) for future in futures], expected)
+    preempted, resumed, received = (cluster.decode.metric(name) - was for name, was in zip(names, before, strict=True))
+    assert preempted >= resumed >= 1
+    assert received == 4 * 16 * BLOCK * ROW_BYTES
+    cluster.decode.wait_empty()
 
 
-def test_prefill_engine_dies_unknown(cluster: Cluster):
-    """A prefill engine that was never met is gone already: the handshake fails, the request ends, others go on."""
-    cluster.restart_prefill()
+def with_tokens(prompts: list[list[int]], max_tokens: int, transfers: list[dict]) -> list[tuple]:
+    return [(prompt, max_tokens, transfer) for prompt, transfer in zip(prompts, transfers, strict=True)]
+
+
+def test_prefill_engine_that_nobody_met_is_gone(cluster: Cluster):
+    """The handshake fails, the request ends or is computed here, others go on."""
     prompt = make_prompt(500, seed=8)
-    expected, transfer = cluster.prefill.complete(prompt), cluster.prefilled(prompt)
-    cluster.kill_prefill()
-    failed = cluster.decode.complete(prompt, transfer=transfer)
-    assert is_error(failed)
+    gone = {"remote_engine_id": "gone", "remote_port": free_ports(1)[0]}
+    expected, transfer = cluster.prefill.complete(prompt), {**cluster.prefilled(prompt), **gone}
+    assert is_error(cluster.decode.complete(prompt, transfer=transfer))
     assert_same(cluster.recompute.complete(prompt, transfer=transfer), expected)
     for server in (cluster.decode, cluster.recompute):
         server.wait_empty()
 
 
-def test_prefill_engine_dies_during_and_after_the_transfer(cluster: Cluster):
-    """Killed while several pulls run: what was pulled is decoded; the rest is computed again, or ends with an error."""
-    cluster.restart_prefill()
-    prompts = [make_prompt(1500 + i, seed=9) for i in range(4)]
-    expected = [cluster.prefill.complete(prompt, 20) for prompt in prompts]
-    transfers = [cluster.prefilled(prompt) for prompt in prompts]
+def test_prefill_engine_dies_before_during_and_after_transfers(cluster: Cluster):
+    """Killed while several pulls run: what was pulled is decoded; the rest is computed again, with the same tokens, or
+    ends with an error. So does a prompt that was computed and that nobody has begun to pull."""
+    prompts, late = [make_prompt(1500 + i, seed=9) for i in range(4)], make_prompt(1000, seed=7)
+    expected = [cluster.prefill.complete(prompt, 20) for prompt in [*prompts, late]]
+    *transfers, late_transfer = map(cluster.prefilled, [*prompts, late])
     servers = [cluster.recompute, cluster.decode] * 2
+    received = [server.metric("hisparse_transfer_bytes_to_host") for server in servers[:2]]
     with ThreadPoolExecutor(len(prompts)) as executor:
-        futures = []
-        for server, prompt, transfer in zip(servers, prompts, transfers, strict=True):
-            futures.append(executor.submit(server.complete, prompt, 20, transfer))
-            time.sleep(0.1)
+        calls = zip(servers, prompts, transfers, strict=True)
+        futures = [executor.submit(server.complete, prompt, 20, transfer) for server, prompt, transfer in calls]
+        for server, before in zip(servers, received, strict=False):
+            wait_for(partial(server.has_counted, "hisparse_transfer_bytes_to_host", before))
         cluster.kill_prefill()
         replies = [future.result() for future in futures]
-    for server, reply, full in zip(servers, replies, expected, strict=True):
+    late_replies = [server.complete(late, 20, late_transfer) for server in servers[:2]]
+    for server, reply, full in zip([*servers, servers[0]], [*replies, late_replies[0]], expected, strict=True):
         if server is cluster.recompute:
             assert_same(reply, full)
         elif not is_error(reply):
             assert_same_but_rounding([completion(reply)], [completion(full)])
-    for server in (cluster.decode, cluster.recompute):
+    assert is_error(late_replies[1])
+    assert cluster.decode.metric("hisparse_transfer_failures") >= 1
+    for server in servers[:2]:
         server.wait_empty()

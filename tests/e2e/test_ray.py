@@ -39,7 +39,7 @@ pytest.importorskip("ray.serve.llm", reason="Ray is not installed: pip install '
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif("RAY_TESTS" not in os.environ, reason="takes many minutes on two cores: set RAY_TESTS=1"),
+    pytest.mark.slow,
 ]
 
 CONFIG = Path(__file__).parent.parent.parent / "deploy" / "ray" / "serve-cpu.yaml"
