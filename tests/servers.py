@@ -28,15 +28,14 @@ def wait_for(condition: Callable[[], object], timeout_s: float = SETTLE_TIMEOUT_
 
 
 def wait_started(group: ProcessGroup) -> None:
-    """Wait until every server answers. NIXL's polling threads never sleep: from their first moment on they are to leave
-    the cores to those that load a model or compute."""
+    """Wait until every server answers, then make NIXL's polling threads leave the cores to those that compute."""
+    group.wait_healthy(START_TIMEOUT_S)
+    calm(group)
 
-    def calm(*_: EngineProcess) -> None:
-        for process in group.processes:
-            process.calm_polling_threads()
 
-    group.wait_healthy(START_TIMEOUT_S, calm)
-    calm()
+def calm(group: ProcessGroup) -> None:
+    for process in group.processes:
+        process.calm_polling_threads()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from conftest import (
     hot_args,
     make_prompt,
 )
-from servers import DO_PREFILL, START_TIMEOUT_S, completion, wait_started
+from servers import DO_PREFILL, START_TIMEOUT_S, calm, completion, wait_started
 from test_pd import DecodeServer
 
 from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -74,7 +74,9 @@ class Cluster:
         patient = {**PREFILL_CONNECTOR, "kv_connector_extra_config": {"kv_lease_duration": START_TIMEOUT_S}}
         self.prefill = self.start("prefill", patient, num_prefill_ranks, args)
         self.decode = self.start("decode", hisparse_connector(host_pool_gib=0.25, **options), 2)
-        wait_started(group)
+        # NOTE: more of NIXL's polling threads than cores here: without this the engines hardly start.
+        group.wait_healthy(START_TIMEOUT_S, lambda _: calm(group))
+        calm(group)
 
     def start(self, name: str, connector: dict, num_ranks: int, args: Sequence[str] = ()) -> DecodeServer:
         port, side_port = free_ports(2)
