@@ -1,4 +1,4 @@
-"""The `vllm-hisparse` command: the demo and the tiny models. A server never imports this package."""
+"""The `vllm-hisparse` command: the demo, the tiny models and replays of traces. A server never imports this package."""
 
 
 def run() -> None:

@@ -30,4 +30,12 @@ def demo(ctx: typer.Context) -> None:
     forward(ctx, demo_command)
 
 
+@app.command(context_settings=FORWARDED)
+def replay(ctx: typer.Context) -> None:
+    """Simulate hot buffers over a trace of selections: hit rates, and time on the link to host memory."""
+    from vllm_hisparse.cli.replay import replay_command
+
+    forward(ctx, replay_command)
+
+
 app.command("make-model")(make_model_command)

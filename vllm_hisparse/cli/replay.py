@@ -1,0 +1,132 @@
+"""`vllm-hisparse replay`: hit rates of hot buffers over a trace, and what the link to host memory has to carry."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vllm_hisparse.cli.replay_buffers import SCOPES, Replay, sequences
+from vllm_hisparse.cli.replay_policies import POLICIES
+from vllm_hisparse.trace import Trace, TraceError
+
+WARM_UP_STEPS = 32
+CAPTION = (
+    "buffers: one per request and layer; pool: one of the same memory for all. missed: rows per request and layer in a "
+    "step; MB, ms: what a step of all requests and layers copies, and how long the link takes for it"
+)
+
+
+def replay_command(
+    trace: Annotated[Path, typer.Argument(help="File of selections.", exists=True, dir_okay=False)],
+    policy: Annotated[list[str], typer.Option(help=f"{', '.join(POLICIES)}; repeatable.")] = [*POLICIES],  # noqa: B006
+    size: Annotated[list[float], typer.Option(min=1, help="Hot rows in top-k; repeatable.")] = [1, 2, 4, 8, 16],  # noqa: B006
+    pool: Annotated[bool, typer.Option(help="Also share one pool over all requests and layers.")] = True,
+    row_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of a row; default: the trace's.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers to scale to; default: the trace's.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a step to scale to.")] = 1,
+    link_gb_s: Annotated[float, typer.Option(min=0.001, help="Bandwidth of the link, GB/s (1e9 bytes).")] = 50.0,
+    warm_up: Annotated[int, typer.Option(min=0, help="First steps that are not counted.")] = WARM_UP_STEPS,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+) -> None:
+    """Simulate hot buffers over a trace of selections, on the CPU."""
+    if unknown := [name for name in policy if name not in POLICIES]:
+        raise typer.BadParameter(
+            f"got {', '.join(unknown)}, expected any of {', '.join(POLICIES)}", param_hint="--policy"
+        )
+    try:
+        selections = Trace.read(trace)
+    except TraceError as error:
+        raise typer.BadParameter(str(error), param_hint="TRACE") from error
+    shortest = min((request.num_steps for request in selections.requests), default=0)
+    if shortest <= warm_up:
+        message = f"got {warm_up}, expected fewer than the {shortest} steps of the shortest request"
+        raise typer.BadParameter(message, param_hint="--warm-up")
+    scale = (layers or len(selections.layers)) * requests * (row_bytes or selections.row_bytes)
+    rows = []
+    for replay in replays(selections, policy, size, [*SCOPES] if pool else ["buffers"]):
+        rows.append(describe(replay, selections, warm_up, scale, link_gb_s))
+    Console().print(result_table(rows, f"{selections.model}, top-k {selections.top_k}"))
+    if plot is not None:
+        plot_rows(rows, plot)
+
+
+def replays(trace: Trace, policies: list[str], sizes: list[float], scopes: list[str]) -> list[Replay]:
+    """Every policy with every size and scope; sizes are in top-k."""
+    traced, cases = sequences(trace), list(product(scopes, policies, sizes))
+    return [
+        Replay.run(trace, traced, policy, scope, round(size * trace.top_k))
+        for scope, policy, size in track(cases, "replay", console=Console(stderr=True), transient=True)
+    ]
+
+
+def describe(replay: Replay, trace: Trace, first_step: int, scale: int, link_gb_s: float) -> dict[str, Any]:
+    """One line of the table.
+
+    Args:
+        replay: what to describe.
+        trace: of its selections.
+        first_step: steps before it are not counted.
+        scale: bytes of a row times layers times requests.
+        link_gb_s: bandwidth of the link.
+    """
+    missed, rates = replay.missed_per_step(first_step), replay.hit_rates(first_step)
+    selected = replay.selected[:, :, first_step:].sum()
+    return {
+        "scope": replay.scope,
+        "policy": replay.policy,
+        "hot_rows": replay.num_slots,
+        "size": replay.num_slots / trace.top_k,
+        "hit_rate": float(1 - replay.missed[:, :, first_step:].sum() / max(selected, 1)),
+        "worst_layer": f"{rates.min():.1%} ({trace.layers[rates.argmin()]})",
+        "missed_rows": missed,
+        "mb": missed * scale / 1e6,
+        "ms": missed * scale / link_gb_s / 1e6,
+    }
+
+
+def result_table(rows: list[dict[str, Any]], title: str) -> Table:
+    """All lines."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", pad_edge=False)
+    for header in ("", "policy", "hot rows", "hits", "worst layer", "missed", "MB", "ms"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        figures = (f"{row['missed_rows']:.1f}", f"{row['mb']:.2f}", f"{row['ms']:.3f}")
+        names = (row["scope"], row["policy"], f"{row['hot_rows']} ({row['size']:g}x)")
+        table.add_row(*names, f"{row['hit_rate']:.1%}", row["worst_layer"], *figures)
+    return table
+
+
+def plot_rows(rows: list[dict[str, Any]], output: Path) -> None:
+    """Plot hit rate and link time by size; a pool has dashed lines."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    names = list(dict.fromkeys((row["scope"], row["policy"]) for row in rows))
+    colours = {policy: f"C{index}" for index, policy in enumerate(POLICIES)}
+    for axis, column, label in zip(axes, ("hit_rate", "ms"), ("hit rate", "ms per step on the link"), strict=True):
+        for scope, policy in names:
+            line = [row for row in rows if (row["scope"], row["policy"]) == (scope, policy)]
+            style = {"color": colours[policy], "linestyle": "--" if scope == "pool" else "-", "marker": "o"}
+            series = [row["size"] for row in line], [row[column] for row in line]
+            axis.plot(*series, **style, label=f"{policy}, {scope}")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="hot rows per request and layer, in top-k", ylabel=label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,222 @@
+"""A trace: which positions the layers of a model selected, step by step; and its file format.
+
+A file has three parts:
+
+1. a line of ASCII: `vllm-hisparse trace 1`;
+2. a line of JSON, the header: `model`, `top_k`, `row_bytes`, `layers` (a name each), `group_ends`, `delta_bytes` (2 or
+   4) and `requests`, each `{"first_position": ..., "num_steps": ...}`;
+3. the selections of all requests, compressed as one zlib stream.
+
+**Groups.** The ranks of a step, best first, are cut into groups at `group_ends`, one of which is `top_k`: with
+`[256, 320, 512]` and a top-k of 256, the first group is the selection, the next one the 64 positions that missed it
+most closely, the last one the 192 after them. A trace of selections alone has the one group `[top_k]`. The order within
+a group is not kept: its positions are ascending.
+
+**Deltas.** A position is stored as its distance from the one before it in its group, the first one as its distance from
+-1; so 0 stands for "no position", which comes last in a group. A request is a tensor [layers, steps, ranks] of unsigned
+little-endian integers of `delta_bytes` bytes: first the lowest byte of every element, then the next one of every
+element, and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FIRST_LINE = b"vllm-hisparse trace 1\n"
+MAX_HEADER_BYTES = 1 << 20
+MAX_POSITIONS = 1 << 31  # of a file; a larger number in a header is taken for damage
+
+
+class TraceError(ValueError):
+    """A trace, or its file, is not what it should be."""
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """Steps of one request.
+
+    Attributes:
+        first_position: newest position in step 0; in step s it is `first_position + s`.
+        positions: [layers, steps, ranks] int32, ascending within a group; -1, at the end of a group, is none.
+    """
+
+    first_position: int
+    positions: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        return self.positions.shape[1]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Selections of some requests; checked when made.
+
+    Attributes:
+        model: name of the model.
+        top_k: positions of a selection.
+        row_bytes: of one position's KV in one layer.
+        layers: name of each layer.
+        group_ends: ranks at which the groups of a step end, ascending; one of them is `top_k`.
+        requests: steps of each request.
+    """
+
+    model: str
+    top_k: int
+    row_bytes: int
+    layers: tuple[str, ...]
+    group_ends: tuple[int, ...]
+    requests: tuple[RequestTrace, ...]
+
+    def __post_init__(self) -> None:
+        ends = self.group_ends
+        _require(
+            self.top_k > 0 and self.row_bytes > 0, f"top_k {self.top_k} and row_bytes {self.row_bytes}", "positive"
+        )
+        _require(list(ends) == sorted({end for end in ends if end > 0}), f"group_ends {ends}", "positive and ascending")
+        _require(self.top_k in ends, f"group_ends {ends}", f"to include top_k, {self.top_k}")
+        _require(bool(self.layers), "no layers", "at least one")
+        for request in self.requests:
+            self._check(request)
+
+    @classmethod
+    def from_ranked(
+        cls,
+        model: str,
+        top_k: int,
+        row_bytes: int,
+        layers: tuple[str, ...],
+        group_ends: tuple[int, ...],
+        ranked: list[tuple[int, np.ndarray]],
+    ) -> Trace:
+        """A trace of ranked positions, whose order within a group is dropped.
+
+        Args:
+            model, top_k, row_bytes, layers, group_ends: as in `Trace`.
+            ranked: of each request, its `first_position` and [layers, steps, ranks] ints, best first, -1 for none.
+        """
+        requests = []
+        for first_position, positions in ranked:
+            parts = np.split(positions.astype(np.int64), group_ends, axis=-1)[: len(group_ends)]
+            ordered = [np.sort(np.where(part < 0, np.iinfo(np.int32).max, part), axis=-1) for part in parts]
+            grouped = np.concatenate(ordered, axis=-1)
+            grouped[grouped == np.iinfo(np.int32).max] = -1
+            requests.append(RequestTrace(first_position, grouped.astype(np.int32)))
+        return cls(model, top_k, row_bytes, layers, group_ends, tuple(requests))
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        """Read a file.
+
+        Raises:
+            TraceError: it is damaged, or no trace.
+        """
+        with path.open("rb") as file:
+            _require(file.readline(len(FIRST_LINE)) == FIRST_LINE, str(path), f"to start with {FIRST_LINE!r}")
+            header, body = _parse_header(file.readline(MAX_HEADER_BYTES)), file.read()
+        try:
+            requests = _parse_requests(header, body)
+            fields = {name: header[name] for name in ("model", "top_k", "row_bytes")}
+            layers, group_ends = tuple(header["layers"]), tuple(header["group_ends"])
+            return cls(**fields, layers=layers, group_ends=group_ends, requests=requests)
+        except (KeyError, TypeError, IndexError) as error:
+            raise TraceError(f"trace: the header lacks something or has a wrong type: {error!r}") from error
+
+    def write(self, path: Path) -> None:
+        """Write a file."""
+        deltas = [_deltas(request.positions, self.group_ends) for request in self.requests]
+        width = 2 if all(part.max(initial=0) < 1 << 16 for part in deltas) else 4
+        planes = [part.astype(f"<u{width}").reshape(-1, 1).view(np.uint8).T.tobytes() for part in deltas]
+        header = {
+            "model": self.model,
+            "top_k": self.top_k,
+            "row_bytes": self.row_bytes,
+            "layers": self.layers,
+            "group_ends": self.group_ends,
+            "delta_bytes": width,
+            "requests": [
+                {"first_position": request.first_position, "num_steps": request.num_steps} for request in self.requests
+            ],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(FIRST_LINE + json.dumps(header).encode() + b"\n" + zlib.compress(b"".join(planes), 9))
+
+    def levels(self) -> np.ndarray:
+        """[ranks] int8 group of each rank."""
+        return np.repeat(np.arange(len(self.group_ends)), np.diff(self.group_ends, prepend=0)).astype(np.int8)
+
+    def _check(self, request: RequestTrace) -> None:
+        positions, first = request.positions, request.first_position
+        size, expected = positions.shape, (len(self.layers), "steps", self.group_ends[-1])
+        _require(positions.ndim == 3 and size[::2] == expected[::2], f"positions of shape {size}", f"{expected}")
+        _require(isinstance(first, int) and first >= 0, f"first_position {first!r}", "0 or more")
+        newest = first + np.arange(request.num_steps)[:, None]
+        valid = ((positions >= -1) & (positions <= newest)).all()
+        _require(bool(valid), f"a position outside [-1, {first} + step]", "none")
+        for part in np.split(positions, self.group_ends[:-1], axis=-1):
+            before, after = part[..., :-1], part[..., 1:]
+            _require(bool(((after > before) | (after == -1)).all()), "a group out of order", "ascending positions")
+            _require(bool(((before >= 0) | (after == -1)).all()), "a position after none", "none at the end of a group")
+        ordered = np.sort(positions, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        _require(not twice.any(), "a position twice in a step", "distinct positions")
+
+
+def _require(condition: bool, got: str, expected: str) -> None:
+    if not condition:
+        raise TraceError(f"trace: got {got}, expected {expected}")
+
+
+def _parse_header(line: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"trace: the header is not JSON: {error}") from error
+    _require(isinstance(header, dict), f"a header of type {type(header).__name__}", "an object")
+    return header
+
+
+def _parse_requests(header: dict[str, Any], body: bytes) -> tuple[RequestTrace, ...]:
+    width, group_ends = header["delta_bytes"], header["group_ends"]
+    _require(width in (2, 4), f"delta_bytes {width!r}", "2 or 4")
+    sizes = [(len(header["layers"]), request["num_steps"], group_ends[-1]) for request in header["requests"]]
+    counts = [layers * steps * ranks for layers, steps, ranks in sizes]
+    is_sane = all(isinstance(count, int) and count >= 0 for count in counts) and sum(counts) <= MAX_POSITIONS
+    _require(is_sane, f"requests of sizes {sizes}", f"at most {MAX_POSITIONS} positions in all")
+    planes = np.frombuffer(_decompress(body, sum(counts) * width), np.uint8)
+    requests, start = [], 0
+    for size, count, request in zip(sizes, counts, header["requests"], strict=True):
+        deltas = planes[start : start + count * width].reshape(width, count).T.copy().view(f"<u{width}")
+        requests.append(RequestTrace(request["first_position"], _positions(deltas.reshape(size), group_ends)))
+        start += count * width
+    return tuple(requests)
+
+
+def _decompress(body: bytes, num_bytes: int) -> bytes:
+    """Decompress exactly `num_bytes`; never more, whatever the stream holds."""
+    stream = zlib.decompressobj()
+    try:
+        content = stream.decompress(body, num_bytes + 1)
+    except zlib.error as error:
+        raise TraceError(f"trace: the selections are damaged: {error}") from error
+    _require(len(content) == num_bytes and stream.eof, f"{len(content)} bytes of selections", f"{num_bytes}")
+    return content
+
+
+def _deltas(positions: np.ndarray, group_ends: tuple[int, ...]) -> np.ndarray:
+    """[layers, steps, ranks] int64 distances of positions [layers, steps, ranks] within their groups."""
+    parts = [np.diff(part, axis=-1, prepend=-1) for part in np.split(positions.astype(np.int64), group_ends[:-1], -1)]
+    return np.where(positions < 0, 0, np.concatenate(parts, axis=-1))
+
+
+def _positions(deltas: np.ndarray, group_ends: list[int]) -> np.ndarray:
+    """[layers, steps, ranks] int32 positions of distances [layers, steps, ranks] within their groups."""
+    parts = [part.astype(np.int64).cumsum(-1) - 1 for part in np.split(deltas, group_ends[:-1], axis=-1)]
+    positions = np.where(deltas == 0, -1, np.concatenate(parts, axis=-1))
+    return np.minimum(positions, np.iinfo(np.int32).max).astype(np.int32)
