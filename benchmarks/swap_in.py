@@ -27,6 +27,7 @@ from benchmarks.common import RESULTS, gpu_hardware, show, track, write_result
 from vllm_hisparse.layout import BLOCK_SIZE, FP8_DS_MLA_ROW_BYTES, INDEXER_QUANT_GROUP, indexer_row_bytes
 from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
 from vllm_hisparse.ops.registry import swap_in_ops
+from vllm_hisparse.trace import Trace as SelectionTrace
 
 app = typer.Typer(add_completion=False)
 
@@ -84,6 +85,60 @@ class Trace:
 
     def _random(self, width: int) -> torch.Tensor:
         return torch.rand(self.case.batch, width, device=DEVICE, generator=self._generator)
+
+
+class RecordedTrace:
+    """Recorded selections of one layer. At first, the rows before them fill the buffers, as a prompt's last rows do.
+
+    Request `i` of the batch is recorded request `i % n`, of `n`, and each turn through them starts some steps later.
+
+    Args:
+        trace: of selections.
+        layer: name of the layer.
+        batch, device_buffer_size: as in `Case`.
+        num_warmup, num_timed: steps.
+
+    Attributes:
+        case: sizes of the benchmark; `overlap` is the measured one. `row_bytes` are the trace's.
+        warmup, timed: [batch, top_k] int32 each.
+    """
+
+    def __init__(
+        self, trace: SelectionTrace, layer: str, batch: int, device_buffer_size: int, num_warmup: int, num_timed: int
+    ):
+        top_k, index, num_requests = trace.top_k, trace.layers.index(layer), len(trace.requests)
+        num_fills, num_steps = -(-device_buffer_size // top_k), num_warmup + num_timed
+        spare = min(request.num_steps for request in trace.requests) - num_steps
+        turns = -(-batch // num_requests)
+        if spare < turns - 1:
+            raise typer.BadParameter(f"got {batch} requests, expected fewer: the trace has {spare + num_steps} steps")
+        selected = []
+        for number in range(batch):
+            request, first = trace.requests[number % num_requests], number // num_requests * spare // max(turns - 1, 1)
+            start = request.first_position + first
+            fills = np.arange(start - num_fills * top_k, start).reshape(num_fills, top_k)
+            steps = request.positions[index, first : first + num_steps, :top_k]
+            assert min(fills.min(), steps.min()) >= 0, (
+                "a selection has no position, or a prompt is shorter than the buffer"
+            )
+            selected.append(np.concatenate((fills, steps)))
+        steps = torch.from_numpy(np.stack(selected, 1).astype(np.int32))  # [steps, batch, top_k]
+        # One position more than the trace has, so that the newest one, which is hot in any case, is never selected.
+        context = max(request.first_position + request.num_steps for request in trace.requests) + 1
+        self.case = Case(batch, trace.row_bytes, mean_overlap(steps[-num_timed:]), device_buffer_size, top_k, context)
+        steps = [selection.contiguous() for selection in steps.to(DEVICE)]
+        self.warmup, self.timed = steps[:-num_timed], steps[-num_timed:]
+
+
+def mean_overlap(steps: torch.Tensor) -> float:
+    """Mean share of a selection that the next one repeats.
+
+    Args:
+        steps: [steps, batch, top_k] ints, at least two steps.
+    """
+    before, after = steps[:-1], steps[1:]
+    repeats = [np.isin(*pair).mean() for pair in zip(after.flatten(0, 1), before.flatten(0, 1), strict=True)]
+    return round(float(np.mean(repeats)), 4)
 
 
 class HostPool:
@@ -333,10 +388,10 @@ def check_rows(system: Ours | VllmNative, selected: torch.Tensor, step: int, exp
     assert torch.equal(system.found_rows(step), rows), f"{system.name} copied wrong rows"
 
 
-def measure(case: Case, pool: HostPool, systems: list[type], plan: Plan) -> Iterator[dict[str, Any]]:
+def measure(trace: Trace | RecordedTrace, pool: HostPool, systems: list[type], plan: Plan) -> Iterator[dict[str, Any]]:
     """Rows of one case."""
     torch.manual_seed(0)
-    trace = Trace(case, NUM_WARMUP, plan.num_steps)
+    case = trace.case
     num_blocks = case.batch * case.num_host_blocks
     host_tables = (torch.randperm(num_blocks, device=DEVICE) + 1).view(case.batch, -1).int()
     for kind in systems:
@@ -347,7 +402,7 @@ def measure(case: Case, pool: HostPool, systems: list[type], plan: Plan) -> Iter
 
 
 def measure_system(
-    system: Ours | VllmNative, trace: Trace, expected: torch.Tensor, plan: Plan
+    system: Ours | VllmNative, trace: Trace | RecordedTrace, expected: torch.Tensor, plan: Plan
 ) -> Iterator[dict[str, Any]]:
     """Results of one system in one case; those of this plugin include the PCIe limits."""
     snapshot = Snapshot(system.state)
@@ -420,12 +475,39 @@ def run(
     for index in track(len(grid), "swap-in"):
         one_row, one_batch, one_size, one_overlap = grid[index]
         case = Case(one_batch, one_row, one_overlap, one_size, top_k, context)
-        rows += measure(case, pool, systems, plan)
+        rows += measure(Trace(case, NUM_WARMUP, plan.num_steps), pool, systems, plan)
         write_result(output, ctx, "benchmarks.swap_in run", rows, gpu_hardware())
     columns = ("system", "op", "batch", "row_bytes", "overlap", "device_buffer_size", "us_p50", "gb_per_s")
     shown = overlap[len(overlap) // 2], device_buffer_size[0]
     chosen = [row for row in rows if (row["overlap"], row["device_buffer_size"]) == shown]
     show("Swap-in of one layer, microseconds", [{name: row[name] for name in columns} for row in chosen])
+
+
+@app.command()
+def replay(
+    ctx: typer.Context,
+    trace: Annotated[Path, typer.Option(help="File of selections.")] = Path("benchmarks/traces/code-dsa.trace"),
+    layer: Annotated[list[str] | None, typer.Option(help="Layer; repeatable; default: all.")] = None,
+    batch: Annotated[list[int], typer.Option(min=1, help="Requests; repeatable.")] = [1, 16, 64],  # noqa: B006
+    size: Annotated[list[int], typer.Option(min=1, help="Hot rows of a request, in top-k; repeatable.")] = [2, 4, 16],  # noqa: B006
+    graph_steps: Annotated[int, typer.Option(min=1, help="Steps of one CUDA graph; a sample is their mean.")] = 5,
+    num_graphs: Annotated[int, typer.Option(min=1, help="Graphs, each with different steps.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs through all graphs.")] = 10,
+    output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "swap_in_trace.json",
+) -> None:
+    """Time swap-in of one layer over recorded selections."""
+    recorded, systems, plan = SelectionTrace.read(trace), available_systems(), Plan(graph_steps, num_graphs, repeats)
+    grid, rows = list(product(layer or recorded.layers, batch, size)), []
+    context = max(request.first_position + request.num_steps for request in recorded.requests) + 1
+    pool = HostPool((max(batch) * -(-context // BLOCK_SIZE) + 1) * BLOCK_SIZE * recorded.row_bytes)
+    for index in track(len(grid), "swap-in"):
+        name, one_batch, one_size = grid[index]
+        hot_rows = one_size * recorded.top_k
+        selections = RecordedTrace(recorded, name, one_batch, hot_rows, NUM_WARMUP, plan.num_steps)
+        rows += [{"layer": name} | row for row in measure(selections, pool, systems, plan)]
+        write_result(output, ctx, "benchmarks.swap_in replay", rows, gpu_hardware())
+    columns = ("system", "op", "layer", "batch", "overlap", "device_buffer_size", "us_p50", "gb_per_s")
+    show("Swap-in of one layer, microseconds", [{name: row[name] for name in columns} for row in rows])
 
 
 @app.command()
