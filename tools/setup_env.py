@@ -94,7 +94,8 @@ def make_models() -> None:
 
 
 def setup(device: str) -> None:
-    env_key = digest([ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__)], device)
+    kernels = sorted((ROOT / "csrc").rglob("*.cu*"))
+    env_key = digest([ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__), *kernels], device)
     if not is_current(ENV_STAMP, env_key) or not PYTHON.exists():
         install(device)
         ENV_STAMP.write_text(env_key)
