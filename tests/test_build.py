@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,8 @@ def test_the_library_exports_every_launcher() -> None:
 
 @needs_nvcc
 def test_the_library_depends_on_nothing_that_a_release_of_python_or_torch_brings() -> None:
-    needed = subprocess.check_output(["ldd", cuda_ops.LIBRARY], text=True)
+    listed = subprocess.check_output(["ldd", cuda_ops.LIBRARY], text=True)
+    needed = re.sub(r"\(0x[0-9a-f]+\)", "", listed)  # an address may spell one of the names
     assert "libc.so" in needed
     assert not any(name in needed for name in ("cudart", "torch", "c10", "python"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import assert_same_but_rounding, hot_args, make_prompt
+from conftest import BASE_ENGINE, assert_same_but_rounding, hot_args, make_prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ def test_refused(run, options, message):
 
 def test_host_pool_as_a_ratio_of_the_device_cache(run, reference):
     """Of bytes: rows and indexer keys of all layers on the host, over all that the device's cache holds."""
-    ratio, device_bytes = 0.25, 2**30  # VLLM_CPU_KVCACHE_SPACE of `run`
+    ratio, device_bytes = 0.25, BASE_ENGINE["kv_cache_memory_bytes"]
     host_block = 64 * 4 * (576 * 4 + 132)  # 64 tokens, 4 layers, fp32 rows and indexer keys
     options = {"host_pool_gib": None, "host_to_device_ratio": ratio}
     record = run(hot_args(options=options), [{"prompts": [make_prompt(700)], "max_tokens": 8}])[0]
