@@ -56,3 +56,8 @@ def test_a_batch_of_chats_and_other_endpoints() -> None:
     assert not owns_transfer(first, second)
     assert owns_transfer(engine_ids("chatcmpl-abc")[0], engine_ids("chatcmpl-def")[0])
     assert owns_transfer("anything", "else")
+
+
+@pytest.mark.parametrize("request_id", ["chatcmpl-a_" + "9" * 5000, "9" * 5000 + "_cmpl-a-0"])
+def test_a_client_may_choose_an_id_of_thousands_of_digits(request_id: str) -> None:
+    assert not owns_transfer(request_id, "cmpl-b-0")

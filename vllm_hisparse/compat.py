@@ -83,12 +83,17 @@ def owns_transfer(request_id: str, remote_request_id: str) -> bool:
     """
     sample, name = _REQUEST_ID.fullmatch(request_id).groups()
     _, remote_name = _REQUEST_ID.fullmatch(remote_request_id).groups()
-    return not int(sample or 0) and (name == remote_name or _prompt_index(name) == _prompt_index(remote_name) == 0)
+    return _is_zero(sample) and (name == remote_name or (_is_first_prompt(name) and _is_first_prompt(remote_name)))
 
 
-def _prompt_index(name: str) -> int:
+def _is_first_prompt(name: str) -> bool:
     match = _PROMPT_INDEX.fullmatch(name)
-    return int(match[1] or match[2]) if match else 0
+    return match is None or _is_zero(match[1] or match[2])
+
+
+def _is_zero(digits: str | None) -> bool:
+    """Whether digits, or none, spell 0. NOTE: clients choose ids, and `int` fails on more than 4,300 digits."""
+    return not (digits or "").strip("0")
 
 
 def is_rejection_notice(request: Request) -> bool:
