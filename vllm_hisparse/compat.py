@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
     from vllm.v1.request import Request
 
 Layer = TypeVar("Layer", bound=type)
@@ -201,3 +203,20 @@ def wraps_indexer_and_attention(layer_class: Layer) -> Layer:
 
     layer_class._sparse_indexer_and_attn = _sparse_indexer_and_attn
     return layer_class
+
+
+def forget_chunk(primary: CPUPrimaryTierOffloadingManager, key: OffloadKey) -> None:
+    """Remove a chunk that nobody reads from the primary tier of vLLM's tiering; nothing happens if there is none."""
+    chunk = primary._policy.get(key)
+    if chunk is not None and chunk.is_ready and not chunk.ref_cnt:
+        primary._policy.remove(key)
+        primary._free_chunk(chunk)
+        primary._num_evictable_cache_chunks -= 1
+
+
+def register_tier(name: str, module: str, class_name: str) -> None:
+    """Register a tier of vLLM's tiering, unless it is."""
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if name not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(name, module, class_name)

@@ -9,6 +9,7 @@ from weakref import finalize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
+from vllm_hisparse.tier_config import TIER_TYPES, P2PTier, Tier
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -79,6 +80,12 @@ class HiSparseConfig(BaseModel):
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
     prefill_tp_size: int | None = Field(default=None, gt=0)
     """Tensor parallel size of the prefill instances. Default: this instance's."""
+    tiers: list[Tier] = Field(default_factory=list)
+    """Where prefixes go that the host pool has no room for, in the order in which they are looked up."""
+    tier_buffer_gib: float | None = Field(default=None, gt=0)
+    """Host memory through which blocks pass between the host pool and the tiers. Default: 1/32 of the host pool."""
+    tier_timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds without a block after which a request computes its prefix instead of waiting for a tier."""
     log_request_stats: bool = False
     """Log one line per finished request: hits, misses and bytes received."""
 
@@ -96,6 +103,7 @@ class HiSparseConfig(BaseModel):
             raise _first_error(error) from None
         config._check_size_options()
         _check_algorithm(config)
+        _check_tiers(config)
         return config
 
     @classmethod
@@ -118,6 +126,8 @@ class HiSparseConfig(BaseModel):
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         _check_engine(vllm_config)
         config._check_kv_cache_dtype(vllm_config)
+        if config.tiers:
+            _check_prefix_cache(vllm_config)
         return config._for_model(vllm_config)
 
     @cached_property
@@ -236,7 +246,8 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
     detail = error.errors()[0]
     option = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        known = ", ".join(sorted([*HiSparseConfig.model_fields, *NIXL_OPTIONS]))
+        tier = TIER_TYPES.get(str(detail["loc"][2])) if len(detail["loc"]) == 4 else None
+        known = ", ".join(sorted(tier.model_fields if tier else [*HiSparseConfig.model_fields, *NIXL_OPTIONS]))
         return HiSparseConfigError(option, detail["input"], f"one of the known options: {known}", "Correct the name.")
     message = detail["msg"].removeprefix("Input should be ")
     return HiSparseConfigError(option, detail["input"], message, "Correct the value in kv_connector_extra_config.")
@@ -258,6 +269,29 @@ def _check_algorithm(config: HiSparseConfig) -> None:
             known = ", ".join(algorithm.Options.model_fields) or "none"
             message = f"one of the options of '{config.algorithm}': {known}"
         raise HiSparseConfigError(option, detail["input"], message, "Correct algorithm_options.") from None
+
+
+def _check_tiers(config: HiSparseConfig) -> None:
+    if sum(isinstance(tier, P2PTier) for tier in config.tiers) > 1:
+        raise HiSparseConfigError(
+            "tiers", [tier.type for tier in config.tiers], "at most one of type p2p", "Name all its peers in one."
+        )
+
+
+def _check_prefix_cache(vllm_config: VllmConfig) -> None:
+    """Refuse a prefix cache by whose hashes no later engine, and no other one, could find a block."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        raise HiSparseConfigError(
+            "--enable-prefix-caching", False, "True with tiers: they hold its blocks", "Set it, or remove tiers."
+        )
+    if not cache.prefix_caching_hash_algo.startswith("sha256"):
+        raise HiSparseConfigError(
+            "--prefix-caching-hash-algo",
+            cache.prefix_caching_hash_algo,
+            "sha256 or sha256_cbor with tiers: other hashes differ from engine to engine, or collide",
+            "Remove it, or remove tiers.",
+        )
 
 
 def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:

@@ -117,7 +117,7 @@ class Product:
         half, manager = self.half, self.half.hot_manager
         manager.release_parked()
         left = {name: getattr(half.ledger, name) for name in _LEDGER}
-        left |= {"parked": manager._parked, "tails": manager._tails, "transfers": half._transfers}
+        left |= {"parked": manager._parked, "tails": manager._tails, "transfers": half.counts._transfers}
         left["preempted"] = half.host_pool._preempted
         if half.transport:
             left["heartbeats"] = half.transport.connector.connector_scheduler._heartbeat_by_engine

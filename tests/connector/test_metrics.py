@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, HiSparsePromMetrics, HiSparseStats
 
@@ -65,10 +67,42 @@ def test_aggregate_with_nothing_changes_nothing() -> None:
     assert pickle.dumps(stats.aggregate(HiSparseStats()).data) == before
 
 
+def tier_stats(num_hits: int) -> OffloadingConnectorStats:
+    stats = OffloadingConnectorStats()
+    stats.increase_counter(TieringOffloadingMetrics.CHUNK_HITS, num_hits, ("1:fs",))
+    return stats
+
+
+def test_stats_of_the_tiers_add_up() -> None:
+    stats, other = HiSparseStats(), HiSparseStats()
+    stats.add_tiers(None)
+    assert stats.is_empty()
+    stats.add_tiers(tier_stats(2))
+    other.add_tiers(tier_stats(3))
+    stats.aggregate(other)
+    assert stats.data["tiers"]["data"][TieringOffloadingMetrics.CHUNK_HITS] == {("1:fs",): 5}
+
+
+def test_observes_stats_of_the_tiers(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
+    stats = HiSparseStats()
+    stats.add_tiers(tier_stats(2))
+    metrics.observe(stats.data, 1)
+    name, labels = f"{TieringOffloadingMetrics.CHUNK_HITS}_total", {"model_name": "m", "engine": "1", "tier": "1:fs"}
+    assert registry.get_sample_value(name, labels) == 2
+
+
+def test_no_metrics_of_tiers_without_tiers(registry: CollectorRegistry) -> None:
+    types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    HiSparsePromMetrics(config, types, LABELS, {0: ["m", "0"]})
+    assert not [family.name for family in registry.collect() if "kv_offload" in family.name]
+
+
 def test_travels_as_plain_data() -> None:
     stats = HiSparseStats()
     stats.add(cache_hits=3)
     stats.add_nixl(nixl_stats(1))
+    stats.add_tiers(tier_stats(1))
     assert HiSparseStats(pickle.loads(pickle.dumps(stats.data))).data == stats.data
 
 
@@ -101,7 +135,8 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> HiSparsePromMetrics:
     types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
+    options = {"tiers": [{"type": "fs"}]}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options))
     return HiSparsePromMetrics(config, types, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
 
 

@@ -335,7 +335,7 @@ def test_restored_tokens_of_other_requests_are_no_resumption() -> None:
 
 def test_copies_of_every_rank_are_counted() -> None:
     engine = FakeEngine()
-    engine.connector.num_ranks, layout = 2, engine.groups.layout
+    engine.connector.counts.num_ranks, layout = 2, engine.groups.layout
     token, block = 2 * layout.num_layers * layout.row_bytes, 2 * layout.resident_block_bytes
     engine.add("a", PROMPT, max_tokens=3)
     seen = []
@@ -473,7 +473,7 @@ def test_reports_come_every_few_calls_and_when_no_request_is_left() -> None:
     engine.add("a", PROMPT[:5], max_tokens=2)
     reports = []
     for _ in range(2 * CALLS_PER_REPORT + 1):
-        engine.connector.stats.add(resumed_requests=1)
+        engine.connector.counts.add(resumed_requests=1)
         reports.append(engine.connector.take_due_stats())
     due = [index for index, stats in enumerate(reports) if stats]
     assert due == [0, CALLS_PER_REPORT, 2 * CALLS_PER_REPORT]

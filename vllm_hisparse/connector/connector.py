@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -17,12 +19,14 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata
 from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.tiers.make_tiers import make_tiers
 from vllm_hisparse.kv_manager.worker.host_memory import num_host_pools
 from vllm_hisparse.lifetime import end_with_parent
 
@@ -58,6 +62,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:
+            self._make_tiers = partial(make_tiers, vllm_config, config, groups.layout)
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
             self.scheduler = HiSparseSchedulerConnector(
                 config,
@@ -111,9 +116,16 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.request_finished(request)
         return False, None
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
         if self.scheduler.transport:
-            self.scheduler.transport.set_handshake_metadata(metadata)
+            self.scheduler.transport.set_handshake_metadata({rank: each.transport for rank, each in metadata.items()})
+        files = [metadata[rank].host_pool for rank in sorted(metadata) if metadata[rank].host_pool is not None]
+        if files:
+            self.scheduler.tiers = self._make_tiers(self.scheduler.host_pool, files)
+
+    def has_pending_push_work(self) -> bool:
+        # NOTE: vLLM goes on stepping without requests for as long as this says so, whatever the work is.
+        return self.scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         # NOTE: the one hook that vLLM calls once for each step's output, whatever is in it.
@@ -162,8 +174,8 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.transfer_results(finished_req_ids)
 
-    def get_handshake_metadata(self):
-        return self.worker.transport.handshake_metadata() if self.worker.transport else None
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.handshake_metadata()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.take_worker_metadata()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile
 
 BlockPairs = list[tuple[int, int]]
 
@@ -44,3 +50,16 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
         return self  # the other ranks report none
+
+
+@dataclass
+class HiSparseHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """Worker -> scheduler, once, before the first step.
+
+    Attributes:
+        host_pool: the memory of this rank's host pool, if the scheduler's process is to map it.
+        transport: metadata of the transport, or None.
+    """
+
+    host_pool: HostPoolFile | None
+    transport: KVConnectorHandshakeMetadata | None

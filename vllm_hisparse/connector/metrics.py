@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ COUNTERS = {
     "transfers_refused": "Number of prompts computed locally because the transfer was malformed or not theirs.",
     "transfer_bytes_to_host": "Bytes received from prefill instances directly into the host pool.",
     "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
+    "tier_loaded_blocks": "Number of blocks loaded into the host pool from the tiers below it.",
+    "tier_damaged_blocks": "Number of blocks from a tier that were not what had been stored, and were not used.",
+    "tier_load_timeouts": "Number of requests that computed the rest of their prefix because a tier did not answer.",
+    "tier_dropped_blocks": "Number of blocks evicted from the host pool before they could be stored in a tier.",
 }
 GAUGES = {
     "host_blocks_used": "Number of host blocks allocated to requests.",
@@ -37,9 +43,9 @@ GAUGES = {
 
 
 class HiSparseStats(KVConnectorStats):
-    """Counters (summed), gauges (the latest value wins) and the NIXL connector's own stats.
+    """Counters (summed), gauges (the latest value wins), and vLLM's own stats of its NIXL connector and its tiers.
 
-    `data` is sent between processes: `{"counters": {…}, "gauges": {…}, "nixl": {…}}`.
+    `data` is sent between processes: `{"counters": {…}, "gauges": {…}, "nixl": {…}, "tiers": {…}}`.
     """
 
     def __init__(self, data: dict[str, Any] | None = None):
@@ -48,7 +54,7 @@ class HiSparseStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"counters": {}, "gauges": {}, "nixl": {}}
+        self.data = {"counters": {}, "gauges": {}, "nixl": {}, "tiers": {}}
 
     def add(self, **counters: int) -> None:
         """Add to counters."""
@@ -65,11 +71,19 @@ class HiSparseStats(KVConnectorStats):
         own = NixlKVConnectorStats(data=self.data["nixl"])
         self.data["nixl"] = own.aggregate(stats).data
 
+    def add_tiers(self, stats: OffloadingConnectorStats | None) -> None:
+        """Add stats of vLLM's tiering."""
+        if stats is not None:
+            own = OffloadingConnectorStats(data=self.data["tiers"])
+            self.data["tiers"] = own.aggregate(stats).data
+
     def aggregate(self, other: KVConnectorStats) -> HiSparseStats:
         self.add(**other.data["counters"])
         self.set_gauges(**other.data["gauges"])
         if other.data["nixl"]:
             self.add_nixl(NixlKVConnectorStats(data=other.data["nixl"]))
+        if other.data["tiers"]:
+            self.add_tiers(OffloadingConnectorStats(data=other.data["tiers"]))
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -87,11 +101,13 @@ class HiSparseStats(KVConnectorStats):
         return figures | {name.replace("_", " ").capitalize(): value for name, value in self.data["gauges"].items()}
 
     def is_empty(self) -> bool:
-        return not (self.data["counters"] or self.data["gauges"] or self.data["nixl"])
+        return not any(self.data.values())
 
 
 class HiSparsePromMetrics(KVConnectorPromMetrics):
-    """Registers and updates the metrics `vllm:hisparse_*`, and `vllm:nixl_*` for transfers."""
+    """Registers and updates the metrics `vllm:hisparse_*`, `vllm:nixl_*` for transfers and, where there are tiers,
+    `vllm:kv_offload_tiering_*` for each of them.
+    """
 
     def __init__(
         self,
@@ -103,6 +119,8 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._label_names = labelnames
         self._nixl = NixlPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        tiers = tiering_options(vllm_config)
+        self._tiers = tiers and OffloadPromMetrics(tiers, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: self._create(metric_types[Counter], name, documentation) for name, documentation in COUNTERS.items()
         }
@@ -118,9 +136,19 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
             self._gauges[name][engine_idx].set(value)
         if transfer_stats_data["nixl"]:
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
+        if self._tiers and transfer_stats_data["tiers"]:
+            self._tiers.observe(transfer_stats_data["tiers"], engine_idx)
 
     def _create(self, metric_type: type, name: str, documentation: str, **kwargs: str) -> Any:
         metric = metric_type(
             name=f"vllm:hisparse_{name}", documentation=documentation, labelnames=self._label_names, **kwargs
         )
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+
+def tiering_options(vllm_config: VllmConfig) -> Any | None:
+    """What vLLM's metrics of its tiering read of a configuration; None without tiers."""
+    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get("tiers"):
+        return None
+    options = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.connector.copy_counts import CopyCounts
 from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
@@ -16,6 +16,7 @@ from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 
 
 CALLS_PER_REPORT = 16  # vLLM asks for statistics in every step, and each report costs host time
-
-
-@dataclass
-class _Transfer:
-    num_host_blocks: int
-    num_device_blocks: int
 
 
 class HiSparseSchedulerConnector:
@@ -58,17 +53,15 @@ class HiSparseSchedulerConnector:
         num_ranks: int = 1,
         num_host_pools: int = 1,
     ):
-        self.num_ranks, self.num_host_pools = num_ranks, num_host_pools
         self.groups, self.layout = groups, groups.layout
-        self.enable_caching = enable_caching
         self.transport = transport
-        self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size)
+        self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
         is_dense = self.layout.num_kv_heads is not None
         self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes=is_dense)
-        self.stats = HiSparseStats()
+        self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
+        self.tiers: Tiers | None = None
         self._calls_to_report = 0
         self._restores: BlockPairs = []
-        self._transfers: dict[str, _Transfer] = {}
         self.request_log = RequestLog() if config.log_request_stats else None
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -83,20 +76,27 @@ class HiSparseSchedulerConnector:
     def on_new_request(self, request: Request) -> None:
         self.ledger.add(request)
         if self.transport and not self.transport.accept(request):
-            self.stats.add(transfers_refused=1)
+            self.counts.add(transfers_refused=1)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit."""
-        match = self._match(request)
-        self.ledger.set_match(request.request_id, match)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit; None while more of them
+        are on their way from a tier into the host pool.
+        """
+        match = self._find_match(request)
         if self.transport:
             num_remote = self.transport.num_matched_tokens(request, num_computed_tokens)
             if num_remote:
                 return num_remote, True
+        if self.tiers and not request.skip_reading_prefix_cache:
+            if self.tiers.is_loading(request, match):
+                return None, False
+            match = self._find_match(request)
         return max(match.num_tokens - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Start a remote load, or plan the copies that bring host-held selector state back to the device."""
+        if self.tiers:
+            self.tiers.forget(request.request_id)
         if self.transport and self.transport.is_remote(request):
             self._start_transfer(request, blocks, num_external_tokens)
             return
@@ -123,21 +123,29 @@ class HiSparseSchedulerConnector:
         if self.transport:
             metadata.transport = self.transport.build_connector_meta(scheduler_output)
         _keep_restored_blocks(scheduler_output, metadata)
-        self._record_copies(metadata, scheduler_output.total_num_scheduled_tokens)
+        self.counts.step_scheduled(metadata, scheduler_output.total_num_scheduled_tokens)
         self.hot_manager.step_scheduled()
+        if self.tiers:
+            self.tiers.step_scheduled()
         return metadata
 
     def step_processed(self) -> None:
         """vLLM has the output of a step; called once per step, in their order."""
         self.hot_manager.step_processed()
+        if self.tiers:
+            self.tiers.step_processed()
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed even if there is no request."""
+        return self.tiers is not None and self.tiers.has_pending_work()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
-            transfer = self._transfers.pop(request_id, None)
-            if transfer is not None:
-                self._record_transfer(request_id, transfer, request_id in failed)
+            received = self.counts.transfer_ended(request_id, request_id in failed)
+            if received and self.request_log and request_id in self.ledger.requests:
+                self.request_log.received(request_id, *received)
         if self.transport:
             self.transport.update_connector_output(output)
         if self.request_log and isinstance(output.kv_connector_worker_meta, HiSparseWorkerMetadata):
@@ -150,24 +158,31 @@ class HiSparseSchedulerConnector:
             self.request_log.ended(request.request_id, request.num_prompt_tokens)
         self.ledger.remove(request)
         self.host_pool.forget(request.request_id)
+        if self.tiers:
+            self.tiers.forget(request.request_id)
         if self.transport:
             self.transport.request_finished(request)
 
     def reset_cache(self) -> None:
         """Drop the host prefix cache."""
         self.hot_manager.release_parked()
+        if self.tiers:
+            self.tiers.reset_cache()
         self.host_pool.reset_cache()
 
     def take_stats(self) -> HiSparseStats:
         """Counters since the last call, and the pool's present state."""
         self.hot_manager.release_parked()
-        stats, self.stats = self.stats, HiSparseStats()
+        stats = self.counts.take()
         stats.set_gauges(
             host_blocks_used=self.host_pool.num_used,
             host_blocks_free=self.host_pool.num_free,
             host_blocks_cached=self.host_pool.num_cached,
             requests_waiting_for_host_memory=len(self.ledger.waiting_for_host),
         )
+        if self.tiers:
+            stats.add(**self.tiers.take_counters())
+            stats.add_tiers(self.tiers.take_stats())
         return stats
 
     def take_due_stats(self) -> HiSparseStats | None:
@@ -179,19 +194,14 @@ class HiSparseSchedulerConnector:
         return self.take_stats()
 
     def shutdown(self) -> None:
+        if self.tiers:
+            self.tiers.shutdown()
         if self.transport:
             self.transport.shutdown()
 
-    def _match(self, request: Request) -> HostMatch:
-        if request.skip_reading_prefix_cache:
-            return HostMatch()
+    def _find_match(self, request: Request) -> HostMatch:
         self.hot_manager.release_parked()
-        # NOTE: the last token is always computed, for its logits.
-        match = self.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
-        if self.enable_caching:
-            cached = self.host_pool.cached_prefix(request.block_hashes, request.num_tokens - 1)
-            match = max(match, cached, key=lambda found: found.num_tokens)
-        return match
+        return self.ledger.find_match(request)
 
     def _plan_restore(self, request: Request, num_external_tokens: int) -> None:
         request_id, block_size = request.request_id, self.layout.block_size
@@ -200,11 +210,11 @@ class HiSparseSchedulerConnector:
         host_ids = self.host_pool.block_ids(request_id)
         for index, block in self.ledger.device_blocks(request_id, first, self.layout.num_blocks(num_matched)):
             self._restores.append((host_ids[index], block.block_id))
-        self.stats.add(host_prefix_tokens=num_external_tokens)
+        self.counts.add(host_prefix_tokens=num_external_tokens)
 
     def _record_resumption(self, request: Request) -> None:
         num_matched = self.ledger.admitted[request.request_id].num_matched_tokens
-        self.stats.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
+        self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def _start_transfer(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = request.request_id
@@ -215,24 +225,7 @@ class HiSparseSchedulerConnector:
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
             num_device = sum(block.block_hash is None for block in device_blocks or ())
-            self._transfers[request_id] = _Transfer(len(host_ids) - num_shared, num_device)
-
-    def _record_transfer(self, request_id: str, transfer: _Transfer, failed: bool) -> None:
-        self.stats.add(transfers=1, transfer_failures=int(failed))
-        if failed:
-            return
-        to_host = transfer.num_host_blocks * self.layout.main_block_bytes * self.num_host_pools
-        to_device = transfer.num_device_blocks * self.layout.resident_block_bytes * self.num_ranks
-        self.stats.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
-        if self.request_log and request_id in self.ledger.requests:
-            self.request_log.received(request_id, to_host, to_device)
-
-    def _record_copies(self, metadata: HiSparseMetadata, num_tokens: int) -> None:
-        """Account for what the workers copy in this step beside misses, which only they know."""
-        layout, num_saves = self.layout, len(metadata.saves) + len(metadata.tail_saves)
-        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.resident_block_bytes
-        restored = len(metadata.restores) * layout.resident_block_bytes
-        self.stats.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
+            self.counts.transfer_started(request_id, len(host_ids) - num_shared, num_device)
 
 
 def _keep_restored_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMetadata) -> None:

@@ -11,7 +11,12 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.connector.metadata import (
+    BlockPairs,
+    HiSparseHandshakeMetadata,
+    HiSparseMetadata,
+    HiSparseWorkerMetadata,
+)
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -53,9 +58,9 @@ class HiSparseWorkerConnector:
         self.config, self.vllm_config = config, vllm_config
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         num_bytes = num_host_blocks * self.layout.host_block_bytes
-        memory = allocate_host_pool(num_bytes, vllm_config, config.size_option)
+        self.host_memory = allocate_host_pool(num_bytes, vllm_config, config.size_option, bool(config.tiers))
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
-        self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, memory)
+        self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, self.host_memory.memory)
         self._saves: BlockPairs = []
         self.reports_requests = vllm_config.parallel_config.rank == 0
 
@@ -138,11 +143,18 @@ class HiSparseWorkerConnector:
             stats.add_nixl(nixl_stats)
         return stats
 
+    def handshake_metadata(self) -> HiSparseHandshakeMetadata | None:
+        """What the scheduler half has to know of this worker before the first step; None if nothing."""
+        transport = self.transport.handshake_metadata() if self.transport else None
+        file = self.host_memory.file
+        return None if transport is None and file is None else HiSparseHandshakeMetadata(file, transport)
+
     def shutdown(self) -> None:
         """NOTE: in this order: nobody reads or writes the host memory any more when it is unpinned."""
         if self.transport:
             self.transport.shutdown()
         self.store.close()
+        self.host_memory.close_file()
 
     def _make_hot_buffer(self, cache: torch.Tensor) -> HotBuffer:
         """The hot buffer of the model's family.

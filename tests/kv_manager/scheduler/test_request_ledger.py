@@ -25,6 +25,7 @@ def arrive(ledger: RequestLedger, request_id: str, num_tokens: int, resumable: b
         num_computed_tokens=0,
         block_hashes=[(request_id, index) for index in range(num_tokens // BLOCK_SIZE)],
         resumable=resumable,
+        skip_reading_prefix_cache=False,
         status=RequestStatus.RUNNING,
     )
     ledger.add(request)
@@ -86,7 +87,7 @@ def test_a_match_is_neither_saved_nor_published_again() -> None:
     admit(ledger, request, handle=7)
     step(ledger, (request, 10))
     other = arrive(ledger, "b", 12)
-    ledger.set_match("b", HostMatch(ledger.host_pool.block_ids("a")[:2], 8))
+    assert ledger.find_match(other) == HostMatch(ledger.host_pool.block_ids("a")[:2], 8)
     admit(ledger, other, handle=9, first_device_id=200)
     other.num_computed_tokens = 8
     assert [device_id for device_id, _ in step(ledger, (other, 4)).saves] == [202]
@@ -168,7 +169,7 @@ def test_nothing_is_left_of_a_request() -> None:
     ledger = make_ledger()
     request = arrive(ledger, "a", 10, resumable=True)
     assert ledger.sessions == {"a"}
-    ledger.set_match("a", HostMatch())
+    assert ledger.find_match(request) == HostMatch()
     ledger.wait_for_host("a", True)
     admit(ledger, request, handle=7)
     ledger.give_room("a", 3)

@@ -53,7 +53,7 @@ class Ranks:
         def run(index: int) -> None:
             self.here.index = index
             try:
-                results[index] = allocate_host_pool(NUM_BYTES, config(self.num_ranks, use_mla), OPTION)
+                results[index] = allocate_host_pool(NUM_BYTES, config(self.num_ranks, use_mla), OPTION).memory
             except Exception as error:
                 results[index] = error
 
@@ -88,7 +88,7 @@ def test_ranks_of_a_dense_model_have_memory_of_their_own(monkeypatch: pytest.Mon
 
 
 def test_one_rank_asks_nobody() -> None:
-    assert len(allocate_host_pool(NUM_BYTES, config(1), OPTION)) == NUM_BYTES
+    assert len(allocate_host_pool(NUM_BYTES, config(1), OPTION).memory) == NUM_BYTES
 
 
 def test_refuses_to_share_over_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-
-@dataclass(frozen=True)
-class PrivateKey:
-    """Cache key of a block that only its preempted owner may claim: a partial tail, or a copy of a cached block.
-
-    NOTE: no tuple, which would equal a block hash that is one.
-    """
-
-    request_id: str
-    index: int
+from vllm_hisparse.kv_manager.scheduler.host_block_states import HostBlockStates, PrivateKey
 
 
 @dataclass(frozen=True)
@@ -38,71 +28,22 @@ class _Preempted:
     keys: list[Hashable] = field(default_factory=list)
 
 
-class BlockKeys:
-    """Which key finds which block: a block has at most one key, a key one block."""
+class HostBlockPool(HostBlockStates):
+    """Allocates, shares, caches and evicts requests' host blocks; every operation is all or nothing.
 
-    def __init__(self, num_blocks: int):
-        self._by_block: list[Hashable | None] = [None] * num_blocks
-        self._by_key: dict[Hashable, int] = {}
-
-    def of(self, block_id: int) -> Hashable | None:
-        """The key of a block."""
-        return self._by_block[block_id]
-
-    def find(self, key: Hashable) -> int | None:
-        """The block that a key finds."""
-        return self._by_key.get(key)
-
-    def set(self, block_id: int, key: Hashable) -> None:
-        """Give a key to a block that has none."""
-        self._by_block[block_id], self._by_key[key] = key, block_id
-
-    def remove(self, block_id: int) -> None:
-        """Take a block's key, if it has one."""
-        key, self._by_block[block_id] = self._by_block[block_id], None
-        if key is not None:
-            del self._by_key[key]
-
-    def check_integrity(self, free: set[int], evictable: set[int]) -> None:
-        """Raise an AssertionError if a cached block has no key or a free one has one."""
-        keyed = {block_id: key for block_id, key in enumerate(self._by_block) if key is not None}
-        assert keyed == {block_id: key for key, block_id in self._by_key.items()}, "cache keys differ"
-        assert not free & keyed.keys(), "a free block has a key"
-        assert evictable <= keyed.keys(), "a cached block has no key"
-
-
-class HostBlockPool:
-    """Allocates, shares, caches and evicts host blocks; every operation is all or nothing.
-
-    A block is free, used (referenced by requests) or cached (unreferenced, but found again by its key). Cached
-    blocks are evicted least recently used first, and within one request from its tail.
+    Cached blocks are evicted least recently used first, and within one request from its tail.
 
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
+        reports_cached: whether `take_newly_cached` is called.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self._free: deque[int] = deque(range(num_blocks))
-        self._num_refs = [0] * num_blocks
-        self._num_pins = [0] * num_blocks
-        self._keys = BlockKeys(num_blocks)
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+    def __init__(self, num_blocks: int, block_size: int, reports_cached: bool = False):
+        super().__init__(num_blocks, reports_cached)
+        self.block_size = block_size
         self._requests: dict[str, list[int]] = {}
         self._preempted: dict[str, _Preempted] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._evictable)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free - self.num_cached
 
     def block_ids(self, request_id: str) -> list[int]:
         """Host blocks of a request, in token order; read-only."""
@@ -184,19 +125,6 @@ class HostBlockPool:
         """Release a finished request's blocks; published ones stay cached."""
         self._release(self._requests.pop(request_id))
 
-    def pin(self, block_ids: Sequence[int]) -> None:
-        """Keep a request's blocks from being freed or evicted until `unpin`, even if the request gives them up."""
-        for block_id in block_ids:
-            assert self._num_refs[block_id], f"block {block_id} has no owner"
-            self._num_refs[block_id] += 1
-            self._num_pins[block_id] += 1
-
-    def unpin(self, block_ids: Sequence[int]) -> None:
-        """Undo `pin`."""
-        for block_id in block_ids:
-            self._num_pins[block_id] -= 1
-        self._release(block_ids)
-
     def preempt(self, request_id: str, num_tokens: int) -> None:
         """Release a preempted request's blocks but keep its first `num_tokens` findable by `retained_prefix`."""
         block_ids = self._requests.pop(request_id)
@@ -245,29 +173,3 @@ class HostBlockPool:
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def _claim(self, block_id: int) -> None:
-        if not self._num_refs[block_id]:
-            del self._evictable[block_id]
-        self._num_refs[block_id] += 1
-        if isinstance(self._keys.of(block_id), PrivateKey):
-            self._keys.remove(block_id)
-
-    def _take(self) -> int:
-        if self._free:
-            block_id = self._free.popleft()
-        else:
-            block_id, _ = self._evictable.popitem(last=False)
-            self._keys.remove(block_id)
-        self._num_refs[block_id] = 1
-        return block_id
-
-    def _release(self, block_ids: Sequence[int]) -> None:
-        for block_id in reversed(block_ids):
-            self._num_refs[block_id] -= 1
-            if self._num_refs[block_id]:
-                continue
-            if self._keys.of(block_id) is None:
-                self._free.append(block_id)
-            else:
-                self._evictable[block_id] = None

@@ -120,9 +120,17 @@ class RequestLedger:
         """What the host pool held of a request when vLLM last asked."""
         return self._matches.get(request_id, HostMatch())
 
-    def set_match(self, request_id: str, match: HostMatch) -> None:
-        """The host pool holds `match` of a request that waits."""
-        self._matches[request_id] = match
+    def find_match(self, request: Request) -> HostMatch:
+        """Look up what the host pool holds of a request that waits."""
+        match = HostMatch()
+        if not request.skip_reading_prefix_cache:
+            # NOTE: the last token is always computed, for its logits.
+            match = self.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
+            if self.enable_caching:
+                cached = self.host_pool.cached_prefix(request.block_hashes, request.num_tokens - 1)
+                match = max(match, cached, key=lambda found: found.num_tokens)
+        self._matches[request.request_id] = match
+        return match
 
     def wait_for_host(self, request_id: str, waits: bool) -> None:
         """Whether the host pool could not take a request when vLLM last asked."""

@@ -1,0 +1,72 @@
+"""Counts what the scheduler half knows of: transfers, and the bytes that the workers copy in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_hisparse.connector.metadata import HiSparseMetadata
+from vllm_hisparse.connector.metrics import HiSparseStats
+from vllm_hisparse.layout import KVLayout
+
+
+@dataclass
+class _Transfer:
+    num_host_blocks: int
+    num_device_blocks: int
+
+
+class CopyCounts:
+    """Counters of the scheduler half since they were last taken.
+
+    Args:
+        layout: byte sizes.
+        num_ranks: tensor parallel ranks, each with a device of its own.
+        num_host_pools: host pools, which hold the same blocks of different KV heads.
+    """
+
+    def __init__(self, layout: KVLayout, num_ranks: int, num_host_pools: int):
+        self.layout, self.num_ranks, self.num_host_pools = layout, num_ranks, num_host_pools
+        self._stats = HiSparseStats()
+        self._transfers: dict[str, _Transfer] = {}
+
+    def add(self, **counters: int) -> None:
+        """Add to counters, by the names of `connector/metrics.py`."""
+        self._stats.add(**counters)
+
+    def take(self) -> HiSparseStats:
+        """The counters, which start from 0 again."""
+        stats, self._stats = self._stats, HiSparseStats()
+        return stats
+
+    def step_scheduled(self, metadata: HiSparseMetadata, num_tokens: int) -> None:
+        """Count what the workers copy in a step beside misses, which only they know.
+
+        Args:
+            metadata: of the step.
+            num_tokens: that it computes.
+        """
+        layout, num_saves = self.layout, len(metadata.saves) + len(metadata.tail_saves)
+        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.resident_block_bytes
+        restored = len(metadata.restores) * layout.resident_block_bytes
+        self.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
+
+    def transfer_started(self, request_id: str, num_host_blocks: int, num_device_blocks: int) -> None:
+        """A request's KV is being received."""
+        self._transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
+
+    def transfer_ended(self, request_id: str, failed: bool) -> tuple[int, int] | None:
+        """Count a transfer.
+
+        Returns:
+            Bytes received by the host and by the devices; None if it failed, or nothing was to be received.
+        """
+        transfer = self._transfers.pop(request_id, None)
+        if transfer is None:
+            return None
+        self.add(transfers=1, transfer_failures=int(failed))
+        if failed:
+            return None
+        to_host = transfer.num_host_blocks * self.layout.main_block_bytes * self.num_host_pools
+        to_device = transfer.num_device_blocks * self.layout.resident_block_bytes * self.num_ranks
+        self.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
+        return to_host, to_device

@@ -1,0 +1,58 @@
+"""Copies blocks between the host pool and the transfer buffer, in threads of the scheduler's process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
+
+NUM_THREADS = 4  # numpy and blake3 let go of the interpreter's lock
+
+
+class HostBlocks(Protocol):
+    """What is copied: `HostPools`, or the rows of a simulated worker."""
+
+    def read(self, block_id: int, block: np.ndarray) -> None: ...
+
+    def write(self, block_id: int, block: np.ndarray) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BlockCopier:
+    """Copies in both directions, with the digest.
+
+    Args:
+        hosts: the host blocks.
+        buffer: the transfer buffer.
+    """
+
+    def __init__(self, hosts: HostBlocks, buffer: TransferBuffer):
+        self.hosts, self.buffer = hosts, buffer
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "hisparse_tier_copy")
+
+    def save(self, block_id: int, chunk_id: int, key: bytes) -> Future[None]:
+        """Copy a host block to a chunk and seal it."""
+        return self._threads.submit(self._save, block_id, chunk_id, key)
+
+    def load(self, chunk_id: int, block_id: int, key: bytes) -> Future[bool]:
+        """Copy a chunk to a host block; the result is False, and nothing is copied, if it is not intact."""
+        return self._threads.submit(self._load, chunk_id, block_id, key)
+
+    def shutdown(self) -> None:
+        """Wait for the copies that run and let go of the host blocks."""
+        self._threads.shutdown(cancel_futures=True)
+        self.hosts.close()
+
+    def _save(self, block_id: int, chunk_id: int, key: bytes) -> None:
+        self.hosts.read(block_id, self.buffer.block(chunk_id))
+        self.buffer.seal(chunk_id, key)
+
+    def _load(self, chunk_id: int, block_id: int, key: bytes) -> bool:
+        if not self.buffer.is_intact(chunk_id, key):
+            return False
+        self.hosts.write(block_id, self.buffer.block(chunk_id))
+        return True

@@ -1,0 +1,83 @@
+"""Which host blocks go to the tiers, and when."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import islice
+
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
+
+BATCH = 16  # blocks of one job
+GROUP = 0  # the key of a block covers its main KV and its device-resident KV
+
+
+def key_of(block_hash: bytes) -> OffloadKey:
+    """A block's key in all tiers."""
+    return make_offload_key(block_hash, GROUP)
+
+
+class BlockStores:
+    """Stores published blocks once no request uses them any more: before, the host pool cannot lose them.
+
+    A block waits until every step is over that may still write it, and for room in the transfer buffer. One that is
+    evicted while it waits is not stored.
+
+    Args:
+        manager: of the tiers.
+        host_pool: tells which blocks nobody uses any more.
+
+    Attributes:
+        num_dropped: blocks that were evicted before they could be stored, since it was last set to 0.
+    """
+
+    def __init__(self, manager: HostTierManager, host_pool: HostBlockPool):
+        self.manager, self.host_pool = manager, host_pool
+        self.num_dropped = 0
+        self._waiting: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # block -> (hash, step)
+        self._stored: dict[int, bytes] = {}  # block -> the hash it was stored under
+
+    def __len__(self) -> int:
+        """Blocks that wait."""
+        return len(self._waiting)
+
+    def step(self, num_scheduled: int, num_processed: int) -> None:
+        """Start to store what can be stored now.
+
+        Args:
+            num_scheduled: steps that have been scheduled.
+            num_processed: steps that are over on the device.
+        """
+        for block_id in self.host_pool.take_newly_cached():
+            block_hash = self.host_pool.hash_of(block_id)
+            if block_hash is not None and self._stored.get(block_id) != block_hash:
+                self._waiting[block_id] = (block_hash, num_scheduled)
+        batch = self._next_batch(num_processed)
+        if batch and self.manager.store(batch, self.are_stored):
+            for block_id in batch.values():
+                self._waiting.pop(block_id, None)
+
+    def are_stored(self, blocks: Mapping[OffloadKey, int]) -> None:
+        """Blocks that the tiers have, by key, need not be stored."""
+        for block_id in blocks.values():
+            self._stored[block_id] = self.host_pool.hash_of(block_id)
+
+    def reset(self) -> None:
+        """The host pool has forgotten all cached blocks."""
+        self._waiting.clear()
+
+    def _next_batch(self, num_processed: int) -> dict[OffloadKey, int]:
+        batch: dict[OffloadKey, int] = {}
+        num_blocks = min(BATCH, self.manager.num_stores_left)
+        for block_id, (block_hash, step) in list(islice(self._waiting.items(), 2 * BATCH)):
+            if len(batch) >= num_blocks or step > num_processed:
+                break
+            if self.host_pool.hash_of(block_id) != block_hash:
+                del self._waiting[block_id]
+                self.num_dropped += 1
+            else:
+                batch[key_of(block_hash)] = block_id
+        return batch

@@ -1,0 +1,107 @@
+"""Keeps the block files of a directory within a quota."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from vllm.logger import init_logger
+
+BLOCK_SUFFIX = ".bin"
+TEMPORARY = ".tmp"  # in the names of files that are being written
+ABANDONED_S = 600.0  # after which such a file is of an engine that was killed
+RESCAN_S = 600.0  # other engines may write to the directory, too
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
+
+class DirectoryQuota:
+    """Deletes the least recently used block files; in a thread of its own, which also looks what is there.
+
+    A file's modification time says when it was last used, so that the order survives restarts.
+
+    Args:
+        directory: with all its subdirectories.
+        max_bytes: of all block files.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int):
+        self.directory, self.max_bytes = directory, max_bytes
+        self.num_bytes = 0
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # path -> bytes, least recently used first
+        self._scanned_at = 0.0
+        self._thread = ThreadPoolExecutor(1, "hisparse_tier_quota")
+        self._thread.submit(self._scan)
+
+    def added(self, paths: Iterable[str]) -> Future:
+        """Files were written."""
+        return self._thread.submit(self._add, list(paths))
+
+    def used(self, paths: Iterable[str]) -> Future:
+        """Files were read."""
+        return self._thread.submit(self._touch, list(paths))
+
+    def delete(self, path: str) -> Future:
+        """Delete a file that is damaged."""
+        return self._thread.submit(self._delete, path)
+
+    def shutdown(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _scan(self) -> None:
+        self._scanned_at = time.monotonic()
+        found = sorted((status.st_mtime, path, status.st_size) for path, status in self._block_files())
+        self._sizes = OrderedDict((path, size) for _, path, size in found)
+        self.num_bytes = sum(self._sizes.values())
+        self._evict()
+
+    def _block_files(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Block files; deletes what a killed engine has left half written."""
+        now = time.time()
+        for folder, _, names in os.walk(self.directory):
+            for path in (os.path.join(folder, name) for name in names):
+                with suppress(OSError):  # another engine may have deleted it
+                    status = os.stat(path)
+                    if path.endswith(BLOCK_SUFFIX):
+                        yield path, status
+                    elif TEMPORARY in os.path.basename(path) and now - status.st_mtime > ABANDONED_S:
+                        os.remove(path)
+
+    def _add(self, paths: list[str]) -> None:
+        if time.monotonic() - self._scanned_at > RESCAN_S:
+            self._scan()
+        for path in paths:
+            with suppress(OSError):
+                self._forget(path)
+                self._sizes[path] = os.path.getsize(path)
+                self.num_bytes += self._sizes[path]
+        self._evict()
+
+    def _touch(self, paths: list[str]) -> None:
+        for path in paths:
+            with suppress(OSError):
+                os.utime(path)
+                if path in self._sizes:
+                    self._sizes.move_to_end(path)
+
+    def _delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            os.remove(path)
+        self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        self.num_bytes -= self._sizes.pop(path, 0)
+
+    def _evict(self) -> None:
+        while self.num_bytes > self.max_bytes and self._sizes:
+            path = next(iter(self._sizes))
+            try:
+                self._delete(path)
+            except OSError as error:
+                logger.warning("Cannot delete %s: %s", path, error)
+                self._forget(path)

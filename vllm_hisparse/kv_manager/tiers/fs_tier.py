@@ -1,0 +1,71 @@
+"""vLLM's file system tier with a quota."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from vllm_hisparse.kv_manager.tiers.directory_quota import DirectoryQuota
+from vllm_hisparse.kv_manager.tiers.store_pause import StorePause
+
+
+class QuotaFileSystemTier(FileSystemTierManager):
+    """Counts the files that are written, and deletes the least recently used ones beyond the quota.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type: of vLLM.
+        root_dir: the directory.
+        quota_bytes: of all block files in it. Those that are being written count from the start.
+        options: others of vLLM's tier.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        root_dir: str,
+        quota_bytes: int,
+        **options: Any,
+    ):
+        options["backpressure_detector"] = self.pause = StorePause(root_dir)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, root_dir, **options)
+        being_written = offloading_spec.max_stores * self.block_size_bytes
+        self.quota = DirectoryQuota(Path(root_dir), max(quota_bytes - being_written, self.block_size_bytes))
+        self._stores: dict[int, list[str]] = {}  # job -> paths
+        self._loads: dict[int, list[str]] = {}
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._stores[job_metadata.job_id] = self._paths(job_metadata.keys)
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._loads[job_metadata.job_id] = self._paths(job_metadata.keys)
+        super().submit_load(job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = list(super().get_finished_jobs())
+        for result in results:
+            written, read = self._stores.pop(result.job_id, None), self._loads.pop(result.job_id, None)
+            if written is not None:
+                self.quota.added(written)
+                self.pause.job_ended(result.success)
+            elif read is not None:
+                self.quota.used(read)
+        return results
+
+    def discard(self, key: OffloadKey) -> None:
+        """Delete a damaged block."""
+        self.quota.delete(self.file_mapper.get_file_name(key))
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.quota.shutdown()
+
+    def _paths(self, keys: Iterable[OffloadKey]) -> list[str]:
+        return [self.file_mapper.get_file_name(key) for key in keys]

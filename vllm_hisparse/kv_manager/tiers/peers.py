@@ -1,0 +1,56 @@
+"""Addresses of the decode instances whose host pools may hold a prefix."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from vllm.logger import init_logger
+
+RESOLVE_S = 15.0  # between two looks at what names stand for: replicas come and go
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
+
+class Peers:
+    """Resolves names in the background; an instance does not ask itself.
+
+    Args:
+        names: host:port each.
+        own: host and port of this instance.
+    """
+
+    def __init__(self, names: Sequence[str], own: tuple[str, int]):
+        self.names, self._own = names, {own, *_resolve(*own)}
+        self._resolved_at = 0.0
+        self._addresses: list[tuple[str, int]] = []
+        self._thread: threading.Thread | None = None
+        self._update()
+
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each peer, as far as known; never waits."""
+        is_old = time.monotonic() - self._resolved_at > RESOLVE_S
+        if self.names and is_old and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._update, name="hisparse_tier_peers", daemon=True)
+            self._thread.start()
+        return self._addresses
+
+    def _update(self) -> None:
+        found: dict[tuple[str, int], None] = {}
+        for name in self.names:
+            host, _, port = name.rpartition(":")
+            found |= dict.fromkeys(_resolve(host, int(port)))
+        self._addresses = [address for address in found if address not in self._own]
+        self._resolved_at = time.monotonic()
+
+
+def _resolve(host: str, port: int) -> list[tuple[str, int]]:
+    """Addresses that a name stands for; none if nobody knows it."""
+    try:
+        infos = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        logger.warning("Peer %s:%d is not known: %s", host, port, error)
+        return []
+    return [info[4][:2] for info in infos]

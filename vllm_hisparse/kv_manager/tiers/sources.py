@@ -1,0 +1,48 @@
+"""Where a request's blocks may come from, and in which order they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from vllm.v1.kv_offload.base import Medium, ReqContext, TierFilter, TierMatcher
+
+from vllm_hisparse.kv_manager.tiers.peers import Peers
+from vllm_hisparse.kv_manager.tiers.prefix_loads import Source
+
+STORES_ONLY = TierFilter((TierMatcher(Medium.STORAGE),))
+PEERS_ONLY = TierFilter((TierMatcher(Medium.CPU),))
+
+
+class Sources:
+    """Contexts of a request for vLLM's tiers: one for all stores together, one for each peer.
+
+    NOTE: vLLM's p2p tier asks one peer per request context, which it finds in the transfer parameters. These are ours,
+    never a client's.
+
+    Args:
+        engine_id: of this engine; peers tell requests of several engines apart by it.
+        stores: names of the tiers that are no peers; may be none.
+        peers: other instances, or None.
+        peers_first: whether peers are asked before stores.
+    """
+
+    def __init__(self, engine_id: str, stores: Sequence[str], peers: Peers | None, peers_first: bool):
+        self.engine_id, self.peers, self.peers_first = engine_id, peers, peers_first
+        self._stores = Source(" and ".join(stores)) if stores else None
+        self._by_address: dict[tuple[str, int], Source] = {}
+        self._numbers = count()
+
+    def contexts(self, request_id: str) -> list[tuple[Source, ReqContext]]:
+        """A request's context with each source, in the order in which they are asked."""
+        name = f"{request_id}-{next(self._numbers)}"
+        stores = [(self._stores, ReqContext(name, load_tier_filter=STORES_ONLY))] if self._stores else []
+        peers = [self._peer(name, address) for address in (self.peers.addresses() if self.peers else ())]
+        return [*peers, *stores] if self.peers_first else [*stores, *peers]
+
+    def _peer(self, name: str, address: tuple[str, int]) -> tuple[Source, ReqContext]:
+        host, port = address
+        source = self._by_address.setdefault(address, Source(f"peer {host}:{port}"))
+        remote = {"kv_request_id": f"{self.engine_id}:{name}", "remote_host": host, "remote_port": port}
+        context = ReqContext(f"{name}@{host}:{port}", {"remote_kv_source": remote}, load_tier_filter=PEERS_ONLY)
+        return source, context

@@ -1,0 +1,176 @@
+"""vLLM's tiering over the host pool: copies host blocks into its primary tier, and answers peers from the host pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+)
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from vllm_hisparse.compat import forget_chunk
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
+
+STORE_SHARE = 0.25  # of the transfer buffer; the rest is for loads and for peers
+MAX_PEER_COPIES = 64  # host blocks on their way into the buffer because a peer has asked for them
+
+
+class BufferTier(CPUPrimaryTierOffloadingManager):
+    """The transfer buffer as the primary tier of vLLM's tiering.
+
+    Attributes:
+        num_reads: chunks that tiers are reading.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.num_reads = 0
+        self.complete_read = self._complete_read  # NOTE: an attribute of the object in vLLM, too
+
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext):
+        spec = super().prepare_read(keys, req_context)
+        self.num_reads += len(keys)
+        return spec
+
+    def _complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.num_reads -= len(keys)
+        self.complete_load(keys, req_context)
+
+
+@dataclass
+class _Save:
+    """Blocks on their way from the host pool to the buffer."""
+
+    context: ReqContext
+    blocks: Mapping[OffloadKey, int]
+    futures: list[Future]
+    is_done: Callable[[Mapping[OffloadKey, int]], None]
+
+
+class HostTierManager(TieringOffloadingManager):
+    """vLLM's tiering, which stores what is saved to the transfer buffer in all tiers.
+
+    Args:
+        buffer_tier: the transfer buffer.
+        tiers: below the host pool, in the order in which they are looked up.
+        host_pool: where blocks come from.
+        copier: between host pool and buffer.
+    """
+
+    def __init__(
+        self,
+        buffer_tier: BufferTier,
+        tiers: list[SecondaryTierManager],
+        host_pool: HostBlockPool,
+        copier: BlockCopier,
+    ):
+        super().__init__(buffer_tier, tiers)
+        self.buffer, self.host_pool, self.copier = buffer_tier, host_pool, copier
+        self.num_chunks = copier.buffer.num_chunks
+        self._saves: list[_Save] = []
+        self._numbers = count()
+
+    @property
+    def num_stores_left(self) -> int:
+        """Blocks that may be saved now."""
+        return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
+        asked_by_peer = exclude_tier_idx is not None
+        if asked_by_peer and self.buffer.lookup(key, req_context) is LookupResult.MISS:
+            block_id = self.host_pool.find(get_offload_block_hash(key))
+            if block_id is not None:
+                # NOTE: a peer that asks for more than there is room for asks again until its time is over.
+                self._save_for_peer(key, block_id, req_context)
+                return LookupResult.HIT_PENDING
+        return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
+
+    def store(self, blocks: Mapping[OffloadKey, int], is_done: Callable[[Mapping[OffloadKey, int]], None]) -> bool:
+        """Save host blocks to the buffer, and from there to every tier.
+
+        Args:
+            blocks: key -> host block.
+            is_done: called with those that have been copied, which are not held any more.
+
+        Returns:
+            False if the buffer has no room for them; nothing has changed.
+        """
+        context = ReqContext(f"hisparse-store-{next(self._numbers)}")
+        self.on_new_request(context)
+        is_started = self._save(blocks, context, is_done)
+        self.on_request_finished(context)
+        return is_started
+
+    def step(self) -> None:
+        """What happens once per step: copies that are over, finished jobs, jobs to begin."""
+        self.collect_saves()
+        self.on_schedule_end(ScheduleEndContext((), ()))
+
+    def collect_saves(self) -> None:
+        """Hand over what has been copied to the buffer."""
+        saves, self._saves = self._saves, []
+        for save in saves:
+            if not all(future.done() for future in save.futures):
+                self._saves.append(save)
+                continue
+            success = not any(future.cancelled() or future.exception() for future in save.futures)
+            for block_id in save.blocks.values():
+                self.host_pool.unpin([block_id])
+            self.complete_store(list(save.blocks), save.context, success)
+            if success:
+                save.is_done(save.blocks)
+
+    def discard(self, key: OffloadKey) -> None:
+        """Forget a damaged block, wherever it came from."""
+        forget_chunk(self.buffer, key)
+        for tier in self.secondary_tiers:
+            if hasattr(tier, "discard"):
+                tier.discard(key)
+
+    def wait_for_copies(self) -> None:
+        """Wait until no block is on its way from the host pool."""
+        for save in self._saves:
+            for future in save.futures:
+                future.exception()
+        self.collect_saves()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._saves) or super().has_pending_work()
+
+    def shutdown(self) -> None:
+        self.copier.shutdown()
+        super().shutdown()
+
+    def _save(
+        self,
+        blocks: Mapping[OffloadKey, int],
+        context: ReqContext,
+        is_done: Callable[[Mapping[OffloadKey, int]], None],
+    ) -> bool:
+        prepared = self.prepare_store(list(blocks), context)
+        if prepared is None:
+            return False
+        keys: Sequence[OffloadKey] = prepared.keys_to_store
+        if not keys:
+            is_done(blocks)
+            return True
+        for key in keys:
+            self.host_pool.hold(blocks[key])
+        chunk_ids = prepared.store_spec.chunk_ids.tolist()
+        futures = [self.copier.save(blocks[key], chunk_id, key) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
+        self._saves.append(_Save(context, {key: blocks[key] for key in keys}, futures, is_done))
+        return True
+
+    def _save_for_peer(self, key: OffloadKey, block_id: int, context: ReqContext) -> None:
+        if len(self._saves) < MAX_PEER_COPIES:
+            self._save({key: block_id}, context, lambda blocks: None)

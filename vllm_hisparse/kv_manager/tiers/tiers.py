@@ -1,0 +1,98 @@
+"""The tiers below the host pool, as the connector's scheduler half uses them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores, key_of
+from vllm_hisparse.kv_manager.tiers.prefix_loads import PrefixLoads
+from vllm_hisparse.kv_manager.tiers.sources import Sources
+from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.request import Request
+
+
+class Tiers:
+    """Stores what the host pool may lose, and loads what it has lost.
+
+    `step_scheduled` and `step_processed` are called once for each step, in their order.
+
+    Args:
+        manager: of the tiers.
+        host_pool: the host pool.
+        sources: where a request's blocks may come from.
+        timeout_s: seconds without a block after which a request stops waiting for its prefix.
+    """
+
+    def __init__(self, manager: HostTierManager, host_pool: HostBlockPool, sources: Sources, timeout_s: float):
+        self.manager, self.host_pool = manager, host_pool
+        self.stores = BlockStores(manager, host_pool)
+        self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored)
+        self._num_scheduled, self._num_processed = 0, 0
+
+    def is_loading(self, request: Request, match: HostMatch) -> bool:
+        """Whether a request that could be admitted should wait until more of its prefix is in the host pool.
+
+        Args:
+            request: asked for once per step while it waits.
+            match: what the host pool has of it.
+        """
+        if not self.host_pool.can_allocate(request.num_tokens, match):
+            return False  # it waits for memory first
+        first, block_size = match.num_tokens // self.host_pool.block_size, self.host_pool.block_size
+        last = (request.num_tokens - 1) // block_size
+        keys = [key_of(block_hash) for block_hash in islice(request.block_hashes, first, last)]
+        if keys:
+            self.host_pool.touch(match.block_ids)  # not to be evicted by what follows them
+        return self.loads.is_loading(request.request_id, keys)
+
+    def forget(self, request_id: str) -> None:
+        """A request was admitted or has ended."""
+        self.loads.forget(request_id)
+
+    def step_scheduled(self) -> None:
+        """A step's metadata is complete."""
+        self._num_scheduled += 1
+        self.manager.collect_saves()
+        self.loads.step()
+        self.stores.step(self._num_scheduled, self._num_processed)
+        self.manager.step()
+
+    def step_processed(self) -> None:
+        """A step is over on the device."""
+        self._num_processed += 1
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed even if there is no request."""
+        return bool(len(self.stores)) or self.manager.has_pending_work()
+
+    def reset_cache(self) -> None:
+        """The host pool is about to forget its cached blocks. What the tiers have stays."""
+        self.loads.reset()
+        self.loads.wait_for_copies()
+        self.manager.wait_for_copies()
+        self.manager.reset_cache()
+        self.stores.reset()
+
+    def take_counters(self) -> dict[str, int]:
+        """Counters since the last call, by the names of `connector/metrics.py`."""
+        loads, stores = self.loads, self.stores
+        counters = {
+            "tier_loaded_blocks": loads.num_loaded,
+            "tier_damaged_blocks": loads.num_damaged,
+            "tier_load_timeouts": loads.num_timeouts,
+            "tier_dropped_blocks": stores.num_dropped,
+        }
+        loads.num_loaded = loads.num_damaged = loads.num_timeouts = stores.num_dropped = 0
+        return counters
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """vLLM's statistics of its tiers since the last call."""
+        return self.manager.get_stats()
+
+    def shutdown(self) -> None:
+        self.manager.shutdown()
