@@ -3,6 +3,7 @@
 Every KV row is represented by the prefix it belongs to, so that a row in the wrong place is noticed.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -180,11 +181,12 @@ class FakeEngine:
         has_resident_kv: bool = True,
         zeroes_first: bool = True,
         max_num_running: int = 1000,
+        tiers: Sequence[dict] = (),
     ):
         self.zeroes_first = zeroes_first
         kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_resident_kv=has_resident_kv)
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
-        config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats)
+        config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats, tiers=list(tiers))
         self.groups = DeviceGroups.from_config(kv_cache_config)
         self.connector = HiSparseSchedulerConnector(
             config, self.groups, num_host_blocks, enable_caching, transport, max_num_running
@@ -278,6 +280,8 @@ class FakeEngine:
         if request.request_id not in self.received:
             blocks, num_local, _ = self.kv.get_computed_blocks(request)
             num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            if num_external is None:
+                return 0
         num_computed = request.num_computed_tokens + num_local + num_external
         num_tokens = 0 if is_async else min(budget, request.num_tokens - num_computed)
         allocated = self.kv.allocate_slots(

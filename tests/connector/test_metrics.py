@@ -143,12 +143,12 @@ def metrics(registry: CollectorRegistry) -> HiSparsePromMetrics:
 def test_exports_every_name_with_its_engine(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
     for index, name in enumerate(COUNTERS):
         assert registry.get_sample_value(f"vllm:hisparse_{name}_total", {"model_name": "m", "engine": "1"}) == 0
-        data = {"counters": {name: index + 1}, "gauges": {}, "nixl": {}}
+        data = {"counters": {name: index + 1}, "gauges": {}, "nixl": {}, "tiers": {}}
         metrics.observe(data, 1)
         metrics.observe(data, 1)
     for index, name in enumerate(GAUGES):
-        metrics.observe({"counters": {}, "gauges": {name: 99}, "nixl": {}}, 1)
-        metrics.observe({"counters": {}, "gauges": {name: index}, "nixl": {}}, 1)
+        metrics.observe({"counters": {}, "gauges": {name: 99}, "nixl": {}, "tiers": {}}, 1)
+        metrics.observe({"counters": {}, "gauges": {name: index}, "nixl": {}, "tiers": {}}, 1)
     for engine, factor in (("0", 0), ("1", 1)):
         labels = {"model_name": "m", "engine": engine}
         for index, name in enumerate(COUNTERS):
@@ -164,6 +164,6 @@ def test_keeps_the_names_of_vllms_own_hisparse() -> None:
 
 
 def test_observes_nixl_stats(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
-    metrics.observe({"counters": {}, "gauges": {}, "nixl": nixl_stats(3).data}, 0)
+    metrics.observe({"counters": {}, "gauges": {}, "nixl": nixl_stats(3).data, "tiers": {}}, 0)
     labels = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:nixl_xfer_time_seconds_count", labels) == 3

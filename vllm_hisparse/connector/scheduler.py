@@ -137,7 +137,10 @@ class HiSparseSchedulerConnector:
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is no request."""
-        return self.tiers is not None and self.tiers.has_pending_work()
+        if self.tiers is None:
+            return False
+        self.hot_manager.release_parked()
+        return self.tiers.has_pending_work()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""

@@ -87,6 +87,7 @@ def test_a_match_is_neither_saved_nor_published_again() -> None:
     admit(ledger, request, handle=7)
     step(ledger, (request, 10))
     other = arrive(ledger, "b", 12)
+    other.block_hashes[:2] = request.block_hashes
     assert ledger.find_match(other) == HostMatch(ledger.host_pool.block_ids("a")[:2], 8)
     admit(ledger, other, handle=9, first_device_id=200)
     other.num_computed_tokens = 8

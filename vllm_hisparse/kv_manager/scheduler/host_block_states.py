@@ -131,6 +131,11 @@ class HostBlockStates:
             if block_id in self._evictable:
                 self._evictable.move_to_end(block_id)
 
+    @property
+    def has_newly_cached(self) -> bool:
+        """Whether `take_newly_cached` has something to give."""
+        return bool(self._newly_cached)
+
     def take_newly_cached(self) -> list[int]:
         """Blocks that no request uses any more, since the last call; they may have been evicted since."""
         assert self._newly_cached is not None

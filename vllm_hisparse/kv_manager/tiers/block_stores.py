@@ -40,9 +40,10 @@ class BlockStores:
         self._waiting: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # block -> (hash, step)
         self._stored: dict[int, bytes] = {}  # block -> the hash it was stored under
 
-    def __len__(self) -> int:
-        """Blocks that wait."""
-        return len(self._waiting)
+    @property
+    def has_waiting(self) -> bool:
+        """Whether blocks wait, or are yet to be looked at."""
+        return bool(self._waiting) or self.host_pool.has_newly_cached
 
     def step(self, num_scheduled: int, num_processed: int) -> None:
         """Start to store what can be stored now.
@@ -54,6 +55,8 @@ class BlockStores:
         for block_id in self.host_pool.take_newly_cached():
             block_hash = self.host_pool.hash_of(block_id)
             if block_hash is not None and self._stored.get(block_id) != block_hash:
+                waiting, _ = self._waiting.get(block_id, (block_hash, 0))
+                self.num_dropped += waiting != block_hash
                 self._waiting[block_id] = (block_hash, num_scheduled)
         batch = self._next_batch(num_processed)
         if batch and self.manager.store(batch, self.are_stored):

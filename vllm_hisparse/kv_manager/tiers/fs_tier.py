@@ -34,7 +34,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
         **options: Any,
     ):
         options["backpressure_detector"] = self.pause = StorePause(root_dir)
-        super().__init__(offloading_spec, primary_kv_view, tier_type, root_dir, **options)
+        super().__init__(offloading_spec, primary_kv_view, "fs", root_dir, **options)  # NOTE: the name in metrics
         being_written = offloading_spec.max_stores * self.block_size_bytes
         self.quota = DirectoryQuota(Path(root_dir), max(quota_bytes - being_written, self.block_size_bytes))
         self._stores: dict[int, list[str]] = {}  # job -> paths

@@ -20,7 +20,7 @@ class PausingObjectStoreTier(ObjectStoreSecondaryTierManager):
 
     def __init__(self, *args: Any, **options: Any):
         options["backpressure_detector"] = self.pause = StorePause(options["store_config"]["bucket"])
-        super().__init__(*args, **options)
+        super().__init__(*args, **(options | {"tier_type": "obj"}))  # NOTE: the name in metrics
         self._stores: set[int] = set()
 
     def submit_store(self, job_metadata: TransferJob) -> None:

@@ -111,6 +111,11 @@ class PrefixLoads:
         self._window = max(min(MAX_WINDOW, num_chunks // 2), 1)
         self._max_loads = max(num_chunks // self._window, 1)
 
+    @property
+    def num_copies(self) -> int:
+        """Blocks on their way into the host pool."""
+        return len(self._copies)
+
     def is_loading(self, request_id: str, keys: Sequence[OffloadKey]) -> bool:
         """Whether a request should wait for its prefix.
 

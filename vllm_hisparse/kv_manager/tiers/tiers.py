@@ -68,7 +68,7 @@ class Tiers:
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is no request."""
-        return bool(len(self.stores)) or self.manager.has_pending_work()
+        return self.stores.has_waiting or bool(self.loads.num_copies) or self.manager.has_pending_work()
 
     def reset_cache(self) -> None:
         """The host pool is about to forget its cached blocks. What the tiers have stays."""

@@ -1,0 +1,235 @@
+"""Prefixes leave the host pool and come back; `FakeEngine` checks every row that a step reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiered_engine import IDENTITY, TieredEngine
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.tiers import prefix_loads
+from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
+
+PROMPT = list(range(200, 221))  # five whole blocks and one token
+NUM_BLOCKS = 5
+
+
+def fs(path: Path, quota_gib: float = 1.0) -> dict:
+    return {"type": "fs", "path": str(path), "quota_gib": quota_gib, "num_threads": 2}
+
+
+def block_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.bin"))
+
+
+@pytest.fixture(params=[True, False], ids=["dsa", "dense"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredEngine]:
+    with TieredEngine([fs(tmp_path)], has_resident_kv=request.param) as engine:
+        yield engine
+
+
+def forget(engine: TieredEngine, prompt: list[int]) -> None:
+    """Let the host pool lose a prompt, after its blocks were stored."""
+    engine.settle()
+    engine.fill()
+    engine.settle()
+    request = engine.add("probe", prompt, 1)
+    engine.abort(request)
+    assert engine.host_pool.cached_prefix(request.block_hashes, 100).num_tokens == 0
+    engine.kv.reset_prefix_cache()  # of the device
+
+
+def test_a_prefix_comes_back(engine: TieredEngine) -> None:
+    engine.ask("first", PROMPT)
+    forget(engine, PROMPT)
+    request, counted = engine.ask("again", PROMPT)
+    assert request.is_finished()
+    assert counted["tier_loaded_blocks"] == NUM_BLOCKS
+    assert counted["host_prefix_tokens"] == 4 * NUM_BLOCKS
+    assert counted["tier_damaged_blocks"] == counted["tier_load_timeouts"] == 0
+    engine.settle()
+    engine.check_idle()
+
+
+def test_what_the_host_pool_has_is_not_loaded(engine: TieredEngine) -> None:
+    engine.ask("first", PROMPT)
+    engine.settle()
+    _, counted = engine.ask("again", PROMPT)
+    assert counted["tier_loaded_blocks"] == 0
+
+
+def test_only_what_is_missing_is_loaded(engine: TieredEngine) -> None:
+    engine.ask("first", PROMPT)
+    forget(engine, PROMPT)
+    engine.ask("part", PROMPT[:9])
+    engine.kv.reset_prefix_cache()
+    _, counted = engine.ask("again", PROMPT)
+    assert counted["tier_loaded_blocks"] == NUM_BLOCKS - 2
+
+
+def test_a_block_is_stored_once(engine: TieredEngine, tmp_path: Path) -> None:
+    for index in range(3):
+        engine.ask(f"turn-{index}", PROMPT)
+        engine.settle()
+    assert len(block_files(tmp_path)) == NUM_BLOCKS
+    assert engine.tiers.stores.num_dropped == 0
+
+
+def test_a_new_engine_finds_what_the_last_one_stored(tmp_path: Path) -> None:
+    with TieredEngine([fs(tmp_path)]) as engine:
+        engine.ask("first", PROMPT)
+        engine.settle()
+    with TieredEngine([fs(tmp_path)]) as engine:
+        _, counted = engine.ask("again", PROMPT)
+        assert counted["tier_loaded_blocks"] == NUM_BLOCKS
+
+
+def damage_content(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def exchange(path: Path) -> None:
+    other = next(file for file in block_files(path.parents[2]) if file != path)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [damage_content, cut_off, exchange, Path.unlink])
+def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage) -> None:
+    """And the good one that is computed takes its place."""
+    request, _ = engine.ask("first", PROMPT)
+    forget(engine, PROMPT)
+    engine.tiers.manager.reset_cache()  # the transfer buffer may still hold the blocks
+    third = next(path for path in block_files(tmp_path) if path.stem == request.block_hashes[2].hex())
+    damage(third)
+    _, counted = engine.ask("again", PROMPT)
+    assert counted["host_prefix_tokens"] == 4 * 2
+    assert counted["tier_damaged_blocks"] == (damage in (damage_content, exchange))
+    forget(engine, PROMPT)
+    engine.tiers.manager.reset_cache()
+    _, counted = engine.ask("repaired", PROMPT)
+    assert counted["tier_loaded_blocks"] == NUM_BLOCKS
+
+
+def test_a_tier_that_does_not_answer_costs_a_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TieredEngine([fs(tmp_path)], timeout_s=0.05) as engine:
+        monkeypatch.setattr(FileSystemTierManager, "lookup", lambda *_: LookupResult.RETRY)
+        request, counted = engine.ask("first", PROMPT)
+        assert request.is_finished()
+        assert counted["tier_load_timeouts"] == 1
+        _, counted = engine.ask("second", PROMPT[1:])
+        assert counted["tier_load_timeouts"] == 0, "the source is left alone for a while"
+        monkeypatch.undo()
+        monkeypatch.setattr(prefix_loads.time, "monotonic", lambda: 10**9)
+        engine.loads_again = engine.ask("third", PROMPT[2:])
+        assert engine.loads_again[1]["tier_load_timeouts"] == 0
+
+
+def test_a_full_disk_costs_nothing_else(engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm.v1.kv_offload.tiering.fs.manager.batch_store_block", fail)
+    engine.ask("first", PROMPT)
+    engine.settle()
+    assert not block_files(tmp_path)
+    engine.fill()
+    engine.settle()
+    failures = "vllm:kv_offload_tiering_cascade_job_failures"
+    engine.check_idle()
+    engine.stats.aggregate(engine.connector.take_stats())
+    assert engine.stats.data["tiers"]["data"][failures][("1:fs",)] == 1, "then nothing is stored for a while"
+
+
+def test_blocks_that_are_evicted_before_they_are_stored_are_counted(
+    engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine.tiers.manager), "num_stores_left", property(lambda self: 0))
+    engine.ask("first", PROMPT)
+    engine.fill()
+    monkeypatch.undo()
+    engine.settle()
+    assert engine.count()["tier_dropped_blocks"] >= NUM_BLOCKS
+    engine.check_idle()
+
+
+def test_a_preempted_request_resumes_by_loading(engine: TieredEngine) -> None:
+    request = engine.add("long", PROMPT, 4)
+    while request.num_computed_tokens < len(PROMPT):
+        engine.step()
+    engine.preempt(request, forced=True)
+    engine.waiting.remove(request)
+    engine.settle()
+    engine.fill()
+    engine.settle()
+    engine.kv.reset_prefix_cache()
+    engine.count()
+    engine.waiting.append(request)
+    engine.run()
+    counted = engine.count()
+    assert counted["tier_loaded_blocks"] == NUM_BLOCKS
+    assert counted["resumed_requests"] == 1 and counted["recomputed_tokens"] < 4
+
+
+def test_a_reset_of_the_prefix_cache_while_blocks_are_on_their_way(engine: TieredEngine) -> None:
+    engine.ask("first", PROMPT)
+    forget(engine, PROMPT)
+    engine.add("again", PROMPT)
+    for _ in range(3):
+        engine.step()
+    engine.connector.reset_cache()
+    engine.run()
+    engine.settle()
+    engine.check_idle()
+
+
+def test_an_aborted_request_leaves_nothing_of_its_load(engine: TieredEngine) -> None:
+    engine.ask("first", PROMPT)
+    forget(engine, PROMPT)
+    request = engine.add("again", PROMPT)
+    engine.step()
+    engine.abort(request)
+    engine.settle()
+    engine.check_idle()
+    loads = engine.tiers.loads
+    assert not loads._loads and not loads._copies and not loads._ended
+    assert not engine.tiers.manager._req_state
+
+
+def test_a_quota_is_kept(tmp_path: Path) -> None:
+    chunk_bytes = 12288
+    quota = 40 * chunk_bytes
+    with TieredEngine([fs(tmp_path, quota / 2**30)], num_host_blocks=24) as engine:
+        for seed in range(6):
+            engine.fill(seed)
+            engine.settle()
+        engine.tiers.manager.secondary_tiers[0].quota.added([]).result()
+    files = block_files(tmp_path)
+    assert 0 < sum(path.stat().st_size for path in files) <= quota
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    other = BlockIdentity("other", "float32", {"row_bytes": 24}, 1, "sha256")
+    with pytest.raises(HiSparseConfigError, match=r"tiers.0.path: .*model 'other'; its blocks have 'model'"):
+        check_directory(tmp_path, other, "tiers.0.path")
+    (tmp_path / "hisparse.json").write_text("[]")
+    with pytest.raises(HiSparseConfigError, match="Name another directory"):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HiSparseConfigError, match="can be written"):
+        check_directory(tmp_path / "file" / "below", IDENTITY, "tiers.0.path")

@@ -1,0 +1,101 @@
+"""`FakeEngine` with tiers: blocks of rows made of dicts are pickled on their way."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+from fake_engine import BLOCK_SIZE, FakeEngine, FakeWorker
+from vllm.v1.request import Request
+
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, build_tiers
+
+BLOCK_BYTES = 8192
+IDENTITY = BlockIdentity("model", "float32", {"row_bytes": 24}, 1, "sha256")
+TIMEOUT_S = 60.0
+
+
+class FakeHostBlocks:
+    """Host blocks of a `FakeWorker` as bytes."""
+
+    def __init__(self, worker: FakeWorker):
+        self.worker = worker
+
+    def read(self, block_id: int, block: np.ndarray) -> None:
+        places = [(block_id, offset) for offset in range(BLOCK_SIZE)]
+        rows = [(self.worker.main_rows.get(place), self.worker.host_keys.get(place)) for place in places]
+        data = np.frombuffer(pickle.dumps(rows), np.uint8)
+        block[: len(data)], block[len(data) :] = data, 0
+
+    def write(self, block_id: int, block: np.ndarray) -> None:
+        for offset, (row, key) in enumerate(pickle.loads(block.tobytes())):
+            self.worker.main_rows[block_id, offset] = row
+            self.worker.host_keys[block_id, offset] = key
+
+    def close(self) -> None:
+        pass
+
+
+def vllm_config(engine_id: str) -> SimpleNamespace:
+    parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None)
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine_id), parallel_config=parallel)
+
+
+class TieredEngine(FakeEngine):
+    """A `FakeEngine` whose host pool is small; a context manager."""
+
+    def __init__(
+        self, tiers: Sequence[dict[str, Any]], engine_id: str = "engine", timeout_s: float = TIMEOUT_S, **options: Any
+    ):
+        super().__init__(tiers=tiers, **{"num_host_blocks": 12, **options})
+        config = HiSparseConfig(host_pool_gib=1.0, tiers=list(tiers), tier_timeout_s=timeout_s)
+        hosts = FakeHostBlocks(self.worker)
+        self.tiers = self.connector.tiers = build_tiers(
+            vllm_config(engine_id), config, IDENTITY, hosts, BLOCK_BYTES, self.host_pool
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connector.shutdown()
+
+    def run(self) -> None:
+        """Run all requests to their end."""
+        self._wait_until(lambda: not (self.running or self.waiting))
+
+    def settle(self) -> None:
+        """Wait until everything that can be stored is."""
+        self._wait_until(lambda: not self.connector.has_pending_work())
+
+    def ask(self, request_id: str, prompt: list[int], max_tokens: int = 2) -> tuple[Request, dict[str, int]]:
+        """Run one request; returns it, and what was counted meanwhile."""
+        self.count()
+        request = self.add(request_id, prompt, max_tokens)
+        self.run()
+        return request, self.count()
+
+    def count(self) -> dict[str, int]:
+        """Counters since the last call."""
+        self.stats.aggregate(self.connector.take_stats())
+        counters = dict(self.stats.data["counters"])
+        self.stats.reset()
+        return counters
+
+    def fill(self, seed: int = 0, num_requests: int = 3) -> None:
+        """Let other requests take the whole host pool."""
+        for index in range(num_requests):
+            self.add(f"filler-{seed}-{index}", [1000 + 100 * seed + 10 * index + i for i in range(24)], 2)
+        self.run()
+
+    def _wait_until(self, condition: Any) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, "no progress"
+            if not self.step().tables:
+                time.sleep(0.001)
