@@ -15,7 +15,7 @@ from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
 MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at once
 LOADS_SHARE = 0.5  # of the transfer buffer, for the windows of all loads
-RETRY_S = 30.0  # for which a source that did not answer is not asked
+RETRY_S, MAX_RETRY_S = 30.0, 600.0  # for which a source that did not answer is not asked: twice as long each time
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -27,10 +27,21 @@ class Source:
     Attributes:
         name: for the log.
         retry_at: not asked before this time, by `time.monotonic`.
+        pause_s: how long it is left alone the next time.
     """
 
     name: str
     retry_at: float = 0.0
+    pause_s: float = RETRY_S
+
+    def has_answered(self) -> None:
+        """A block came from it."""
+        self.pause_s = RETRY_S
+
+    def has_not_answered(self) -> None:
+        """Leave it alone for a while."""
+        self.retry_at = time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, MAX_RETRY_S)
 
 
 @dataclass
@@ -188,7 +199,7 @@ class PrefixLoads:
             self.timeout_s,
         )
         if source is not None:
-            source.retry_at = time.monotonic() + RETRY_S
+            source.has_not_answered()
 
     def _advance(self, load: PrefixLoad) -> None:
         for index in range(load.first, min(load.first + self._window, load.end)):
@@ -209,6 +220,7 @@ class PrefixLoads:
                 continue
             result = self.manager.lookup(key, context)
             if result is LookupResult.HIT:
+                source.has_answered()
                 return self._copy(load, index, context)
             if result is not LookupResult.MISS:
                 load.waits_for = source

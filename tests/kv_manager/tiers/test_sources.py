@@ -1,0 +1,75 @@
+import socket
+
+import pytest
+from vllm.v1.kv_offload.base import Locality, Medium
+
+from vllm_hisparse.kv_manager.tiers import peers, prefix_loads
+from vllm_hisparse.kv_manager.tiers.peers import Peers
+from vllm_hisparse.kv_manager.tiers.prefix_loads import MAX_RETRY_S, RETRY_S, Source
+from vllm_hisparse.kv_manager.tiers.sources import Sources
+
+KNOWN = {"decode": ["10.0.0.1", "10.0.0.2"], "10.0.0.3": ["10.0.0.3"]}
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    known = {name: list(addresses) for name, addresses in KNOWN.items()}
+
+    def resolve(host: str, port: int, *_: object) -> list[tuple]:
+        if host not in known:
+            raise socket.gaierror("unknown")
+        return [(0, 0, 0, "", (address, port)) for address in known[host]]
+
+    monkeypatch.setattr(peers.socket, "getaddrinfo", resolve)
+    return known
+
+
+def test_a_name_stands_for_all_its_addresses_but_ones_own() -> None:
+    found = Peers(["decode:5710", "10.0.0.3:5711", "nobody:1"], ("10.0.0.2", 5710))
+    assert found.addresses() == [("10.0.0.1", 5710), ("10.0.0.3", 5711)]
+    assert Peers(["10.0.0.3:5711"], ("10.0.0.3", 5710)).addresses() == [("10.0.0.3", 5711)]
+
+
+def test_new_replicas_are_found(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Peers(["decode:5710"], ("10.0.0.2", 5710))
+    names["decode"].append("10.0.0.9")
+    assert found.addresses() == [("10.0.0.1", 5710)]
+    monkeypatch.setattr(peers, "RESOLVE_S", -1.0)
+    found.addresses()
+    found._thread.join(30)
+    assert ("10.0.0.9", 5710) in found.addresses()
+
+
+@pytest.mark.parametrize("peers_first", [False, True])
+def test_stores_and_peers_are_asked_in_order(peers_first: bool) -> None:
+    sources = Sources("engine", ["fs at /x"], Peers(["decode:5710"], ("10.0.0.2", 5710)), peers_first)
+    found = sources.contexts("r")
+    expected = ["fs at /x", "peer 10.0.0.1:5710"]
+    assert [source.name for source, _ in found] == (expected[::-1] if peers_first else expected)
+    contexts = {source.name: context for source, context in found}
+    stores, peer = contexts[expected[0]], contexts[expected[1]]
+    assert stores.kv_transfer_params is None
+    assert stores.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
+    assert not peer.load_tier_filter.allows(Medium.STORAGE, None)
+    assert peer.load_tier_filter.allows(None, None), "vLLM's p2p tier has no medium"
+    remote = peer.kv_transfer_params["remote_kv_source"]
+    assert (remote["remote_host"], remote["remote_port"]) == ("10.0.0.1", 5710)
+
+
+def test_no_two_requests_share_an_id_with_a_peer() -> None:
+    engines = [Sources(name, [], Peers(["decode:5710"], ("10.0.0.2", 5710)), False) for name in ("one", "two")]
+    contexts = [context for engine in engines for _ in range(2) for _, context in engine.contexts("r")]
+    ids = [context.kv_transfer_params["remote_kv_source"]["kv_request_id"] for context in contexts]
+    assert len(set(ids)) == len(ids) == 4
+
+
+def test_a_source_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_loads.time, "monotonic", lambda: 1000.0)
+    source, pauses = Source("peer"), []
+    for _ in range(7):
+        source.has_not_answered()
+        pauses.append(source.retry_at - 1000.0)
+    assert pauses[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and pauses[-1] == MAX_RETRY_S
+    source.has_answered()
+    source.has_not_answered()
+    assert source.retry_at - 1000.0 == RETRY_S
