@@ -7,6 +7,7 @@ gets its phases one by one, so that one may follow from the replies to another.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -318,6 +319,8 @@ def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
     assert "engine_imports" in sys.modules, "the process that engines are forked from could not import it"
     os.environ.update(job["environment"])
     sys.path[:0] = job.get("python_path", [])
+    for library in job.get("libraries", []):
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # found by its name when a plugin needs it
     engine = OfflineEngine(job)
     while (phase := pipe.recv()) is not None:
         pipe.send(engine.run(phase))
