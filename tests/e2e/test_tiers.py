@@ -164,16 +164,13 @@ def test_a_replica_has_the_prefix(start, expected, model: str):
 
 
 @pytest.mark.skipif(not object_store.has_server(), reason="moto's server is not installed")
-def test_a_prefix_comes_back_from_an_object_store(start, tmp_path: Path, expected):
+def test_a_prefix_comes_back_from_an_object_store(tmp_path: Path, expected):
     """Another engine finds it, too."""
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     library = f"{object_store.library_path(tmp_path)}/{object_store.MISSING_LIBRARY}"
     prompts, full = list(map(make_prompt, LENGTHS)), expected["dsv32"][0]
     with object_store.object_store(*free_ports(1)) as tier:
         for is_first in (True, False):
-            with OfflineEngine(
-                tmp_path, args_of("dsv32", [tier]), environment=environment, libraries=[library]
-            ) as engine:
+            with OfflineEngine(tmp_path, args_of("dsv32", [tier]), libraries=[library]) as engine:
                 record = ask(engine, *prompts)
                 assert_same_but_rounding(record["completions"], full)
                 assert_pools_empty(record)
