@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,8 +32,9 @@ from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_bl
 from vllm_hisparse.layout import KVLayout
 
 from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, Configuration
-from .rank import BatchEntry
+from .rank import BatchEntry, HostMemory
 from .texts import Text
+from .tier import simulated_tiers
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
@@ -86,6 +89,12 @@ class Product:
         assert len(self.half.host_pool._num_refs) == sizes.num_host_blocks
         self.max_in_flight = self.vllm_config.max_concurrent_batches
 
+    def add_tiers(
+        self, memories: Sequence[HostMemory], rng: random.Random, blocks: dict[bytes, bytes], counts: Counter[str]
+    ) -> None:
+        """Give the scheduler half a simulated tier."""
+        self.half.tiers = simulated_tiers(self.half.host_pool, memories, rng, blocks, counts)
+
     def num_tables(self) -> int:
         """Requests whose state the worker half has room for."""
         worker = object.__new__(HiSparseWorkerConnector)
@@ -119,6 +128,11 @@ class Product:
         left = {name: getattr(half.ledger, name) for name in _LEDGER}
         left |= {"parked": manager._parked, "tails": manager._tails, "transfers": half.counts._transfers}
         left["preempted"] = half.host_pool._preempted
+        if half.tiers:
+            loads, stores, tiering = half.tiers.loads, half.tiers.stores, half.tiers.manager
+            left |= {"loads": loads._loads, "ended loads": loads._ended, "copies": loads._copies}
+            left |= {"stores": stores._waiting, "saves": tiering._saves, "jobs": tiering._jobs}
+            left |= {"tier requests": tiering._req_state, "chunks being read": tiering.buffer.num_reads}
         if half.transport:
             left["heartbeats"] = half.transport.connector.connector_scheduler._heartbeat_by_engine
         return left
@@ -229,7 +243,10 @@ def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KV
     config.kv_transfer_config.kv_load_failure_policy = "recompute" if sizes.recomputes_failures else "fail"
     block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
     num_bytes = (sizes.num_host_blocks + 0.5) * block_bytes
-    config.kv_transfer_config.kv_connector_extra_config = {"host_pool_gib": num_bytes / 2**30}
+    options = {"host_pool_gib": num_bytes / 2**30}
+    if configuration.has_tier:
+        options["tiers"] = [{"type": "fs", "path": "unused", "quota_gib": 1.0}]  # the simulated one takes its place
+    config.kv_transfer_config.kv_connector_extra_config = options
     return config
 
 

@@ -25,6 +25,7 @@ class Configuration:
         shares_host_pool: one host pool for all ranks of an engine, or one each.
         sibling_share: of remote prompts, those sent with the transfer parameters of another prompt.
         malformed_share: of remote prompts, those whose transfer parameters are damaged.
+        has_tier: whether there is a tier below the host pool; engines share it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Configuration:
     shares_host_pool: bool = True
     sibling_share: float = 0.0
     malformed_share: float = 0.0
+    has_tier: bool = False
 
     @property
     def is_pd(self) -> bool:
@@ -64,4 +66,7 @@ CONFIGURATIONS = (
     _pd("P/D, sessions, nothing resident, one rank", has_sessions=True, num_ranks=1, **_DENSE),
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
+    Configuration("tier", has_tier=True),
+    Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_DENSE),
+    _pd("tier, P/D, data parallel", has_tier=True, num_engines=2),
 )

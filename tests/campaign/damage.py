@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
+from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
 
 
 def no_parking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +71,32 @@ def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps state of sessions that wait, beside as many requests as may run."""
     monkeypatch.setattr(RequestLedger, "_drop_idle_states", lambda self, num_scheduled: None)
+
+
+def damaged_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from a tier is used whatever it is."""
+    monkeypatch.setattr(TransferBuffer, "is_intact", lambda *args: True)
+
+
+def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is stored while steps that may write it are in flight, before its request has given it up."""
+    step = BlockStores.step
+
+    def step_early(self: BlockStores, num_scheduled: int, num_processed: int) -> None:
+        published = range(self.host_pool.num_blocks)
+        self.host_pool._newly_cached.update(dict.fromkeys(published))
+        step(self, num_scheduled, num_scheduled)
+
+    monkeypatch.setattr(BlockStores, "step", step_early)
+
+
+def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host block may be given to a request while it is copied to a tier."""
+    pool = HostBlockPool
+    monkeypatch.setattr(pool, "hold", lambda *args: None)
+    unpin = pool.unpin
+
+    def unpin_pinned(self: HostBlockPool, block_ids) -> None:
+        unpin(self, [block_id for block_id in block_ids if self._num_pins[block_id]])
+
+    monkeypatch.setattr(pool, "unpin", unpin_pinned)

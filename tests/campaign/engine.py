@@ -27,10 +27,17 @@ class Engine:
         rng: of the world.
         prefill: the prefill instance.
         counts: what happened in the world; added to.
+        stored_blocks: what the tier of all engines holds.
     """
 
     def __init__(
-        self, configuration: Configuration, sizes: Sizes, rng: random.Random, prefill: Prefill, counts: Counter[str]
+        self,
+        configuration: Configuration,
+        sizes: Sizes,
+        rng: random.Random,
+        prefill: Prefill,
+        counts: Counter[str],
+        stored_blocks: dict[bytes, bytes],
     ):
         self.rng, self.counts = rng, counts
         self.product = Product(configuration, sizes)
@@ -48,6 +55,9 @@ class Engine:
             )
             for index in range(configuration.num_ranks)
         ]
+        if configuration.has_tier:
+            memories = list({id(rank.host): rank.host for rank in self.ranks}.values())
+            self.product.add_tiers(memories, rng, stored_blocks, counts)
         self.nixl = Nixl(rng, prefill, self.ranks, configuration.shares_host_pool)
         self._aggregator = KVOutputAggregator(configuration.num_ranks)
         self._in_flight: deque[Step] = deque()

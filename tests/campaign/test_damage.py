@@ -22,6 +22,9 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.unclaimed_transfer, "P/D, data parallel", "host row"),
         (damage.long_sessions, "one instance, sessions", "Error"),
         (damage.idle_state, "P/D, sessions", "there is room for"),
+        (damage.damaged_blocks, "tier", "host row"),
+        (damage.early_stores, "tier", "host row"),
+        (damage.reused_blocks, "tier", "host row"),
     ],
 )
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:

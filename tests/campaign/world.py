@@ -29,9 +29,10 @@ class World:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.prefill = Prefill()
-        sizes = self._sizes()
+        sizes, stored_blocks = self._sizes(), {}
         self.engines = [
-            Engine(configuration, sizes, self.rng, self.prefill, self.counts) for _ in range(configuration.num_engines)
+            Engine(configuration, sizes, self.rng, self.prefill, self.counts, stored_blocks)
+            for _ in range(configuration.num_engines)
         ]
         self.clients = Clients(configuration, self.rng, self.engines, self.prefill, self.counts)
 

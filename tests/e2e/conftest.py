@@ -122,7 +122,7 @@ class OfflineEngine:
 
     def log_has(self, text: str) -> bool:
         """Whether it has logged something."""
-        return text in self.log_path.read_text()
+        return self.log_path.exists() and text in self.log_path.read_text()
 
     def end(self) -> None:
         """Let it end by itself, which is to succeed."""

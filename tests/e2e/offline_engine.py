@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 from collections import Counter
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
@@ -170,9 +171,15 @@ def scheduler_core(llm: Any) -> Any:
 
 
 def drain(llm: Any) -> None:
-    """One more step of the core, so that the worker hears of the requests that ended."""
+    """One more step of the core, so that the worker hears of the requests that ended; and as many as vLLM's own loop
+    would take without requests, until the tiers have what they are to have."""
     core = scheduler_core(llm)
-    core.model_executor.execute_model(core.scheduler.schedule())
+    while True:
+        step = core.scheduler.schedule()
+        core.scheduler.update_from_output(step, core.model_executor.execute_model(step))
+        if not core.scheduler.connector.has_pending_push_work():
+            return
+        time.sleep(0.001)
 
 
 def num_hot_requests(worker: Any) -> int:
@@ -232,9 +239,9 @@ def poison_again(scheduler: Any, worker: Any) -> None:
 
 def record_engine(llm: Any, recorder: Recorder) -> dict[str, Any]:
     """Pools, counters and peaks after a phase."""
+    drain(llm)
     recorder.flush()
     record: dict[str, Any] = {"pools": pools(scheduler_core(llm))}
-    drain(llm)
     executor = scheduler_core(llm).model_executor
     record["worker_requests"] = sum(executor.collective_rpc(num_hot_requests))
     record["shared_memory"] = executor.collective_rpc(shared_memory_of)

@@ -30,7 +30,7 @@ BLOCK = {"dsv32": 64, "llama": 128}
 # Pools of about two requests: a few others take all of it.
 SMALL_POOL = {
     "dsv32": {"host_pool_gib": 0.022},
-    "llama": {"host_pool_gib": 0.006, "algorithm": "quest", "top_k": 256, "device_buffer_size": 512},
+    "llama": {"host_pool_gib": 0.006, "algorithm": "quest", "top_k": 1152, "device_buffer_size": 1152},
 }
 
 

@@ -1,0 +1,197 @@
+"""A simulated tier below the host pool: slow, forgetful, and sometimes wrong; with copies that take their time."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.tiers.sources import Sources
+from vllm_hisparse.kv_manager.tiers.tier_manager import BufferTier, HostTierManager
+from vllm_hisparse.kv_manager.tiers.tiers import Tiers
+from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
+
+from .rank import HostMemory
+
+BLOCK_BYTES = 2048
+NEVER_S = 1e9  # no load is given up because time has passed: the campaign has no clock
+
+
+class SimulatedHosts:
+    """Host blocks of simulated ranks as bytes.
+
+    Args:
+        memories: all host pools of an engine.
+    """
+
+    def __init__(self, memories: Sequence[HostMemory]):
+        self.memories = memories
+
+    def read(self, block_id: int, block: np.ndarray) -> None:
+        rows = [(memory.rows.read(block_id), memory.keys.read(block_id)) for memory in self.memories]
+        data = np.frombuffer(pickle.dumps(rows), np.uint8)
+        block[: len(data)], block[len(data) :] = data, 0
+
+    def write(self, block_id: int, block: np.ndarray) -> None:
+        for memory, (rows, keys) in zip(self.memories, pickle.loads(block.tobytes()), strict=True):
+            memory.rows.write(block_id, rows)
+            memory.keys.write(block_id, keys)
+
+
+class SimulatedCopier:
+    """Copies that happen at any time before somebody sees that they are done."""
+
+    def __init__(self, hosts: SimulatedHosts, buffer: TransferBuffer, rng: random.Random):
+        self.hosts, self.buffer, self.rng = hosts, buffer, rng
+
+    def save(self, block_id: int, chunk_id: int, key: bytes) -> Future:
+        return _LateFuture(partial(self._save, block_id, chunk_id, key), self.rng)
+
+    def load(self, chunk_id: int, block_id: int, key: bytes) -> Future:
+        return _LateFuture(partial(self._load, chunk_id, block_id, key), self.rng)
+
+    def shutdown(self) -> None:
+        pass
+
+    def _save(self, block_id: int, chunk_id: int, key: bytes) -> None:
+        self.hosts.read(block_id, self.buffer.block(chunk_id))
+        self.buffer.seal(chunk_id, key)
+
+    def _load(self, chunk_id: int, block_id: int, key: bytes) -> bool:
+        if not self.buffer.is_intact(chunk_id, key):
+            return False
+        self.hosts.write(block_id, self.buffer.block(chunk_id))
+        return True
+
+
+class _LateFuture(Future):
+    def __init__(self, work: Callable[[], Any], rng: random.Random):
+        super().__init__()
+        self._work, self._rng = work, rng
+        if rng.random() < 0.3:
+            self._run()
+
+    def done(self) -> bool:
+        if not super().done() and self._rng.random() < 0.5:
+            self._run()
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._run()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._run()
+        return super().exception(timeout)
+
+    def _run(self) -> None:
+        if not super().done():
+            self.set_result(self._work())
+
+
+class SimulatedTier(SecondaryTierManager):
+    """Blocks by key, in any number.
+
+    Args:
+        view: the transfer buffer.
+        rng: of the world.
+        blocks: what is stored; engines may share it.
+        counts: what happened in the world; added to.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(self, view: memoryview, rng: random.Random, blocks: dict[bytes, bytes], counts: Counter[str]):
+        super().__init__(SimpleNamespace(), view, "simulated")
+        self.rng, self.blocks, self.counts = rng, blocks, counts
+        self._chunks = np.asarray(view)
+        self._jobs: list[tuple[TransferJob, Callable[[bytes, int], bool]]] = []
+        self._results: list[JobResult] = []
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        if self.rng.random() < 0.2:
+            return LookupResult.RETRY
+        return LookupResult.HIT if key in self.blocks else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._jobs.append((job_metadata, self._store))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._jobs.append((job_metadata, self._load))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._run_jobs(0.5)
+        results, self._results = self._results, []
+        return results
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        self._run_jobs(1.0)
+
+    def discard(self, key: bytes) -> None:
+        self.blocks.pop(key, None)
+
+    def _run_jobs(self, share: float) -> None:
+        jobs, self._jobs = self._jobs, []
+        for job, move in jobs:
+            if self.rng.random() >= share:
+                self._jobs.append((job, move))
+                continue
+            moved = [key for key, chunk in zip(job.keys, job.chunk_ids.tolist(), strict=True) if move(key, chunk)]
+            self._results.append(JobResult(job.job_id, len(moved) == len(job.keys), tuple(moved) or None))
+
+    def _store(self, key: bytes, chunk: int) -> bool:
+        if self.rng.random() < 0.1:
+            return False
+        data = bytearray(self._chunks[chunk].tobytes())
+        if self.rng.random() < 0.05:
+            data[self.rng.randrange(BLOCK_BYTES)] ^= 1
+        elif self.blocks and self.rng.random() < 0.05:
+            data = self.rng.choice(list(self.blocks.values()))
+        self.blocks[key] = bytes(data)
+        self.counts["stores"] += 1
+        return True
+
+    def _load(self, key: bytes, chunk: int) -> bool:
+        if key not in self.blocks or self.rng.random() < 0.1:
+            return False
+        self._chunks[chunk] = np.frombuffer(self.blocks[key], np.uint8)
+        self.counts["loads"] += 1
+        if self.rng.random() < 0.1:
+            del self.blocks[key]
+        return True
+
+
+def simulated_tiers(
+    host_pool: HostBlockPool,
+    memories: Sequence[HostMemory],
+    rng: random.Random,
+    blocks: dict[bytes, bytes],
+    counts: Counter[str],
+) -> Tiers:
+    """Tiers of one simulated engine.
+
+    Args:
+        host_pool: of its scheduler half.
+        memories: of its ranks.
+        rng: of the world.
+        blocks: what the tier has.
+        counts: of the world.
+    """
+    buffer = TransferBuffer(BLOCK_BYTES, rng.randint(8, 24))
+    primary = BufferTier(buffer.num_chunks, buffer)
+    tier = SimulatedTier(primary.get_kv_memoryview(), rng, blocks, counts)
+    manager = HostTierManager(primary, [tier], host_pool, SimulatedCopier(SimulatedHosts(memories), buffer, rng))
+    return Tiers(manager, host_pool, Sources("engine", ["simulated"], None, False), NEVER_S)
