@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from vllm_hisparse.config import DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES, HiSparseConfig
-from vllm_hisparse.tier_config import FsTier, P2PTier, Tier
+from vllm_hisparse.tier_config import FsTier, ObjTier, P2PTier, Tier
 
 HELM = Path(__file__).parent.parent.parent / "deploy" / "helm"
 CHART = HELM / "vllm-hisparse"
-VALUES = ("default", "cpu", "production")
+VALUES = ("default", "cpu", "production", "tiers")
 KUBERNETES_VERSIONS = ("1.29", "1.31")
 # Kinds of operators, which Kubernetes' own schemas do not know.
 CRDS = {
@@ -232,10 +232,10 @@ def test_engines_take_the_charts_tiers(name: str):
 
 
 def test_peers_are_the_decode_pods():
-    pod = pod_spec("production", "decode")
+    pod = pod_spec("tiers", "decode")
     (tier,) = [tier for tier in decode_tiers(pod) if isinstance(tier, P2PTier)]
     service, port = tier.peers[0].split(":")
-    spec = by_name("production", "Service")[service]["spec"]
+    spec = by_name("tiers", "Service")[service]["spec"]
     assert spec["clusterIP"] == "None" and {"name": "p2p", "port": int(port), "targetPort": "p2p"} in spec["ports"]
     assert spec["selector"]["app.kubernetes.io/component"] == "decode"
     (container,) = pod["containers"]
@@ -244,6 +244,18 @@ def test_peers_are_the_decode_pods():
     # NOTE: the address that an instance listens on must be the one that the service's name resolves to.
     assert environment["VLLM_P2P_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"] == {"fieldPath": "status.podIP"}
     assert environment["VLLM_P2P_SIDE_CHANNEL_PORT"]["value"] == port
+
+
+def test_keys_of_an_object_store_come_from_its_secret():
+    pod = pod_spec("tiers", "decode")
+    (tier,) = [tier for tier in decode_tiers(pod) if isinstance(tier, ObjTier)]
+    assert (tier.access_key, tier.secret_key, tier.session_token) == ("", "", "")
+    variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        reference = variables[name]["valueFrom"]["secretKeyRef"]
+        assert (reference["name"], reference["key"]) == ("kv-store", name)
+    prefill = {variable["name"] for variable in pod_spec("tiers", "prefill")["containers"][0]["env"]}
+    assert not prefill & {"AWS_SECRET_ACCESS_KEY", "VLLM_P2P_SIDE_CHANNEL_PORT"}
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -388,15 +400,11 @@ def test_volumes_have_room_for_the_quota(volume: dict, rendered_as: dict):
 
 
 @needs_helm
-def test_keys_of_an_object_store_come_from_its_secret():
-    pod = decode_pod(helm_tiers({**STORE, "scheme": "http", "region": "eu", "prefix": "a/", "numThreads": 2}))
-    (tier,) = decode_tiers(pod)
+def test_helm_passes_all_options_of_a_store():
+    options = {"scheme": "http", "region": "eu", "prefix": "a/", "numThreads": 2}
+    (tier,) = decode_tiers(decode_pod(helm_tiers({**STORE, **options})))
     assert (tier.bucket, tier.endpoint, tier.scheme, tier.region) == ("kv", "minio:9000", "http", "eu")
-    assert (tier.prefix, tier.num_threads, tier.access_key, tier.secret_key) == ("a/", 2, "", "")
-    variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        reference = variables[name]["valueFrom"]["secretKeyRef"]
-        assert (reference["name"], reference["key"]) == ("kv-store", name)
+    assert (tier.prefix, tier.num_threads) == ("a/", 2)
 
 
 def decode_pod(result: subprocess.CompletedProcess[str]) -> dict:

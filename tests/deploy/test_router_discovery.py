@@ -205,7 +205,7 @@ def decodes_of(port: int, prompts: list[str]) -> dict[str, str]:
     return dict(EngineHandler.decodes)
 
 
-@pytest.mark.parametrize("router_port", ["production"], indirect=True)
+@pytest.mark.parametrize("router_port", ["tiers"], indirect=True)
 def test_a_conversation_returns_to_its_decode_pod(router_port: int):
     """Its local disk has the KV of the turns before; new conversations go to both pods."""
     turns = [" ".join(f"{index}-{word}" for word in range(100)) for index in range(12)]
