@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from vllm_hisparse.connector.metrics import COUNTERS, GAUGES
 
@@ -59,6 +61,9 @@ def test_alerts_fire(tmp_path: Path):
         'vllm:num_requests_kv_fetch_by_stage{instance="a",stage="in_progress"}': "2+0x60",
         'vllm:hisparse_transfers_total{instance="a"}': "7+0x60",
         'vllm:nixl_num_kv_expired_reqs_total{instance="a",role="prefill"}': "0+1x60",
+        'vllm:hisparse_tier_damaged_blocks_total{instance="a"}': "0+1x60",
+        'vllm:hisparse_tier_load_timeouts_total{instance="a"}': "0+1x60",
+        'vllm:kv_offload_tiering_cascade_job_failures_total{instance="a",tier="1:fs"}': "1+1x60",
         'vllm:hisparse_cache_hits_total{instance="a"}': "0+90x1500 135000+50x60",
         'vllm:hisparse_cache_misses_total{instance="a"}': "0+10x1500 15000+50x60",
     }
@@ -83,6 +88,7 @@ def test_dashboard_shows_what_operators_ask_for():
     titles = " ".join(panel["title"].lower() for panel in DASHBOARD["panels"])
     wanted = ("hit rate", "pcie, host to device", "pcie, device to host", "host pool in use", "waiting", "preemptions")
     wanted += ("transfer time", "failures", "inter-token latency", "time to first token", "running requests per role")
+    wanted += ("tier hits", "tier bytes", "tier speed", "blocks loaded and lost", "tier failures")
     assert [title for title in wanted if title not in titles] == []
 
 
@@ -98,8 +104,22 @@ def test_panels_have_their_own_id_and_place():
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
 
 
+def alert_expressions() -> list[str]:
+    (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
+    return [rule["expr"] for rule in group["rules"]]
+
+
+def test_metrics_of_tiers_are_vllms():
+    definitions = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": []})
+    counters = {name for name, metric in definitions.items() if isinstance(metric, OffloadingCounterMetadata)}
+    known = {f"{name}_total" if name in counters else name for name in definitions}
+    named = set(re.findall(r"vllm:kv_offload_[a-z_]+", " ".join([*expressions(), *alert_expressions()])))
+    assert named and named - known == set()
+    assert all("tier" in definitions[name.removesuffix("_total")].labelnames for name in named)
+
+
 def test_every_metric_is_ours_or_vllms():
-    names = set(re.findall(r"[a-z_]+:[a-z_]+", " ".join(expressions())))
+    names = set(re.findall(r"[a-z_]+:[a-z_]+", " ".join([*expressions(), *alert_expressions()])))
     own = {f"vllm:hisparse_{name}_total" for name in COUNTERS} | {f"vllm:hisparse_{name}" for name in GAUGES}
     assert names & own
     assert all(name in own if "hisparse" in name else name.startswith("vllm:") for name in names)

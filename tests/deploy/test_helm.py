@@ -13,11 +13,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from vllm_hisparse.config import DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES
+from vllm_hisparse.config import DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES, HiSparseConfig
+from vllm_hisparse.tier_config import FsTier, ObjTier, P2PTier, Tier
 
 HELM = Path(__file__).parent.parent.parent / "deploy" / "helm"
 CHART = HELM / "vllm-hisparse"
-VALUES = ("default", "cpu", "production")
+VALUES = ("default", "cpu", "production", "tiers")
 KUBERNETES_VERSIONS = ("1.29", "1.31")
 # Kinds of operators, which Kubernetes' own schemas do not know.
 CRDS = {
@@ -98,6 +99,16 @@ def test_schema_knows_every_value():
         {"decode": {"gpus": 9}},
         {"decode": {"hisparse": {"hostPoolGiB": -1}}},
         {"decode": {"hisparse": {"host_pool_gib": 4}}},
+        {"decode": {"tiers": [{"type": "tape"}]}},
+        {"decode": {"tiers": [{"type": "fs", "volume": {}}]}},
+        {"decode": {"tiers": [{"type": "fs", "quotaGiB": 0, "volume": {}}]}},
+        {"decode": {"tiers": [{"type": "fs", "quotaGiB": 1, "volume": {"hostPath": "kv"}}]}},
+        {"decode": {"tiers": [{"type": "fs", "quotaGiB": 1, "volume": {"hostPath": "/kv", "existingClaim": "kv"}}]}},
+        {"decode": {"tiers": [{"type": "fs", "quotaGiB": 1, "volume": {}, "directory": "../other"}]}},
+        {"decode": {"tiers": [{"type": "p2p", "peers": ["a:1"]}]}},
+        {"decode": {"tiers": [{"type": "obj", "bucket": "kv", "endpoint": "http://s3"}]}},
+        {"decode": {"tiers": [{"type": "obj", "bucket": "kv", "endpoint": "s3", "secret_key": "x"}]}},
+        {"decode": {"tiers": [{"type": "obj", "bucket": "kv", "endpoint": "s3", "secretKey": "x"}]}},
         {"engine": {"kvCacheDtype": "int4"}},
         {"enginePort": 80},
         {"nixl": {"lockMemory": True}},
@@ -171,11 +182,21 @@ def test_pods_end_after_their_longest_request(name: str):
         assert f"--shutdown-timeout={values['longestRequestSeconds']}" in pod["containers"][0]["args"]
 
 
+def decode_connector(pod: dict) -> dict:
+    """`--kv-transfer-config` of a decode pod."""
+    (argument,) = [arg for arg in pod["containers"][0]["args"] if arg.startswith("--kv-transfer-config=")]
+    return json.loads(argument.partition("=")[2])
+
+
+def decode_tiers(pod: dict) -> list[Tier]:
+    """The tiers that the engine of a decode pod gets from its options."""
+    return HiSparseConfig.from_extra_config(decode_connector(pod)["kv_connector_extra_config"]).tiers
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_decode_asks_for_its_host_pool(name: str):
     container = pod_spec(name, "decode")["containers"][0]
-    connector = next(arg for arg in container["args"] if arg.startswith("--kv-transfer-config="))
-    config = json.loads(connector.partition("=")[2])
+    config = decode_connector(pod_spec(name, "decode"))
     assert config["kv_connector"] == "HiSparseHostConnector" and config["kv_role"] == "kv_consumer"
     pool_mib = config["kv_connector_extra_config"]["host_pool_gib"] * 1024
     resources = container["resources"]
@@ -194,6 +215,58 @@ def test_only_routers_and_engines_reach_the_nixl_ports(name: str):
     data = values["nixl"]["dataPorts"]
     assert {"protocol": "TCP", "port": data["first"], "endPort": data["last"]} in rule["ports"]
     assert not any("from" not in rule for rule in policy["ingress"])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_engines_take_the_charts_tiers(name: str):
+    pod, values = pod_spec(name, "decode"), chart_values(name)["decode"]["tiers"]
+    tiers = decode_tiers(pod)
+    assert [tier.type for tier in tiers] == [value["type"] for value in values]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for value, tier in zip(values, tiers, strict=True):
+        if isinstance(tier, FsTier):
+            assert tier.quota_gib == value["quotaGiB"] and tier.num_threads == value.get("numThreads", 8)
+            volume = volumes[mounts[str(Path(tier.path).parent)]]
+            assert volume["hostPath"] == {"path": value["volume"]["hostPath"], "type": "Directory"}
+
+
+def test_peers_are_the_decode_pods():
+    pod = pod_spec("tiers", "decode")
+    (tier,) = [tier for tier in decode_tiers(pod) if isinstance(tier, P2PTier)]
+    service, port = tier.peers[0].split(":")
+    spec = by_name("tiers", "Service")[service]["spec"]
+    assert spec["clusterIP"] == "None" and {"name": "p2p", "port": int(port), "targetPort": "p2p"} in spec["ports"]
+    assert spec["selector"]["app.kubernetes.io/component"] == "decode"
+    (container,) = pod["containers"]
+    assert {"name": "p2p", "containerPort": int(port)} in container["ports"]
+    environment = {variable["name"]: variable for variable in container["env"]}
+    # NOTE: the address that an instance listens on must be the one that the service's name resolves to.
+    assert environment["VLLM_P2P_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"] == {"fieldPath": "status.podIP"}
+    assert environment["VLLM_P2P_SIDE_CHANNEL_PORT"]["value"] == port
+
+
+def test_keys_of_an_object_store_come_from_its_secret():
+    pod = pod_spec("tiers", "decode")
+    (tier,) = [tier for tier in decode_tiers(pod) if isinstance(tier, ObjTier)]
+    assert (tier.access_key, tier.secret_key, tier.session_token) == ("", "", "")
+    variables = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        reference = variables[name]["valueFrom"]["secretKeyRef"]
+        assert (reference["name"], reference["key"]) == ("kv-store", name)
+    prefill = {variable["name"] for variable in pod_spec("tiers", "prefill")["containers"][0]["env"]}
+    assert not prefill & {"AWS_SECRET_ACCESS_KEY", "VLLM_P2P_SIDE_CHANNEL_PORT"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_only_decode_pods_reach_the_port_of_peers(name: str):
+    policy = by_name(name, "NetworkPolicy")["hisparse-engine"]["spec"]
+    rules = [rule for rule in policy["ingress"] if any(port["port"] == "p2p" for port in rule["ports"])]
+    assert bool(rules) == any(tier["type"] == "p2p" for tier in chart_values(name)["decode"]["tiers"])
+    for rule in rules:
+        assert rule["ports"] == [{"protocol": "TCP", "port": "p2p"}]
+        (peer,) = rule["from"]
+        assert peer["podSelector"]["matchExpressions"][0]["values"] == ["decode"] and "namespaceSelector" not in peer
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -258,12 +331,90 @@ def test_renderings_are_current(name: str):
         ("engine.kvCacheDtype=fp8,decode.hisparse.extraConfig.algorithm=quest", "engine.kvCacheDtype: got fp8"),
         ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
+        ("decode.hisparse.extraConfig.tiers=none", "decode.hisparse.extraConfig: got tiers"),
+        ("decode.p2pPort=5600", "decode.p2pPort: got 5600"),
+        ("decode.p2pPort=30001", "decode.p2pPort: got 30001"),
+        ("decode.env.AWS_SECRET_ACCESS_KEY=x", "decode.env: got AWS_SECRET_ACCESS_KEY"),
     ],
 )
 def test_helm_refuses(option: str, named: str):
     result = helm_template("--set", option)
     assert result.returncode != 0
     assert named in result.stderr
+
+
+DISK = {"type": "fs", "quotaGiB": 100, "volume": {}}
+PEERS = {"type": "p2p"}
+STORE = {"type": "obj", "bucket": "kv", "endpoint": "minio:9000", "credentialsSecret": "kv-store"}
+
+
+def helm_tiers(*tiers: dict, **sets: str) -> subprocess.CompletedProcess[str]:
+    words = [word for option, value in sets.items() for word in ("--set", f"{option.replace('__', '.')}={value}")]
+    return helm_template("--set-json", f"decode.tiers={json.dumps(tiers)}", *words)
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("tiers", "sets", "named"),
+    [
+        ([PEERS, PEERS], {}, "decode.tiers: got several of type p2p"),
+        ([STORE, {**STORE, "credentialsSecret": "b"}], {}, "decode.tiers: got credentialsSecret kv-store, b"),
+        ([PEERS], {"decode__extraArgs": "{--data-parallel-size=2}"}, "decode.extraArgs: got --data-parallel-size=2"),
+        ([DISK], {"engine__extraArgs": "{--no-enable-prefix-caching}"}, "engine.extraArgs: got --no-enable-prefix-c"),
+        ([DISK], {"decode__memoryGiB": "147"}, "at least 148: a host pool of 128 GiB and decode.overheadGiB 16, and 4"),
+    ],
+)
+def test_helm_refuses_tiers(tiers: list[dict], sets: dict[str, str], named: str):
+    result = helm_tiers(*tiers, **sets)
+    assert result.returncode != 0
+    assert named in result.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("volume", "rendered_as"),
+    [
+        ({}, {"emptyDir": {"sizeLimit": "106Gi"}}),
+        ({"hostPath": "/mnt/kv"}, {"hostPath": {"path": "/mnt/kv", "type": "Directory"}}),
+        ({"existingClaim": "kv"}, {"persistentVolumeClaim": {"claimName": "kv"}}),
+        (
+            {"storageClassName": "local"},
+            {
+                "ephemeral": {
+                    "volumeClaimTemplate": {
+                        "spec": {
+                            "accessModes": ["ReadWriteOnce"],
+                            "storageClassName": "local",
+                            "resources": {"requests": {"storage": "106Gi"}},
+                        }
+                    }
+                }
+            },
+        ),
+    ],
+)
+def test_volumes_have_room_for_the_quota(volume: dict, rendered_as: dict):
+    pod = decode_pod(helm_tiers(PEERS, {**DISK, "volume": volume, "directory": "v2"}))
+    assert {"name": "tier-1", **rendered_as} in pod["volumes"]
+    assert decode_tiers(pod)[1] == FsTier(type="fs", path="/tiers/1/v2", quota_gib=100)
+
+
+@needs_helm
+def test_helm_passes_all_options_of_a_store():
+    options = {"scheme": "http", "region": "eu", "prefix": "a/", "numThreads": 2}
+    (tier,) = decode_tiers(decode_pod(helm_tiers({**STORE, **options})))
+    assert (tier.bucket, tier.endpoint, tier.scheme, tier.region) == ("kv", "minio:9000", "http", "eu")
+    assert (tier.prefix, tier.num_threads) == ("a/", 2)
+
+
+def decode_pod(result: subprocess.CompletedProcess[str]) -> dict:
+    """The decode fleet's pod in what helm wrote."""
+    assert result.returncode == 0, result.stderr
+    documents = [doc for doc in yaml.safe_load_all(result.stdout) if doc]
+    for document in documents:
+        kubernetes_validate.validate(document, KUBERNETES_VERSIONS[-1], strict=True)
+    deployments = {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "Deployment"}
+    return deployments["hisparse-decode"]["spec"]["template"]["spec"]
 
 
 @needs_helm

@@ -7,12 +7,27 @@ from typing import Any
 
 import pytest
 import yaml
-from vllm_hisparse_ray.config import AppConfig, side_channel_ports
+from vllm_hisparse_ray.config import (
+    GIB,
+    MAX_TIER_BUFFER_GIB,
+    TIER_BUFFER_SHARE,
+    AppConfig,
+    p2p_ports,
+    side_channel_ports,
+)
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.tiers import make_tiers
 
 RAY = Path(__file__).parent.parent.parent / "deploy" / "ray"
 CONFIGS = sorted(RAY.glob("serve*.yaml"))
+DISK = {"type": "fs", "path": "/mnt/kv", "quota_gib": 100}
+PEERS = {"type": "p2p", "peers": ["decode-nodes:24000"]}
+
+
+def with_tiers(*tiers: dict, **over: Any) -> dict[str, Any]:
+    """Options of `decode` with exactly the host memory that a pool of 8 GiB and its tiers need."""
+    return {"host_memory_gib": 9.25, "hisparse": {"host_pool_gib": 8, "tiers": list(tiers)}, **over}
 
 
 def app_args(**over: Any) -> dict[str, Any]:
@@ -61,6 +76,14 @@ def test_shipped_configs_parse(path: Path):
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),
         ({"env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}}, "prefill.env.VLLM_NIXL_SIDE_CHANNEL_PORT: got '5600'"),
+        ({"env": {"VLLM_P2P_SIDE_CHANNEL_PORT": "1"}}, "prefill.env.VLLM_P2P_SIDE_CHANNEL_PORT: got '1'"),
+        ({"decode": with_tiers({**DISK, "quota": 1})}, "tiers.0.fs.quota: got 1"),
+        ({"decode": with_tiers(DISK, {**PEERS, "host": "a"})}, "decode.hisparse.tiers.1.host: got 'a'"),
+        ({"decode": with_tiers({**PEERS, "port": 5710})}, "decode.hisparse.tiers.0.port: got 5710"),
+        ({"decode": with_tiers(PEERS, p2p_port_base=22001)}, "decode.p2p_port_base: got 22001"),
+        ({"decode": with_tiers(PEERS, p2p_port_base=20000)}, "decode.p2p_port_base: got 20000"),
+        ({"decode": with_tiers(PEERS, p2p_port_base=80)}, "decode.p2p_port_base: got 80"),
+        ({"decode": with_tiers(DISK, host_memory_gib=9.2)}, "decode.host_memory_gib: got 9.2, expected at least 9.25"),
         ({"prefill": {"replicas": {"min": 3, "max": 2}}}, "replicas.max: got 2"),
         ({"decode": {"kv_load_failure_policy": "ignore"}}, "decode.kv_load_failure_policy: got 'ignore'"),
     ],
@@ -91,6 +114,20 @@ def test_every_gpu_of_a_dense_model_has_a_pool():
     dense = {**decode, "hisparse": {**decode["hisparse"], "algorithm": "quest"}}
     with pytest.raises(HiSparseConfigError, match=r"expected at least 18: a host pool of 16 GiB and 2 GiB"):
         AppConfig.parse(app_args(decode=dense, prefill={"gpus": 2}))
+
+
+def test_tiers_take_ports_and_memory():
+    config = AppConfig.parse(app_args(decode=with_tiers(DISK, PEERS, replicas={"max": 3})))
+    assert p2p_ports(config.decode) == range(24000, 24006)
+    without = AppConfig.parse(app_args(decode=with_tiers(DISK, p2p_port_base=20000)))
+    assert not p2p_ports(without.decode)
+    larger = {"host_pool_gib": 8, "tiers": [DISK], "tier_buffer_gib": 2}
+    with pytest.raises(HiSparseConfigError, match=r"at least 11: a host pool of 8 GiB and 3 GiB for processes and the"):
+        AppConfig.parse(app_args(decode={"host_memory_gib": 10.5, "hisparse": larger}))
+
+
+def test_buffer_of_tiers_is_as_large_as_the_engines():
+    assert TIER_BUFFER_SHARE == make_tiers.BUFFER_SHARE and make_tiers.MAX_DEFAULT_BYTES == MAX_TIER_BUFFER_GIB * GIB
 
 
 def test_every_gpu_has_its_port_while_a_fleet_is_replaced():

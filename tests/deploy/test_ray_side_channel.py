@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +13,9 @@ from vllm_hisparse.cli.processes import free_ports
 
 pytest.importorskip("ray.serve.llm", reason="Ray is not installed: pip install 'vllm-hisparse[ray]'")
 
-from vllm_hisparse_ray.side_channel import reserve_ports
+from vllm_hisparse_ray.side_channel import SideChannel, reserve_ports
+
+OPTION = "side_channel_port_base"
 
 
 @pytest.fixture
@@ -22,19 +26,36 @@ def ports() -> range:
 
 def test_replicas_that_start_together_get_ports_of_their_own(ports: range):
     with ThreadPoolExecutor(4) as executor:
-        reserved = list(executor.map(lambda _: reserve_ports(ports, 3), range(4)))
+        reserved = list(executor.map(lambda _: reserve_ports(OPTION, ports, 3), range(4)))
     assert sorted(first for first, _ in reserved) == list(ports[::3])
     with pytest.raises(RuntimeError, match=r"side_channel_port_base: .* has no 3 free ports"):
-        reserve_ports(ports, 3)
+        reserve_ports(OPTION, ports, 3)
     first, reservation = reserved[2]
     reservation.close()
-    assert reserve_ports(ports, 3)[0] == first
+    assert reserve_ports(OPTION, ports, 3)[0] == first
 
 
 def test_ports_of_others_are_left_alone(ports: range):
     with socket.socket() as other:
         other.bind(("127.0.0.1", ports[1]))
         other.listen()
-        first, reservation = reserve_ports(ports, 3)
+        first, reservation = reserve_ports(OPTION, ports, 3)
         reservation.close()
     assert first == ports[3]
+
+
+@pytest.mark.parametrize("has_peers", [False, True])
+def test_a_replica_sets_its_own_address_for_peers(ports: range, has_peers: bool, monkeypatch: pytest.MonkeyPatch):
+    names = {f"VLLM_{name}_SIDE_CHANNEL_{part}" for name in ("NIXL", "P2P") for part in ("HOST", "PORT")}
+    for name in names:
+        monkeypatch.setenv(name, "unset")  # restored afterwards
+        del os.environ[name]
+    limits = {OPTION: (ports.start, ports.start + 6)} | ({"p2p_port_base": (ports[6], ports[8])} if has_peers else {})
+    replica = SideChannel(None, ports=limits, num_ports=3)
+    asyncio.run(replica.on_before_node_init())
+    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(ports[0])
+    assert os.environ.get("VLLM_P2P_SIDE_CHANNEL_PORT") == (str(ports[6]) if has_peers else None)
+    assert ("VLLM_P2P_SIDE_CHANNEL_HOST" in os.environ) == has_peers
+    if has_peers:
+        with pytest.raises(RuntimeError, match=r"p2p_port_base: .* has no 1 free ports"):
+            reserve_ports("p2p_port_base", range(ports[6], ports[7]), 1)

@@ -6,7 +6,9 @@ import json
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +22,7 @@ from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, f
 
 pytest.importorskip("vllm_router", reason="vllm-router is not installed")
 
-RENDERED = Path(__file__).parent.parent.parent / "deploy" / "helm" / "rendered" / "default.yaml"
+RENDERED = Path(__file__).parent.parent.parent / "deploy" / "helm" / "rendered"
 PODS = {"127.0.0.2": "prefill", "127.0.0.3": "decode", "127.0.0.4": "decode", "127.0.0.5": "router"}
 ENGINES = [address for address, component in PODS.items() if component != "router"]
 SETTLE_S = 60
@@ -67,15 +69,23 @@ class EngineHandler(JsonHandler):
     """Healthy, and notes who got which part of a request."""
 
     served: list[tuple[str, bool]] = []  # (pod, whether it was asked for a prefill)
+    decodes: dict[str, str] = {}  # first word of a prompt -> the pod that decoded it
+    together = threading.Barrier(1)  # decodes that run at the same time
 
     def do_GET(self) -> None:
         self.reply({"data": [{"id": "m"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path == "/v1/completions/render":
+            self.reply([{"token_ids": [zlib.crc32(word.encode()) for word in body["prompt"].split()]}])
+            return
         if self.path == "/v1/completions":
-            prefill = body["kv_transfer_params"].get("do_remote_decode", False)
-            self.served.append((self.server.server_address[0], prefill))
+            prefill, address = body["kv_transfer_params"].get("do_remote_decode", False), self.server.server_address[0]
+            self.served.append((address, prefill))
+            if not prefill:
+                self.decodes[body["prompt"].split()[0]] = address
+                self.together.wait(SETTLE_S)
         self.reply({"id": "x", "choices": [{"index": 0, "text": "a"}], "kv_transfer_params": {"remote_engine_id": "e"}})
 
 
@@ -95,8 +105,8 @@ def ending_pod() -> dict:
     return {**body, "metadata": {**body["metadata"], **deletion}}
 
 
-def deployments() -> dict[str, dict]:
-    documents = [doc for doc in yaml.safe_load_all(RENDERED.read_text()) if doc]
+def deployments(rendering: str = "default") -> dict[str, dict]:
+    documents = [doc for doc in yaml.safe_load_all((RENDERED / f"{rendering}.yaml").read_text()) if doc]
     return {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "Deployment"}
 
 
@@ -110,11 +120,11 @@ def serving(address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> I
         server.shutdown()
 
 
-def router_process(directory: Path, port: int, api_port: int, engine_port: int) -> EngineProcess:
+def router_process(directory: Path, rendering: str, port: int, api_port: int, engine_port: int) -> EngineProcess:
     (metrics_port,) = free_ports(1)
     own = {"--host": LOOPBACK, "--port": port, "--prometheus-host": LOOPBACK, "--prometheus-port": metrics_port}
     own["--service-discovery-port"] = engine_port
-    args = deployments()["hisparse-router"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    args = deployments(rendering)["hisparse-router"]["spec"]["template"]["spec"]["containers"][0]["args"]
     kept = [arg for arg in args if arg.partition("=")[0] not in own]
     kubeconfig = directory / "kubeconfig"
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
@@ -133,8 +143,8 @@ def router_process(directory: Path, port: int, api_port: int, engine_port: int) 
 
 
 @pytest.fixture
-def router_port(tmp_path: Path) -> Iterator[int]:
-    """The router's port; it has found all pods."""
+def router_port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[int]:
+    """The router's port; it has found all pods. A parameter names the rendering."""
     port, api_port, engine_port = free_ports(3)
     EngineHandler.served.clear()
     KubernetesHandler.ending.clear()
@@ -145,7 +155,7 @@ def router_port(tmp_path: Path) -> Iterator[int]:
         serving(ENGINES[2], engine_port, EngineHandler),
         ProcessGroup(grace_s=1) as group,
     ):
-        group.start(router_process(tmp_path, port, api_port, engine_port))
+        group.start(router_process(tmp_path, getattr(request, "param", "default"), port, api_port, engine_port))
         group.wait_healthy(SETTLE_S)
         wait_for(lambda: ready_engines(port) == (1, 2), SETTLE_S)
         yield port
@@ -176,3 +186,31 @@ def test_router_sends_nothing_to_a_pod_that_ends(router_port: int):
     wait_for(lambda: ready_engines(router_port) == (1, 1), SETTLE_S)
     send_requests(router_port)
     assert {address for address, prefill in EngineHandler.served if not prefill} == {ENGINES[1]}
+
+
+def decodes_of(port: int, prompts: list[str]) -> dict[str, str]:
+    """Who decodes each of several prompts that run at the same time."""
+    EngineHandler.decodes.clear()
+    EngineHandler.together = threading.Barrier(len(prompts))
+
+    def send(prompt: str) -> requests.Response:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 2}
+        return requests.post(f"http://{LOOPBACK}:{port}/v1/completions", json=body, timeout=SETTLE_S)
+
+    try:
+        with ThreadPoolExecutor(len(prompts)) as executor:
+            assert all(reply.status_code == 200 for reply in executor.map(send, prompts))
+    finally:
+        EngineHandler.together = threading.Barrier(1)
+    return dict(EngineHandler.decodes)
+
+
+@pytest.mark.parametrize("router_port", ["tiers"], indirect=True)
+def test_a_conversation_returns_to_its_decode_pod(router_port: int):
+    """Its local disk has the KV of the turns before; new conversations go to both pods."""
+    turns = [" ".join(f"{index}-{word}" for word in range(100)) for index in range(12)]
+    first = decodes_of(router_port, turns)
+    assert set(first.values()) == set(ENGINES[1:]) and len(first) == len(turns)
+    for _ in range(2):
+        turns = [f"{turn} and {len(turn)} more" for turn in reversed(turns)]
+        assert decodes_of(router_port, turns) == first

@@ -51,6 +51,11 @@ def chart_router_args() -> list[str]:
     return [arg for arg in args if not arg.startswith(own)]
 
 
+def decode_connector(lease: dict, tiers: list[dict]) -> dict:
+    connector = hisparse_connector(host_pool_gib=0.25, device_buffer_size=320, tiers=tiers, **lease)
+    return {**connector, "kv_load_failure_policy": "recompute"}
+
+
 def start_engine(group: ProcessGroup, log_dir: Path, name: str, connector: dict, core: int) -> Server:
     port, side_port = free_ports(2)
     args = ["--max-num-batched-tokens", "512", "--shutdown-timeout", str(DRAIN_S)]
@@ -77,9 +82,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     lease = {"kv_lease_duration": LEASE_S}
     with ProcessGroup() as group:
         prefill = start_engine(group, log_dir, "prefill", {**PREFILL_CONNECTOR, "kv_connector_extra_config": lease}, 0)
-        connector = hisparse_connector(host_pool_gib=0.25, device_buffer_size=320, **lease)
-        connector["kv_load_failure_policy"] = "recompute"
-        decodes = [start_engine(group, log_dir, f"decode-{index}", connector, 1) for index in range(2)]
+        # One has a tier: engines without tiers do not export the metrics of tiers, which the dashboard shows.
+        disk = {"type": "fs", "path": str(log_dir / "tier"), "quota_gib": 0.1}
+        decodes = [
+            start_engine(group, log_dir, f"decode-{index}", decode_connector(lease, tiers), 1)
+            for index, tiers in enumerate(([disk], []))
+        ]
         wait_started(group)
         router = start_router(group, log_dir, prefill, decodes)
         wait_started(group)

@@ -10,7 +10,7 @@ from ray.serve.llm import LLMConfig, build_pd_openai_app
 
 from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse_ray.backend import register
-from vllm_hisparse_ray.config import GIB, AppConfig, Decode, Prefill, Replicas, side_channel_ports
+from vllm_hisparse_ray.config import GIB, AppConfig, Decode, Prefill, Replicas, p2p_ports, side_channel_ports
 
 # Serve kills a draining replica that is still busy this long after its longest request should have ended.
 SHUTDOWN_MARGIN_S = 30.0
@@ -66,7 +66,9 @@ def decode_config(config: AppConfig) -> LLMConfig:
 def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, Any]) -> LLMConfig:
     """Translate a role into the configuration of `ray.serve.llm`."""
     num_gpus = role.gpus if config.device == "gpu" else 0
-    ports = side_channel_ports(role)
+    ports = {"side_channel_port_base": side_channel_ports(role)}
+    if isinstance(role, Decode) and p2p_ports(role):
+        ports["p2p_port_base"] = p2p_ports(role)
     source = Path(config.model_source)
     return LLMConfig(
         model_loading_config={
@@ -89,7 +91,10 @@ def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, A
         runtime_env={"env_vars": {**config.env, **role.env}},
         callback_config={
             "callback_class": "vllm_hisparse_ray.side_channel.SideChannel",
-            "callback_kwargs": {"ports": (ports.start, ports.stop), "num_ports": max(1, num_gpus)},
+            "callback_kwargs": {
+                "ports": {option: (each.start, each.stop) for option, each in ports.items()},
+                "num_ports": max(1, num_gpus),
+            },
         },
     )
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.tier_config import P2PTier
 
 # Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte.
 SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
 # Derived from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
 # Every replica sets these for itself.
-RESERVED_ENV = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+RESERVED_ENV = (
+    "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_P2P_SIDE_CHANNEL_HOST",
+    "VLLM_P2P_SIDE_CHANNEL_PORT",
+)
 # Host memory of a decode replica in addition to its host pool, per GPU: Python processes, pinned staging buffers, NIXL.
 HOST_OVERHEAD_GIB = 1.0
+# The buffer of tiers by default, as `kv_manager/tiers/make_tiers.py` sizes it.
+TIER_BUFFER_SHARE, MAX_TIER_BUFFER_GIB = 1 / 32, 4.0
 GIB = 2**30
 PORTS = range(1024, 65536)
 
@@ -75,7 +84,9 @@ class Decode(Role):
     """Replicas with host pool and hot buffers."""
 
     side_channel_port_base: int = 22000
-    """As in `prefill`; the two ranges must not overlap."""
+    """As in `prefill`; the ranges must not overlap."""
+    p2p_port_base: int = 24000
+    """First port for peers, if `hisparse.tiers` has one of type p2p; a replica takes the next free one of its node."""
     host_memory_gib: float = Field(gt=0)
     """Host memory that Ray reserves per replica: the host pool plus the memory of the processes."""
     hisparse: dict[str, Any]
@@ -121,6 +132,7 @@ class AppConfig(Options):
         _check_same_engine(config)
         _check_kv_dtype(config)
         _check_ports(config)
+        _check_tiers(config.decode)
         _check_decode(config)
         return config
 
@@ -156,7 +168,7 @@ def _check_env(name: str, env: dict[str, str]) -> None:
                 f"{name}.env.{variable}",
                 env[variable],
                 "no value here: every replica sets its own",
-                "Remove it; set side_channel_port_base to change the ports.",
+                "Remove it; set side_channel_port_base or p2p_port_base to change the ports.",
             )
 
 
@@ -197,24 +209,48 @@ def side_channel_ports(role: Prefill | Decode) -> range:
     return range(role.side_channel_port_base, role.side_channel_port_base + 2 * role.replicas.max * max(1, role.gpus))
 
 
+def p2p_ports(decode: Decode) -> range:
+    """Ports on which replicas answer their peers, enough as above; empty without a tier of type p2p."""
+    tiers = HiSparseConfig.from_extra_config(decode.hisparse).tiers
+    num_ports = 2 * decode.replicas.max if any(isinstance(tier, P2PTier) for tier in tiers) else 0
+    return range(decode.p2p_port_base, decode.p2p_port_base + num_ports)
+
+
 def _check_ports(config: AppConfig) -> None:
-    ranges = {"prefill": side_channel_ports(config.prefill), "decode": side_channel_ports(config.decode)}
-    for name, ports in ranges.items():
+    ranges = {
+        "prefill.side_channel_port_base": side_channel_ports(config.prefill),
+        "decode.side_channel_port_base": side_channel_ports(config.decode),
+        "decode.p2p_port_base": p2p_ports(config.decode),
+    }
+    ranges = {option: ports for option, ports in ranges.items() if ports}
+    for option, ports in ranges.items():
         if ports.start not in PORTS or ports[-1] not in PORTS:
             raise HiSparseConfigError(
-                f"{name}.side_channel_port_base",
+                option,
                 ports.start,
                 f"a port between {PORTS.start} and {PORTS[-1]} with room for {len(ports)} ports",
                 "Choose another base.",
             )
-    prefill, decode = ranges.values()
-    if max(prefill.start, decode.start) < min(prefill.stop, decode.stop):
-        raise HiSparseConfigError(
-            "decode.side_channel_port_base",
-            decode.start,
-            f"no port of prefill's range {prefill.start}-{prefill[-1]}",
-            "Replicas of both roles may run on one node: move one base by at least the size of the other range.",
-        )
+    for (other, taken), (option, ports) in combinations(ranges.items(), 2):
+        if max(taken.start, ports.start) < min(taken.stop, ports.stop):
+            raise HiSparseConfigError(
+                option,
+                ports.start,
+                f"no port of the range of {other}, {taken.start}-{taken[-1]}",
+                "Replicas of both roles may run on one node: move one base by at least the size of the other range.",
+            )
+
+
+def _check_tiers(decode: Decode) -> None:
+    for index, tier in enumerate(HiSparseConfig.from_extra_config(decode.hisparse).tiers):
+        for option in ("host", "port"):
+            if isinstance(tier, P2PTier) and getattr(tier, option) is not None:
+                raise HiSparseConfigError(
+                    f"decode.hisparse.tiers.{index}.{option}",
+                    getattr(tier, option),
+                    "no value here: every replica sets its own",
+                    "Remove it; set p2p_port_base to change the ports.",
+                )
 
 
 def _check_decode(config: AppConfig) -> None:
@@ -229,15 +265,22 @@ def _check_decode(config: AppConfig) -> None:
     pool_gib = options.host_pool_gib
     if pool_gib is None:
         pool_gib = _ratio_pool_gib(config, options)
-    overhead_gib = HOST_OVERHEAD_GIB * max(1, config.decode.gpus)
+    overhead_gib = HOST_OVERHEAD_GIB * max(1, config.decode.gpus) + _tier_buffer_gib(options, pool_gib)
     needed = pool_gib + overhead_gib
     if config.decode.host_memory_gib < needed:
         raise HiSparseConfigError(
             "decode.host_memory_gib",
             config.decode.host_memory_gib,
-            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {overhead_gib:g} GiB for processes",
+            f"at least {needed:g}: a host pool of {pool_gib:g} GiB and {overhead_gib:g} GiB for processes"
+            + (" and the buffer of tiers" if options.tiers else ""),
             "Raise it, or shrink the host pool in decode.hisparse.",
         )
+
+
+def _tier_buffer_gib(options: HiSparseConfig, pool_gib: float) -> float:
+    if not options.tiers:
+        return 0
+    return options.tier_buffer_gib or min(pool_gib * TIER_BUFFER_SHARE, MAX_TIER_BUFFER_GIB)
 
 
 def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:

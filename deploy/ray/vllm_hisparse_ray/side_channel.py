@@ -1,4 +1,4 @@
-"""Reserves the ports of a replica's NIXL side channels."""
+"""Reserves the ports of a replica: for NIXL's side channels, and for peers that ask for prefixes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from contextlib import ExitStack
 
+import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 
 
@@ -17,14 +18,26 @@ class SideChannel(CallbackBase):
     """
 
     async def on_before_node_init(self) -> None:
-        """Set the engine's first port; the ports stay reserved until this process ends."""
-        port, reservation = reserve_ports(range(*self.kwargs["ports"]), self.kwargs["num_ports"])
+        """Set the engine's first ports; the ports stay reserved until this process ends."""
+        ports = {option: range(*limits) for option, limits in self.kwargs["ports"].items()}
+        self._reserve("NIXL", "side_channel_port_base", ports["side_channel_port_base"], self.kwargs["num_ports"])
+        if "p2p_port_base" in ports:
+            self._reserve("P2P", "p2p_port_base", ports["p2p_port_base"], 1)
+            os.environ["VLLM_P2P_SIDE_CHANNEL_HOST"] = ray.util.get_node_ip_address()
+
+    def _reserve(self, name: str, option: str, ports: range, num_ports: int) -> None:
+        port, reservation = reserve_ports(option, ports, num_ports)
         reservation.detach()  # stays open; the callback itself is pickled
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        os.environ[f"VLLM_{name}_SIDE_CHANNEL_PORT"] = str(port)
 
 
-def reserve_ports(ports: range, num_ports: int) -> tuple[int, socket.socket]:
+def reserve_ports(option: str, ports: range, num_ports: int) -> tuple[int, socket.socket]:
     """Reserve `num_ports` consecutive ports that nobody listens on.
+
+    Args:
+        option: sets the range.
+        ports: the range.
+        num_ports: how many.
 
     Returns:
         The first port, and the socket that reserves the ports while it is open.
@@ -40,8 +53,8 @@ def reserve_ports(ports: range, num_ports: int) -> tuple[int, socket.socket]:
                 stack.pop_all()
                 return first, reservation
     raise RuntimeError(
-        f"side_channel_port_base: {ports.start}-{ports[-1]} has no {num_ports} free ports in a row on this node; "
-        "set side_channel_port_base to a range that nothing else uses"
+        f"{option}: {ports.start}-{ports[-1]} has no {num_ports} free ports in a row on this node; "
+        f"set {option} to a range that nothing else uses"
     )
 
 

@@ -8,6 +8,7 @@
 {{- include "hisparse.checkArgs" . -}}
 {{- include "hisparse.checkEnv" . -}}
 {{- include "hisparse.checkMemory" . -}}
+{{- include "hisparse.checkTiers" . -}}
 {{- include "hisparse.checkPorts" . -}}
 {{- include "hisparse.checkScaling" . -}}
 {{- include "hisparse.checkScrapers" . -}}
@@ -60,12 +61,12 @@
 
 {{/* A name that stands twice in a container's environment breaks later upgrades. */}}
 {{- define "hisparse.checkEnv" -}}
-{{- $fixed := list "VLLM_NIXL_SIDE_CHANNEL_HOST" "VLLM_NIXL_SIDE_CHANNEL_PORT" "UCX_TCP_PORT_RANGE" "UCX_TCP_CM_PORT_RANGE" "UCX_TLS" "UCX_NET_DEVICES" "HOME" "XDG_CACHE_HOME" "VLLM_CACHE_ROOT" "TRITON_CACHE_DIR" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" "VLLM_NO_USAGE_STATS" -}}
+{{- $fixed := list "VLLM_NIXL_SIDE_CHANNEL_HOST" "VLLM_NIXL_SIDE_CHANNEL_PORT" "UCX_TCP_PORT_RANGE" "UCX_TCP_CM_PORT_RANGE" "UCX_TLS" "UCX_NET_DEVICES" "HOME" "XDG_CACHE_HOME" "VLLM_CACHE_ROOT" "TRITON_CACHE_DIR" "HF_HOME" "HF_HUB_OFFLINE" "HF_TOKEN" "VLLM_NO_USAGE_STATS" "VLLM_P2P_SIDE_CHANNEL_HOST" "VLLM_P2P_SIDE_CHANNEL_PORT" "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN" -}}
 {{- $env := dict "engine.env" .Values.engine.env "prefill.env" .Values.prefill.env "decode.env" .Values.decode.env "nixl.env" .Values.nixl.env -}}
 {{- range $option, $variables := $env -}}
 {{- range $name, $_ := $variables -}}
 {{- if has $name $fixed -}}
-{{- include "hisparse.refuse" (dict "option" $option "got" $name "expected" "no variable that the chart sets" "fix" "Use nixl.sideChannelPort, dataPorts, ucxTls or ucxNetDevices, model.cache or model.tokenSecret.") -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $name "expected" "no variable that the chart sets" "fix" "Use nixl.sideChannelPort, dataPorts, ucxTls or ucxNetDevices, model.cache or model.tokenSecret, decode.p2pPort or credentialsSecret of a tier.") -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -82,9 +83,10 @@
 {{- /* Every GPU of a dense model has a pool of its own. */ -}}
 {{- $pools := ternary 1 (max 1 (int .Values.decode.gpus)) (eq "dsa" ($options.extraConfig.algorithm | default "dsa")) -}}
 {{- $pool := $options.hostPoolGiB | default (mulf $options.hostToDeviceRatio $options.deviceKvGiB $pools) -}}
-{{- $needed := addf $pool .Values.decode.overheadGiB -}}
+{{- $buffer := ternary ($options.extraConfig.tier_buffer_gib | default (minf 4 (divf $pool 32))) 0 (not (empty .Values.decode.tiers)) -}}
+{{- $needed := addf $pool .Values.decode.overheadGiB $buffer -}}
 {{- if lt (float64 .Values.decode.memoryGiB) (float64 $needed) -}}
-{{- include "hisparse.refuse" (dict "option" "decode.memoryGiB" "got" .Values.decode.memoryGiB "expected" (printf "at least %v: a host pool of %v GiB and decode.overheadGiB %v" $needed $pool .Values.decode.overheadGiB) "fix" "Raise decode.memoryGiB or shrink the host pool.") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.memoryGiB" "got" .Values.decode.memoryGiB "expected" (printf "at least %v: a host pool of %v GiB and decode.overheadGiB %v%s" $needed $pool .Values.decode.overheadGiB (ternary (printf ", and %v for the buffer of decode.tiers" $buffer) "" (gt (float64 $buffer) 0.0))) "fix" "Raise decode.memoryGiB or shrink the host pool.") -}}
 {{- end -}}
 {{- range $name := list "prefill" "decode" -}}
 {{- $role := index $.Values $name -}}
@@ -93,8 +95,31 @@
 {{- end -}}
 {{- end -}}
 {{- range $key, $_ := $options.extraConfig -}}
-{{- if has $key (list "host_pool_gib" "host_to_device_ratio" "device_buffer_size") -}}
-{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that the chart has a value for" "fix" "Use hostPoolGiB, hostToDeviceRatio or deviceBufferSize.") -}}
+{{- if has $key (list "host_pool_gib" "host_to_device_ratio" "device_buffer_size" "tiers") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that the chart has a value for" "fix" "Use hostPoolGiB, hostToDeviceRatio, deviceBufferSize or decode.tiers.") -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "hisparse.checkTiers" -}}
+{{- $p2p := include "hisparse.hasTier" (list .Values.decode "p2p") -}}
+{{- if gt (len $p2p) 4 -}}
+{{- include "hisparse.refuse" (dict "option" "decode.tiers" "got" "several of type p2p" "expected" "at most one: it asks all decode pods" "fix" "Remove the others.") -}}
+{{- end -}}
+{{- $secrets := list -}}
+{{- range .Values.decode.tiers }}{{ $secrets = append $secrets .credentialsSecret }}{{ end -}}
+{{- if gt (len (compact $secrets | uniq)) 1 -}}
+{{- include "hisparse.refuse" (dict "option" "decode.tiers" "got" (printf "credentialsSecret %s" (compact $secrets | uniq | join ", ")) "expected" "one secret for all tiers: an engine has one set of AWS_* variables" "fix" "Give the same secret rights to all buckets.") -}}
+{{- end -}}
+{{- $refused := dict -}}
+{{- if .Values.decode.tiers }}{{ $_ := set $refused "--no-enable-prefix-caching" "the prefix cache, whose blocks decode.tiers hold" }}{{ end -}}
+{{- if $p2p }}{{ range list "--data-parallel-size" "-dp" }}{{ $_ := set $refused . "one engine per pod with a tier of type p2p: each has a port of its own" }}{{ end }}{{ end -}}
+{{- range $option, $list := dict "engine.extraArgs" .Values.engine.extraArgs "decode.extraArgs" .Values.decode.extraArgs -}}
+{{- range $argument := $list -}}
+{{- $name := regexReplaceAll "=.*" (toString $argument) "" | replace "_" "-" -}}
+{{- if hasKey $refused $name -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" (index $refused $name) "fix" "Remove it, or the tier.") -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -104,9 +129,12 @@
 {{- if gt (int $data.first) (int $data.last) -}}
 {{- include "hisparse.refuse" (dict "option" "nixl.dataPorts" "got" (printf "%v-%v" $data.first $data.last) "expected" "first at most last" "fix" "Swap them.") -}}
 {{- end -}}
-{{- $ports := dict "enginePort" (int .Values.enginePort) "nixl.sideChannelPort" (int .Values.nixl.sideChannelPort) -}}
+{{- $ports := dict "enginePort" (int .Values.enginePort) "nixl.sideChannelPort" (int .Values.nixl.sideChannelPort) "decode.p2pPort" (int .Values.decode.p2pPort) -}}
 {{- if eq $ports.enginePort (index $ports "nixl.sideChannelPort") -}}
 {{- include "hisparse.refuse" (dict "option" "nixl.sideChannelPort" "got" .Values.nixl.sideChannelPort "expected" "another port than enginePort" "fix" "Change one of them.") -}}
+{{- end -}}
+{{- if has (index $ports "decode.p2pPort") (list $ports.enginePort (index $ports "nixl.sideChannelPort")) -}}
+{{- include "hisparse.refuse" (dict "option" "decode.p2pPort" "got" .Values.decode.p2pPort "expected" "another port than enginePort and nixl.sideChannelPort" "fix" "Change one of them.") -}}
 {{- end -}}
 {{- range $option, $port := $ports -}}
 {{- if and (ge $port (int $data.first)) (le $port (int $data.last)) -}}

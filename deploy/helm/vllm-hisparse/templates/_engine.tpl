@@ -50,6 +50,9 @@ spec:
           ports:
             - {name: http, containerPort: {{ $.Values.enginePort }}}
             - {name: nixl, containerPort: {{ $.Values.nixl.sideChannelPort }}}
+            {{- if include "hisparse.hasTier" (list $role "p2p") }}
+            - {name: p2p, containerPort: {{ $role.p2pPort }}}
+            {{- end }}
           resources: {{ include "hisparse.engineResources" (list $ $role) | nindent 12 }}
           securityContext: {{ include "hisparse.containerSecurity" $ | nindent 12 }}
           # /health answers once the model is loaded and warmed up.
@@ -85,6 +88,9 @@ spec:
         {{- if gt (int (dig "hugepages" "gib" 0 $role)) 0 }}
         - name: hugepages
           emptyDir: {medium: HugePages-{{ $role.hugepages.size }}}
+        {{- end }}
+        {{- with include "hisparse.tierVolumes" $role | trim }}
+        {{- . | nindent 8 }}
         {{- end }}
       {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
       {{- with index $role $key }}
@@ -147,6 +153,7 @@ spec:
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.model.tokenSecret.key }}}}
 {{- end }}
+{{- include "hisparse.tierEnv" $role }}
 {{- range $key, $value := merge (dict) $role.env $.Values.engine.env $.Values.nixl.env }}
 - {name: {{ $key }}, value: {{ $value | quote }}}
 {{- end }}
@@ -179,6 +186,11 @@ spec:
 - {name: shm, mountPath: /dev/shm}
 {{- if gt (int (dig "hugepages" "gib" 0 .)) 0 }}
 - {name: hugepages, mountPath: /hugepages}
+{{- end }}
+{{- range $index, $tier := .tiers }}
+{{- if eq $tier.type "fs" }}
+- {name: tier-{{ $index }}, mountPath: /tiers/{{ $index }}}
+{{- end }}
 {{- end }}
 {{- end }}
 
