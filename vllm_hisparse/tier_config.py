@@ -6,10 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+BUFFER_SHARE = 1 / 32  # of the host pool, for the transfer buffer by default
+MAX_DEFAULT_BYTES = 4 * 2**30  # of it
 PEER = r"^[^:\s]+:\d{1,5}$"
 
 
-class _TierOptions(BaseModel):
+class TierOptions(BaseModel):
+    """What options of all tiers have in common."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def vllm_config(self) -> dict[str, Any]:
@@ -17,7 +21,7 @@ class _TierOptions(BaseModel):
         raise NotImplementedError
 
 
-class FsTier(_TierOptions):
+class FsTier(TierOptions):
     """Blocks as files of a directory: a local disk, or a file system that several nodes mount."""
 
     type: Literal["fs"]
@@ -41,7 +45,7 @@ class FsTier(_TierOptions):
         return f"fs at {self.path}, {self.quota_gib:g} GiB"
 
 
-class P2PTier(_TierOptions):
+class P2PTier(TierOptions):
     """The host pools of other decode instances, over NIXL."""
 
     type: Literal["p2p"]
@@ -59,7 +63,7 @@ class P2PTier(_TierOptions):
         return f"p2p, peers {', '.join(self.peers) or 'none: this instance only answers'}"
 
 
-class ObjTier(_TierOptions):
+class ObjTier(TierOptions):
     """Blocks as objects of an S3-compatible store, over NIXL's OBJ plugin."""
 
     type: Literal["obj"]
@@ -94,4 +98,4 @@ class ObjTier(_TierOptions):
 
 
 Tier = Annotated[FsTier | P2PTier | ObjTier, Field(discriminator="type")]
-TIER_TYPES: dict[str, type[_TierOptions]] = {"fs": FsTier, "p2p": P2PTier, "obj": ObjTier}
+TIER_TYPES: dict[str, type[TierOptions]] = {"fs": FsTier, "p2p": P2PTier, "obj": ObjTier}

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 from vllm_hisparse.kv_manager.tiers.sources import Sources
 from vllm_hisparse.kv_manager.tiers.tier_manager import BufferTier, HostTierManager
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
@@ -193,5 +194,7 @@ def simulated_tiers(
     buffer = TransferBuffer(BLOCK_BYTES, rng.randint(8, 24))
     primary = BufferTier(buffer.num_chunks, buffer)
     tier = SimulatedTier(primary.get_kv_memoryview(), rng, blocks, counts)
-    manager = HostTierManager(primary, [tier], host_pool, SimulatedCopier(SimulatedHosts(memories), buffer, rng))
+    manager = HostTierManager(
+        primary, [GuardedTier(tier)], host_pool, SimulatedCopier(SimulatedHosts(memories), buffer, rng)
+    )
     return Tiers(manager, host_pool, Sources("engine", ["simulated"], None, False), NEVER_S)

@@ -74,11 +74,12 @@ def test_files_of_other_engines_count_after_a_while(tmp_path: Path, monkeypatch:
     assert names(tmp_path) == ["2.bin", "3.bin"]
 
 
-def test_damaged_files_are_deleted_and_missing_ones_do_not_matter(tmp_path: Path) -> None:
+def test_missing_files_do_not_matter(tmp_path: Path) -> None:
     quota = DirectoryQuota(tmp_path, 10 * SIZE)
     path = write(tmp_path / "0.bin")
     quota.added([path, str(tmp_path / "never.bin")])
     quota.used([str(tmp_path / "never.bin")])
-    quota.delete(path).result(30)
-    quota.delete(path).result(30)
-    assert names(tmp_path) == [] and quota.num_bytes == 0
+    os.remove(path)
+    quota.deleted(path)
+    quota.deleted(path).result(30)
+    assert quota.num_bytes == 0

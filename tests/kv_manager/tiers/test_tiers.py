@@ -135,6 +135,26 @@ def test_a_tier_that_does_not_answer_costs_a_recomputation(tmp_path: Path, monke
         assert engine.loads_again[1]["tier_load_timeouts"] == 0
 
 
+@pytest.mark.parametrize(
+    "method", ["lookup", "submit_store", "submit_load", "get_finished_jobs", "on_schedule_end", "on_request_finished"]
+)
+def test_a_tier_that_raises_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("the tier is broken")
+
+    with TieredEngine([fs(tmp_path)], timeout_s=0.5) as engine:
+        engine.ask("first", PROMPT)
+        forget(engine, PROMPT)
+        engine.tiers.manager.reset_cache()
+        monkeypatch.setattr(FileSystemTierManager, method, fail)
+        for index in range(3):
+            request, _ = engine.ask(f"again-{index}", PROMPT[index:])
+            assert request.is_finished()
+        engine.fill(7)
+        assert engine.tiers.manager.secondary_tiers[0].has_failed
+        engine.host_pool.check_integrity()
+
+
 def test_a_full_disk_costs_nothing_else(engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -213,7 +233,7 @@ def test_a_quota_is_kept(tmp_path: Path) -> None:
         for seed in range(6):
             engine.fill(seed)
             engine.settle()
-        engine.tiers.manager.secondary_tiers[0].quota.added([]).result()
+        engine.tiers.manager.secondary_tiers[0].tier.quota.added([]).result()
     files = block_files(tmp_path)
     assert 0 < sum(path.stat().st_size for path in files) <= quota
 

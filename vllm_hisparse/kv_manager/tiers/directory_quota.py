@@ -46,9 +46,9 @@ class DirectoryQuota:
         """Files were read."""
         return self._thread.submit(self._touch, list(paths))
 
-    def delete(self, path: str) -> Future:
-        """Delete a file that is damaged."""
-        return self._thread.submit(self._delete, path)
+    def deleted(self, path: str) -> Future:
+        """Somebody has deleted a file."""
+        return self._thread.submit(self._forget, path)
 
     def shutdown(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,14 @@ class QuotaFileSystemTier(FileSystemTierManager):
         return results
 
     def discard(self, key: OffloadKey) -> None:
-        """Delete a damaged block."""
-        self.quota.delete(self.file_mapper.get_file_name(key))
+        """Delete a damaged block.
+
+        NOTE: now, not in the quota's thread: vLLM stores no block whose file is there.
+        """
+        path = self.file_mapper.get_file_name(key)
+        with suppress(OSError):
+            os.remove(path)
+        self.quota.deleted(path)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -25,6 +25,7 @@ from vllm_hisparse.compat import register_tier
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier, HostBlocks
+from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile, HostPools
 from vllm_hisparse.kv_manager.tiers.peers import Peers
 from vllm_hisparse.kv_manager.tiers.sources import Sources
@@ -32,7 +33,7 @@ from vllm_hisparse.kv_manager.tiers.tier_manager import STORE_SHARE, BufferTier,
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer, chunk_bytes
 from vllm_hisparse.layout import KVLayout
-from vllm_hisparse.tier_config import FsTier, P2PTier
+from vllm_hisparse.tier_config import BUFFER_SHARE, MAX_DEFAULT_BYTES, FsTier, P2PTier, TierOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 FORMAT = 1  # of a stored block; a change makes old directories unreadable
 IDENTITY = "hisparse.json"  # in a directory of block files: what they were made by
 MIN_CHUNKS = 64
-BUFFER_SHARE = 1 / 32  # of the host pool, by default
-MAX_DEFAULT_BYTES = 4 * 2**30
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -58,7 +57,7 @@ class BlockIdentity:
         dtype: of the model, and of its KV cache.
         layout: sizes of rows and blocks.
         num_pools: host pools, whose parts of a block lie side by side.
-        hash_algorithm: of vLLM's prefix cache.
+        hash_algorithm, hash_seed: of vLLM's prefix cache; the seed is PYTHONHASHSEED, if that is set.
     """
 
     model: str
@@ -66,6 +65,7 @@ class BlockIdentity:
     layout: dict[str, int | None]
     num_pools: int
     hash_algorithm: str
+    hash_seed: str | None = None
     format: int = FORMAT
 
     @classmethod
@@ -73,7 +73,8 @@ class BlockIdentity:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         name = f"{model.model}@{model.revision}" if model.revision else model.model
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
-        return cls(name, dtype, asdict(layout), num_pools, cache.prefix_caching_hash_algo)
+        seed = os.environ.get("PYTHONHASHSEED")
+        return cls(name, dtype, asdict(layout), num_pools, cache.prefix_caching_hash_algo, seed)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> None:
     """
     expected = asdict(identity)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be guessed from KV
         file = path / IDENTITY
         if not file.exists():
             temporary = path / f"{IDENTITY}.{os.getpid()}.tmp"
@@ -170,9 +171,10 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> None:
         )
 
 
-def _make_tier(tier, index: int, spec: TierSpec, primary: BufferTier):
+def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTier) -> GuardedTier:
     try:
-        return SecondaryTierFactory.create_secondary_tier(tier.vllm_config(), primary.get_kv_memoryview(), spec)
+        view = primary.get_kv_memoryview()
+        return GuardedTier(SecondaryTierFactory.create_secondary_tier(tier.vllm_config(), view, spec))
     except Exception as error:
         raise HiSparseConfigError(
             f"tiers.{index}", str(tier), f"a tier that can be opened ({error})", "Correct its options, or remove it."

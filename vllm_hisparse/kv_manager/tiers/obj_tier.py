@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
 
+from vllm_hisparse.compat import tolerate_missing_telemetry
 from vllm_hisparse.kv_manager.tiers.store_pause import StorePause
 
 
@@ -21,6 +22,7 @@ class PausingObjectStoreTier(ObjectStoreSecondaryTierManager):
     def __init__(self, *args: Any, **options: Any):
         options["backpressure_detector"] = self.pause = StorePause(options["store_config"]["bucket"])
         super().__init__(*args, **(options | {"tier_type": "obj"}))  # NOTE: the name in metrics
+        tolerate_missing_telemetry(self)
         self._stores: set[int] = set()
 
     def submit_store(self, job_metadata: TransferJob) -> None:

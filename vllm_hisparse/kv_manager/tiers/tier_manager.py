@@ -14,12 +14,12 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     get_offload_block_hash,
 )
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from vllm_hisparse.compat import forget_chunk
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
+from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 
 STORE_SHARE = 0.25  # of the transfer buffer; the rest is for loads and for peers
 MAX_PEER_COPIES = 64  # host blocks on their way into the buffer because a peer has asked for them
@@ -70,7 +70,7 @@ class HostTierManager(TieringOffloadingManager):
     def __init__(
         self,
         buffer_tier: BufferTier,
-        tiers: list[SecondaryTierManager],
+        tiers: list[GuardedTier],
         host_pool: HostBlockPool,
         copier: BlockCopier,
     ):
@@ -134,8 +134,7 @@ class HostTierManager(TieringOffloadingManager):
         """Forget a damaged block, wherever it came from."""
         forget_chunk(self.buffer, key)
         for tier in self.secondary_tiers:
-            if hasattr(tier, "discard"):
-                tier.discard(key)
+            tier.discard(key)
 
     def wait_for_copies(self) -> None:
         """Wait until no block is on its way from the host pool."""
