@@ -26,7 +26,7 @@ def main() -> None:
 
 @app.command(context_settings=FORWARDED)
 def demo(ctx: typer.Context) -> None:
-    """Serve a tiny model on separate prefill and decode instances and compare the tokens with full KV."""
+    """Ask a small model about source files, on separate prefill and decode instances, and compare with full KV."""
     from vllm_hisparse.cli.demo import demo_command
 
     forward(ctx, demo_command)

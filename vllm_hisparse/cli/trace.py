@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,20 +24,24 @@ def record_command(
     output: Annotated[Path, typer.Option(help="File to write (.trace).")],
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each text.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="First tokens of each text that are the prompt.")] = 8192,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of sampling; 0 is greedy, with which models repeat.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     host_pool_gib: Annotated[float, typer.Option(min=0.01, help="Host memory for KV.")] = 4.0,
     kv_cache_mib: Annotated[int, typer.Option(min=1, help="Memory for hot buffers and indexer keys.")] = 1024,
 ) -> None:
-    """Let a DSA model continue some texts greedily and record which positions it selects, on vLLM's CPU platform.
+    """Let a DSA model continue some texts and record which positions it selects, on vLLM's CPU platform.
 
     A running server records with the option `selection_trace_dir`.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as directory:
         connector = hisparse_connector(host_pool_gib=host_pool_gib, selection_trace_dir=directory)
         llm = start_engine(model, prompt_tokens + max_tokens, kv_cache_mib, connector | {"kv_role": "kv_both"})
         try:
-            generate(llm, [path.read_text() for path in text], prompt_tokens, max_tokens)
+            generate(llm, [path.read_text() for path in text], prompt_tokens, sampling)
         finally:
             llm.llm_engine.engine_core.shutdown()
         traces = [Trace.read(path) for path in sorted(Path(directory).iterdir())]
@@ -46,7 +50,7 @@ def record_command(
     typer.echo(f"{output}: {num_steps} steps of {len(traces)} requests, {output.stat().st_size / 1e6:.2f} MB")
 
 
-def start_engine(model: str, max_model_len: int, kv_cache_mib: int, connector: dict) -> LLM:
+def start_engine(model: str, max_model_len: int, kv_cache_mib: int, connector: dict[str, Any]) -> LLM:
     """An engine with the connector."""
     from vllm import LLM
 
@@ -59,10 +63,10 @@ def start_engine(model: str, max_model_len: int, kv_cache_mib: int, connector: d
     )
 
 
-def generate(llm: LLM, texts: list[str], prompt_tokens: int, max_tokens: int) -> None:
+def generate(llm: LLM, texts: list[str], prompt_tokens: int, sampling: dict[str, Any]) -> None:
     """Continue the beginnings of the texts."""
     from vllm import SamplingParams
 
     tokenizer = llm.get_tokenizer()
     prompts = [{"prompt_token_ids": tokenizer.encode(text)[:prompt_tokens]} for text in texts]
-    llm.generate(prompts, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+    llm.generate(prompts, SamplingParams(**sampling))
