@@ -11,9 +11,11 @@ from tokenizers import Tokenizer
 from vllm_hisparse.cli import demo_prompts
 from vllm_hisparse.cli.demo_prompts import (
     MAX_PROMPT_TOKENS,
+    MAX_WORD_TOKENS,
     PACKAGES,
     QUESTION_TOKENS,
     NoQuestionError,
+    Question,
     SourceFile,
     make_questions,
     num_leading,
@@ -39,6 +41,13 @@ def test_the_model_was_not_trained_on_the_packages() -> None:
     assert {name.partition("/")[0] for name, _ in source_texts()} == set(PACKAGES)
 
 
+def question_size(tokenizer: Tokenizer, question: Question) -> int:
+    """Tokens of the function that the prompt ends with."""
+    sizes = range(QUESTION_TOKENS, QUESTION_TOKENS + MAX_WORD_TOKENS)
+    begin = f"def {question.function}("
+    return next(size for size in sizes if tokenizer.decode(question.prompt[-size:]).lstrip().startswith(begin))
+
+
 def test_questions_are_answered_by_their_own_prompt(tokenizer: Tokenizer) -> None:
     """The prompt ends with tokens that it has further up, and what follows there is the expected answer."""
     questions = make_questions(MODEL, 12, 32, seed=3)
@@ -46,15 +55,16 @@ def test_questions_are_answered_by_their_own_prompt(tokenizer: Tokenizer) -> Non
     lengths = [len(question.prompt) for question in questions]
     assert lengths == sorted(set(lengths)) and lengths[-1] <= MAX_PROMPT_TOKENS
     for question in questions:
-        prompt, asked = question.prompt, question.prompt[-QUESTION_TOKENS:]
-        answer = len(prompt) - question.distance
-        assert prompt[answer - QUESTION_TOKENS : answer] == asked
+        prompt, answer = question.prompt, len(question.prompt) - question.distance
+        size = question_size(tokenizer, question)
+        assert prompt[answer - size : answer] == prompt[-size:]
         assert prompt[answer : answer + 32] == question.expected
-        assert question.distance > QUESTION_TOKENS + 32 and answer < len(prompt) // 2
-        assert tokenizer.decode(asked).lstrip().startswith(f"def {question.function}")
-        before = tokenizer.decode(prompt[:-QUESTION_TOKENS])
+        assert question.distance > size + 32 and answer < len(prompt) // 2
+        assert question.expected_text[0].isspace(), "it begins within a word"
+        before = tokenizer.decode(prompt[:-size])
         assert texts[question.source].startswith(before) and before.rstrip(" ").endswith("\n")
-        assert question.expected_text in texts[question.source]
+        assert question.last_line + question.expected_text in texts[question.source]
+        assert tokenizer.decode(prompt).endswith(question.last_line)
 
 
 def test_the_seed_decides() -> None:

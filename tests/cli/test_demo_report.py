@@ -22,13 +22,13 @@ misses=0, transfer_bytes_to_host=0, transfer_bytes_to_device=0
 """
 STATS = RequestLine("cmpl-a-0-1f", 2000, 30, 10, 100, 20)
 METRICS = {"vllm:hisparse_cache_hits_total": 30.0, "vllm:hisparse_cache_misses_total": 10.0}
-QUESTION = Question("matches", "starlette/routing.py", 700, [5, 6], [1, 2, 9], "in the [file]")
+QUESTION = Question("matches", "starlette/routing.py", 700, [5, 6], [1, 2, 9], "return", " in the\n    [file]")
 RECEIVED = {**METRICS, "vllm:hisparse_transfer_bytes_to_host_total": 100.0}
 
 
 def completion(tokens: Sequence[int], logprobs: Sequence[float], margin: float = 2.0) -> Completion:
     made = Completion(response_id="cmpl-a", token_ids=list(tokens), logprobs=list(logprobs), total_s=1.0)
-    made.text, made.margins = "[answered]", [2.0, 2.0, margin]
+    made.text, made.margins = " [answered]", [2.0, 2.0, margin]
     return made
 
 
@@ -100,8 +100,8 @@ def test_tables_show_answers_and_what_the_file_says() -> None:
         ["0", "700", "2/3", "matches", "starlette/routing.py"],
         ["0", "700", "3/3", "matches", "starlette/routing.py"],
     ]
-    assert answers.count("[answered]") == 2
-    assert answers.count("in the file: in the [file]") == 1
+    assert answers.count("… return [answered]") == 2
+    assert answers.count("in the file: … return in the ⏎ [file]") == 1
 
 
 @pytest.mark.parametrize(

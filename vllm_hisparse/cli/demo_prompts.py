@@ -20,7 +20,8 @@ PACKAGES = ("charset_normalizer", "starlette", "uvicorn")
 DEFINITION = re.compile(r"^[ \t]*(?:async )?(?P<start>def) (?P<name>\w+)", re.MULTILINE)
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2000, 6000
 DRAWS_PER_QUESTION = 8
-QUESTION_TOKENS = 48  # of a function, after which it is known which one it is
+QUESTION_TOKENS = 48  # least of a function, after which it is known which one it is
+MAX_WORD_TOKENS = 8  # until the next word begins
 
 
 class NoQuestionError(RuntimeError):
@@ -36,6 +37,7 @@ class Question:
         source: its file, from the package on.
         distance: tokens between the expected text in the file and the end of the prompt.
         prompt, expected: token ids.
+        last_line: of the prompt, which the answer continues.
         expected_text: text of `expected`.
     """
 
@@ -44,6 +46,7 @@ class Question:
     distance: int
     prompt: list[int]
     expected: list[int]
+    last_line: str
     expected_text: str
 
 
@@ -62,6 +65,7 @@ class SourceFile:
         self.ids, ends = encoding.ids, [end for _, end in encoding.offsets]
         starts = [start for start, _ in encoding.offsets]
         self.line_ends = [i + 1 for i in range(len(ends)) if "\n" in text[starts[i] : ends[i]]]
+        self.begins_word = [text[start : start + 1].isspace() for start in starts]
         found = list(DEFINITION.finditer(text))
         self.names = [match["name"] for match in found]
         self.starts = [bisect_right(ends, match.start("start")) for match in found]
@@ -81,11 +85,13 @@ class SourceFile:
             num_expected: tokens of the answer.
         """
         start = self.starts[function]
-        asked = start + QUESTION_TOKENS
+        least = start + QUESTION_TOKENS
+        asked = next((i for i in range(least, least + MAX_WORD_TOKENS) if self.begins_word[i]), least)
         expected = self.ids[asked : asked + num_expected]
         prompt = self.ids[:cut] + self.ids[start:asked]
-        text = self.tokenizer.decode(expected, skip_special_tokens=False)
-        return Question(self.names[function], self.name, len(prompt) - asked, prompt, expected, text)
+        begin, text = (self.tokenizer.decode(ids) for ids in (self.ids[start:asked], expected))
+        last_line, distance = begin.split("\n")[-1].lstrip(), len(prompt) - asked
+        return Question(self.names[function], self.name, distance, prompt, expected, last_line, text)
 
 
 def make_questions(model_dir: Path, num_questions: int, num_expected: int, seed: int) -> list[Question]:
@@ -119,8 +125,9 @@ def make_questions(model_dir: Path, num_questions: int, num_expected: int, seed:
 def draw_question(file: SourceFile, num_expected: int, rng: random.Random) -> Question | None:
     """A question about a function in the first half of the prompt; None if there is no such function."""
     most = MIN_PROMPT_TOKENS + round((MAX_PROMPT_TOKENS - MIN_PROMPT_TOKENS) * rng.random() ** 2)
-    cut = max((end for end in file.line_ends if end <= most - QUESTION_TOKENS), default=0)
-    functions = file.functions(cut // 2, QUESTION_TOKENS + num_expected)
+    longest = most - QUESTION_TOKENS - MAX_WORD_TOKENS
+    cut = max((end for end in file.line_ends if end <= longest), default=0)
+    functions = file.functions(cut // 2, QUESTION_TOKENS + MAX_WORD_TOKENS + num_expected)
     return file.question(rng.choice(functions), cut, num_expected) if functions else None
 
 

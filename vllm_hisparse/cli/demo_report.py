@@ -40,6 +40,7 @@ class RequestResult:
     source: str
     function: str
     distance: int
+    last_line: str
     expected: str
     answer: str
     num_right: int
@@ -153,6 +154,7 @@ def make_result(
         source=question.source,
         function=question.function,
         distance=question.distance,
+        last_line=question.last_line,
         expected=question.expected_text,
         answer=completion.text,
         num_right=num_leading(completion.token_ids, question.expected),

@@ -60,14 +60,16 @@ def answer(result: RequestResult) -> str:
     """The function, the answer on one line, and the file's text below it if they differ."""
     function = f"[bold]{escape(result.function)}[/] [dim]{escape(result.source)}[/]"
     answered, expected = (escape(one_line(text)) for text in (result.answer, result.expected))
+    asked = f"{function}\n[dim]… {escape(result.last_line)}[/]"
     if result.num_right == result.output_tokens:
-        return f"{function}\n[green]{answered}[/]"
-    return f"{function}\n{answered}\n[dim]in the file:[/] {expected}"
+        return f"{asked}[green]{answered}[/]"
+    return f"{asked}{answered}\n[dim]in the file: … {escape(result.last_line)}[/]{expected}"
 
 
 def one_line(text: str) -> str:
     """Text with its line ends shown and without indentation."""
-    return " ⏎ ".join(line.strip() for line in text.splitlines() if line.strip())
+    first, *rest = text.splitlines() or [""]
+    return " ⏎ ".join([first.rstrip(), *(line.strip() for line in rest if line.strip())])
 
 
 def verdict(report: Report) -> str:

@@ -36,10 +36,11 @@ def record_command(
     A running server records with the option `selection_trace_dir`.
     """
     os.environ.update({**ENVIRONMENT, **os.environ})
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
+    sizes = {"max_model_len": prompt_tokens + max_tokens, "kv_cache_memory_bytes": kv_cache_mib << 20}
     with tempfile.TemporaryDirectory() as directory:
         connector = hisparse_connector(host_pool_gib=host_pool_gib, selection_trace_dir=directory)
-        llm = start_engine(model, prompt_tokens + max_tokens, kv_cache_mib, connector | {"kv_role": "kv_both"})
+        llm = start_engine(model, seed, kv_transfer_config=connector | {"kv_role": "kv_both"}, **sizes)
         try:
             generate(llm, [path.read_text() for path in text], prompt_tokens, sampling)
         finally:
@@ -50,17 +51,14 @@ def record_command(
     typer.echo(f"{output}: {num_steps} steps of {len(traces)} requests, {output.stat().st_size / 1e6:.2f} MB")
 
 
-def start_engine(model: str, max_model_len: int, kv_cache_mib: int, connector: dict[str, Any]) -> LLM:
-    """An engine with the connector."""
+def start_engine(model: str, seed: int, **options: Any) -> LLM:
+    """An engine with the connector.
+
+    NOTE: vLLM's CPU platform fails on a seed of a request whose prompt is computed in chunks; the engine has one.
+    """
     from vllm import LLM
 
-    return LLM(
-        model,
-        max_model_len=max_model_len,
-        enforce_eager=True,
-        kv_cache_memory_bytes=kv_cache_mib << 20,
-        kv_transfer_config=connector,
-    )
+    return LLM(model, seed=seed, enforce_eager=True, **options)
 
 
 def generate(llm: LLM, texts: list[str], prompt_tokens: int, sampling: dict[str, Any]) -> None:
