@@ -18,7 +18,6 @@ the whole window is decoded: over hot buffers every position but the first reads
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ import torch
 import typer
 from torch.nn import functional as F
 
-from benchmarks.code_corpus import Package, permissive_packages
+from benchmarks.code_corpus import permissive_packages, unseen
 from benchmarks.common import RESULTS, show, write_result
 from benchmarks.dsa_model import AttentionMode, Model
 from benchmarks.selections import load_model
@@ -83,19 +82,6 @@ class Prediction:
     greedy: np.ndarray
     margin: np.ndarray
     accepted: np.ndarray | None = None
-
-
-def held_out_packages(model_dir: Path, max_bytes: int) -> list[Package]:
-    """Those of `PACKAGES`; none of them was trained on.
-
-    Raises:
-        ValueError: the model was trained on one of them.
-    """
-    listed = json.loads((model_dir / "training.json").read_text())["packages"]
-    trained = {package["package"] for package in listed if not package["held_out"]} & set(PACKAGES)
-    if trained:
-        raise ValueError(f"packages: got {', '.join(trained)}, expected packages that the model was not trained on")
-    return [package for package in permissive_packages(max_bytes) if package.name in PACKAGES]
 
 
 def in_torch(model: Model, window: Window, mode: AttentionMode) -> Prediction:
@@ -244,7 +230,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Measure, write, show."""
-    packages = held_out_packages(model, 1 << 30)
+    packages = [package for package in unseen(permissive_packages(1 << 30), model) if package.name in PACKAGES]
     shape = load_model(model, torch.device("cpu")).shape
     corpus = make_corpus(packages, load_tokenizer(model, [], shape), 1 << 30, torch.device("cpu"), seed)
     drawn = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import code_quality  # noqa: E402
-from benchmarks.code_quality import PACKAGES, Prediction, Window, differences, figures, held_out_packages, in_torch  # noqa: E402
+from benchmarks.code_quality import Prediction, Window, differences, figures, in_torch  # noqa: E402
 from benchmarks.dsa_model import AttentionMode, Model, Shape  # noqa: E402
 
 NUM_TOKENS, REPEAT = 2000, 1900
@@ -86,14 +84,3 @@ def test_predictions_in_torch() -> None:
         assert found.logprob[i] == pytest.approx(float(logprobs[i, tokens[i + 1]]), abs=1e-4)
         assert found.greedy[i] == logprobs[i].argmax()
         assert found.accepted[i] == (i > 0 and drafts[i - 1] == found.greedy[i])
-
-
-def test_packages_that_were_trained_on_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_quality, "permissive_packages", lambda _: [])
-    listed = [{"package": PACKAGES[0], "held_out": True}, {"package": "other", "held_out": False}]
-    (tmp_path / "training.json").write_text(json.dumps({"packages": listed}))
-    assert held_out_packages(tmp_path, 1) == []
-    listed.append({"package": PACKAGES[1], "held_out": False})
-    (tmp_path / "training.json").write_text(json.dumps({"packages": listed}))
-    with pytest.raises(ValueError, match=f"got {PACKAGES[1]}, expected packages that the model was not trained on"):
-        held_out_packages(tmp_path, 1)
