@@ -6,6 +6,7 @@ package stay in the order of their paths, so that a long window holds definition
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +90,13 @@ def split(packages: list[Package]) -> tuple[list[Package], list[Package]]:
     """Packages to train on, and those held out."""
     held_out = [package for index, package in enumerate(packages) if index % HELD_OUT_EVERY == HELD_OUT_EVERY // 2]
     return [package for package in packages if package not in held_out], held_out
+
+
+def unseen(packages: list[Package], model_dir: Path) -> list[Package]:
+    """Those that the model in a directory was not trained on, as its training.json says."""
+    listed = json.loads((model_dir / "training.json").read_text())["packages"]
+    trained = {package["package"] for package in listed if not package["held_out"]}
+    return [package for package in packages if package.name not in trained]
 
 
 def make_tokenizer(packages: list[Package], vocab_size: int) -> Tokenizer:

@@ -18,7 +18,7 @@ import torch
 import typer
 from safetensors.torch import load_file
 
-from benchmarks.code_corpus import permissive_packages, split
+from benchmarks.code_corpus import permissive_packages, unseen
 from benchmarks.dsa_model import AttentionMode, Model, Shape, index_scores, rotation
 from benchmarks.train_dsa import WEIGHTS_FILE, load_tokenizer, make_corpus
 
@@ -84,8 +84,7 @@ def main(
 ) -> None:
     """Record ranked selections."""
     loaded = load_model(model, torch.device(device))
-    training, packages = split(permissive_packages(corpus_mib << 20))
-    tokenizer = load_tokenizer(model, training, loaded.shape)
+    tokenizer, packages = load_tokenizer(model, [], loaded.shape), unseen(permissive_packages(corpus_mib << 20), model)
     held_out = make_corpus(packages, tokenizer, corpus_mib << 20, torch.device(device), seed)
     found, texts = [], []
     for _ in range(windows):

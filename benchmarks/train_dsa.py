@@ -8,9 +8,10 @@ runs for a share of `--minutes` and leaves a checkpoint, which a later run with 
 (MTP) is trained alongside. A part of the windows ends with the repetition of a definition from further up, so that the
 model learns to look definitions up.
 
-Writes config.json, model.safetensors (bf16), tokenizer.json and training.json: stages with their loss curves, and on
-held-out packages perplexity and agreement of dense and sparse attention, look-ups, and acceptance of drafts; the result
-file is the same without the list of packages, and `training.png` shows the curves.
+Writes what vLLM reads (config.json, model.safetensors in bf16, tokenizer.json, tokenizer_config.json) and
+training.json: stages with their loss curves, packages with their licences, and on held-out packages perplexity and
+agreement of dense and sparse attention, look-ups, and acceptance of drafts. The result file is the same without the
+list of packages, and `training.png` shows the curves.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.code_corpus import Package, encode, make_tokenizer, permissive_packages, split
+from benchmarks.code_corpus import SPECIAL_TOKENS, Package, encode, make_tokenizer, permissive_packages, split
 from benchmarks.common import RESULTS, command, gpu_hardware, hardware, versions
 from benchmarks.dsa_model import AttentionMode, Model, Shape
 
@@ -228,15 +229,29 @@ def _mean(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 def export(model: Model, output: Path) -> int:
-    """Write config.json and the weights as vLLM reads them; returns the bytes of the weights."""
+    """Write configurations and weights as vLLM reads them; returns the bytes of the weights."""
     last = f"model.layers.{model.shape.num_hidden_layers}"
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     weights[f"{last}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     weights[f"{last}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, output / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = model.shape.hf_config(MAX_MODEL_LEN)
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    configurations = {"config.json": model.shape.hf_config(MAX_MODEL_LEN), "tokenizer_config.json": tokenizer_config()}
+    for name, configuration in configurations.items():
+        (output / name).write_text(json.dumps(configuration, indent=2) + "\n")
     return sum(tensor.nbytes for tensor in weights.values())
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """What transformers has to know beside tokenizer.json; a text begins with no special token, and ends with one."""
+    begin, end = SPECIAL_TOKENS
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": end,
+        "pad_token": end,
+        "model_max_length": MAX_MODEL_LEN,
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def load(model: Model, checkpoint: Path) -> list[dict[str, Any]]:

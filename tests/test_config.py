@@ -146,6 +146,8 @@ def test_refuses_unknown_options(name: str) -> None:
         ("algorithm_options", [], "a valid dictionary"),
         ("log_request_stats", 1, "a valid boolean"),
         ("log_request_stats", "true", "a valid boolean"),
+        ("selection_trace_dir", True, "a valid string"),
+        ("selection_trace_dir", "", "at least 1 character"),
     ],
 )
 def test_refuses_wrong_types_and_values(name: str, value: Any, expected: str) -> None:
@@ -302,6 +304,15 @@ def test_an_integer_is_a_size() -> None:
 def test_infinite_pool_is_refused(option):
     with pytest.raises(HiSparseConfigError, match=option):
         HiSparseConfig.from_extra_config({option: float("inf")})
+
+
+def test_records_selections_of_dsa_models_on_the_cpu_alone() -> None:
+    options = {**GIB, "selection_trace_dir": "traces"}
+    assert HiSparseConfig.from_vllm_config(engine(options)).selection_trace_dir == "traces"
+    on_cuda = refusal(options, device_config__device_type="cuda")
+    of_dense_model = dense_refusal({**options, "algorithm": "quest"})
+    for message, place in ((on_cuda, "'dsa' on cuda"), (of_dense_model, "'quest' on cpu")):
+        check_parts(message, "selection_trace_dir", "'traces'", f"none with algorithm {place}", "Remove it")
 
 
 # Dense models

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -156,6 +157,26 @@ def test_more_content_than_the_header_says_is_refused_without_unpacking_it(tmp_p
     (tmp_path / "some.trace").write_bytes(b"\n".join((first, header, zlib.compress(bytes(1 << 24)))))
     with pytest.raises(TraceError, match="49 bytes of selections, expected 48"):
         Trace.read(tmp_path / "some.trace")
+
+
+def test_traces_of_one_model_are_joined() -> None:
+    case = ((4,), 4, [random_ranked(seed, 2, 3, 4, 5) for seed in range(2)], 2)
+    both = make(*case)
+    parts = [make(*case[:2], [request], 2) for request in case[2]]
+    joined = Trace.join(parts)
+    assert replace(joined, requests=()) == replace(both, requests=())
+    for request, expected in zip(joined.requests, both.requests, strict=True):
+        assert request.first_position == expected.first_position
+        assert np.array_equal(request.positions, expected.positions)
+
+
+@pytest.mark.parametrize("change", [{"model": "other"}, {"row_bytes": 3}, {"layers": ("0", "7")}])
+def test_traces_of_two_models_are_not_joined(change: dict) -> None:
+    trace = make((4,), 4, [random_ranked(0, 2, 3, 4, 5)], 2)
+    with pytest.raises(TraceError, match="as in the first trace"):
+        Trace.join([trace, replace(trace, **change)])
+    with pytest.raises(TraceError, match="no trace"):
+        Trace.join([])
 
 
 def test_the_committed_trace() -> None:

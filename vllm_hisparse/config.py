@@ -88,6 +88,8 @@ class HiSparseConfig(BaseModel):
     """Seconds without a block after which a request computes its prefix instead of waiting for a tier."""
     log_request_stats: bool = False
     """Log one line per finished request: hits, misses and bytes received."""
+    selection_trace_dir: str | None = Field(default=None, min_length=1)
+    """Directory that gets a trace of every request's selections (`trace.py`); DSA models on the CPU platform."""
 
     @classmethod
     def from_extra_config(cls, extra_config: dict[str, Any]) -> HiSparseConfig:
@@ -225,6 +227,7 @@ class HiSparseConfig(BaseModel):
         else:
             _check_dense_model(self, vllm_config)
             updates = {"top_k": _dense_top_k(self), "full_kv_layers": _full_kv_layers(self, model)}
+        _check_trace(self, vllm_config.device_config.device_type)
         top_k, unit = updates["top_k"], self.tokens_per_unit
         rows = BUFFER_TOP_K_RATIO * top_k if self.device_buffer_size is None else self.device_buffer_size
         if rows < top_k or rows % unit:
@@ -368,6 +371,18 @@ def _full_kv_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
             f"List layers of {model.model}; at least one must be sparse.",
         )
     return layers
+
+
+def _check_trace(config: HiSparseConfig, device: str) -> None:
+    """Refuse to record selections where nothing can: by KV head, and in a CUDA graph."""
+    if config.selection_trace_dir is not None and (config.dense_unit is not None or device != "cpu"):
+        raise HiSparseConfigError(
+            "selection_trace_dir",
+            config.selection_trace_dir,
+            f"none with algorithm '{config.algorithm}' on {device}: selections are recorded of DSA models on the CPU "
+            "platform",
+            "Remove it, or serve the model with vLLM's CPU build.",
+        )
 
 
 def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:

@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 FIRST_LINE = b"vllm-hisparse trace 1\n"
+COMPRESSION = 6  # of zlib; 9 takes 8 times as long for 3% less
 MAX_HEADER_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 31  # of a file; a larger number in a header is taken for damage
 
@@ -111,6 +113,20 @@ class Trace:
         return cls(model, top_k, row_bytes, layers, group_ends, tuple(requests))
 
     @classmethod
+    def join(cls, traces: Sequence[Trace]) -> Trace:
+        """The requests of several traces of one model, in order.
+
+        Raises:
+            TraceError: there is none, or they are not of the same model, layers and groups.
+        """
+        _require(bool(traces), "no trace", "at least one")
+        first = traces[0]
+        for trace in traces[1:]:
+            got, expected = (replace(other, requests=()) for other in (trace, first))
+            _require(got == expected, f"requests of {got}", f"of {expected}, as in the first trace")
+        return replace(first, requests=tuple(request for trace in traces for request in trace.requests))
+
+    @classmethod
     def read(cls, path: Path) -> Trace:
         """Read a file.
 
@@ -145,7 +161,9 @@ class Trace:
             ],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(FIRST_LINE + json.dumps(header).encode() + b"\n" + zlib.compress(b"".join(planes), 9))
+        path.write_bytes(
+            FIRST_LINE + json.dumps(header).encode() + b"\n" + zlib.compress(b"".join(planes), COMPRESSION)
+        )
 
     def levels(self) -> np.ndarray:
         """[ranks] int8 group of each rank."""

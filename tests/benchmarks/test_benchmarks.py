@@ -146,3 +146,12 @@ def test_the_decode_benchmark_counts_decode_steps_alone(monkeypatch: pytest.Monk
     assert summary["tokens_per_s_full_batch"] == pytest.approx(6 / 0.4, abs=0.1)
     assert (summary["itl_ms_p50"], summary["itl_ms_p99"]) == (pytest.approx(100), pytest.approx(200))
     assert decode.StepClock().summary()["tokens_per_s"] is None
+
+
+def test_trace_cost(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(importlib.import_module("benchmarks.trace_cost"), "CASES", ((2, 3, 64),))
+    [row] = run("trace_cost", "--steps", "5", "--context", "4096")["rows"]
+    for name in ("without", "with"):
+        check_times(row[name])
+    assert row["bytes_per_selection"] > 0 and row["write_ms"] > 0

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import train_dsa  # noqa: E402
-from benchmarks.code_corpus import Package, encode, is_permissive, make_tokenizer  # noqa: E402
+from benchmarks.code_corpus import Package, encode, is_permissive, make_tokenizer, unseen  # noqa: E402
 from benchmarks.dsa_model import AttentionMode, Model, Shape, index_scores, rotation  # noqa: E402
 from benchmarks.selections import load_model, ranked_positions  # noqa: E402
 
@@ -123,6 +123,14 @@ def test_windows_end_with_a_definition_from_further_up(tmp_path: Path) -> None:
 )
 def test_only_permissive_licences_are_read(licence: str, expected: bool) -> None:
     assert is_permissive(licence) == expected
+
+
+def test_what_a_model_was_trained_on_is_seen(tmp_path: Path) -> None:
+    """Also on a machine with other packages, where another split would be made."""
+    listed = [{"package": "a", "held_out": False}, {"package": "b", "held_out": True}]
+    (tmp_path / "training.json").write_text(json.dumps({"packages": listed}))
+    packages = [Package(name, "MIT", ()) for name in ("a", "b", "c")]
+    assert [package.name for package in unseen(packages, tmp_path)] == ["b", "c"]
 
 
 def test_stages_lower_their_losses_and_leave_a_model(

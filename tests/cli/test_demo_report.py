@@ -1,9 +1,13 @@
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from vllm_hisparse.cli.demo_report import Report, RequestResult, find_stats, kv_layout, make_result
+from vllm_hisparse.cli.demo_prompts import Question
+from vllm_hisparse.cli.demo_report import TIE_MARGIN, Report, RequestResult, find_stats, kv_layout, make_result
+from vllm_hisparse.cli.demo_table import answer_table, request_table, verdict
 from vllm_hisparse.cli.openai_client import Completion
 from vllm_hisparse.connector.request_line import RequestLine
 
@@ -18,17 +22,27 @@ misses=0, transfer_bytes_to_host=0, transfer_bytes_to_device=0
 """
 STATS = RequestLine("cmpl-a-0-1f", 2000, 30, 10, 100, 20)
 METRICS = {"vllm:hisparse_cache_hits_total": 30.0, "vllm:hisparse_cache_misses_total": 10.0}
+QUESTION = Question("matches", "starlette/routing.py", 700, [5, 6], [1, 2, 9], "return", " in the\n    [file]")
 RECEIVED = {**METRICS, "vllm:hisparse_transfer_bytes_to_host_total": 100.0}
 
 
-def completion(tokens: Sequence[int], logprobs: Sequence[float]) -> Completion:
-    return Completion(response_id="cmpl-a", token_ids=list(tokens), logprobs=list(logprobs), total_s=1.0)
+def completion(tokens: Sequence[int], logprobs: Sequence[float], margin: float = 2.0) -> Completion:
+    made = Completion(response_id="cmpl-a", token_ids=list(tokens), logprobs=list(logprobs), total_s=1.0)
+    made.text, made.margins = " [answered]", [2.0, 2.0, margin]
+    return made
 
 
-def result(tokens: Sequence[int] = (1, 2, 3)) -> RequestResult:
-    reference = completion([1, 2, 3], [-1.0, -1.0, -1.0])
+def result(tokens: Sequence[int] = (1, 2, 3), margin: float = 2.0) -> RequestResult:
+    """The last token is another one than in the file, and full KV's margin there is given."""
+    reference = completion([1, 2, 3], [-1.0, -1.0, -1.0], margin)
     layout = kv_layout(CONFIG, 4)
-    return make_result(0, completion(tokens, [-1.0, -1.5, -9.0]), reference, STATS, layout, 512)
+    return make_result(0, QUESTION, completion(tokens, [-1.0, -1.5, -9.0]), reference, STATS, layout, 512)
+
+
+def shown(table) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 def test_parses_the_lines_of_finished_requests() -> None:
@@ -47,6 +61,7 @@ def test_row_of_the_same_tokens() -> None:
     same = result()
     assert same.identical and same.first_difference is None
     assert same.max_logprob_difference == 8.0
+    assert (same.num_right, same.margin, same.is_tie) == (2, None, False)
     assert same.hit_rate == 0.75
     layout = kv_layout(CONFIG, 4)
     assert (layout.row_bytes, layout.resident_row_bytes) == (2304, 132)
@@ -59,6 +74,34 @@ def test_row_of_other_tokens_compares_logprobs_before_the_difference() -> None:
     assert not other.identical
     assert other.first_difference == 2
     assert other.max_logprob_difference == 0.5
+    assert (other.margin, other.is_tie) == (2.0, False)
+
+
+def test_a_tie_is_no_problem_and_is_named() -> None:
+    tie = result([1, 2, 4], margin=TIE_MARGIN)
+    assert tie.is_tie and not result([1, 2, 4], margin=TIE_MARGIN + 1e-6).is_tie
+    report = Report([result(), tie], RECEIVED, {})
+    assert report.problems() == [] and not report.identical
+    assert "the same tokens as with full KV up to a tie in 1 of them" in verdict(report)
+    assert "up to" not in verdict(Report([result()], RECEIVED, {}))
+
+
+def test_tables_show_answers_and_what_the_file_says() -> None:
+    right = result([1, 2, 9])
+    report = Report([result(), right], RECEIVED, {})
+    assert report.share_right == (2 + 3) / 6
+    lines = shown(request_table(report)).splitlines()
+    assert [line.split()[:4] for line in lines if "/3" in line] == [
+        ["0", "2000", "3/3", "75.0%"],
+        ["0", "2000", "2/3", "75.0%"],
+    ]
+    answers = shown(answer_table(report))
+    assert [line.split() for line in answers.splitlines() if "matches" in line] == [
+        ["0", "700", "2/3", "matches", "starlette/routing.py"],
+        ["0", "700", "3/3", "matches", "starlette/routing.py"],
+    ]
+    assert answers.count("… return [answered]") == 2
+    assert answers.count("in the file: … return in the ⏎ [file]") == 1
 
 
 @pytest.mark.parametrize(

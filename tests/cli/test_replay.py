@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -268,6 +269,20 @@ def test_the_command_shows_a_table_and_writes_a_plot(trace_file: Path, tmp_path:
     assert float(lines[0][4]) == pytest.approx(missed * 61 * 1000 / 1e6, abs=0.005)
     assert float(lines[0][5]) == pytest.approx(missed * 61 * 1000 / 1e6, abs=0.0005)
     assert picture.stat().st_size > 0
+
+
+def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) -> None:
+    """One shared pool needs all requests; the rows of both files are those of one file with both requests."""
+    trace = Trace.read(trace_file)
+    parts = []
+    for number, request in enumerate(trace.requests):
+        parts.append(tmp_path / f"{number}.trace")
+        replace(trace, requests=(request,)).write(parts[-1])
+    options = ["--warm-up", "0", "--policy", "lru"]
+    together = run(*map(str, parts), *options)
+    assert together.exit_code == 0, together.output
+    assert together.output == run(str(trace_file), *options).output
+    assert together.output != run(str(parts[0]), *options).output
 
 
 @pytest.mark.parametrize(

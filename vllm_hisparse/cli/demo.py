@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import shutil
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_hisparse.cli.demo_prompts import MAX_PROMPT_TOKENS, NoQuestionError, Question, make_questions
 from vllm_hisparse.cli.demo_report import Report, find_stats, kv_layout, make_result
-from vllm_hisparse.cli.demo_table import request_table, verdict
+from vllm_hisparse.cli.demo_table import answer_table, request_table, verdict
 from vllm_hisparse.cli.deployment import (
     MAX_MODEL_LEN,
     MODEL_NAME,
@@ -28,13 +29,12 @@ from vllm_hisparse.cli.deployment import (
 from vllm_hisparse.cli.openai_client import Completion, CompletionError, OpenAIClient
 from vllm_hisparse.cli.processes import EngineProcess, ProcessError, ProcessGroup
 from vllm_hisparse.cli.stages import Stages, Update
-from vllm_hisparse.cli.tiny_model import SPECIAL_TOKENS, make_model
 from vllm_hisparse.connector.request_line import RequestLine
 
 LOG_DIR = Path("build/logs")
-MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2000, 6000
-HOT_ROWS = 512  # twice the tiny model's index_topk
-HOST_POOL_GIB = 1
+MODEL_DIR = Path("benchmarks/models/code-dsa")  # of the repository
+HOT_ROWS = 512  # twice the model's index_topk
+HOST_POOL_GIB = 2
 ELEMENT_BYTES = 4
 HEALTH_TIMEOUT_S = 300.0
 STATS_TIMEOUT_S = 30.0
@@ -59,13 +59,17 @@ def demo_command(
     requests: Annotated[int, typer.Option(min=1, max=256, help="Concurrent requests.")] = 8,
     max_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_MODEL_LEN - MAX_PROMPT_TOKENS, help="Tokens to generate per request.")
-    ] = 16,
-    model_dir: Annotated[Path, typer.Option(help="DSA model to serve; made if missing.")] = Path("build/models/dsv32"),
+    ] = 32,
+    model_dir: Annotated[Path, typer.Option(help="DSA model to serve.")] = MODEL_DIR,
     out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("build/demo.json"),
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0,
     keep_logs: Annotated[bool, typer.Option("--keep-logs", help="Keep the logs of a successful run.")] = False,
 ) -> None:
-    """Serve a tiny model on separate prefill and decode instances and compare the tokens with full KV."""
+    """Serve a small model of source code on separate prefill and decode instances.
+
+    Every prompt is a long source file that the model has not seen, and the beginning of one of its functions, which the
+    model continues. The tokens are compared with those of full KV.
+    """
     console = Console(highlight=False)
     connector = hisparse_connector(host_pool_gib=HOST_POOL_GIB, device_buffer_size=HOT_ROWS, log_request_stats=True)
     options = DemoOptions(requests, max_tokens, model_dir, seed, connector)
@@ -79,7 +83,7 @@ def demo_command(
         console.print(f"[bold red]Demo failed:[/] {escape(details)}", soft_wrap=True)
         raise typer.Exit(1) from None
     report.write(out)
-    console.print(request_table(report))
+    console.print(request_table(report), answer_table(report))
     console.print(verdict(report), f"[dim]Figures: {out}[/]", sep="\n")
     if report.problems():
         console.print(f"[dim]Logs: {LOG_DIR}[/]")
@@ -95,17 +99,16 @@ def run_demo(options: DemoOptions, stages: Stages) -> Report:
         ProcessError: a process ended or did not become healthy.
         DemoError: a request failed, or its statistics are missing.
     """
-    with stages.stage("make the tiny model"):
-        if not (options.model_dir / "config.json").is_file():
-            make_model("dsv32", options.model_dir)
-    model_config = json.loads((options.model_dir / "config.json").read_text())
-    prompts = random_prompts(options, model_config["vocab_size"])
+    model_config = read_model_config(options.model_dir)
+    with stages.stage(f"choose {options.num_requests} functions of installed packages"):
+        questions = ask(options)
+    prompts = [question.prompt for question in questions]
     deployment = Deployment.create(options.model_dir, LOG_DIR, options.decode_connector)
     with ProcessGroup() as group:
         start(group, deployment, stages)
         with stages.stage(f"{len(prompts)} requests through prefill and decode") as update:
             completions = run_requests(group, deployment.router_url, prompts, options.max_tokens, update)
-        with stages.stage("the same requests with full KV") as update:
+        with stages.stage("the same requests with full KV, one after the other") as update:
             references = run_requests(group, deployment.prefill_url, prompts, options.max_tokens, update)
         with stages.stage("collect statistics"):
             stats = collect_stats(deployment.decode, completions, prompts)
@@ -113,18 +116,37 @@ def run_demo(options: DemoOptions, stages: Stages) -> Report:
         with stages.stage("stop the processes"):
             group.stop()
     layout = kv_layout(model_config, ELEMENT_BYTES)
-    served = zip(completions, references, stats, strict=True)
+    served = zip(questions, completions, references, stats, strict=True)
     results = [make_result(number, *parts, layout, HOT_ROWS) for number, parts in enumerate(served)]
     return Report(results, metrics, stages.seconds)
 
 
-def random_prompts(options: DemoOptions, vocab_size: int) -> list[list[int]]:
-    """Random token ids. Lengths are all different, and short prompts are more frequent than long ones."""
-    rng = random.Random(options.seed)
-    lengths: set[int] = set()
-    while len(lengths) < options.num_requests:
-        lengths.add(MIN_PROMPT_TOKENS + round((MAX_PROMPT_TOKENS - MIN_PROMPT_TOKENS) * rng.random() ** 2))
-    return [rng.choices(range(len(SPECIAL_TOKENS), vocab_size), k=length) for length in sorted(lengths)]
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """The model's config.json.
+
+    Raises:
+        DemoError: there is none.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise DemoError(
+            f"--model-dir: got {model_dir}, expected the directory of a DSA model. Run the demo in a checkout of the "
+            f"repository, which has {MODEL_DIR}, or make a model with random weights: vllm-hisparse make-model dsv32 "
+            "--out build/models/dsv32"
+        )
+    return json.loads(path.read_text())
+
+
+def ask(options: DemoOptions) -> list[Question]:
+    """A question per request.
+
+    Raises:
+        DemoError: there are not so many.
+    """
+    try:
+        return make_questions(options.model_dir, options.num_requests, options.max_tokens, options.seed)
+    except NoQuestionError as error:
+        raise DemoError(f"--requests: {error}. Lower --requests or --max-tokens.") from error
 
 
 def start(group: ProcessGroup, deployment: Deployment, stages: Stages) -> None:
@@ -160,15 +182,23 @@ async def complete_all(
     base_url: str, prompts: Sequence[Sequence[int]], max_tokens: int, update: Update
 ) -> list[Completion]:
     """Completions of all prompts, sent at once; returned in the order of the prompts."""
-    num_received = 0
+    received = [0] * len(prompts)
 
-    def on_tokens(num_tokens: int) -> None:
-        nonlocal num_received
-        num_received += num_tokens
-        update(f"{num_received} of {len(prompts) * max_tokens} tokens")
+    def show() -> None:
+        num_waiting = received.count(0)
+        waits = f"{num_waiting} of {len(prompts)} prompts are being read, " if num_waiting else ""
+        update(f"{waits}{sum(received)} of {len(prompts) * max_tokens} tokens are here")
 
+    def on_tokens(number: int, num_tokens: int) -> None:
+        received[number] += num_tokens
+        show()
+
+    show()
     async with OpenAIClient(MODEL_NAME) as client:
-        requests = (client.complete(base_url, prompt, max_tokens, on_tokens=on_tokens) for prompt in prompts)
+        requests = (
+            client.complete(base_url, prompt, max_tokens, on_tokens=partial(on_tokens, number))
+            for number, prompt in enumerate(prompts)
+        )
         return await asyncio.gather(*requests)
 
 

@@ -17,21 +17,38 @@ from pathlib import Path
 from typing import Any
 
 import vllm_hisparse
+from vllm_hisparse.cli.demo_prompts import Question, num_leading
 from vllm_hisparse.cli.openai_client import Completion
 from vllm_hisparse.cli.tiny_model import has_indexer
 from vllm_hisparse.connector.request_line import RequestLine
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes, mla_row_bytes
 
+TIE_MARGIN = 0.1  # between the logprobs of the two best tokens, for rounding to swap them
+
 
 @dataclass(frozen=True)
 class RequestResult:
-    """Results of one request, served by both instances and with full KV."""
+    """Results of one request, served by both instances and with full KV.
+
+    Attributes:
+        distance: tokens from what the file says, further up in the prompt, to the prompt's end.
+        num_right: tokens of the answer before the first one that is not as in the file.
+        margin: of full KV's two best tokens at the first difference, in logprob.
+    """
 
     request: int
+    source: str
+    function: str
+    distance: int
+    last_line: str
+    expected: str
+    answer: str
+    num_right: int
     prompt_tokens: int
     output_tokens: int
     identical: bool
     first_difference: int | None  # index of the first output token that differs
+    margin: float | None
     max_logprob_difference: float
     hits: int
     misses: int
@@ -42,6 +59,11 @@ class RequestResult:
     nixl_bytes_to_device: int
     first_token_s: float
     total_s: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the first difference is a tie, which rounding decides."""
+        return self.margin is not None and self.margin <= TIE_MARGIN
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,11 @@ class Report:
     @property
     def identical(self) -> bool:
         return all(result.identical for result in self.results)
+
+    @property
+    def share_right(self) -> float:
+        """Share of the tokens before the first one of each answer that is not as in the file."""
+        return sum(result.num_right for result in self.results) / sum(result.output_tokens for result in self.results)
 
     @property
     def hit_rate(self) -> float:
@@ -75,7 +102,7 @@ class Report:
 
     def problems(self) -> list[str]:
         """Reasons for the demo to fail; empty if it succeeded."""
-        different = [str(result.request) for result in self.results if not result.identical]
+        different = [str(result.request) for result in self.results if not (result.identical or result.is_tie)]
         found = [f"other tokens than with full KV in requests {', '.join(different)}"] if different else []
         if failures := self.counter("transfer_failures"):
             found.append(f"{failures} KV transfers failed")
@@ -86,6 +113,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return {
             "identical": self.identical,
+            "share_right": round(self.share_right, 4),
             "problems": self.problems(),
             "hit_rate": round(self.hit_rate, 4),
             "device_bytes_per_request": self.device_bytes_per_request,
@@ -108,19 +136,33 @@ class Report:
 
 
 def make_result(
-    number: int, completion: Completion, reference: Completion, stats: RequestLine, layout: KVLayout, hot_rows: int
+    number: int,
+    question: Question,
+    completion: Completion,
+    reference: Completion,
+    stats: RequestLine,
+    layout: KVLayout,
+    hot_rows: int,
 ) -> RequestResult:
-    """Compare a request with its full-KV reference."""
-    pairs = zip(completion.token_ids, reference.token_ids, strict=True)
-    difference = next((index for index, (token, expected) in enumerate(pairs) if token != expected), None)
+    """Compare a request with its full-KV reference and with the file."""
+    num_same = num_leading(completion.token_ids, reference.token_ids)
+    difference = num_same if num_same < len(completion.token_ids) else None
     logprobs = zip(completion.logprobs[:difference], reference.logprobs[:difference], strict=True)
     num_tokens = stats.prompt_tokens + len(completion.token_ids)
     return RequestResult(
         request=number,
+        source=question.source,
+        function=question.function,
+        distance=question.distance,
+        last_line=question.last_line,
+        expected=question.expected_text,
+        answer=completion.text,
+        num_right=num_leading(completion.token_ids, question.expected),
         prompt_tokens=stats.prompt_tokens,
         output_tokens=len(completion.token_ids),
         identical=difference is None,
         first_difference=difference,
+        margin=None if difference is None else reference.margins[difference],
         max_logprob_difference=max((abs(logprob - expected) for logprob, expected in logprobs), default=0.0),
         hits=stats.hits,
         misses=stats.misses,

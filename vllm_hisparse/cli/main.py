@@ -7,6 +7,8 @@ import typer
 from vllm_hisparse.cli.tiny_model import make_model_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hierarchical sparse attention for vLLM.")
+trace_app = typer.Typer(no_args_is_help=True, help="Traces of selections.")
+app.add_typer(trace_app, name="trace")
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -24,7 +26,7 @@ def main() -> None:
 
 @app.command(context_settings=FORWARDED)
 def demo(ctx: typer.Context) -> None:
-    """Serve a tiny model on separate prefill and decode instances and compare the tokens with full KV."""
+    """Ask a small model about source files, on separate prefill and decode instances, and compare with full KV."""
     from vllm_hisparse.cli.demo import demo_command
 
     forward(ctx, demo_command)
@@ -36,6 +38,14 @@ def replay(ctx: typer.Context) -> None:
     from vllm_hisparse.cli.replay import replay_command
 
     forward(ctx, replay_command)
+
+
+@trace_app.command(context_settings=FORWARDED)
+def record(ctx: typer.Context) -> None:
+    """Let a DSA model continue some texts and record which positions it selects."""
+    from vllm_hisparse.cli.trace import record_command
+
+    forward(ctx, record_command)
 
 
 app.command("make-model")(make_model_command)

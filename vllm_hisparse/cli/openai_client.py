@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,7 @@ class Completion:
     response_id: str = ""  # prefix of vLLM's internal request id
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)  # between the logprobs of the two best tokens
     text: str = ""
     finish_reason: str | None = None
     first_token_s: float = 0.0  # seconds from sending to the first token
@@ -34,7 +35,9 @@ class Completion:
         num_before = len(self.token_ids)
         for choice in chunk["choices"]:
             self.token_ids += choice["token_ids"]
-            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
+            logprobs = choice["logprobs"] or {}
+            self.logprobs += logprobs.get("token_logprobs", [])
+            self.margins += [_margin(best.values()) for best in logprobs.get("top_logprobs", [])]
             self.text += choice["text"]
             self.finish_reason = choice["finish_reason"]
         return len(self.token_ids) - num_before
@@ -118,10 +121,16 @@ class OpenAIClient:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": 1,
+            "logprobs": 2,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # two tokens may have the same text
             "stream": True,
         }
+
+
+def _margin(logprobs: Iterable[float]) -> float:
+    first, second, *_ = sorted(logprobs, reverse=True)
+    return first - second
 
 
 def _add_event(completion: Completion, line: bytes) -> int:

@@ -24,7 +24,10 @@ CAPTION = (
 
 
 def replay_command(
-    trace: Annotated[Path, typer.Argument(help="File of selections.", exists=True, dir_okay=False)],
+    trace: Annotated[
+        list[Path],
+        typer.Argument(help="Files of selections, replayed together.", exists=True, dir_okay=False),
+    ],
     policy: Annotated[list[str], typer.Option(help=f"{', '.join(POLICIES)}; repeatable.")] = [*POLICIES],  # noqa: B006
     size: Annotated[list[float], typer.Option(min=1, help="Hot rows in top-k; repeatable.")] = [1, 2, 4, 8, 16],  # noqa: B006
     pool: Annotated[bool, typer.Option(help="Also share one pool over all requests and layers.")] = True,
@@ -35,13 +38,13 @@ def replay_command(
     warm_up: Annotated[int, typer.Option(min=0, help="First steps that are not counted.")] = WARM_UP_STEPS,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
 ) -> None:
-    """Simulate hot buffers over a trace of selections, on the CPU."""
+    """Simulate hot buffers over traces of selections, on the CPU."""
     if unknown := [name for name in policy if name not in POLICIES]:
         raise typer.BadParameter(
             f"got {', '.join(unknown)}, expected any of {', '.join(POLICIES)}", param_hint="--policy"
         )
     try:
-        selections = Trace.read(trace)
+        selections = Trace.join([Trace.read(path) for path in trace])
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     shortest = min((request.num_steps for request in selections.requests), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.worker.host_memory import allocate_host_pool
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.worker.selection_recorder import RecordingHotBuffer, SelectionRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +64,7 @@ class HiSparseWorkerConnector:
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
         self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, self.host_memory.memory)
         self._saves: BlockPairs = []
+        self._recorder: SelectionRecorder | None = None
         self.reports_requests = vllm_config.parallel_config.rank == 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -151,6 +154,8 @@ class HiSparseWorkerConnector:
 
     def shutdown(self) -> None:
         """NOTE: in this order: nobody reads or writes the host memory any more when it is unpinned."""
+        if self._recorder:
+            self._recorder.close()
         if self.transport:
             self.transport.shutdown()
         self.store.close()
@@ -164,11 +169,21 @@ class HiSparseWorkerConnector:
         """
         shape = self._shape(len(cache))
         if self.config.algorithm_class.model_family == "mla":
-            return MLAHotBuffer(shape, cache.device)
+            return self._make_mla_hot_buffer(shape, cache.device)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
         algorithm, num_hot_blocks = self._make_algorithm(shape, cache.device), self.groups.hot_spec.blocks_per_request
         return GQAHotBuffer(algorithm, shape, num_hot_blocks, head_stride, cache.device)
+
+    def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
+        """One that records selections, if that is wanted; all tensor parallel ranks select the same."""
+        directory, model = self.config.selection_trace_dir, self.vllm_config.model_config
+        if directory is None or not self.reports_requests:
+            return MLAHotBuffer(shape, device)
+        rank, layers = self.vllm_config.parallel_config.data_parallel_index, self.groups.hot_group.layer_names
+        name, sizes = Path(model.model).name, (shape.top_k, self.layout.row_bytes)
+        self._recorder = SelectionRecorder(Path(directory), rank, name, *sizes, layers)
+        return RecordingHotBuffer(shape, device, self._recorder)
 
     def _make_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:
         """The dense model's algorithm, whose state fits on the device.
