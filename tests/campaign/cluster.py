@@ -1,4 +1,4 @@
-"""A prefill and a decode engine on this machine's CPU; either may be killed and started again."""
+"""A prefill and a decode engine on this machine's CPU; either may be killed and started again, within seconds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import requests
 
+from tests.e2e.forks import forked
 from tests.servers import DO_PREFILL, Server, completion
 from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
@@ -147,7 +148,7 @@ class Cluster:
         connector, args = self._options(name)
         core = int(name == "decode")
         process = vllm_engine(name, MODEL, self.log_dir, port, connector, side_port, [core], args)
-        return Server(self.group.start(process), f"http://{LOOPBACK}:{port}")
+        return Server(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
     def _options(self, name: str) -> tuple[dict[str, Any], Sequence[str]]:
         if name == "decode":
@@ -158,5 +159,3 @@ class Cluster:
 
     def _settle(self) -> None:
         self.group.wait_healthy(START_TIMEOUT_S)
-        for process in self.group.processes:
-            process.calm_polling_threads()
