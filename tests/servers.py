@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -30,10 +31,6 @@ def wait_for(condition: Callable[[], object], timeout_s: float = SETTLE_TIMEOUT_
 def wait_started(group: ProcessGroup) -> None:
     """Wait until every server answers, then make NIXL's polling threads leave the cores to those that compute."""
     group.wait_healthy(START_TIMEOUT_S)
-    calm(group)
-
-
-def calm(group: ProcessGroup) -> None:
     for process in group.processes:
         process.calm_polling_threads()
 
@@ -58,6 +55,30 @@ class Server:
             **extra,
         }
         return requests.post(f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S).json()
+
+    def stream(
+        self, prompt: list[int], max_tokens: int, on_token: Callable[[], Any] = lambda: None
+    ) -> tuple[list[int], str]:
+        """Token ids of a streamed completion, and the error that ended it ("" for none)."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        tokens: list[int] = []
+        try:
+            with requests.post(
+                f"{self.url}/v1/completions", json=body, stream=True, timeout=REQUEST_TIMEOUT_S
+            ) as reply:
+                for line in reply.iter_lines():
+                    data = line.decode().removeprefix("data: ")
+                    if data == "[DONE]":
+                        return tokens, ""
+                    event = json.loads(data) if data else {"choices": []}
+                    if "error" in event:
+                        return tokens, str(event["error"])
+                    on_token()
+                    tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
+        except requests.RequestException as error:
+            return tokens, str(error)
+        return tokens, "the stream ended without [DONE]"
 
     def has_counted(self, name: str, before: float) -> bool:
         """Whether a counter has grown since."""

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine on this machine's CPU; either may be killed and started again."""
+"""A prefill and a decode engine on this machine's CPU; either may be killed and started again, within seconds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import requests
 
+from tests.e2e.forks import forked
 from tests.servers import DO_PREFILL, Server, completion
 from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
@@ -37,6 +39,21 @@ def differs(got: dict[str, Any], full: dict[str, Any]) -> bool:
     """Whether tokens differ from full KV's other than by a tie; the text after a tie is another one."""
     same = sum(1 for _ in takewhile(bool, map(int.__eq__, got["tokens"], full["tokens"])))
     return same < len(full["tokens"]) and full["margins"][same] > TIE_MARGIN
+
+
+@dataclass
+class HostPool:
+    """What a host pool holds.
+
+    Attributes:
+        num_waiting: requests that it cannot take.
+        num_used: blocks of requests.
+        num_blocks: all of them.
+    """
+
+    num_waiting: int
+    num_used: int
+    num_blocks: int
 
 
 class Cluster:
@@ -98,9 +115,14 @@ class Cluster:
         self.servers[name] = self._start(name)
         self._settle()
 
-    def num_waiting_for_host(self) -> float:
-        """Requests that the decode engine's host pool cannot take."""
-        return self.decode.metric("hisparse_requests_waiting_for_host_memory")
+    def host_pool(self) -> HostPool:
+        """The decode engine's host pool, as it was a few steps ago."""
+        names = ("requests_waiting_for_host_memory", "host_blocks_used", "host_blocks_free", "host_blocks_cached")
+        num_waiting, num_used, *unused = (round(self.decode.metric(f"hisparse_{name}")) for name in names)
+        return HostPool(num_waiting, num_used, num_used + sum(unused))
+
+    def num_preemptions(self) -> int:
+        return round(self.decode.metric("num_preemptions"))
 
     def lost_blocks(self, name: str) -> int:
         """Blocks of an engine without requests that are not back in time.
@@ -126,7 +148,7 @@ class Cluster:
         connector, args = self._options(name)
         core = int(name == "decode")
         process = vllm_engine(name, MODEL, self.log_dir, port, connector, side_port, [core], args)
-        return Server(self.group.start(process), f"http://{LOOPBACK}:{port}")
+        return Server(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
     def _options(self, name: str) -> tuple[dict[str, Any], Sequence[str]]:
         if name == "decode":
@@ -137,5 +159,3 @@ class Cluster:
 
     def _settle(self) -> None:
         self.group.wait_healthy(START_TIMEOUT_S)
-        for process in self.group.processes:
-            process.calm_polling_threads()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from .cluster import Cluster, differs, make_prompt
 
 PROMPT_TOKENS, NUM_TOKENS = 4000, 12  # of a request whose transfer is disturbed
-LOAD_PROMPTS, LOAD_CLIENTS = 40, 12  # many more tokens than the host pool holds
+LOAD_PROMPTS = 40  # many more tokens than the host pool holds
+REMOTE_CLIENTS, LOCAL_CLIENTS = 8, 16  # local ones alone overfill it: the prefill engine cannot keep up with both
 MAX_DISCONNECT_CHUNKS = 6
 
 Advance = Callable[[], None]
@@ -26,14 +28,23 @@ class Fault:
         times: kills, answered requests or disconnects.
         lost_blocks: blocks of a surviving engine that did not come back.
         wrong_tokens: answers whose tokens are not full KV's.
-        full_share: share of the seconds in which the host pool could not take some request; None: not looked at.
+        seconds: how long the host pool was looked at, once it was full; None, as below: not looked at.
+        full_share: share of these seconds in which it could not take some request.
+        most_waiting: requests that it could not take, at most.
+        least_used_blocks, num_blocks: of the host pool, in these seconds and in all.
+        preemptions: requests that lost their blocks.
     """
 
     fault: str
     times: int = 0
     lost_blocks: int = 0
     wrong_tokens: int = 0
+    seconds: int | None = None
     full_share: float | None = None
+    most_waiting: int | None = None
+    least_used_blocks: int | None = None
+    num_blocks: int | None = None
+    preemptions: int | None = None
 
 
 def killed(victim: str, cluster: Cluster, num_points: int, advance: Advance) -> Fault:
@@ -76,16 +87,27 @@ def _transfer_seconds(cluster: Cluster) -> float:
 
 
 def host_pool_full(cluster: Cluster, seconds: float, advance: Advance) -> Fault:
-    """More requests than the host pool holds, all the time; `advance` is called every second."""
-    deadline, waiting = time.monotonic() + seconds, []
-    with ThreadPoolExecutor(LOAD_CLIENTS) as executor:
-        clients = [executor.submit(_load, cluster, seed, deadline) for seed in range(LOAD_CLIENTS)]
-        while not waiting or time.monotonic() < deadline:
-            time.sleep(1)
-            waiting.append(cluster.num_waiting_for_host() > 0)
-            advance()
+    """More requests than the host pool holds, for that long after it is full; `advance` is called every second."""
+    end, samples, preemptions = threading.Event(), [], cluster.num_preemptions()
+    num_clients = REMOTE_CLIENTS + LOCAL_CLIENTS
+    with ThreadPoolExecutor(num_clients) as executor:
+        clients = [executor.submit(_load, cluster, seed, seed < REMOTE_CLIENTS, end) for seed in range(num_clients)]
+        try:
+            _wait_full(cluster, clients)
+            deadline = time.monotonic() + seconds
+            while not samples or time.monotonic() < deadline:
+                samples.append(cluster.host_pool())
+                advance()
+                time.sleep(1)
+        finally:
+            end.set()
         replies = [reply for client in clients for reply in client.result()]
-    fault = Fault("host pool full", len(replies), full_share=round(sum(waiting) / len(waiting), 2))
+    fault = Fault("host pool full", len(replies), seconds=round(seconds))
+    fault.preemptions = cluster.num_preemptions() - preemptions
+    fault.full_share = round(sum(sample.num_waiting > 0 for sample in samples) / len(samples), 3)
+    fault.most_waiting = max(sample.num_waiting for sample in samples)
+    fault.least_used_blocks = min(sample.num_used for sample in samples)
+    fault.num_blocks = samples[0].num_blocks
     fault.lost_blocks = cluster.lost_blocks("decode") + cluster.lost_blocks("prefill")
     # NOTE: not during the load: full KV comes from the prefill engine, which takes one request at a time.
     full = {index: cluster.full_kv(*_load_request(index)) for index in {index for index, _ in replies}}
@@ -93,13 +115,24 @@ def host_pool_full(cluster: Cluster, seconds: float, advance: Advance) -> Fault:
     return fault
 
 
-def _load(cluster: Cluster, seed: int, deadline: float) -> list[tuple[int, dict[str, Any] | None]]:
-    """One client: index of the request and reply, until the deadline; every other prompt comes by transfer."""
+def _wait_full(cluster: Cluster, clients: list[Future]) -> None:
+    """Wait until the host pool cannot take some request; a client that ends meanwhile has failed."""
+    while not cluster.host_pool().num_waiting:
+        for client in clients:
+            if client.done():
+                client.result()
+        time.sleep(0.2)
+
+
+def _load(
+    cluster: Cluster, seed: int, is_remote: bool, end: threading.Event
+) -> list[tuple[int, dict[str, Any] | None]]:
+    """One client, whose prompts come by transfer or not: index of the request and reply, until the end."""
     rng, replies = random.Random(seed), []
-    while time.monotonic() < deadline:
+    while not end.is_set():
         index = rng.randrange(LOAD_PROMPTS)
         prompt, num_tokens = _load_request(index)
-        transfer = cluster.transfer(prompt) if rng.random() < 0.5 else None
+        transfer = cluster.transfer(prompt) if is_remote else None
         replies.append((index, cluster.ask(prompt, num_tokens, transfer)))
     return replies
 

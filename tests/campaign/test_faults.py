@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ class FakeCluster:
     def __init__(self, full: tuple[list[int], list[float]] = RIGHT, tokens: list[int] | None = None, loses: str = ""):
         self.full, self.tokens, self.loses = full, tokens or full[0], loses
         self.calls: list[tuple[str, Any]] = []
+        self.num_looks = 0
 
     def full_kv(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         return {"tokens": self.full[0], "margins": self.full[1]}
@@ -38,8 +39,13 @@ class FakeCluster:
     def restart(self, name: str) -> None:
         self.calls.append(("restart", name))
 
-    def num_waiting_for_host(self) -> float:
-        return 1.0
+    def host_pool(self) -> SimpleNamespace:
+        """Requests wait from the third look on, but not at every other one."""
+        self.num_looks += 1
+        return SimpleNamespace(num_waiting=self.num_looks % 2 if self.num_looks > 2 else 0, num_used=30, num_blocks=32)
+
+    def num_preemptions(self) -> int:
+        return self.num_looks
 
     def lost_blocks(self, name: str) -> int:
         return 3 if name == self.loses else 0
@@ -68,10 +74,15 @@ def test_killed(faults: ModuleType, victim: str, survivor: str) -> None:
 
 
 def test_host_pool_full(faults: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "LOAD_CLIENTS", 2)
-    fault = faults.host_pool_full(FakeCluster(), 0.5, nothing)
-    assert fault.times and not fault.wrong_tokens and not fault.lost_blocks and fault.full_share == 1
-    fault = faults.host_pool_full(FakeCluster(tokens=WRONG, loses="decode"), 0.5, nothing)
+    monkeypatch.setattr(faults, "LOCAL_CLIENTS", 1)
+    monkeypatch.setattr(faults, "REMOTE_CLIENTS", 1)
+    monkeypatch.setattr(faults.time, "sleep", lambda _, sleep=faults.time.sleep: sleep(0.01))
+    fault = faults.host_pool_full(FakeCluster(), 0.2, nothing)
+    assert fault.times and not fault.wrong_tokens and not fault.lost_blocks
+    assert fault.full_share == pytest.approx(0.5, abs=0.2), "every other look after the one that found it full"
+    assert fault.most_waiting == 1 and fault.least_used_blocks == 30 and fault.num_blocks == 32
+    assert fault.preemptions > 3
+    fault = faults.host_pool_full(FakeCluster(tokens=WRONG, loses="decode"), 0.1, nothing)
     assert fault.wrong_tokens == fault.times and fault.lost_blocks == 3
 
 

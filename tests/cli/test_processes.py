@@ -120,6 +120,8 @@ def test_first_error_includes_its_continuation(tmp_path: Path) -> None:
     assert process.first_error() == "x.ValidationError: 1 error Value error, top_k: got 7"
     process.log_path.write_text("no Error here\n")
     assert process.first_error() is None
+    process.log_path.write_text("")
+    assert process.first_error() is None, "it has not written anything yet"
 
 
 def test_log_tail_leaves_out_noise(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import tempfile
@@ -15,12 +14,11 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
-from unittest import mock
 
 import pytest
+from forks import FORKS, HERE, fork
 from offline_engine import serve
 
-HERE = Path(__file__).parent
 MODELS = HERE.parent.parent / "build" / "models"
 ENGINE_TIMEOUT_S = 500
 VOCABULARY = range(3, 500)
@@ -33,18 +31,6 @@ SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}  # vLLM's, by `async_s
 # another choice, which a few tokens show. Full KV against full KV with another chunk size does so too (test_parity.py).
 BATCHING_TOLERANCE = 0.05
 TIE_MARGIN = 0.5  # between the two best tokens, for such a choice to swap them
-
-# Engines are forked from a process that has imported vLLM, which takes longer than all the rest of their start.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["engine_imports"])
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", ""))),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",  # several engines share the cores; more threads than cores spin
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 BASE_ENGINE = {
     "max_model_len": MAX_MODEL_LEN,
@@ -91,9 +77,7 @@ class OfflineEngine:
         self.log_path = Path(tempfile.mkdtemp(dir=directory)) / "engine.log"
         self._pipe, theirs = FORKS.Pipe()
         job = {"engine": engine, "environment": environment, **options}
-        self._process = FORKS.Process(target=serve, args=(job, str(self.log_path), theirs))
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            self._process.start()
+        self._process = fork(serve, job, str(self.log_path), theirs)
         theirs.close()
 
     def __enter__(self) -> Self:

@@ -7,8 +7,11 @@ its own.
 import gc
 
 import vllm.entrypoints.llm
+import vllm.entrypoints.openai.api_server
 import vllm.triton_utils.dispatcher
+import vllm.v1.engine.async_llm
 import vllm.v1.engine.core
+import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker  # noqa: F401
 
 import vllm_hisparse.attention.mla.cpu

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -17,6 +16,8 @@ from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from forks import after_platform_update, begin
 
 
 def sampling_params(max_tokens: int) -> Any:
@@ -277,15 +278,11 @@ class Nothing:
 def schedule_asynchronously() -> None:
     """Have two batches in flight, which vLLM does everywhere but on the CPU."""
     import torch
-    from vllm.platforms import current_platform
 
-    update = current_platform.check_and_update_config
-
-    def update_and_turn_on(vllm_config: Any) -> None:
-        update(vllm_config)
+    def turn_on(vllm_config: Any) -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
-    type(current_platform).check_and_update_config = staticmethod(update_and_turn_on)
+    after_platform_update(turn_on)
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = Nothing
     torch.cuda.stream = nullcontext
 
@@ -320,11 +317,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
     """Run phases from a pipe until None comes, in a forked process with a log of its own."""
-    with open(log_path, "wb") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-    assert "engine_imports" in sys.modules, "the process that engines are forked from could not import it"
-    os.environ.update(job["environment"])
+    begin(log_path, job["environment"])
     sys.path[:0] = job.get("python_path", [])
     for library in job.get("libraries", []):
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # found by its name when a plugin needs it

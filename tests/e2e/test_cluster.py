@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import requests
 import yaml
 from conftest import MODELS, assert_same_but_rounding, make_prompt
+from forks import forked
 from servers import Server, completion, is_error, wait_for, wait_started
 from test_pd import DecodeServer
 
@@ -63,7 +65,7 @@ def start_engine(group: ProcessGroup, log_dir: Path, name: str, connector: dict,
         args += ["--no-enable-prefix-caching", "--max-num-seqs", "1"]  # it is the reference too
     process = vllm_engine(name, MODELS / "dsv32", log_dir, port, connector, side_port, [core], args)
     server = Server if name == "prefill" else DecodeServer
-    return server(group.start(process), f"http://{LOOPBACK}:{port}")
+    return server(group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
 
 def start_router(group: ProcessGroup, log_dir: Path, prefill: Server, decodes: list[Server]) -> Server:
@@ -189,19 +191,15 @@ def test_one_decode_server_is_killed(cluster: Cluster):
 def test_a_decode_server_drains(cluster: Cluster):
     """After SIGTERM, which Kubernetes sends to the first process alone, running requests get all their tokens."""
     _, leaving = cluster.decodes
-    prompts, before = [make_prompt(300 + index, seed=5) for index in range(4)], leaving.metric("request_success")
-
-    def has_all_and_runs_some() -> bool:
-        running = leaving.metric("num_requests_running")
-        return running > 0 and running + leaving.metric("request_success") - before == len(prompts)
-
+    prompts = [make_prompt(300 + index, seed=5) for index in range(4)]
+    started = [threading.Event() for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as executor:
-        futures = [executor.submit(complete_or_error, cluster.router, prompt, 100) for prompt in prompts]
-        wait_for(has_all_and_runs_some, 90)
+        jobs = zip(prompts, started, strict=True)
+        futures = [executor.submit(cluster.router.stream, prompt, 100, event.set) for prompt, event in jobs]
+        wait_for(lambda: all(event.is_set() for event in started), 90)  # the last has 99 tokens to come
         os.kill(leaving.process.pid, signal.SIGTERM)
-        replies = [future.result() for future in futures]
-    assert [is_error(reply) for reply in replies] == [False] * len(prompts)
-    assert all(len(reply["choices"][0]["token_ids"]) == 100 for reply in replies)
+        outcomes = [future.result() for future in futures]
+    assert [(len(tokens), error) for tokens, error in outcomes] == [(100, "")] * len(prompts)
     wait_for(leaving.process.is_gone, DRAIN_S)
 
 

@@ -18,7 +18,8 @@ from conftest import (
     hot_args,
     make_prompt,
 )
-from servers import DO_PREFILL, START_TIMEOUT_S, calm, completion, wait_started
+from forks import forked
+from servers import DO_PREFILL, START_TIMEOUT_S, completion, wait_started
 from test_pd import DecodeServer
 
 from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -74,16 +75,13 @@ class Cluster:
         patient = {**PREFILL_CONNECTOR, "kv_connector_extra_config": {"kv_lease_duration": START_TIMEOUT_S}}
         self.prefill = self.start("prefill", patient, num_prefill_ranks, args)
         self.decode = self.start("decode", hisparse_connector(host_pool_gib=0.25, **options), 2)
-        # NOTE: more of NIXL's polling threads than cores here: without this the engines hardly start.
-        group.wait_healthy(START_TIMEOUT_S, lambda _: calm(group))
-        calm(group)
+        wait_started(group)
 
     def start(self, name: str, connector: dict, num_ranks: int, args: Sequence[str] = ()) -> DecodeServer:
         port, side_port = free_ports(2)
         args = ["--max-num-batched-tokens", "512", "--tensor-parallel-size", str(num_ranks), *args]
         process = vllm_engine(name, MODELS / self.model, self.log_dir, port, connector, side_port, [0], args)
-        process.env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
+        return DecodeServer(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +129,7 @@ def test_data_parallel(tmp_path, reference):
     args = ["--max-num-batched-tokens", "512", "--data-parallel-size", "2", "--max-num-seqs", "8"]
     with ProcessGroup() as group:
         process = vllm_engine("engine", MODELS / "llama", tmp_path, port, connector, 0, [0], args)
-        process.env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        server = DecodeServer(group.start(process), f"http://{LOOPBACK}:{port}")
+        server = DecodeServer(group.start(forked(process)), f"http://{LOOPBACK}:{port}")
         wait_started(group)
         with ThreadPoolExecutor(len(LENGTHS)) as executor:
             replies = list(executor.map(lambda length: server.complete(make_prompt(length), MAX_TOKENS), LENGTHS))

@@ -75,7 +75,10 @@ def test_bf16(run, reference):
 
 
 def test_engine_and_worker_in_separate_processes(run, reference):
-    """One request: how several share the first step's token budget depends on when each crosses to the engine."""
+    """Both import vLLM and load the plugin by themselves.
+
+    One request: how several share the first step's token budget depends on when each crosses to the engine.
+    """
     record = run(hot_args(), [phase([2001])], in_process=False)[0]
     assert_same(record["completions"], reference([2001], MAX_TOKENS))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 from conftest import MODELS, assert_same_but_rounding, make_prompt
+from forks import forked
 from servers import DO_PREFILL, START_TIMEOUT_S, Server, completion, is_error, tokens_of, wait_for, wait_started
 
 from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -66,7 +67,7 @@ class Cluster:
         else:
             args += ["--max-model-len", str(MAX_MODEL_LEN)]
         process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, side_port, [core], args)
-        return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
+        return DecodeServer(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
     def prefilled(self, prompt: list[int]) -> dict:
         """Transfer parameters of a prompt that the prefill server has computed."""
@@ -175,7 +176,8 @@ def test_prompt_longer_than_max_model_len(cluster: Cluster):
 
 def test_preempted_requests_resume(cluster: Cluster):
     """Four prompts arrive by transfer and outgrow the host pool: one is preempted, and nothing is pulled twice."""
-    prompts, max_tokens = [make_prompt(1000 + 5 * i, seed=10) for i in range(4)], 120  # 16 blocks, then 17 and 18
+    # 16 blocks, and 17 after so many tokens that all have been admitted by then.
+    prompts, max_tokens = [make_prompt(961 + 5 * i, seed=10) for i in range(4)], 120
     expected = [completion(cluster.prefill.complete(prompt, max_tokens)) for prompt in prompts]
     names = ("num_preemptions", "hisparse_resumed_requests", "hisparse_transfer_bytes_to_host")
     before = [cluster.decode.metric(name) for name in names]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MODELS, assert_same_but_rounding, make_prompt
+from forks import forked
 from servers import DO_PREFILL, completion, tokens_of, wait_started
 from test_pd import DecodeServer, assert_same
 
@@ -83,11 +84,14 @@ class Cluster:
         if name not in DECODERS:
             args.append("--no-enable-prefix-caching")  # it is the reference too
         process = vllm_engine(name, MODELS / "llama", self.log_dir, port, connector, side_port, [core], args)
-        process.env |= env or {}
         if name == SERVED_BY_COMMAND:
             process.env |= with_command(self.log_dir / "distribution")
             _, _, _, _, model, *options = process.command
             process.command = [str(Path(sys.executable).parent / "vllm"), "serve", model, *options]
+        elif env:
+            process.env |= env
+        else:
+            process = forked(process)
         return DecodeServer(self.group.start(process), f"http://{LOOPBACK}:{port}")
 
     def prefilled(self, prompt: list[int]) -> dict:
@@ -148,7 +152,7 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str):
 def test_prefill_side_without_the_plugin(cluster: Cluster):
     """What computes prompts is stock vLLM: the plugin need not be installed there."""
     registered = "HISPARSE_MLA_CPU"  # by the plugin wherever it is installed
-    assert registered in cluster.log("prefill") and registered not in cluster.log("stock")
+    assert registered in cluster.log(SERVED_BY_COMMAND) and registered not in cluster.log("stock")
     prompt, decode = make_prompt(901, seed=5), cluster.decode["quest"]
     transfer = cluster.stock.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
     before = decode.metric("hisparse_transfer_bytes_to_host")

@@ -24,7 +24,7 @@ import pytest
 import requests
 import yaml
 from conftest import MODELS, assert_same_but_rounding, make_prompt
-from servers import REQUEST_TIMEOUT_S, Server, completion, tokens_of
+from servers import Server, completion, tokens_of
 from test_cluster import complete_or_error, is_error, wait_for
 
 from vllm_hisparse.cli.processes import (
@@ -119,30 +119,6 @@ class RayApp(Server):
         self.config.write_text(yaml.safe_dump(config))
         command = [SERVE, "deploy", str(self.config)]
         subprocess.run(command, check=True, timeout=START_TIMEOUT_S, capture_output=True, env=CLIENT_ENV)
-
-    def stream(
-        self, prompt: list[int], max_tokens: int, on_token: Callable[[], Any] = lambda: None
-    ) -> tuple[list[int], str]:
-        """Token ids of a streamed completion, and the error that ended it ("" for none)."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
-        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        tokens: list[int] = []
-        try:
-            with requests.post(
-                f"{self.url}/v1/completions", json=body, stream=True, timeout=REQUEST_TIMEOUT_S
-            ) as reply:
-                for line in reply.iter_lines():
-                    data = line.decode().removeprefix("data: ")
-                    if data == "[DONE]":
-                        return tokens, ""
-                    event = json.loads(data) if data else {"choices": []}
-                    if "error" in event:
-                        return tokens, str(event["error"])
-                    on_token()
-                    tokens += [token for choice in event["choices"] for token in choice["token_ids"]]
-        except requests.RequestException as error:
-            return tokens, str(error)
-        return tokens, "the stream ended without [DONE]"
 
 
 def cmdline(process: psutil.Process) -> str:

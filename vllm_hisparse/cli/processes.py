@@ -170,7 +170,7 @@ class EngineProcess:
     def first_error(self) -> str | None:
         """The first exception in the log; later ones are usually its consequences."""
         lines = [LOG_PREFIX.sub("", line) for line in self._log_lines(max_bytes=None)]
-        for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
+        for line, next_line in zip(lines, [*lines, ""][1:], strict=True):
             if error := ERROR_LINE.match(line):
                 return error[1] + (f" {next_line.strip()}" if next_line.startswith(" ") else "")
         return None
