@@ -2,6 +2,9 @@
 
     python -m benchmarks.locality --trace benchmarks/traces/code-dsa.trace
 
+Of traces that an engine recorded (`--engine-trace`), which have no ranks below the selection, hit rates alone; of each
+one and of all together, the request mix.
+
 Two kinds of rows. *Hit rates* by layer, policy and buffer size; `scope` says whether every request and layer has a
 buffer of its own or all share a pool of the same memory. `new_rows` is the share of a selection that the step before
 did not have, `new_rows_in_next_ranks` the share of these that ranked below 1.25, 1.5 and 2 times top-k in that step.
@@ -26,12 +29,13 @@ import typer
 from benchmarks.common import RESULTS, show, write_result
 from vllm_hisparse.cli.replay import WARM_UP_STEPS, replays
 from vllm_hisparse.cli.replay_buffers import SCOPES, PrivateBuffer, first_uses, sequences
-from vllm_hisparse.cli.replay_policies import LRU, POLICIES, Selection
+from vllm_hisparse.cli.replay_policies import LRU, POLICIES, Belady, Selection
 from vllm_hisparse.trace import Trace
 
 app = typer.Typer(add_completion=False)
 ALL = "all"
 DRAFT = "draft"
+TEXT, ENGINE = "text", "engine"  # sources of selections: given tokens in torch, or an engine's own tokens
 PREDICTED_BUFFERS = (0, 2, 4, 16)  # sizes in top-k for which predictors are counted
 
 
@@ -199,11 +203,11 @@ def next_ranks(trace: Trace, warm_up: int) -> tuple[np.ndarray, np.ndarray]:
     return new / np.maximum(selected, 1), found / np.maximum(new, 1)[:, None]
 
 
-def hit_rows(trace: Trace, sizes: list[float], warm_up: int) -> Iterator[dict[str, Any]]:
-    """Hit rates of every policy, by layer for private buffers, and over all layers."""
+def hit_rows(trace: Trace, policies: list[str], sizes: list[float], warm_up: int) -> Iterator[dict[str, Any]]:
+    """Hit rates of some policies, by layer for private buffers, and over all layers."""
     new, in_next = next_ranks(trace, warm_up)
     shares = [f"{end / trace.top_k:g}" for end in trace.group_ends[1:]]
-    for replay in replays(trace, [*POLICIES], sizes, [*SCOPES]):
+    for replay in replays(trace, policies, sizes, [*SCOPES]):
         selected, missed = (part[:, :, warm_up:].sum() for part in (replay.selected, replay.missed))
         rates = dict(
             zip((*trace.layers, ALL), (*replay.hit_rates(warm_up), 1 - missed / max(selected, 1)), strict=True)
@@ -221,10 +225,20 @@ def hit_rows(trace: Trace, sizes: list[float], warm_up: int) -> Iterator[dict[st
             }
 
 
+def engine_rows(paths: list[Path], sizes: list[float], warm_up: int) -> Iterator[dict[str, Any]]:
+    """Hit rates of LRU and of the best policy there can be, of each trace and of all together."""
+    recorded = [Trace.read(path) for path in paths]
+    mixes = [Trace.join(recorded)] if len(recorded) > 1 else []
+    for trace in (*recorded, *mixes):
+        for row in hit_rows(trace, [LRU.name, Belady.name], sizes, warm_up):
+            yield {"source": ENGINE, **row}
+
+
 def frame(trace: Trace, layer: str) -> dict[str, Any]:
     """What every row begins with."""
-    context = max(request.first_position + request.num_steps for request in trace.requests)
-    return {"model": trace.model, "layer": layer, "context": context}
+    contexts = [request.first_position + request.num_steps for request in trace.requests]
+    sizes = {"context": max(contexts), "shortest_context": min(contexts), "requests": len(contexts)}
+    return {"model": trace.model, "layer": layer, **sizes}
 
 
 def plot(rows: list[dict[str, Any]], output: Path, top_k: int) -> None:
@@ -234,7 +248,10 @@ def plot(rows: list[dict[str, Any]], output: Path, top_k: int) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.2))
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8.4))
+    axes = axes.flatten()
+    plot_engine(axes[3], [row for row in rows if row["source"] == ENGINE and row["layer"] == ALL], top_k)
+    rows = [row for row in rows if row["source"] == TEXT]
     hits = [row for row in rows if "policy" in row]
     for policy, scope in [*((name, "buffers") for name in POLICIES), ("lru", "pool"), ("belady", "pool")]:
         line = [row for row in hits if (row["layer"], row["policy"], row["scope"]) == (ALL, policy, scope)]
@@ -247,6 +264,7 @@ def plot(rows: list[dict[str, Any]], output: Path, top_k: int) -> None:
     axes[0].set_title("mean of the layers")
     axes[1].set_title("LRU, a buffer per request and layer")
     axes[2].set_title("new rows among predicted ones")
+    axes[3].set_title("an engine's own tokens, LRU, by context")
     for axis in axes:
         axis.legend(fontsize=7)
         axis.grid(alpha=0.3)
@@ -254,6 +272,18 @@ def plot(rows: list[dict[str, Any]], output: Path, top_k: int) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
     plt.close(figure)
+
+
+def plot_engine(axis: Any, rows: list[dict[str, Any]], top_k: int) -> None:
+    """Hit rate of LRU by context, and in one pool for all contexts."""
+    contexts = dict.fromkeys((row["shortest_context"], row["context"]) for row in rows)
+    for index, (shortest, longest) in enumerate(contexts):
+        name = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
+        for scope, line_style in (("buffers", "-"), ("pool", "--")):
+            case = ("lru", scope, shortest, longest)
+            names = ("policy", "scope", "shortest_context", "context")
+            line = [row for row in rows if tuple(row[name] for name in names) == case]
+            plot_line(axis, line, top_k, f"{name}, {scope}", linestyle=line_style, color=f"C{index}")
 
 
 def plot_line(axis: Any, line: list[dict[str, Any]], top_k: int, label: str, **style: Any) -> None:
@@ -282,6 +312,7 @@ def plot_coverage(axis: Any, rows: list[dict[str, Any]]) -> None:
 def main(
     ctx: typer.Context,
     trace: Annotated[Path, typer.Option(help="File of selections.")] = Path("benchmarks/traces/code-dsa.trace"),
+    engine_trace: Annotated[list[Path], typer.Option(help="Of an engine; repeatable.")] = [],  # noqa: B006
     size: Annotated[list[float], typer.Option(min=1, help="Hot rows in top-k; repeatable.")] = [1, 2, 4, 8, 16],  # noqa: B006
     warm_up: Annotated[int, typer.Option(min=1, help="First steps that are not counted.")] = WARM_UP_STEPS,
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "locality.json",
@@ -289,11 +320,12 @@ def main(
 ) -> None:
     """Replay a trace and look for predictors of its new rows."""
     selections = Trace.read(trace)
-    rows = list(hit_rows(selections, size, warm_up))
+    rows = list(hit_rows(selections, [*POLICIES], size, warm_up))
     rows += predictor_rows(selections, [times * selections.top_k for times in PREDICTED_BUFFERS], warm_up)
+    rows = [{"source": TEXT, **row} for row in rows] + list(engine_rows(engine_trace, size, warm_up))
     write_result(output, ctx, "benchmarks.locality", rows)
     mean = [row for row in rows if row["layer"] == ALL]
-    columns = ("scope", "policy", "buffer_rows", "hit_rate")
+    columns = ("context", "requests", "scope", "policy", "buffer_rows", "hit_rate")
     show("Hit rates", [{name: row[name] for name in columns} for row in mean if "policy" in row])
     columns = (
         "predictor",

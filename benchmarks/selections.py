@@ -1,6 +1,6 @@
 """Selections of a trained DSA model over held-out source code: which positions each layer's indexer ranks highest.
 
-    python -m benchmarks.selections --model build/models/code-dsa --output build/selections.npz
+    python -m benchmarks.selections --model benchmarks/models/code-dsa --output build/selections.npz
 
 Runs the model in torch over the selection (teacher-forced) and keeps, for the last positions of each window, the best
 `--ranks` positions of every layer with an indexer, best first. So it shows what vLLM's indexer op does not return: the

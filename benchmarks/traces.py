@@ -1,6 +1,6 @@
 """Makes a trace of ranked selections that `benchmarks.selections` recorded.
 
-    python -m benchmarks.traces --selections build/selections.npz --model build/models/code-dsa \
+    python -m benchmarks.traces --selections build/selections.npz --model benchmarks/models/code-dsa \
         --output benchmarks/traces/code-dsa.trace
 """
 

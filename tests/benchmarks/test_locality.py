@@ -105,19 +105,35 @@ def test_a_buffer_that_holds_everything_needs_nothing(locality: ModuleType, trac
     assert {row["needed_rows"] for row in rows} == {row["fetched_rows"] for row in rows} == {0.0}
 
 
+def is_private_lru(row: dict) -> bool:
+    return (row["policy"], row["scope"], row["layer"], row["buffer_rows"]) == ("lru", "buffers", "all", 3 * TOP_K)
+
+
 def test_the_command_writes_rows_and_a_picture(locality: ModuleType, trace: Trace, tmp_path: Path) -> None:
     trace.write(tmp_path / "small.trace")
+    for name, prompt in (("short", PROMPT), ("long", 2 * PROMPT)):
+        selected = random_ranks(5)[:2, :, :TOP_K]
+        Trace.from_ranked("random", TOP_K, 16, LAYERS[:2], (TOP_K,), [(prompt, selected)]).write(tmp_path / name)
     options = {"trace": "small.trace", "output": "locality.json", "picture": "locality.png"}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(tmp_path / value))]
+    arguments += [part for name in ("short", "long") for part in ("--engine-trace", str(tmp_path / name))]
     arguments += ["--size", "1", "--size", "3", "--warm-up", "2"]
     CliRunner().invoke(locality.app, arguments, catch_exceptions=False)
     rows = json.loads((tmp_path / "locality.json").read_text())["rows"]
-    hits = [row for row in rows if "policy" in row]
+    engine = [row for row in rows if row["source"] == "engine"]
+    hits = [row for row in rows if "policy" in row and row["source"] == "text"]
     names = {"model", "layer", "context", "policy", "buffer_rows", "hit_rate", "new_rows_in_next_ranks"}
     assert all(names <= set(row) and row["context"] == PROMPT + STEPS for row in hits)
     assert {row["buffer_rows"] for row in hits} == {TOP_K, 3 * TOP_K}
     assert {row["layer"] for row in hits} == {*LAYERS, "all"}
     assert set(hits[0]["new_rows_in_next_ranks"]) == {"1.5", "2"}
+    short, long = PROMPT + STEPS, 2 * PROMPT + STEPS
+    cases = {(row["shortest_context"], row["context"], row["requests"]) for row in engine}
+    assert cases == {(short, short, 1), (long, long, 1), (short, long, 2)}
+    assert {row["policy"] for row in engine} == {"lru", "belady"}
+    rates = {(row["context"], row["requests"]): row["hit_rate"] for row in engine if is_private_lru(row)}
+    apart = rates[short, 1] + rates[long, 1]
+    assert rates[long, 2] == pytest.approx(apart / 2, abs=0.02)  # buffers of their own: the mean, but for the newest
     assert (tmp_path / "locality.png").stat().st_size > 0
 
 
