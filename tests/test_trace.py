@@ -185,3 +185,15 @@ def test_the_committed_trace() -> None:
     assert trace.layers == (*map(str, range(8)), "draft")
     assert [request.positions.shape for request in trace.requests] == [(9, 400, 512)] * 2
     assert COMMITTED.stat().st_size < 3 << 20
+
+
+@pytest.mark.parametrize("num_tokens", [4096, 8192])
+def test_the_committed_traces_of_engines(num_tokens: int) -> None:
+    """Which begin in the steps after the prompt, or with its last token, where that was a chunk of its own."""
+    trace = Trace.read(COMMITTED.with_name(f"code-dsa-{num_tokens}.trace"))
+    assert (trace.model, trace.top_k, trace.row_bytes, trace.group_ends) == ("code-dsa", 256, 1152, (256,))
+    assert trace.layers == tuple(map(str, range(8)))
+    for request in trace.requests:
+        assert request.first_position in (num_tokens - 1, num_tokens)
+        assert request.first_position + request.num_steps == num_tokens + 287
+        assert (request.positions >= 0).all()

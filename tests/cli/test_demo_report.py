@@ -102,6 +102,7 @@ def test_tables_show_answers_and_what_the_file_says() -> None:
     ]
     assert answers.count("… return [answered]") == 2
     assert answers.count("in the file: … return in the ⏎ [file]") == 1
+    assert "in the file:" not in shown(answer_table(Report([right], RECEIVED, {})))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,10 @@ from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.ops.base import HotRows
+from vllm_hisparse.trace import Trace
 
 NUM_LAYERS, NUM_HOST_BLOCKS, NUM_DEVICE_BLOCKS, KEY_BYTES, WIDTH = 3, 8, 12, 132, 16
 MLA_LAYOUT = KVLayout(WIDTH * 4, KEY_BYTES, NUM_LAYERS, 2)
@@ -55,17 +59,20 @@ def device_groups(is_dense: bool) -> DeviceGroups:
     return DeviceGroups.from_config(config)
 
 
-def make_worker(is_dense: bool = False, rank: int = 0, transport: Any = None) -> HiSparseWorkerConnector:
-    model = SimpleNamespace(max_model_len=300, use_mla=not is_dense, get_num_attention_heads=lambda _: 4)
+def make_worker(
+    is_dense: bool = False, rank: int = 0, transport: Any = None, **options: Any
+) -> HiSparseWorkerConnector:
+    sizes = {"max_model_len": 300, "use_mla": not is_dense, "get_num_attention_heads": lambda _: 4}
+    model = SimpleNamespace(model="models/some", **sizes)
     vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={name: SimpleNamespace(impl=Impl()) for name in HOT_LAYERS}
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         model_config=model,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=rank),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=rank, data_parallel_index=3),
     )
-    options = {"algorithm": "quest", "algorithm_options": {"page_size": 16}} if is_dense else {}
+    options |= {"algorithm": "quest", "algorithm_options": {"page_size": 16}} if is_dense else {}
     config = HiSparseConfig(top_k=32, device_buffer_size=64, host_pool_gib=1.0, **options)
     return HiSparseWorkerConnector(vllm_config, config, device_groups(is_dense), NUM_HOST_BLOCKS, transport)
 
@@ -109,6 +116,28 @@ def test_as_many_requests_as_have_hot_blocks() -> None:
     worker.vllm_config.scheduler_config.max_num_seqs = 100
     worker.register_kv_caches(device_caches(is_dense=True))
     assert worker.hot_buffer.shape.num_requests == (NUM_DEVICE_BLOCKS - 1) // 2
+
+
+def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: Path) -> None:
+    """What runs when the engine ends is written, too."""
+    options = {"selection_trace_dir": str(tmp_path / "traces")}
+    for worker in (make_worker(), make_worker(rank=1, **options)):
+        worker.register_kv_caches(device_caches())
+        assert type(worker.hot_buffer) is MLAHotBuffer
+        worker.shutdown()
+    assert not (tmp_path / "traces").exists()
+    worker = make_worker(**options)
+    worker.register_kv_caches(device_caches())
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2])}))
+    for index, impl in enumerate(worker.impls):
+        worker.hot_buffer.add_layer(HotRows.from_cache(impl.cache[:, 0]), impl.host_rows.flatten(0, 1))
+        worker.hot_buffer.step.plan(torch.tensor([[3]], dtype=torch.int32), torch.tensor([71], dtype=torch.int32))
+        worker.hot_buffer.swap_in(index, torch.arange(32, dtype=torch.int32)[None])
+    worker.shutdown()
+    trace = Trace.read(tmp_path / "traces" / "3-000001.trace")
+    assert (trace.model, trace.top_k, trace.layers, trace.row_bytes) == ("some", 32, tuple(HOT_LAYERS), WIDTH * 4)
+    assert trace.requests[0].first_position == 70
+    assert trace.requests[0].positions[:, 0].tolist() == [list(range(32))] * NUM_LAYERS
 
 
 def test_a_handle_may_change_hands_within_a_step(worker: HiSparseWorkerConnector) -> None:

@@ -75,7 +75,8 @@ def read_all(directory: Path) -> list[RequestTrace]:
 
 
 def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Path) -> None:
-    """Two requests side by side; one ends, another takes its handle and its index; padding is nobody's."""
+    """Two requests side by side; one ends, another takes its handle and its index and begins where it ended; padding is
+    nobody's."""
     buffer, generator = make_buffer(), torch.Generator().manual_seed(0)
     plain = MLAHotBuffer(SHAPE, CPU)
     add_layers(plain)
@@ -90,9 +91,9 @@ def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Pat
         given["first"].append(selections[:, 0])
         given["second"].append(selections[:, 1])
     buffer.release(3)
-    buffer.extend_table(3, 0, [9, 10, 11])
+    buffer.extend_table(3, 0, [9, 10, 11, 12])
     for number in range(3):
-        newest = {3: 7 + number, 5: 16 + number}
+        newest = {3: 13 + number, 5: 16 + number}
         selections = draw(generator, newest)
         step(buffer, newest, selections)
         given["third"].append(selections[:, 0])
@@ -100,7 +101,7 @@ def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Pat
     buffer.release(5)
     buffer.recorder.close()
     first, second, third = read_all(tmp_path)
-    assert [part.first_position for part in (first, second, third)] == [8, 11, 7]
+    assert [part.first_position for part in (first, second, third)] == [8, 11, 13]
     for part, name in ((first, "first"), (second, "second"), (third, "third")):
         assert np.array_equal(part.positions, expected_positions(given[name])), name
 
