@@ -4,20 +4,18 @@
 
 A conversation's first turn is a prompt of `--prefix-tokens`; the second one is asked when its KV is in the host pool,
 on disk, in an object store (moto's S3 server on loopback, if it is installed) or in another instance's host pool; or
-nowhere, so that it is computed again. Times are the engine's own, from the arrival of the request to its first token.
+nowhere, so that it is computed again. Times are from the request to its first token.
 All tokens are compared with those of full KV. Absolute times are of a small model on a CPU: compare the tiers of one
 row of prefixes with each other.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -33,12 +31,12 @@ MAX_TOKENS, NEW_TOKENS = 8, 40
 MAX_MODEL_LEN = 4096
 SELECTIONS = {
     "dsv32": {"device_buffer_size": 320},
-    "llama": {"algorithm": "quest", "top_k": 1024, "device_buffer_size": 1024},
+    "llama": {"algorithm": "quest", "top_k": MAX_MODEL_LEN, "device_buffer_size": MAX_MODEL_LEN},
 }
 MODEL_NAMES = list(SELECTIONS)
 PREFIX_TOKENS = [1000, 2000, 3900]
-LARGE_POOL_GIB = 0.25
-START_TIMEOUT_S = 600
+BLOCKS = {"dsv32": (4 * 64 * (576 * 4 + 132), 64), "llama": (4 * 128 * 2 * 2 * 32 * 4, 128)}  # bytes, tokens
+HOST_POOL_GIB = 0.25
 
 app = typer.Typer(add_completion=False)
 
@@ -57,7 +55,6 @@ def engine_args(model: str, options: dict[str, Any] | None) -> dict[str, Any]:
         "max_num_seqs": 2,
         "max_num_batched_tokens": 512,
         "kv_cache_memory_bytes": 256 * 2**20,
-        "disable_log_stats": False,
         "enable_prefix_caching": options is not None,
     }
     if options is not None:
@@ -69,62 +66,17 @@ def engine_args(model: str, options: dict[str, Any] | None) -> dict[str, Any]:
     return args
 
 
-def serve(args: dict[str, Any], libraries: list[str], pipe: Connection) -> None:
-    """Answer prompts from a pipe: tokens, seconds to the first one, blocks loaded from a tier so far."""
-    import ctypes
+def ask(engine: Any, prompt: list[int], max_tokens: int, forgets: bool = False) -> dict[str, Any]:
+    """A completion, and seconds until it was there.
 
-    for library in libraries:
-        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(**args)
-    pipe.send("ready")
-    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    while (prompt := pipe.recv()) is not None:
-        (output,) = engine.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        loaded = [m.value for m in engine.get_metrics() if m.name == "vllm:hisparse_tier_loaded_blocks"]
-        pipe.send((list(output.outputs[0].token_ids), output.metrics.first_token_latency, sum(loaded)))
-
-
-class Engine:
-    """An engine in a process of its own."""
-
-    def __init__(self, args: dict[str, Any], libraries: list[str]):
-        self._pipe, theirs = get_context("spawn").Pipe()
-        self._process = get_context("spawn").Process(target=serve, args=(args, libraries, theirs))
-        self._process.start()
-
-    def wait_started(self) -> None:
-        assert self._pipe.poll(START_TIMEOUT_S), "the engine did not start"
-        self._pipe.recv()
-
-    def ask(self, prompt: list[int]) -> tuple[list[int], float, float]:
-        self._pipe.send(prompt)
-        return self._pipe.recv()
-
-    def stop(self) -> None:
-        self._pipe.send(None)
-        self._process.join()
-
-
-@contextmanager
-def engines(args: list[dict[str, Any]], libraries: list[str]) -> Iterator[list[Engine]]:
-    started = [Engine(each, libraries) for each in args]
-    for engine in started:
-        engine.wait_started()
-    yield started
-    for engine in started:
-        engine.stop()
-
-
-def small_pool_gib(block_bytes: int, block_size: int) -> float:
-    """Room for one request of the longest kind, and little more."""
-    return (MAX_MODEL_LEN // block_size + 4) * block_bytes / 2**30
-
-
-def block_sizes(model: str) -> tuple[int, int]:
-    """Bytes of a host block of the tiny models, and tokens of it."""
-    return (4 * 64 * (576 * 4 + 132), 64) if model == "dsv32" else (4 * 128 * 2 * 2 * 32 * 4, 128)
+    Args:
+        engine: of `tests/e2e/conftest.py`.
+        prompt: of the request.
+        max_tokens: to generate.
+        forgets: whether device and host pool are emptied before; the tiers keep what they have.
+    """
+    record = engine.run({"prompts": [prompt], "max_tokens": max_tokens, "forgets": forgets})
+    return record["completions"][0] | {"seconds": record["seconds"]}
 
 
 class Case:
@@ -138,32 +90,36 @@ class Case:
 
     def __init__(self, stack: ExitStack, tier: str, model: str):
         self.tier = tier
-        self.block_bytes, block_size = block_sizes(model)
-        pool = {"host_pool_gib": small_pool_gib(self.block_bytes, block_size)}
+        self.block_bytes, self.block_size = BLOCKS[model]
+        pool = {"host_pool_gib": HOST_POOL_GIB}
         directory, libraries = stack.enter_context(TemporaryDirectory()), []
-        options = [pool]
-        if tier == "host":
-            options = [{"host_pool_gib": LARGE_POOL_GIB}]
-        elif tier == "fs":
+        offline = _test_module("e2e/conftest").OfflineEngine
+        options: list[dict[str, Any]] = [pool]
+        if tier == "fs":
             options = [{**pool, "tiers": [{"type": "fs", "path": directory, "quota_gib": 4.0}]}]
         elif tier == "obj":
             store, libraries = self._object_store(stack, directory)
             options = [{**pool, "tiers": [store]}]
         elif tier == "p2p":
-            options = [{"host_pool_gib": LARGE_POOL_GIB, "tiers": [peer]} for peer in self._peers()]
-        self.engines = stack.enter_context(engines([engine_args(model, each) for each in options], libraries))
+            options = [{**pool, "tiers": [peer]} for peer in self._peers()]
+        how: dict[str, Any] = {"libraries": libraries}
+        if tier == "p2p":  # NOTE: each answers the other one while it has nothing to do
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "UCX_TLS": "tcp,shm,self"}
+            how = {"in_process": False, "environment": environment}
+        self.engines = [
+            stack.enter_context(offline(Path(directory), engine_args(model, each), **how)) for each in options
+        ]
 
     def returning(self, prefix: list[int], prompt: list[int], seed: int) -> tuple[list[int], float, float]:
-        """The second turn: tokens, milliseconds to the first of them, bytes loaded."""
+        """The second turn: tokens, milliseconds to the first of them, bytes loaded from a tier."""
         first, last = self.engines[0], self.engines[-1]
         if self.tier != "none":
-            first.ask(prefix)
-        if self.tier in ("fs", "obj"):
-            for index in range(2):
-                first.ask(make_prompt(MAX_MODEL_LEN - MAX_TOKENS, 1000 + 10 * seed + index))
-        *_, before = last.ask(make_prompt(2, seed))
-        tokens, seconds, after = last.ask(prompt)
-        return tokens, 1000 * seconds, (after - before) * self.block_bytes
+            ask(first, prefix, 1)
+        ask(last, make_prompt(2, seed), 1, forgets=self.tier in ("fs", "obj"))
+        done = ask(last, prompt, 1)
+        num_blocks = done["num_cached_tokens"] // self.block_size if self.tier in ("fs", "obj", "p2p") else 0
+        # NOTE: what was loaded is read by all of these tokens.
+        return ask(last, prompt, MAX_TOKENS)["tokens"], 1000 * done["seconds"], num_blocks * self.block_bytes
 
     def _object_store(self, stack: ExitStack, directory: str) -> tuple[dict[str, Any], list[str]]:
         object_store = _test_module("object_store")
@@ -177,8 +133,9 @@ class Case:
 
 
 def _test_module(name: str) -> Any:
-    sys.path.insert(0, str(ROOT / "tests"))
-    return __import__(name)
+    path = ROOT / "tests" / name
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.name)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -195,6 +152,7 @@ def main(
     prefix_tokens: Annotated[list[int], typer.Option(help="Tokens of a first turn.")] = PREFIX_TOKENS,
     repeats: Annotated[int, typer.Option(help="Conversations of each kind.")] = 3,
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "cpu" / "tiers.json",
+    plot: Annotated[Path, typer.Option(help="Plot of the result.")] = ROOT / "docs" / "tiers.png",
 ) -> None:
     """Measure the time to the first token of returning conversations."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -203,15 +161,17 @@ def main(
     expected: dict[tuple, list[int]] = {}
     rows: list[dict[str, Any]] = []
     for index in track(len(models), "full KV"):
-        with engines([engine_args(models[index], None)], []) as (engine,):
+        offline = _test_module("e2e/conftest").OfflineEngine
+        with TemporaryDirectory() as directory, offline(Path(directory), engine_args(models[index], None)) as engine:
             for case in conversations(prefix_tokens, repeats):
-                expected[models[index], case] = engine.ask(second_turn(*case))[0]
+                expected[models[index], case] = ask(engine, second_turn(*case), MAX_TOKENS)["tokens"]
     for index in track(len(jobs), "tiers"):
         model, tier = jobs[index]
         with ExitStack() as stack:
             rows += measure(Case(stack, tier, model), model, prefix_tokens, repeats, expected)
     show("Returning conversations", [summary(row) for row in rows])
     write_result(output, ctx, "benchmarks.tiers", rows)
+    draw(rows, plot)
 
 
 def conversations(prefix_tokens: list[int], repeats: int) -> list[tuple[int, int]]:
@@ -245,6 +205,30 @@ def measure(
             }
         )
     return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the time to the first token, for each model and prefix."""
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys((row["model"], row["prefix_tokens"]) for row in rows))
+    tiers = list(dict.fromkeys(row["tier"] for row in rows))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(2.6 * len(kinds), 3), squeeze=False)
+    for axis, (model, num_tokens) in zip(axes[0], kinds, strict=True):
+        found = {
+            row["tier"]: row["ttft_ms"] for row in rows if (row["model"], row["prefix_tokens"]) == (model, num_tokens)
+        }
+        medians = [found[tier]["median"] for tier in tiers]
+        errors = [
+            [found[tier]["median"] - found[tier]["p10"] for tier in tiers],
+            [found[tier]["p90"] - found[tier]["median"] for tier in tiers],
+        ]
+        axis.bar(tiers, medians, yerr=errors, color=["#888888", *["#4477aa"] * (len(tiers) - 1)])
+        axis.set_yscale("log")
+        axis.set_title(f"{model}, {num_tokens} tokens", fontsize=9)
+    axes[0][0].set_ylabel("ms to the first token")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,8 @@ def pools(core: Any) -> dict[str, Any]:
 
 def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
+    if phase.get("forgets"):
+        assert llm.reset_prefix_cache(reset_connector=True), "the caches could not be emptied"
     outputs = llm.generate(prompts, sampling_params(phase["max_tokens"]), use_tqdm=False)
     return [completion(output) for output in outputs]
 
@@ -302,7 +304,8 @@ class OfflineEngine:
     def run(self, phase: dict[str, Any]) -> dict[str, Any]:
         """One phase's record."""
         run = run_aborts if "abort_after" in phase else run_phase
-        record: dict[str, Any] = {"completions": run(self.llm, phase)}
+        start = time.perf_counter()
+        record: dict[str, Any] = {"completions": run(self.llm, phase), "seconds": time.perf_counter() - start}
         if self.recorder is not None:
             record |= record_engine(self.llm, self.recorder)
         if self.check is not None:
