@@ -9,6 +9,7 @@ from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
+from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
 
 
@@ -88,6 +89,12 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         step(self, num_scheduled, num_scheduled)
 
     monkeypatch.setattr(BlockStores, "step", step_early)
+
+
+def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer gets a block that is published before the step that fills it is over."""
+    step = HostTierManager.step
+    monkeypatch.setattr(HostTierManager, "step", lambda self, scheduled, processed: step(self, scheduled, scheduled))
 
 
 def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

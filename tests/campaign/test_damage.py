@@ -24,6 +24,7 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.idle_state, "P/D, sessions", "there is room for"),
         (damage.damaged_blocks, "tier", "host row"),
         (damage.early_stores, "tier", "host row"),
+        (damage.early_peers, "tier", "host row"),
         (damage.reused_blocks, "tier", "host row"),
     ],
 )

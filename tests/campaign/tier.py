@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
@@ -115,11 +116,15 @@ class SimulatedTier(SecondaryTierManager):
     def __init__(self, view: memoryview, rng: random.Random, blocks: dict[bytes, bytes], counts: Counter[str]):
         super().__init__(SimpleNamespace(), view, "simulated")
         self.rng, self.blocks, self.counts = rng, blocks, counts
+        self.wanted: deque[bytes] = deque(maxlen=50)
         self._chunks = np.asarray(view)
         self._jobs: list[tuple[TransferJob, Callable[[bytes, int], bool]]] = []
         self._results: list[JobResult] = []
+        self._asked: list[tuple[bytes, ReqContext]] = []  # by a simulated peer
+        self._numbers = count()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        self.wanted.append(key)
         if self.rng.random() < 0.2:
             return LookupResult.RETRY
         return LookupResult.HIT if key in self.blocks else LookupResult.MISS
@@ -134,6 +139,26 @@ class SimulatedTier(SecondaryTierManager):
         self._run_jobs(0.5)
         results, self._results = self._results, []
         return results
+
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """A peer asks for blocks that somebody wanted lately; what it gets, others may load."""
+        if self.wanted and self.rng.random() < 0.5:
+            context = ReqContext(f"peer-{next(self._numbers)}")
+            parent.on_new_request(context)
+            self._asked.append((self.wanted.popleft(), context))
+        asked, self._asked = self._asked, []
+        for key, context in asked:
+            result = parent.lookup(key, context)
+            if result in (LookupResult.HIT_PENDING, LookupResult.RETRY) and self.rng.random() < 0.95:
+                self._asked.append((key, context))
+                continue
+            if result is LookupResult.HIT:
+                self._jobs.append((parent.create_store_job([key], context), self._store))
+                self.counts["blocks for peers"] += 1
+            parent.on_request_finished(context)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._asked or self.wanted)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()

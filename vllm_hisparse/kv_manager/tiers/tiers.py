@@ -60,7 +60,7 @@ class Tiers:
         self.manager.collect_saves()
         self.loads.step()
         self.stores.step(self._num_scheduled, self._num_processed)
-        self.manager.step()
+        self.manager.step(self._num_scheduled, self._num_processed)
 
     def step_processed(self) -> None:
         """A step is over on the device."""
