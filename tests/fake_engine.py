@@ -394,7 +394,9 @@ class FakeEngine:
                     num_refs[block.block_id] += 1
                 if manager is self.hot:
                     hot_ids += [block.block_id for block in blocks]
-        held = [block for _, blocks, _ in self.deferred for block in blocks] + [block for _, block in self.hot._tails]
+        held = [block for _, blocks, _ in self.deferred for block in blocks] + [
+            block for _, block, _ in self.hot._tails
+        ]
         for block in held:
             num_refs[block.block_id] += 1
         owned = {i for i, refs in enumerate(num_refs) if refs}

@@ -167,7 +167,7 @@ class Product:
                 yield from blocks
         for _, blocks in self.scheduler.deferred_frees:
             yield from blocks
-        for _, block in self.half.hot_manager._tails:
+        for _, block, _ in self.half.hot_manager._tails:
             yield block
 
 

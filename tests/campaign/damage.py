@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
@@ -94,7 +96,13 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer gets a block that is published before the step that fills it is over."""
     step = HostTierManager.step
-    monkeypatch.setattr(HostTierManager, "step", lambda self, scheduled, processed: step(self, scheduled, scheduled))
+
+    def step_early(self: HostTierManager) -> None:
+        unwritten, self.unwritten = self.unwritten, Counter()
+        step(self)
+        self.unwritten = unwritten
+
+    monkeypatch.setattr(HostTierManager, "step", step_early)
 
 
 def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOff
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 from vllm_hisparse.kv_manager.tiers.sources import Sources
 from vllm_hisparse.kv_manager.tiers.tier_manager import BufferTier, HostTierManager
@@ -49,31 +50,22 @@ class SimulatedHosts:
             memory.rows.write(block_id, rows)
             memory.keys.write(block_id, keys)
 
+    def close(self) -> None:
+        pass
 
-class SimulatedCopier:
+
+class SimulatedCopier(BlockCopier):
     """Copies that happen at any time before somebody sees that they are done."""
 
     def __init__(self, hosts: SimulatedHosts, buffer: TransferBuffer, rng: random.Random):
-        self.hosts, self.buffer, self.rng = hosts, buffer, rng
+        super().__init__(hosts, buffer)
+        self.rng = rng
 
     def save(self, block_id: int, chunk_id: int, key: bytes) -> Future:
         return _LateFuture(partial(self._save, block_id, chunk_id, key), self.rng)
 
     def load(self, chunk_id: int, block_id: int, key: bytes) -> Future:
         return _LateFuture(partial(self._load, chunk_id, block_id, key), self.rng)
-
-    def shutdown(self) -> None:
-        pass
-
-    def _save(self, block_id: int, chunk_id: int, key: bytes) -> None:
-        self.hosts.read(block_id, self.buffer.block(chunk_id))
-        self.buffer.seal(chunk_id, key)
-
-    def _load(self, chunk_id: int, block_id: int, key: bytes) -> bool:
-        if not self.buffer.is_intact(chunk_id, key):
-            return False
-        self.hosts.write(block_id, self.buffer.block(chunk_id))
-        return True
 
 
 class _LateFuture(Future):

@@ -36,7 +36,7 @@ class HostBlockPool(HostBlockStates):
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
-        reports_cached: whether `take_newly_cached` is called.
+        reports_cached: whether `take_newly_cached` and `take_newly_published` are called.
     """
 
     def __init__(self, num_blocks: int, block_size: int, reports_cached: bool = False):
@@ -120,6 +120,8 @@ class HostBlockPool(HostBlockStates):
         block_id = self._requests[request_id][index]
         if self._keys.of(block_id) is None and self._keys.find(block_hash) is None:
             self._keys.set(block_id, block_hash)
+            if self._newly_published is not None:
+                self._newly_published.append(block_id)
 
     def free(self, request_id: str) -> None:
         """Release a finished request's blocks; published ones stay cached."""

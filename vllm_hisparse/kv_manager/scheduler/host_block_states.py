@@ -58,12 +58,13 @@ class HostBlockStates:
 
     Args:
         num_blocks: blocks in the pool.
-        reports_cached: whether `take_newly_cached` is called.
+        reports_cached: whether `take_newly_cached` and `take_newly_published` are called.
     """
 
     def __init__(self, num_blocks: int, reports_cached: bool = False):
         self.num_blocks = num_blocks
         self._newly_cached: dict[int, None] | None = {} if reports_cached else None
+        self._newly_published: list[int] | None = [] if reports_cached else None
         self._free: deque[int] = deque(range(num_blocks))
         self._num_refs = [0] * num_blocks
         self._num_pins = [0] * num_blocks
@@ -140,6 +141,12 @@ class HostBlockStates:
         """Blocks that no request uses any more, since the last call; they may have been evicted since."""
         assert self._newly_cached is not None
         block_ids, self._newly_cached = list(self._newly_cached), {}
+        return block_ids
+
+    def take_newly_published(self) -> list[int]:
+        """Blocks that requests have published since the last call; steps that fill them may not be over."""
+        assert self._newly_published is not None
+        block_ids, self._newly_published = self._newly_published, []
         return block_ids
 
     def _claim(self, block_id: int) -> None:

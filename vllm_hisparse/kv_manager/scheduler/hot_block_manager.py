@@ -44,7 +44,7 @@ class HotBlockManager(CircularBufferManager):
         self._parked: list[tuple[KVCacheBlock, list[int]]] = []  # (first hot block, pinned host blocks)
         self._is_scheduling = False
         self._num_scheduled, self._num_processed = 0, 0  # steps
-        self._tails: deque[tuple[int, KVCacheBlock]] = deque()  # (number of the step that copies it, device block)
+        self._tails: deque[tuple[int, KVCacheBlock, int]] = deque()  # (step that copies it, device and host block)
 
     def bind(
         self, host_pool: HostBlockPool, ledger: RequestLedger, max_model_len: int, caps_device_hits: bool = True
@@ -93,7 +93,9 @@ class HotBlockManager(CircularBufferManager):
         """A step's copies and computations are over on the device; called once per step, in the same order."""
         self._num_processed += 1
         while self._tails and self._tails[0][0] <= self._num_processed:
-            self.block_pool.free_blocks([self._tails.popleft()[1]])
+            _, block, host_id = self._tails.popleft()
+            self.block_pool.free_blocks([block])
+            self.host_pool.unpin([host_id])
 
     def get_num_blocks_to_allocate(
         self,
@@ -199,14 +201,14 @@ class HotBlockManager(CircularBufferManager):
         self.host_pool.preempt(request.request_id, num_tokens)
 
     def _save_tail(self, device_id: int, host_id: int) -> None:
-        """Have a block copied to the host and keep it until that is done.
+        """Have a block copied to the host, and keep both until that is done.
 
-        NOTE: a transfer into a block that vLLM has given to another request writes whenever it likes, perhaps before
-        the device has come to the copy.
+        NOTE: transfers, and loads from tiers, write to a block whenever they like, perhaps before the device's copy.
         """
         block = self.block_pool.blocks[device_id]
         self.block_pool.touch([block])
-        self._tails.append((self._num_scheduled + 1, block))
+        self.host_pool.pin([host_id])
+        self._tails.append((self._num_scheduled + 1, block, host_id))
         self.ledger.save_tail(device_id, host_id)
 
     def _cut_long_sessions(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ class BlockCopier:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hisparse_tier_copy")
 
     def save(self, block_id: int, chunk_id: int, key: bytes) -> Future[None]:
-        """Copy a host block to a chunk and seal it."""
+        """Copy a host block to a chunk."""
         return self._threads.submit(self._save, block_id, chunk_id, key)
 
     def load(self, chunk_id: int, block_id: int, key: bytes) -> Future[bool]:
@@ -45,14 +46,16 @@ class BlockCopier:
     def shutdown(self) -> None:
         """Wait for the copies that run and let go of the host blocks."""
         self._threads.shutdown(cancel_futures=True)
-        self.hosts.close()
+        with suppress(BufferError):  # a copy that failed is still looked at
+            self.hosts.close()
 
     def _save(self, block_id: int, chunk_id: int, key: bytes) -> None:
-        self.hosts.read(block_id, self.buffer.block(chunk_id))
-        self.buffer.seal(chunk_id, key)
+        block = np.empty(self.buffer.block_bytes, np.uint8)
+        self.hosts.read(block_id, block)
+        self.buffer.put(chunk_id, key, block)
 
     def _load(self, chunk_id: int, block_id: int, key: bytes) -> bool:
-        if not self.buffer.is_intact(chunk_id, key):
-            return False
-        self.hosts.write(block_id, self.buffer.block(chunk_id))
-        return True
+        block = self.buffer.get(chunk_id, key)
+        if block is not None:
+            self.hosts.write(block_id, block)
+        return block is not None

@@ -23,7 +23,8 @@ T = TypeVar("T")
 class GuardedTier(SecondaryTierManager):
     """A tier that raises is not used again: it has no block any more, and what is to be stored there is dropped.
 
-    NOTE: jobs that it had begun never end, because it may still read and write their chunks of the transfer buffer.
+    Its jobs end with it, as failed ones. NOTE: it may still write their chunks of the transfer buffer, which a block's
+    digest shows.
 
     Args:
         tier: one of vLLM's.
@@ -35,6 +36,7 @@ class GuardedTier(SecondaryTierManager):
         self.tier_type, self.locality, self.medium = tier.tier_type, tier.locality, tier.medium
         self.cache_hit_source = tier.cache_hit_source
         self._refused: list[JobResult] = []
+        self._jobs: set[int] = set()
 
     @property
     def block_size_bytes(self) -> int:
@@ -54,8 +56,10 @@ class GuardedTier(SecondaryTierManager):
         self._submit(self.tier.submit_load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished = self._guard((), lambda: list(self.tier.get_finished_jobs()))
+        self._jobs -= {result.job_id for result in finished}
         refused, self._refused = self._refused, []
-        return [*refused, *self._guard((), lambda: list(self.tier.get_finished_jobs()))]
+        return [*refused, *finished]
 
     def has_pending_work(self) -> bool:
         return self._guard(False, self.tier.has_pending_work)
@@ -81,12 +85,13 @@ class GuardedTier(SecondaryTierManager):
         self._guard(None, self.tier.drain_jobs)
 
     def shutdown(self) -> None:
-        self._guard(None, self.tier.shutdown)
+        self.tier.shutdown()
 
     def _submit(self, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
         if self.has_failed:
             self._refused.append(JobResult(job.job_id, success=False))
         else:
+            self._jobs.add(job.job_id)
             self._guard(None, submit, job)
 
     def _guard(self, default: T, call: Callable[..., T], *args: Any) -> T:
@@ -97,4 +102,6 @@ class GuardedTier(SecondaryTierManager):
         except Exception:
             logger.exception("Tier %s failed and is not used any more; restart the engine to use it.", self.tier_type)
             self.has_failed = True
+            self._refused += [JobResult(job_id, success=False) for job_id in self._jobs]
+            self._jobs.clear()
             return default

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import vllm.envs as envs
 from vllm.logger import init_logger
@@ -151,9 +153,11 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be guessed from KV
         file = path / IDENTITY
         if not file.exists():
-            temporary = path / f"{IDENTITY}.{os.getpid()}.tmp"
+            temporary = path / f"{IDENTITY}.{uuid4()}.tmp"
             temporary.write_text(json.dumps(expected, indent=2))
-            temporary.rename(file)
+            with suppress(FileExistsError):  # another engine was faster
+                os.link(temporary, file)
+            temporary.unlink()
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise HiSparseConfigError(

@@ -141,8 +141,11 @@ class PrefixLoads:
             if len(self._loads) >= self._max_loads:
                 return True
             load = self._begin(request_id, keys)
-        self._advance(load)
-        if not load.is_over and time.monotonic() - load.progress_at <= self.timeout_s:
+        # NOTE: in this order: what has just been asked for is not given up in the same step, which vLLM's peers mind.
+        is_late = time.monotonic() - load.progress_at > self.timeout_s
+        if not is_late:
+            self._advance(load)
+        if not load.is_over and not is_late:
             return True
         if not load.is_over:
             self._give_up(request_id, load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 
 STORE_SHARE = 0.25  # of the transfer buffer; the rest is for loads and for peers
 MAX_PEER_COPIES = 64  # host blocks on their way into the buffer because a peer has asked for them
-MAX_PEER_KEYS = 10_000  # that peers have asked for and that are not on their way
 
 
 class BufferTier(CPUPrimaryTierOffloadingManager):
@@ -80,8 +79,7 @@ class HostTierManager(TieringOffloadingManager):
         self.buffer, self.host_pool, self.copier = buffer_tier, host_pool, copier
         self.num_chunks = copier.buffer.num_chunks
         self._saves: list[_Save] = []
-        self._asked: OrderedDict[OffloadKey, int] = OrderedDict()  # by peers: the step in which they asked first
-        self._num_scheduled, self._num_processed = 0, 0  # steps
+        self.unwritten: Counter[int] = Counter()  # published host blocks that a step in flight may still write
         self._numbers = count()
 
     @property
@@ -94,7 +92,9 @@ class HostTierManager(TieringOffloadingManager):
         if asked_by_peer and self.buffer.lookup(key, req_context) is LookupResult.MISS:
             block_id = self.host_pool.find(get_offload_block_hash(key))
             if block_id is not None:
-                self._offer_to_peer(key, block_id, req_context)
+                # NOTE: a peer that asks for more than there is room for asks again until its time is over.
+                if block_id not in self.unwritten and len(self._saves) < MAX_PEER_COPIES:
+                    self._save({key: block_id}, req_context, lambda blocks: None)
                 return LookupResult.HIT_PENDING
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
 
@@ -114,14 +114,8 @@ class HostTierManager(TieringOffloadingManager):
         self.on_request_finished(context)
         return is_started
 
-    def step(self, num_scheduled: int, num_processed: int) -> None:
-        """What happens once per step: copies that are over, finished jobs, jobs to begin.
-
-        Args:
-            num_scheduled: steps that have been scheduled.
-            num_processed: steps that are over on the device.
-        """
-        self._num_scheduled, self._num_processed = num_scheduled, num_processed
+    def step(self) -> None:
+        """What happens once per step: copies that are over, finished jobs, jobs to begin."""
         self.collect_saves()
         self.on_schedule_end(ScheduleEndContext((), ()))
 
@@ -178,15 +172,3 @@ class HostTierManager(TieringOffloadingManager):
         futures = [self.copier.save(blocks[key], chunk_id, key) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
         self._saves.append(_Save(context, {key: blocks[key] for key in keys}, futures, is_done))
         return True
-
-    def _offer_to_peer(self, key: OffloadKey, block_id: int, context: ReqContext) -> None:
-        """Save a block that a peer asks for, once every step is over that may still write it.
-
-        NOTE: a block is published when the step that fills it is scheduled. A peer asks again until its time is over.
-        """
-        step = self._asked.setdefault(key, self._num_scheduled)
-        if step <= self._num_processed and len(self._saves) < MAX_PEER_COPIES:
-            del self._asked[key]
-            self._save({key: block_id}, context, lambda blocks: None)
-        elif len(self._asked) > MAX_PEER_KEYS:
-            self._asked.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class Tiers:
         self.stores = BlockStores(manager, host_pool)
         self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored)
         self._num_scheduled, self._num_processed = 0, 0
+        self._published: deque[tuple[int, list[int]]] = deque()  # (steps scheduled by then, blocks)
 
     def is_loading(self, request: Request, match: HostMatch) -> bool:
         """Whether a request that could be admitted should wait until more of its prefix is in the host pool.
@@ -57,25 +59,32 @@ class Tiers:
     def step_scheduled(self) -> None:
         """A step's metadata is complete."""
         self._num_scheduled += 1
+        published = self.host_pool.take_newly_published()
+        self.manager.unwritten.update(published)
+        self._published.append((self._num_scheduled, published))
         self.manager.collect_saves()
         self.loads.step()
         self.stores.step(self._num_scheduled, self._num_processed)
-        self.manager.step(self._num_scheduled, self._num_processed)
+        self.manager.step()
 
     def step_processed(self) -> None:
         """A step is over on the device."""
         self._num_processed += 1
+        while self._published and self._published[0][0] <= self._num_processed:
+            self.manager.unwritten -= Counter(self._published.popleft()[1])
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is no request."""
         return self.stores.has_waiting or bool(self.loads.num_copies) or self.manager.has_pending_work()
 
     def reset_cache(self) -> None:
-        """The host pool is about to forget its cached blocks. What the tiers have stays."""
+        """The host pool is about to forget its cached blocks. What the tiers and the transfer buffer have stays.
+
+        NOTE: waits for copies in memory, never for a tier.
+        """
         self.loads.reset()
         self.loads.wait_for_copies()
         self.manager.wait_for_copies()
-        self.manager.reset_cache()
         self.stores.reset()
 
     def take_counters(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ class TransferBuffer:
     """Chunks of one host block and a digest each. vLLM's tiering manages which block is in which chunk.
 
     The digest covers the block's key and its bytes: a chunk that was cut off, overwritten or stored for another block
-    is not `intact`.
+    is none that `get` returns.
 
     NOTE: a tier never gets the host pool itself: one that hangs would keep host blocks for ever, and tiers want the
     bytes of a block side by side, which the host pool has layer by layer.
@@ -34,17 +34,31 @@ class TransferBuffer:
         self._memory = mmap.mmap(-1, num_chunks * self.chunk_bytes)
         self._chunks = np.frombuffer(self._memory, np.uint8).reshape(num_chunks, self.chunk_bytes)
 
-    def block(self, chunk_id: int) -> np.ndarray:
-        """[block_bytes] uint8 of a chunk."""
-        return self._chunks[chunk_id, : self.block_bytes]
+    def put(self, chunk_id: int, key: bytes, block: np.ndarray) -> None:
+        """Fill a chunk with a block and its digest.
 
-    def seal(self, chunk_id: int, key: bytes) -> None:
-        """Write the digest of a block that has been copied in."""
-        self._digest_of(chunk_id)[...] = np.frombuffer(self._compute(chunk_id, key), np.uint8)
+        NOTE: the digest is of `block`, not of what is in the chunk: a peer that gave up a transfer may still write
+        there.
 
-    def is_intact(self, chunk_id: int, key: bytes) -> bool:
-        """Whether a chunk holds the block that was sealed under this key."""
-        return self._digest_of(chunk_id).tobytes() == self._compute(chunk_id, key)
+        Args:
+            chunk_id: which.
+            key: of the block.
+            block: [block_bytes] uint8, nobody else's.
+        """
+        self._chunks[chunk_id, : self.block_bytes] = block
+        self._digest_of(chunk_id)[...] = np.frombuffer(_digest(key, block), np.uint8)
+
+    def get(self, chunk_id: int, key: bytes) -> np.ndarray | None:
+        """A copy of a chunk's block, [block_bytes] uint8; None if it is not the one that was put there under this
+        key.
+        """
+        chunk = self._chunks[chunk_id].copy()
+        block, digest = chunk[: self.block_bytes], chunk[self.block_bytes : self.block_bytes + DIGEST_BYTES]
+        return block if self.is_intact(digest.tobytes(), key, block) else None
+
+    def is_intact(self, digest: bytes, key: bytes, block: np.ndarray) -> bool:
+        """Whether a digest is that of a block, [block_bytes] uint8, and its key."""
+        return digest == _digest(key, block)
 
     def create_kv_memoryview(self) -> memoryview:
         """[num_chunks, chunk_bytes] of bytes, for vLLM's tiering."""
@@ -57,8 +71,9 @@ class TransferBuffer:
     def _digest_of(self, chunk_id: int) -> np.ndarray:
         return self._chunks[chunk_id, self.block_bytes : self.block_bytes + DIGEST_BYTES]
 
-    def _compute(self, chunk_id: int, key: bytes) -> bytes:
-        return blake3(key).update(memoryview(self.block(chunk_id))).digest()
+
+def _digest(key: bytes, block: np.ndarray) -> bytes:
+    return blake3(key).update(memoryview(block)).digest()
 
 
 def chunk_bytes(block_bytes: int) -> int:
