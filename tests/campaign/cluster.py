@@ -21,7 +21,9 @@ from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
 
 from .adapter import MODEL
 
-LEASE_S = 6  # after which the prefill engine takes back blocks that nobody came for
+# After which the prefill engine takes back blocks that nobody came for.
+# NOTE: what is pulled after it may be another's, and on a busy machine heartbeats come late.
+LEASE_S = 30
 START_TIMEOUT_S = 500
 SETTLE_TIMEOUT_S = 60
 HOST_POOL_GIB = 0.12  # about one and a half requests of the longest length
@@ -46,13 +48,17 @@ class HostPool:
     """What a host pool holds.
 
     Attributes:
-        num_waiting: requests that it cannot take.
+        num_refused: requests that it could not take in the last step.
+        num_queued: requests that wait, these and those behind them.
         num_used: blocks of requests.
+        num_empty: blocks that hold nothing.
         num_blocks: all of them.
     """
 
-    num_waiting: int
+    num_refused: int
+    num_queued: int
     num_used: int
+    num_empty: int
     num_blocks: int
 
 
@@ -118,8 +124,9 @@ class Cluster:
     def host_pool(self) -> HostPool:
         """The decode engine's host pool, as it was a few steps ago."""
         names = ("requests_waiting_for_host_memory", "host_blocks_used", "host_blocks_free", "host_blocks_cached")
-        num_waiting, num_used, *unused = (round(self.decode.metric(f"hisparse_{name}")) for name in names)
-        return HostPool(num_waiting, num_used, num_used + sum(unused))
+        refused, used, empty, cached = (round(self.decode.metric(f"hisparse_{name}")) for name in names)
+        queued = round(self.decode.metric("num_requests_waiting"))
+        return HostPool(refused, queued, used, empty, used + empty + cached)
 
     def num_preemptions(self) -> int:
         return round(self.decode.metric("num_preemptions"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from .cluster import Cluster, differs, make_prompt
 
 PROMPT_TOKENS, NUM_TOKENS = 4000, 12  # of a request whose transfer is disturbed
 LOAD_PROMPTS = 40  # many more tokens than the host pool holds
-REMOTE_CLIENTS, LOCAL_CLIENTS = 8, 16  # local ones alone overfill it: the prefill engine cannot keep up with both
+REMOTE_CLIENTS, LOCAL_CLIENTS = 4, 12  # local ones alone overfill it: the prefill engine cannot keep up with both
 MAX_DISCONNECT_CHUNKS = 6
 
 Advance = Callable[[], None]
@@ -28,9 +28,10 @@ class Fault:
         times: kills, answered requests or disconnects.
         lost_blocks: blocks of a surviving engine that did not come back.
         wrong_tokens: answers whose tokens are not full KV's.
-        seconds: how long the host pool was looked at, once it was full; None, as below: not looked at.
-        full_share: share of these seconds in which it could not take some request.
-        most_waiting: requests that it could not take, at most.
+        unanswered: requests that ended without an answer although both engines lived; None, as below: not looked at.
+        seconds: how long the host pool was looked at, once it was full.
+        full_share: share of these seconds in which it had no empty block and requests were waiting.
+        refusing_share: share in which it had just refused one. The others wait behind the prompt that is computed.
         least_used_blocks, num_blocks: of the host pool, in these seconds and in all.
         preemptions: requests that lost their blocks.
     """
@@ -39,9 +40,10 @@ class Fault:
     times: int = 0
     lost_blocks: int = 0
     wrong_tokens: int = 0
+    unanswered: int | None = None
     seconds: int | None = None
     full_share: float | None = None
-    most_waiting: int | None = None
+    refusing_share: float | None = None
     least_used_blocks: int | None = None
     num_blocks: int | None = None
     preemptions: int | None = None
@@ -104,20 +106,26 @@ def host_pool_full(cluster: Cluster, seconds: float, advance: Advance) -> Fault:
         replies = [reply for client in clients for reply in client.result()]
     fault = Fault("host pool full", len(replies), seconds=round(seconds))
     fault.preemptions = cluster.num_preemptions() - preemptions
-    fault.full_share = round(sum(sample.num_waiting > 0 for sample in samples) / len(samples), 3)
-    fault.most_waiting = max(sample.num_waiting for sample in samples)
+    fault.full_share = _share(sample.num_empty == 0 and sample.num_queued > 0 for sample in samples)
+    fault.refusing_share = _share(sample.num_refused > 0 for sample in samples)
     fault.least_used_blocks = min(sample.num_used for sample in samples)
     fault.num_blocks = samples[0].num_blocks
     fault.lost_blocks = cluster.lost_blocks("decode") + cluster.lost_blocks("prefill")
     # NOTE: not during the load: full KV comes from the prefill engine, which takes one request at a time.
     full = {index: cluster.full_kv(*_load_request(index)) for index in {index for index, _ in replies}}
-    fault.wrong_tokens = sum(reply is None or differs(reply, full[index]) for index, reply in replies)
+    fault.unanswered = sum(reply is None for _, reply in replies)
+    fault.wrong_tokens = sum(reply is not None and differs(reply, full[index]) for index, reply in replies)
     return fault
+
+
+def _share(values: Iterable[bool]) -> float:
+    values = list(values)
+    return round(sum(values) / len(values), 3)
 
 
 def _wait_full(cluster: Cluster, clients: list[Future]) -> None:
     """Wait until the host pool cannot take some request; a client that ends meanwhile has failed."""
-    while not cluster.host_pool().num_waiting:
+    while not cluster.host_pool().num_refused:
         for client in clients:
             if client.done():
                 client.result()

@@ -42,7 +42,8 @@ class FakeCluster:
     def host_pool(self) -> SimpleNamespace:
         """Requests wait from the third look on, but not at every other one."""
         self.num_looks += 1
-        return SimpleNamespace(num_waiting=self.num_looks % 2 if self.num_looks > 2 else 0, num_used=30, num_blocks=32)
+        num_refused = self.num_looks % 2 if self.num_looks > 2 else 0
+        return SimpleNamespace(num_refused=num_refused, num_queued=9, num_used=30, num_empty=0, num_blocks=32)
 
     def num_preemptions(self) -> int:
         return self.num_looks
@@ -79,8 +80,9 @@ def test_host_pool_full(faults: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(faults.time, "sleep", lambda _, sleep=faults.time.sleep: sleep(0.01))
     fault = faults.host_pool_full(FakeCluster(), 0.2, nothing)
     assert fault.times and not fault.wrong_tokens and not fault.lost_blocks
-    assert fault.full_share == pytest.approx(0.5, abs=0.2), "every other look after the one that found it full"
-    assert fault.most_waiting == 1 and fault.least_used_blocks == 30 and fault.num_blocks == 32
+    assert fault.full_share == 1 and fault.unanswered == 0
+    assert fault.refusing_share == pytest.approx(0.5, abs=0.2), "every other look after the one that found it full"
+    assert fault.least_used_blocks == 30 and fault.num_blocks == 32
     assert fault.preemptions > 3
     fault = faults.host_pool_full(FakeCluster(tokens=WRONG, loses="decode"), 0.1, nothing)
     assert fault.wrong_tokens == fault.times and fault.lost_blocks == 3
