@@ -68,6 +68,10 @@ class BlockStores:
         for block_id in blocks.values():
             self._stored[block_id] = self.host_pool.hash_of(block_id)
 
+    def forget_stored(self) -> None:
+        """A tier may not have what was saved lately: blocks are stored again when they are next given up."""
+        self._stored.clear()
+
     def reset(self) -> None:
         """The host pool has forgotten all cached blocks."""
         self._waiting.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
 MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at once
+MAX_ORIGINS = 10_000  # blocks whose source is remembered
 LOADS_SHARE = 0.5  # of the transfer buffer, for the windows of all loads
 RETRY_S, MAX_RETRY_S = 30.0, 600.0  # for which a source that did not answer is not asked: twice as long each time
 
@@ -118,6 +120,7 @@ class PrefixLoads:
         self._loads: dict[str, PrefixLoad] = {}
         self._ended: set[str] = set()  # requests that have loaded what they could
         self._copies: list[_Copy] = []
+        self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # of blocks that were asked for
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
         self._window = max(min(MAX_WINDOW, num_chunks // 2), 1)
         self._max_loads = max(num_chunks // self._window, 1)
@@ -127,20 +130,34 @@ class PrefixLoads:
         """Blocks on their way into the host pool."""
         return len(self._copies)
 
-    def is_loading(self, request_id: str, keys: Sequence[OffloadKey]) -> bool:
-        """Whether a request should wait for its prefix.
+    @property
+    def is_full(self) -> bool:
+        """Whether a load cannot begin before another one is over."""
+        return len(self._loads) >= self._max_loads
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request's prefix is being loaded."""
+        return request_id in self._loads
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether a request that still waits has loaded what it could."""
+        return request_id in self._ended
+
+    def begin(self, request_id: str, keys: list[OffloadKey]) -> None:
+        """Begin to load the prefix of a request that could be admitted.
 
         Args:
-            request_id: of a request that could be admitted.
+            request_id: of the request.
             keys: its blocks beyond what the host pool has.
         """
-        load = self._loads.get(request_id)
-        if load is None:
-            if request_id in self._ended or not keys:
-                return False
-            if len(self._loads) >= self._max_loads:
-                return True
-            load = self._begin(request_id, keys)
+        contexts = self._make_contexts(request_id)
+        for _, context in contexts:
+            self.manager.on_new_request(context)
+        self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), time.monotonic())
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a request should wait for its prefix, whose load has begun."""
+        load = self._loads[request_id]
         # NOTE: in this order: what has just been asked for is not given up in the same step, which vLLM's peers mind.
         is_late = time.monotonic() - load.progress_at > self.timeout_s
         if not is_late:
@@ -177,14 +194,6 @@ class PrefixLoads:
         for request_id in list(self._loads):
             self._end(request_id)
 
-    def _begin(self, request_id: str, keys: Sequence[OffloadKey]) -> PrefixLoad:
-        contexts = self._make_contexts(request_id)
-        for _, context in contexts:
-            self.manager.on_new_request(context)
-        load = PrefixLoad(list(keys), contexts, len(keys), time.monotonic())
-        self._loads[request_id] = load
-        return load
-
     def _end(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         if load is not None:
@@ -218,15 +227,27 @@ class PrefixLoads:
             return True
         if any(copy.load.keys[copy.index] == key for copy in self._copies):
             return True
+        _, context = load.contexts[0]
+        found = self.manager.buffer.lookup(key, context)
+        if found is LookupResult.HIT:
+            if (source := self._origins.pop(key, None)) is not None:
+                source.has_answered()
+            return self._copy(load, index, context)
+        if found is LookupResult.HIT_PENDING:
+            load.waits_for = self._origins.get(key)
+            return True
+        return self._ask(load, key)
+
+    def _ask(self, load: PrefixLoad, key: OffloadKey) -> bool:
+        """Ask the sources for a block in their order; False if none has it."""
         for source, context in load.contexts:
             if time.monotonic() < source.retry_at:
                 continue
             result = self.manager.lookup(key, context)
-            if result is LookupResult.HIT:
-                source.has_answered()
-                return self._copy(load, index, context)
             if result is not LookupResult.MISS:
-                load.waits_for = source
+                load.waits_for = self._origins[key] = source
+                if len(self._origins) > MAX_ORIGINS:
+                    self._origins.popitem(last=False)
                 return True
         return False
 

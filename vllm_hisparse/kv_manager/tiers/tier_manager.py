@@ -87,6 +87,12 @@ class HostTierManager(TieringOffloadingManager):
         """Blocks that may be saved now."""
         return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
 
+    @property
+    def is_dropping(self) -> bool:
+        """Whether a tier does not take what is to be stored."""
+        detectors = [tier.bp_detector for tier in self.secondary_tiers]
+        return any(detector is not None and detector.is_under_pressure() for detector in detectors)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
         asked_by_peer = exclude_tier_idx is not None
         if asked_by_peer and self.buffer.lookup(key, req_context) is LookupResult.MISS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
@@ -43,14 +42,18 @@ class Tiers:
             request: asked for once per step while it waits.
             match: what the host pool has of it.
         """
-        if not self.host_pool.can_allocate(request.num_tokens, match):
-            return False  # it waits for memory first
-        first, block_size = match.num_tokens // self.host_pool.block_size, self.host_pool.block_size
-        last = (request.num_tokens - 1) // block_size
-        keys = [key_of(block_hash) for block_hash in islice(request.block_hashes, first, last)]
-        if keys:
+        request_id, block_size = request.request_id, self.host_pool.block_size
+        if not self.loads.has(request_id):
+            first, last = match.num_tokens // block_size, (request.num_tokens - 1) // block_size
+            if first >= min(last, len(request.block_hashes)) or self.loads.has_ended(request_id):
+                return False
+            if not self.host_pool.can_allocate(request.num_tokens, match):
+                return False  # it waits for memory first
+            if self.loads.is_full:
+                return True
             self.host_pool.touch(match.block_ids)  # not to be evicted by what follows them
-        return self.loads.is_loading(request.request_id, keys)
+            self.loads.begin(request_id, [key_of(block_hash) for block_hash in request.block_hashes[first:last]])
+        return self.loads.is_loading(request_id)
 
     def forget(self, request_id: str) -> None:
         """A request was admitted or has ended."""
@@ -63,6 +66,8 @@ class Tiers:
         self.manager.unwritten.update(published)
         self._published.append((self._num_scheduled, published))
         self.manager.collect_saves()
+        if self.manager.is_dropping:
+            self.stores.forget_stored()
         self.loads.step()
         self.stores.step(self._num_scheduled, self._num_processed)
         self.manager.step()
