@@ -85,6 +85,6 @@ class BlockStores:
             if self.host_pool.hash_of(block_id) != block_hash:
                 del self._waiting[block_id]
                 self.num_dropped += 1
-            else:
+            elif block_id not in self.manager.unwritten:  # NOTE: evicted, and published again for the same tokens
                 batch[key_of(block_hash)] = block_id
         return batch
