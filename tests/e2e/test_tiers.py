@@ -97,7 +97,7 @@ def test_a_conversation_leaves_the_host_pool_and_comes_back(start, tmp_path: Pat
 def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, tmp_path: Path, expected):
     """Even of one that was killed while it stored and while it loaded."""
     prompts = list(map(make_prompt, LENGTHS))
-    for is_enough in (lambda: len(block_files(tmp_path)) >= 4, lambda: True):
+    for is_enough in (lambda: len(block_files(tmp_path)) >= 25, lambda: True):
         engine = start(args_of("dsv32", [fs_tier(tmp_path)]))
         engine.begin({"prompts": prompts, "max_tokens": MAX_TOKENS})
         wait_until(partial(engine.log_has, "HiSparse tier:"))
