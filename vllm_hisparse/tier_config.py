@@ -16,7 +16,7 @@ class TierOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def vllm_config(self) -> dict[str, Any]:
+    def secondary_tier(self) -> dict[str, Any]:
         """The entry of `secondary_tiers` in vLLM's tiering."""
         raise NotImplementedError
 
@@ -32,7 +32,7 @@ class FsTier(TierOptions):
     num_threads: int = Field(default=8, gt=0)
     """Threads that read, and as many that write."""
 
-    def vllm_config(self) -> dict[str, Any]:
+    def secondary_tier(self) -> dict[str, Any]:
         return {
             "type": "hisparse_fs",
             "root_dir": self.path,
@@ -56,7 +56,7 @@ class P2PTier(TierOptions):
     peers: list[Annotated[str, Field(pattern=PEER)]] = []
     """Instances to ask, as host:port; a name stands for all addresses it resolves to. Empty: only answer."""
 
-    def vllm_config(self) -> dict[str, Any]:
+    def secondary_tier(self) -> dict[str, Any]:
         return {"type": "p2p", "host": self.host, "port": self.port}
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class ObjTier(TierOptions):
     num_threads: int = Field(default=4, gt=0)
     """Threads of NIXL's backend."""
 
-    def vllm_config(self) -> dict[str, Any]:
+    def secondary_tier(self) -> dict[str, Any]:
         names = ("bucket", "scheme", "region", "ca_bundle", "access_key", "secret_key", "session_token")
         store = {name: getattr(self, name) for name in names}
         store["endpoint_override"] = self.endpoint

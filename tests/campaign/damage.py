@@ -88,7 +88,9 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     def step_early(self: BlockStores, num_scheduled: int, num_processed: int) -> None:
         published = range(self.host_pool.num_blocks)
         self.host_pool._newly_cached.update(dict.fromkeys(published))
+        unwritten, self.manager.unwritten = self.manager.unwritten, Counter()
         step(self, num_scheduled, num_scheduled)
+        self.manager.unwritten = unwritten
 
     monkeypatch.setattr(BlockStores, "step", step_early)
 

@@ -95,13 +95,15 @@ def test_a_conversation_leaves_the_host_pool_and_comes_back(start, tmp_path: Pat
 
 
 def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, tmp_path: Path, expected):
-    """Even of one that was killed while it stored and while it loaded."""
+    """Even of one that was killed while it stored, once it had stored all, and while it loaded."""
     prompts = list(map(make_prompt, LENGTHS))
-    for is_enough in (lambda: len(block_files(tmp_path)) >= 25, lambda: True):
+    num_blocks = sum(whole_blocks("dsv32", num_tokens) // BLOCK["dsv32"] for num_tokens in LENGTHS)
+    for is_time in (partial(has_stored, 4), partial(has_stored, num_blocks), has_read):
+        started_at = time.time()
         engine = start(args_of("dsv32", [fs_tier(tmp_path)]))
         engine.begin({"prompts": prompts, "max_tokens": MAX_TOKENS})
         wait_until(partial(engine.log_has, "HiSparse tier:"))
-        wait_until(is_enough)
+        wait_until(partial(is_time, tmp_path, started_at))
         engine.kill()
     engine = start(args_of("dsv32", [fs_tier(tmp_path)]))
     record = ask(engine, *prompts)
@@ -111,6 +113,15 @@ def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, tmp_path: Path, 
 
 def block_files(path: Path) -> list[Path]:
     return list(path.rglob("*.bin"))
+
+
+def has_stored(num_blocks: int, path: Path, _: float) -> bool:
+    return len(block_files(path)) >= num_blocks
+
+
+def has_read(path: Path, since: float) -> bool:
+    """Whether a block was read: that sets its file's time."""
+    return any(file.stat().st_mtime > since for file in block_files(path))
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -188,9 +188,9 @@ class HiSparseSchedulerConnector:
         return stats
 
     def take_due_stats(self) -> HiSparseStats | None:
-        """`take_stats` every few calls, and when no request is left; else None."""
+        """`take_stats` every few calls, and when no request and no work for a tier is left; else None."""
         self._calls_to_report -= 1
-        if self._calls_to_report > 0 and self.ledger.requests:
+        if self._calls_to_report > 0 and (self.ledger.requests or self.has_pending_work()):
             return None
         self._calls_to_report = CALLS_PER_REPORT
         return self.take_stats()

@@ -63,6 +63,17 @@ def test_no_two_requests_share_an_id_with_a_peer() -> None:
     assert len(set(ids)) == len(ids) == 4
 
 
+def test_peers_that_are_gone_are_forgotten(names: dict[str, list[str]]) -> None:
+    found = Peers(["decode:5710"], ("10.0.0.2", 5710))
+    sources = Sources("engine", [], found, False)
+    ((first, _),) = sources.contexts("r")
+    ((again, _),) = sources.contexts("r")
+    assert first is again, "it is known whether a peer has answered"
+    found._addresses = [("10.0.0.7", 5710)]
+    assert [source.name for source, _ in sources.contexts("r")] == ["peer 10.0.0.7:5710"]
+    assert list(sources._by_address) == [("10.0.0.7", 5710)]
+
+
 def test_a_source_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_loads.time, "monotonic", lambda: 1000.0)
     source, pauses = Source("peer"), []

@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.tiers import prefix_loads
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 
@@ -153,6 +154,27 @@ def test_a_tier_that_raises_is_not_used_again(tmp_path: Path, monkeypatch: pytes
         engine.fill(7)
         assert engine.tiers.manager.secondary_tiers[0].has_failed
         engine.host_pool.check_integrity()
+
+
+def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A p2p tier whose peers are not there yet."""
+    with TieredEngine([fs(tmp_path)]) as engine:
+        monkeypatch.setattr(engine.tiers.loads, "_make_contexts", lambda request_id: [])
+        for name in ("first", "again"):
+            engine.ask(name, PROMPT)
+            engine.settle()
+            engine.fill()
+            engine.settle()
+        assert engine.count().get("tier_loaded_blocks", 0) == 0
+        engine.check_idle()
+        assert not engine.tiers.loads._ended
+
+
+def test_reports_are_few_while_a_tier_has_work(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A p2p tier always has: vLLM's loop then steps a thousand times per second."""
+    monkeypatch.setattr(engine.tiers, "has_pending_work", lambda: True)
+    reports = [engine.connector.take_due_stats() for _ in range(2 * CALLS_PER_REPORT + 1)]
+    assert sum(report is not None for report in reports) == 3
 
 
 def test_a_full_disk_costs_nothing_else(engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

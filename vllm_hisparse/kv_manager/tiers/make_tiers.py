@@ -178,7 +178,7 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> None:
 def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTier) -> GuardedTier:
     try:
         view = primary.get_kv_memoryview()
-        return GuardedTier(SecondaryTierFactory.create_secondary_tier(tier.vllm_config(), view, spec))
+        return GuardedTier(SecondaryTierFactory.create_secondary_tier(tier.secondary_tier(), view, spec))
     except Exception as error:
         raise HiSparseConfigError(
             f"tiers.{index}", str(tier), f"a tier that can be opened ({error})", "Correct its options, or remove it."

@@ -144,13 +144,16 @@ class PrefixLoads:
         return request_id in self._ended
 
     def begin(self, request_id: str, keys: list[OffloadKey]) -> None:
-        """Begin to load the prefix of a request that could be admitted.
+        """Begin to load the prefix of a request that could be admitted; it has ended at once if there is no source.
 
         Args:
             request_id: of the request.
             keys: its blocks beyond what the host pool has.
         """
         contexts = self._make_contexts(request_id)
+        if not contexts:
+            self._ended.add(request_id)
+            return
         for _, context in contexts:
             self.manager.on_new_request(context)
         self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), time.monotonic())

@@ -35,14 +35,21 @@ class Sources:
 
     def contexts(self, request_id: str) -> list[tuple[Source, ReqContext]]:
         """A request's context with each source, in the order in which they are asked."""
-        name = f"{request_id}-{next(self._numbers)}"
+        # NOTE: clients choose request ids; what is put before them is like no other context's id.
+        name = f"{next(self._numbers)}:{request_id}"
         stores = [(self._stores, ReqContext(name, load_tier_filter=STORES_ONLY))] if self._stores else []
-        peers = [self._peer(name, address) for address in (self.peers.addresses() if self.peers else ())]
+        addresses = self.peers.addresses() if self.peers else []
+        self._by_address = {address: self._by_address.get(address) or _source(address) for address in addresses}
+        peers = [self._peer(name, address) for address in addresses]
         return [*peers, *stores] if self.peers_first else [*stores, *peers]
 
     def _peer(self, name: str, address: tuple[str, int]) -> tuple[Source, ReqContext]:
         host, port = address
-        source = self._by_address.setdefault(address, Source(f"peer {host}:{port}"))
         remote = {"kv_request_id": f"{self.engine_id}:{name}", "remote_host": host, "remote_port": port}
         context = ReqContext(f"{name}@{host}:{port}", {"remote_kv_source": remote}, load_tier_filter=PEERS_ONLY)
-        return source, context
+        return self._by_address[address], context
+
+
+def _source(address: tuple[str, int]) -> Source:
+    host, port = address
+    return Source(f"peer {host}:{port}")

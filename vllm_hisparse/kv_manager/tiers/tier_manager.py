@@ -114,7 +114,7 @@ class HostTierManager(TieringOffloadingManager):
         Returns:
             False if the buffer has no room for them; nothing has changed.
         """
-        context = ReqContext(f"hisparse-store-{next(self._numbers)}")
+        context = ReqContext(f"store:{next(self._numbers)}")
         self.on_new_request(context)
         is_started = self._save(blocks, context, is_done)
         self.on_request_finished(context)

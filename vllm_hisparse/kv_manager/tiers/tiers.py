@@ -53,7 +53,7 @@ class Tiers:
                 return True
             self.host_pool.touch(match.block_ids)  # not to be evicted by what follows them
             self.loads.begin(request_id, [key_of(block_hash) for block_hash in request.block_hashes[first:last]])
-        return self.loads.is_loading(request_id)
+        return self.loads.has(request_id) and self.loads.is_loading(request_id)
 
     def forget(self, request_id: str) -> None:
         """A request was admitted or has ended."""
