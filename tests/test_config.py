@@ -236,9 +236,46 @@ def test_refuses_the_prefill_role():
     assert "NixlConnector" in message
 
 
-def test_refuses_speculative_decoding() -> None:
-    message = refusal(speculative_config=SimpleNamespace(method="mtp"))
-    check_parts(message, "--speculative-config", "'mtp'", "none in this release", "Remove it.")
+def drafts(method: str = "ngram", num_speculative_tokens: int = 3) -> dict[str, Any]:
+    return {
+        "speculative_config": SimpleNamespace(method=method, num_speculative_tokens=num_speculative_tokens),
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "expected"),
+    [
+        ("mtp", {}, "ngram with a DSA model on cpu in this release"),
+        ("eagle3", {}, "ngram with a DSA model on cpu in this release"),
+        ("ngram", {"device_config__device_type": "cuda"}, "none with a DSA model on cuda in this release"),
+    ],
+)
+def test_refuses_drafts_that_it_cannot_verify(method: str, changes: dict[str, Any], expected: str) -> None:
+    message = refusal(**changes, **drafts(method))
+    check_parts(message, "--speculative-config method", repr(method), expected, "Remove --speculative-config.")
+
+
+def test_refuses_drafts_of_dense_models() -> None:
+    message, expected = (
+        dense_refusal({"algorithm": "quest"}, **drafts()),
+        "none with a dense model on cpu in this release",
+    )
+    check_parts(message, "--speculative-config method", "'ngram'", expected, "Remove --speculative-config.")
+
+
+def test_the_buffer_holds_the_selections_of_all_drafts() -> None:
+    assert HiSparseConfig.from_vllm_config(engine(GIB, **drafts(num_speculative_tokens=1))).rows == 512
+    assert HiSparseConfig.from_vllm_config(engine(GIB, **drafts())).rows == 4 * 256
+    assert HiSparseConfig.from_vllm_config(engine({**GIB, "device_buffer_size": 1024}, **drafts())).rows == 1024
+    message = refusal({**GIB, "device_buffer_size": 1000}, **drafts())
+    expected = "at least 4 x top_k (1024): 3 drafts and one token select each"
+    check_parts(message, "device_buffer_size", "1000", expected, "Raise it, or remove it for the default of 1024 rows.")
+
+
+def test_refuses_traces_of_drafts() -> None:
+    message = refusal({**GIB, "selection_trace_dir": "/tmp/traces"}, **drafts())
+    expected = "none with --speculative-config"
+    check_parts(message, "selection_trace_dir", "'/tmp/traces'", expected, "Remove one of the two.")
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_ds_mla", "int8", "float32"])

@@ -7,6 +7,7 @@ decorator that calls a method with a public name.
 from __future__ import annotations
 
 import re
+from random import SystemRandom
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -222,6 +223,17 @@ def register_tier(name: str, module: str, class_name: str) -> None:
 
     if name not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(name, module, class_name)
+
+
+def draw_temporary_names() -> None:
+    """Let vLLM's file system tier name temporary files like no other engine's.
+
+    NOTE: it draws names from Python's generator, which vLLM seeds: an engine that is killed leaves a file of the name
+    that the next one wants, too, and cannot create.
+    """
+    from vllm.v1.kv_offload.tiering.fs import io
+
+    io.random = SystemRandom()
 
 
 def tolerate_missing_telemetry(tier: ObjectStoreSecondaryTierManager) -> None:

@@ -30,6 +30,7 @@ CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
+DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ()}  # of `--speculative-config`, by device; DSA models
 
 # Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(
@@ -67,7 +68,7 @@ class HiSparseConfig(BaseModel):
     top_k: int | None = Field(default=None, gt=0)
     """Tokens attended per query and layer. Default: `index_topk` of a DSA model, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
-    """Hot rows per request and layer. Default: 2x top_k."""
+    """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
     """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
     host_pool_gib: float | None = Field(default=None, gt=0)
@@ -228,21 +229,21 @@ class HiSparseConfig(BaseModel):
             _check_dense_model(self, vllm_config)
             updates = {"top_k": _dense_top_k(self), "full_kv_layers": _full_kv_layers(self, model)}
         _check_trace(self, vllm_config.device_config.device_type)
+        if vllm_config.speculative_config is not None:
+            _check_drafts(self, vllm_config)
         top_k, unit = updates["top_k"], self.tokens_per_unit
-        rows = BUFFER_TOP_K_RATIO * top_k if self.device_buffer_size is None else self.device_buffer_size
-        if rows < top_k or rows % unit:
-            multiple = f", a multiple of {unit}" if unit > 1 else ""
-            raise HiSparseConfigError(
-                "device_buffer_size",
-                rows,
-                f"at least top_k ({top_k}){multiple}",
-                f"Raise it, or remove it for the default of {BUFFER_TOP_K_RATIO * top_k} rows.",
-            )
+        rows = _num_rows(self, top_k, max_query_len(vllm_config))
         if vllm_config.device_config.device_type == "cuda":
             _check_model_class(model)
             _check_kernel_limits(top_k, rows, unit)
         tp_size = _prefill_tp_size(self, vllm_config.parallel_config.tensor_parallel_size)
         return self.model_copy(update={**updates, "device_buffer_size": rows, "prefill_tp_size": tp_size})
+
+
+def max_query_len(vllm_config: VllmConfig) -> int:
+    """Tokens that a decoding request computes in a step at most: one, and those drafted."""
+    drafts = vllm_config.speculative_config
+    return 1 if drafts is None else 1 + drafts.num_speculative_tokens
 
 
 def _first_error(error: ValidationError) -> HiSparseConfigError:
@@ -254,6 +255,30 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
         return HiSparseConfigError(option, detail["input"], f"one of the known options: {known}", "Correct the name.")
     message = detail["msg"].removeprefix("Input should be ")
     return HiSparseConfigError(option, detail["input"], message, "Correct the value in kv_connector_extra_config.")
+
+
+def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
+    """Hot rows per request and layer: `device_buffer_size` or its default.
+
+    Args:
+        top_k: tokens of a selection.
+        query_len: selections of a request in a step; the buffer holds all of them.
+
+    Raises:
+        HiSparseConfigError: it does not.
+    """
+    unit, default = config.tokens_per_unit, max(BUFFER_TOP_K_RATIO, query_len) * top_k
+    rows = default if config.device_buffer_size is None else config.device_buffer_size
+    if rows < query_len * top_k or rows % unit:
+        selections = f"{query_len} x top_k ({query_len * top_k}): {query_len - 1} drafts and one token select each"
+        multiple = f", a multiple of {unit}" if unit > 1 else ""
+        raise HiSparseConfigError(
+            "device_buffer_size",
+            rows,
+            f"at least {selections if query_len > 1 else f'top_k ({top_k})'}{multiple}",
+            f"Raise it, or remove it for the default of {default} rows.",
+        )
+    return rows
 
 
 def _check_algorithm(config: HiSparseConfig) -> None:
@@ -318,6 +343,23 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
             "top_k", top_k, f"{model_top_k}, the model's index_topk", f"Remove top_k or set it to {model_top_k}."
         )
     return top_k
+
+
+def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
+    """Refuse drafts that cannot be verified over hot buffers."""
+    device, method = vllm_config.device_config.device_type, vllm_config.speculative_config.method
+    methods = DRAFT_METHODS[device] if config.dense_unit is None else ()
+    if method not in methods:
+        kind = "a DSA model" if config.dense_unit is None else "a dense model"
+        expected = f"{' or '.join(methods) or 'none'} with {kind} on {device} in this release"
+        raise HiSparseConfigError("--speculative-config method", method, expected, "Remove --speculative-config.")
+    if config.selection_trace_dir is not None:
+        raise HiSparseConfigError(
+            "selection_trace_dir",
+            config.selection_trace_dir,
+            "none with --speculative-config",
+            "Remove one of the two.",
+        )
 
 
 def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
@@ -443,10 +485,6 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "external_launcher",
             "mp or ray with --tensor-parallel-size above 1",
             "Remove it: one scheduler must manage the host pool for all ranks.",
-        )
-    if vllm_config.speculative_config is not None:
-        raise HiSparseConfigError(
-            "--speculative-config", vllm_config.speculative_config.method, "none in this release", "Remove it."
         )
     device = vllm_config.device_config.device_type
     if device not in KV_CACHE_DTYPES:

@@ -39,6 +39,7 @@ class KVLayout:
         block_size: tokens per host block and per device block of device-resident KV.
         tokens_per_unit: consecutive rows that are selected, copied and evicted together; divides `block_size`.
         num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
+        max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
     """
 
     row_bytes: int
@@ -48,6 +49,7 @@ class KVLayout:
     block_size: int = BLOCK_SIZE
     tokens_per_unit: int = 1
     num_kv_heads: int | None = None
+    max_query_len: int = 1
 
     @property
     def rows_per_hot_block(self) -> int:
@@ -111,8 +113,9 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def num_hot_blocks(self, device_buffer_size: int) -> int:
-        """Device blocks of one request's hot buffer, including the slot of its newest unit."""
-        return -(-(device_buffer_size + self.tokens_per_unit) // self.rows_per_hot_block)
+        """Device blocks of one request's hot buffer, including the slots of its newest units."""
+        num_newest_units = 1 - (1 - self.max_query_len) // self.tokens_per_unit
+        return -(-(device_buffer_size + num_newest_units * self.tokens_per_unit) // self.rows_per_hot_block)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens`, with a hot buffer."""

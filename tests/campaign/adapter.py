@@ -22,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
@@ -104,7 +105,12 @@ class Product:
 
     def batch(self, output: SchedulerOutput) -> list[BatchEntry]:
         """What a step computes, read right after it was scheduled."""
-        return [self._entry(name, num_tokens) for name, num_tokens in output.num_scheduled_tokens.items()]
+        drafts = output.scheduled_spec_decode_tokens
+        return [self._entry(name, num, drafts.get(name, [])) for name, num in output.num_scheduled_tokens.items()]
+
+    def take_drafts(self, drafts: dict[str, list[int]]) -> None:
+        """Tokens that requests verify in their next steps."""
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def check_pools(self) -> None:
         self.half.host_pool.check_integrity()
@@ -146,7 +152,7 @@ class Product:
         pool = self.half.host_pool
         return f"{requests}, host blocks: {pool.num_free} free, {pool.num_cached} cached, {pool.num_used} used"
 
-    def _entry(self, request_id: str, num_tokens: int) -> BatchEntry:
+    def _entry(self, request_id: str, num_tokens: int, drafts: list[int]) -> BatchEntry:
         request, groups = self.scheduler.requests[request_id], self.half.groups
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         resident_id = groups.resident_group_id
@@ -157,8 +163,9 @@ class Product:
             last,
             block_ids[groups.hot_group_id][0],
             [] if resident_id is None else list(block_ids[resident_id]),
-            Text(request._all_token_ids, last),
+            Text([*request._all_token_ids, *drafts], last),
             not request.is_prefill_chunk,
+            len(drafts),
         )
 
     def _owned_device_blocks(self) -> Iterator[Any]:
@@ -230,7 +237,7 @@ def _layers(kind: str) -> Sequence[str]:
 
 
 def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KVCacheConfig) -> VllmConfig:
-    config = copy.copy(_base_config(configuration.role))
+    config = copy.copy(_base_config(configuration.role, configuration.num_drafts))
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.enable_prefix_caching = configuration.enable_caching
     config.cache_config.num_gpu_blocks = sizes.num_device_blocks
@@ -251,11 +258,14 @@ def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KV
 
 
 @lru_cache
-def _base_config(role: str) -> VllmConfig:
+def _base_config(role: str, num_drafts: int) -> VllmConfig:
     transfer = KVTransferConfig(
         kv_connector=CONNECTOR_NAME, kv_role=role, kv_connector_extra_config={"host_pool_gib": 1.0}
     )
-    args = EngineArgs(model=str(MODEL), max_model_len=MAX_MODEL_LEN, kv_transfer_config=transfer)
+    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else None
+    args = EngineArgs(
+        model=str(MODEL), max_model_len=MAX_MODEL_LEN, kv_transfer_config=transfer, speculative_config=drafts
+    )
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE
     return config

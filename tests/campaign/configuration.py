@@ -26,6 +26,7 @@ class Configuration:
         sibling_share: of remote prompts, those sent with the transfer parameters of another prompt.
         malformed_share: of remote prompts, those whose transfer parameters are damaged.
         has_tier: whether there is a tier below the host pool; engines share it.
+        num_drafts: tokens that are drafted at most for a request's next step, and verified there.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Configuration:
     sibling_share: float = 0.0
     malformed_share: float = 0.0
     has_tier: bool = False
+    num_drafts: int = 0
 
     @property
     def is_pd(self) -> bool:
@@ -69,4 +71,7 @@ CONFIGURATIONS = (
     Configuration("tier", has_tier=True),
     Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_DENSE),
     _pd("tier, P/D, data parallel", has_tier=True, num_engines=2),
+    Configuration("drafts, sync", is_async=False, num_drafts=3),
+    Configuration("drafts, sync, sessions, tier", is_async=False, num_drafts=2, has_sessions=True, has_tier=True),
+    _pd("drafts, sync, P/D", is_async=False, num_drafts=3, sibling_share=0.2),
 )

@@ -107,6 +107,22 @@ def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostTierManager, "step", step_early)
 
 
+def certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts count as computed before they are accepted."""
+    monkeypatch.setattr(RequestLedger, "has_drafts", property(lambda self: False, lambda self, has_drafts: None), False)
+
+
+def one_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a preempted request's blocks that are not saved, only the last is."""
+    preempt = HotBlockManager._preempt
+
+    def preempt_losing(self: HotBlockManager, request, admitted) -> None:
+        admitted.unsaved_blocks = dict(list(admitted.unsaved_blocks.items())[-1:])
+        preempt(self, request, admitted)
+
+    monkeypatch.setattr(HotBlockManager, "_preempt", preempt_losing)
+
+
 def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host block may be given to a request while it is copied to a tier."""
     pool = HostBlockPool

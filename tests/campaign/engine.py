@@ -16,6 +16,7 @@ from .checks import check_pools, check_tokens
 from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, Configuration
 from .nixl import Nixl, Prefill
 from .rank import HostMemory, Rank, Step
+from .texts import NUM_OUTPUT_TOKENS, Text
 
 
 class Engine:
@@ -39,7 +40,7 @@ class Engine:
         counts: Counter[str],
         stored_blocks: dict[bytes, bytes],
     ):
-        self.rng, self.counts = rng, counts
+        self.rng, self.counts, self.num_drafts = rng, counts, configuration.num_drafts
         self.product = Product(configuration, sizes)
         self.scheduler = self.product.scheduler
         self.scheduler.needs_kv_cache_zeroing = rng.random() < 0.7
@@ -141,6 +142,8 @@ class Engine:
                 rank.finish(step.number)
         on_wait()
         self.scheduler.update_from_output(step.output, self._model_output(step))
+        if self.num_drafts:
+            self.product.take_drafts({entry.request_id: self._draft(entry.request_id) for entry in step.batch})
         for entry in step.batch:
             request = self.scheduler.requests.get(entry.request_id)
             if request is not None:
@@ -148,12 +151,23 @@ class Engine:
 
     def _model_output(self, step: Step) -> ModelRunnerOutput:
         ids = [entry.request_id for entry in step.batch]
-        sampled = [[entry.text.next_token(entry.last)] if entry.samples else [] for entry in step.batch]
+        sampled = [entry.sampled() for entry in step.batch]
+        for entry, tokens in zip(step.batch, sampled, strict=True):
+            self.counts["rejected drafts"] += entry.num_drafts + 1 - len(tokens) if entry.samples else 0
         outputs = [
             ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=result)
             for result in step.results
         ]
         return self._aggregator.aggregate(outputs)
+
+    def _draft(self, request_id: str) -> list[int]:
+        """Any number of tokens, most of which the model would say."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or not request.all_token_ids:
+            return []
+        known = request.all_token_ids
+        drafts = Text(known, len(known) + self.rng.randint(0, self.num_drafts)).token_ids[len(known) :]
+        return [self.rng.randrange(NUM_OUTPUT_TOKENS) if self.rng.random() < 0.4 else token for token in drafts]
 
     def _num_preemptions(self) -> int:
         return sum(request.num_preemptions for request in self.scheduler.requests.values())

@@ -24,6 +24,7 @@ COUNTS = (
     "tail saves",
     "turns",
     "resets",
+    "rejected drafts",
 )
 WORLDS_OF_A_SEED = 1_000_000
 

@@ -48,8 +48,9 @@ class BatchEntry:
     Attributes:
         handle: its first hot block.
         device_ids: its device-resident blocks.
-        text: its tokens as known when the step is scheduled, continued to `last`.
+        text: its tokens as known when the step is scheduled, then its drafts, continued to `last`.
         samples: whether the step yields a token.
+        num_drafts: how many of its tokens were drafted.
     """
 
     request_id: str
@@ -59,6 +60,16 @@ class BatchEntry:
     device_ids: list[int]
     text: Text
     samples: bool
+    num_drafts: int = 0
+
+    def sampled(self) -> list[int]:
+        """The tokens that the step yields: drafts that are the model's, and one more."""
+        tokens = []
+        for position in range(self.last - self.num_drafts, self.last + 1) if self.samples else ():
+            tokens.append(self.text.next_token(position))
+            if position < self.last and self.text.token_ids[position] != tokens[-1]:
+                break
+        return tokens
 
 
 @dataclass

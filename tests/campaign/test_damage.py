@@ -26,6 +26,8 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.early_stores, "tier", "host row"),
         (damage.early_peers, "tier", "host row"),
         (damage.reused_blocks, "tier", "host row"),
+        (damage.certain_drafts, "drafts, sync", "indexer key"),
+        (damage.one_unsaved_block, "drafts, sync", "indexer key"),
     ],
 )
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:

@@ -18,6 +18,7 @@ def test_lives(configuration: Configuration) -> None:
     assert bool(happened["restores"]) == bool(happened["tail saves"]) == configuration.has_resident_group
     assert not configuration.is_pd or happened["failures"] > 50
     assert not configuration.has_sessions or happened["turns"] > 300
+    assert not configuration.num_drafts or happened["rejected drafts"] > 1000
 
 
 def test_a_seed_names_a_world() -> None:

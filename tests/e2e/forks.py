@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,7 +68,8 @@ class Child:
 class ForkedServer(EngineProcess):
     """vLLM's OpenAI server with the options of a command line: API server, EngineCore and worker are forked.
 
-    Cores are not bound, and NIXL's progress thread sleeps between two looks: by default it never does.
+    Cores are not bound. What waits sleeps: NIXL's progress thread between two looks, and EngineCore and worker for each
+    other. By default these processes are busy for as long as they have requests, on cores that others need.
     """
 
     def start(self) -> None:
@@ -95,6 +97,7 @@ def _serve(args: Sequence[str], environment: dict[str, str], log_path: str, has_
     has_group.send(None)
     after_platform_update(_fork_children)
     _poll_seldom()
+    _wait_asleep()
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *args]
@@ -117,6 +120,12 @@ def after_platform_update(change: Callable[[Any], None]) -> None:
 def _fork_children(_: Any) -> None:
     """vLLM's default for children, which its CPU platform changes so that each may bind its own threads."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+def _wait_asleep() -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)
 
 
 def _poll_seldom() -> None:

@@ -252,6 +252,13 @@ def record_engine(llm: Any, recorder: Recorder) -> dict[str, Any]:
     return {**record, "counters": dict(recorder.counters), "peaks": dict(recorder.peaks)}
 
 
+def count_drafts(llm: Any) -> dict[str, int]:
+    """Tokens that were drafted and accepted so far; the engine must log statistics."""
+    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    names = {"drafted": "draft_tokens", "accepted": "accepted_tokens"}
+    return {name: round(values[f"vllm:spec_decode_num_{metric}"]) for name, metric in names.items()}
+
+
 def make_recorder(llm: Any) -> Recorder | None:
     """Of the scheduler half where the workers are in other processes; None without a connector, or when the scheduler
     is in another process, too."""
@@ -308,6 +315,8 @@ class OfflineEngine:
         record: dict[str, Any] = {"completions": run(self.llm, phase), "seconds": time.perf_counter() - start}
         if self.recorder is not None:
             record |= record_engine(self.llm, self.recorder)
+        if self.llm.llm_engine.vllm_config.speculative_config is not None:
+            record["drafts"] = count_drafts(self.llm)
         if self.check is not None:
             record |= {"checked_rows": self.check.num_rows, "wrong_rows": self.check.num_wrong}
         return record

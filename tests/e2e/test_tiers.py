@@ -39,7 +39,8 @@ def fs_tier(path: Path, quota_gib: float = 1.0) -> dict:
 
 
 def args_of(model: str, tiers: list[dict]) -> dict:
-    return hot_args(model, {**SMALL_POOL[model], "tiers": tiers}, max_model_len=MAX_MODEL_LEN)
+    options = {**SMALL_POOL[model], "tiers": tiers, "tier_timeout_s": ENGINE_TIMEOUT_S}
+    return hot_args(model, options, max_model_len=MAX_MODEL_LEN)
 
 
 def ask(engine: OfflineEngine, *prompts: list[int]) -> dict:

@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 # choice here and the start of the server.
 PORTS = range(20000, 32000)
 POLL_S = 0.25
+KILL_TIMEOUT_S = 30.0  # in which a killed process is gone, even on a busy machine
 CALM_NICENESS = 10  # gives a thread about a tenth of the CPU time of a computing thread
 HEALTH_REQUEST_TIMEOUT_S = 5.0
 TAIL_BYTES = 64 * 1024
@@ -264,7 +265,7 @@ class ProcessGroup:
         try:
             self._signal_and_wait(signal.SIGTERM, self.grace_s)
         finally:  # a second Ctrl-C skips the grace time, but still kills everything
-            self._signal_and_wait(signal.SIGKILL, self.grace_s)
+            self._signal_and_wait(signal.SIGKILL, KILL_TIMEOUT_S)
 
     def _signal_and_wait(self, signum: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -40,6 +40,7 @@ class HiSparseSchedulerConnector:
         max_num_running: requests that may run in one step, for which the worker has room.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: pools of that size, which hold the same blocks of different KV heads.
+        has_drafts: whether requests verify drafts.
     """
 
     def __init__(
@@ -52,16 +53,15 @@ class HiSparseSchedulerConnector:
         max_num_running: int,
         num_ranks: int = 1,
         num_host_pools: int = 1,
+        has_drafts: bool = False,
     ):
-        self.groups, self.layout = groups, groups.layout
-        self.transport = transport
+        self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
-        is_dense = self.layout.num_kv_heads is not None
-        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes=is_dense)
+        tracks_decodes = self.layout.num_kv_heads is not None  # a dense model
+        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes, has_drafts)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.tiers: Tiers | None = None
-        self._calls_to_report = 0
-        self._restores: BlockPairs = []
+        self._calls_to_report, self._restores = 0, BlockPairs()
         self.request_log = RequestLog() if config.log_request_stats else None
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:

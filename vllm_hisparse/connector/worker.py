@@ -221,6 +221,7 @@ class HiSparseWorkerConnector:
             max_blocks=cdiv(self.vllm_config.model_config.max_model_len, self.layout.block_size),
             block_size=self.layout.block_size,
             num_device_blocks=num_device_blocks,
+            max_query_len=self.layout.max_query_len,
         )
 
 

@@ -63,7 +63,8 @@ class Residency:
     """Which position each hot slot of one layer holds, least recently used first.
 
     Entry j of a request: slot `slots[j]` holds position `positions[j]`, or nothing where that is -1. While a sequence
-    is no longer than the buffer, entry j is slot j and holds position j or nothing: nothing is evicted, no order kept.
+    fits (`SwapInOps`), entry j is slot j and holds position j or nothing: nothing is evicted, no order kept. An entry
+    may hold a position that was drafted and rejected; it counts as nothing until it has been computed again.
 
     Attributes:
         slots: [num_states, num_slots] int32, a permutation of the slots for each request.
@@ -83,10 +84,12 @@ class StepTables:
             `host_tables`) at its first hot block; -1 elsewhere.
         hot_tables: [batch, >= hot blocks per request] int32 device blocks. A row whose first block is of no request is
             padding.
-        seq_lens: [batch] int32 tokens of each request, the newest one included. A row with less than 1 is padding, too:
+        seq_lens: [batch] int32 tokens of each request, the new ones included. A row with less than 1 is padding, too:
             vLLM pads a graph's batch so, and its row of `hot_tables` may be stale.
         host_tables: [num_states, max blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
+        query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`; None: one each.
+        max_query_len: new tokens of a request in any step.
     """
 
     state_indices: torch.Tensor
@@ -94,6 +97,8 @@ class StepTables:
     seq_lens: torch.Tensor
     host_tables: torch.Tensor
     block_size: int
+    query_lens: torch.Tensor | None = None
+    max_query_len: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,10 @@ class Resolved:
     Ids are flat: of hot rows as in `HotRows`, of host rows `host block * block_size + offset`.
 
     Attributes:
-        hot_row_ids: [max_batch, top_k] int32 hot row of each selected position; -1 where there is none.
+        hot_row_ids: [max_batch, columns] int32 hot row of each selected position; -1 where there is none.
         num_valid: [max_batch] int32 leading entries of `hot_row_ids` that contain every valid one.
-        miss_host_row_ids: [max_batch, top_k] int64 host rows to copy; the first `num_misses` count.
-        miss_hot_row_ids: [max_batch, top_k] int32 hot rows to copy them to.
+        miss_host_row_ids: [max_batch, columns] int64 host rows to copy; the first `num_misses` count.
+        miss_hot_row_ids: [max_batch, columns] int32 hot rows to copy them to.
         num_misses: [max_batch] int32 rows to copy.
     """
 
@@ -117,15 +122,15 @@ class Resolved:
     num_misses: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_batch: int, top_k: int, device: torch.device) -> Resolved:
+    def allocate(cls, max_batch: int, num_columns: int, device: torch.device) -> Resolved:
         """Buffers in which nothing is valid.
 
         Args:
             max_batch: requests of the largest batch, padding included; or their KV heads where each selects for itself.
-            top_k: entries of a selection.
+            num_columns: entries of the selections of all new tokens of a request.
             device: where the hot rows are.
         """
-        matrix, vector = (max_batch, top_k), (max_batch,)
+        matrix, vector = (max_batch, num_columns), (max_batch,)
         return cls(
             torch.full(matrix, -1, dtype=torch.int32, device=device),
             torch.zeros(vector, dtype=torch.int32, device=device),
@@ -191,9 +196,10 @@ class SwapInOps(ABC):
     outside its tensor is never read or written. Sizes and dtypes are the caller's duty: implementations may raise
     AssertionError for those they cannot take.
 
-    The newest position of a request, `seq_lens - 1`, is hot by construction: in the slot of its own number while the
-    sequence is no longer than the buffer, in the reserved slot `num_slots` after that. It is never a victim, and counts
-    neither as a hit nor as a miss.
+    The new positions of a request, from `seq_lens - query_lens` on, are hot by construction: in the slots of their own
+    numbers while the sequence fits, in the reserved slots from `num_slots` on after that. They are never victims, and
+    count neither as hits nor as misses. A sequence fits while the buffer has room for its earlier tokens and
+    `max_query_len` new ones.
     """
 
     @abstractmethod
@@ -210,15 +216,15 @@ class SwapInOps(ABC):
 
         The least recently used entries that are not hits of this step are the victims, in the order of the misses in
         `top_k`. The new order: entries neither hit nor filled, filled ones, hits, each part in its old order. While the
-        sequence is no longer than the buffer, a miss fills the slot of its own number, and entries keep their places.
+        sequence fits, a miss fills the slot of its own number, and entries keep their places.
 
         Args:
             residency: of one layer, updated in place; has at least as many slots as `top_k` has columns.
             tables: of the step.
-            top_k: [batch, top_k] int32 distinct positions; -1 anywhere, and every other value outside [0, seq_len), is
-                padding.
+            top_k: [batch, columns] int32 selections of the new tokens of each request side by side, each of distinct
+                positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
             hot_rows: of the layer; only its sizes are used.
-            counts: [num_states, 2] int64 hits and misses, added to.
+            counts: [num_states, 2] int64 hits and misses, added to; a position that several tokens select counts once.
             out: written for the first `batch` requests; padding gets -1, 0 valid entries and no misses.
         """
 
@@ -252,25 +258,25 @@ class SwapInOps(ABC):
 
     @abstractmethod
     def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
-        """Flat id of the hot row of each request's newest position: the slot mapping of a decode step.
+        """Flat id of the hot row of each request's new positions: the slot mapping of a decode step.
 
         Args:
             tables: of the step.
-            num_slots: hot slots per request, the reserved one not counted.
+            num_slots: hot slots per request, the reserved ones not counted.
             hot_rows: of any layer.
-            out: [>= batch] int64, the first `batch` written; -1 for padding.
+            out: [>= batch * max_query_len] int64, the first of these written, request by request; -1 for padding.
         """
 
     @abstractmethod
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
     ) -> None:
-        """Copy each request's newest row of all layers to the host.
+        """Copy each request's new rows of all layers to the host.
 
         Args:
             hot_rows, host_rows: one entry per layer, as in `gather`.
             tables: of the step; nothing is written for padding.
-            num_slots: hot slots per request, the reserved one not counted.
+            num_slots: hot slots per request, the reserved ones not counted.
         """
 
     @abstractmethod

@@ -331,6 +331,7 @@ def _residency(residency: Residency) -> _Residency:
 
 def _step_tables(tables: StepTables) -> _StepTables:
     hot_tables, host_tables = tables.hot_tables, tables.host_tables
+    assert tables.query_lens is None, "the kernels take one new token of each request"
     assert hot_tables.stride(1) == host_tables.stride(1) == 1, "block tables must have contiguous rows"
     return _StepTables(
         tables.state_indices.data_ptr(),

@@ -14,8 +14,8 @@ class _Choice(NamedTuple):
     """Where the selected positions of some requests are after `resolve`.
 
     Attributes:
-        slots: [n, top_k] int32 hot slot of each, -1 where there is none.
-        missed: [n, top_k] bool, those that have yet to be copied there.
+        slots: [n, columns] int32 hot slot of each, -1 where there is none.
+        missed: [n, columns] bool, those that have yet to be copied there, each position once.
         num_hits: [n] int64.
     """
 
@@ -39,13 +39,15 @@ class TorchSwapInOps(SwapInOps):
         batch = len(top_k)
         out.hot_row_ids[:batch], out.num_valid[:batch], out.num_misses[:batch] = -1, 0, 0
         live, states = _live_requests(tables, batch, len(residency.slots))
-        newest = tables.seq_lens[live][:, None] - 1
-        fits = newest[:, 0] < residency.slots.shape[1]
+        first_new = _first_new(tables, live)
+        fits = _fits(tables, first_new, residency.slots.shape[1])
         for part, choose in ((fits, _choose_fitting), (~fits, _choose_evicting)):
             if not part.any():
                 continue
             selected = top_k[live[part]]
-            choice = choose(residency, states[part], selected, newest[part])
+            choice = choose(
+                residency, states[part], selected, first_new[part, None], _new_positions(tables, live[part])
+            )
             counts[states[part]] += torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
             _write_resolved(tables, hot_rows, live[part], states[part], selected, choice, out)
 
@@ -72,17 +74,17 @@ class TorchSwapInOps(SwapInOps):
         batch = len(tables.seq_lens)
         live, _ = _live_requests(tables, batch, len(tables.host_tables))
         row_ids = _newest_row_ids(tables, live, num_slots, hot_rows)
-        out[:batch] = -1
-        out[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
+        by_request = out[: batch * tables.max_query_len].view(batch, -1)
+        by_request[:] = -1
+        by_request[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
     ) -> None:
         live, states = _live_requests(tables, len(tables.seq_lens), len(tables.host_tables))
-        newest = tables.seq_lens[live][:, None] - 1
-        targets = _flat_row_ids(tables.host_tables[states], newest, tables.block_size)[:, 0]
+        targets = _flat_row_ids(tables.host_tables[states], _new_positions(tables, live), tables.block_size).flatten()
         for hot, host in zip(hot_rows, host_rows, strict=True):
-            _copy_rows(hot.rows, _newest_row_ids(tables, live, num_slots, hot), host, targets)
+            _copy_rows(hot.rows, _newest_row_ids(tables, live, num_slots, hot).flatten(), host, targets)
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -128,7 +130,7 @@ class TorchSwapInOps(SwapInOps):
     ) -> None:
         live, states = _live_requests(tables, len(tables.seq_lens), len(tables.host_tables))
         newest = tables.seq_lens[live][:, None] - 1
-        targets = _newest_row_ids(tables, live, num_slots, hot_rows)
+        targets = _newest_row_ids(tables, live, num_slots, hot_rows)[:, 0]
         homes = _flat_row_ids(tables.host_tables[states], newest, tables.block_size)[:, 0]
         stale = reload[states] != 0
         _copy_rows(host_rows, homes[stale], hot_rows.rows, targets[stale])
@@ -164,49 +166,88 @@ def _find_live(
     return live, states[live]
 
 
+def _first_new(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
+    """First new position of requests: [n] int32.
+
+    Args:
+        tables: of the step.
+        live: [n] int64 batch indices of the requests.
+    """
+    return tables.seq_lens[live] - (1 if tables.query_lens is None else tables.query_lens[live])
+
+
+def _new_positions(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
+    """New positions of requests: [n, max_query_len] int32, -1 beyond the last.
+
+    Args:
+        tables, live: as in `_first_new`.
+    """
+    offsets = torch.arange(tables.max_query_len, dtype=torch.int32, device=live.device)
+    positions = _first_new(tables, live)[:, None] + offsets
+    return positions.where(positions < tables.seq_lens[live][:, None], -1)
+
+
+def _fits(tables: StepTables, first_new: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Which sequences fit into their buffers: [n] bool. Once one does not, it never does again.
+
+    Args:
+        tables: of the step.
+        first_new: [n] int32 positions.
+        num_slots: hot slots per request, the reserved ones not counted.
+    """
+    return first_new + tables.max_query_len <= num_slots
+
+
 def _choose_fitting(
-    residency: Residency, states: torch.Tensor, selected: torch.Tensor, newest: torch.Tensor
+    residency: Residency, states: torch.Tensor, selected: torch.Tensor, first_new: torch.Tensor, new: torch.Tensor
 ) -> _Choice:
     """Resolve requests that fit into their buffers: entry p is slot p, and holds position p or nothing.
 
     Args:
         residency: updated in place.
         states: [n] int64 state indices.
-        selected: [n, top_k] int32 positions.
-        newest: [n, 1] int32 position, less than the number of slots.
+        selected: [n, columns] int32 positions.
+        first_new: [n, 1] int32 position.
+        new: [n, max_query_len] int32 positions, from `first_new` on; -1 beyond the last.
     """
     positions = residency.positions[states]
-    wanted = (selected >= 0) & (selected < newest)
-    own_slots = selected.where(wanted, newest).long()  # the newest position is hot in any case
-    hits = wanted & (positions.gather(1, own_slots) == selected)
-    positions.scatter_(1, own_slots, own_slots.int()).scatter_(1, newest.long(), newest)
-    residency.positions[states] = positions
-    return _Choice(selected.where(wanted | (selected == newest), -1), wanted & ~hits, hits.sum(1))
+    wanted = (selected >= 0) & (selected < first_new)
+    own_slots = selected.where(wanted, first_new).long()  # a new position is hot in any case
+    leads = wanted & (_first_columns(selected, wanted, positions.shape[1]).gather(1, own_slots) == _columns(selected))
+    hits = leads & (positions.gather(1, own_slots) == selected)
+    positions.scatter_(1, own_slots, own_slots.int())
+    new = new.where(new >= 0, first_new)
+    residency.positions[states] = positions.scatter_(1, new.long(), new)
+    slots = selected.where((selected >= 0) & (selected <= new.amax(1, keepdim=True)), -1)
+    return _Choice(slots, leads & ~hits, hits.sum(1))
 
 
 def _choose_evicting(
-    residency: Residency, states: torch.Tensor, selected: torch.Tensor, newest: torch.Tensor
+    residency: Residency, states: torch.Tensor, selected: torch.Tensor, first_new: torch.Tensor, new: torch.Tensor
 ) -> _Choice:
     """Resolve requests that have outgrown their buffers: misses take the slots of the least recently used entries.
 
     Args:
-        residency: updated in place.
-        states: [n] int64 state indices.
-        selected: [n, top_k] int32 positions.
-        newest: [n, 1] int32 position, at least the number of slots.
+        residency, states, selected, first_new, new: as in `_choose_fitting`.
     """
     slots, positions = residency.slots[states], residency.positions[states]
-    wanted = (selected >= 0) & (selected < newest)
-    columns = _columns_of(positions, selected, wanted, int(newest.max()))
+    positions = positions.where(positions < first_new, -1)  # drafts that were rejected while the sequence fitted
+    wanted = (selected >= 0) & (selected < first_new)
+    num_positions = int(first_new.max())
+    first_columns = _first_columns(selected, wanted, num_positions)
+    columns = first_columns.gather(1, positions.where(positions >= 0, num_positions).long())
     hits = columns >= 0
     chosen = torch.full_like(selected, -1)
     chosen[hits.nonzero()[:, 0], columns[hits].long()] = slots[hits]
-    missed = wanted & (chosen < 0)
+    lead_columns = first_columns.gather(1, selected.where(wanted, num_positions).long())
+    missed = wanted & (lead_columns == _columns(selected)) & (chosen < 0)
     filled = ~hits & ((~hits).cumsum(1) <= missed.sum(1, keepdim=True))
     chosen[missed] = slots[filled]  # as many of each request, paired in order
     positions[filled] = selected[missed]
     _store_entries(residency, states, slots, positions, (~(hits | filled), filled, hits))
-    return _Choice(chosen.where(selected != newest, slots.shape[1]), missed, hits.sum(1))
+    chosen = chosen.gather(1, lead_columns.clamp_min(0).long()).where(wanted, -1)
+    is_new = (selected >= first_new) & (selected <= new.amax(1, keepdim=True))
+    return _Choice(chosen.where(~is_new, slots.shape[1] + selected - first_new), missed, hits.sum(1))
 
 
 def _store_entries(
@@ -248,7 +289,7 @@ def _write_resolved(
     Args:
         tables, hot_rows, out: as in `SwapInOps.resolve`.
         live, states: [n] int64 batch indices and state indices of the requests.
-        selected: [n, top_k] int32 positions.
+        selected: [n, columns] int32 positions.
         choice: of these requests.
     """
     hot_ids = _flat_row_ids(tables.hot_tables[live], choice.slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
@@ -263,20 +304,25 @@ def _write_resolved(
     out.miss_host_row_ids[places] = host_ids[requests, missed_columns]
 
 
-def _columns_of(keys: torch.Tensor, selected: torch.Tensor, wanted: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """Column of `selected` that holds each key where it is wanted, or -1: [n, keys] int32.
+def _columns(selected: torch.Tensor) -> torch.Tensor:
+    """Number of each column: int32, shaped as `selected`, [n, columns]."""
+    return torch.arange(selected.shape[1], dtype=torch.int32, device=selected.device).expand_as(selected)
+
+
+def _first_columns(selected: torch.Tensor, wanted: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """First column that wants each position, or -1: [n, num_positions + 1] int32; the last one is of no position.
 
     Args:
-        keys: [n, keys] int32 positions, or -1.
-        selected: [n, top_k] int32 positions, distinct where wanted.
-        wanted: [n, top_k] bool.
+        selected: [n, columns] int32 positions.
+        wanted: [n, columns] bool.
         num_positions: more than any wanted position.
     """
-    table = torch.full((len(keys), num_positions + 1), -1, dtype=torch.int32, device=keys.device)
-    columns = torch.arange(selected.shape[1], dtype=torch.int32, device=keys.device).expand_as(selected)
-    table.scatter_(1, selected.where(wanted, num_positions).long(), columns)
-    table[:, num_positions] = -1
-    return table.gather(1, keys.where((keys >= 0) & (keys < num_positions), num_positions).long())
+    num_columns = selected.shape[1]
+    table = torch.full((len(selected), num_positions + 1), num_columns, dtype=torch.int32, device=selected.device)
+    places = selected.where(wanted, num_positions).long()
+    table.scatter_reduce_(1, places, _columns(selected), "amin")
+    table[:, num_positions] = num_columns
+    return table.where(table < num_columns, -1)
 
 
 def _flat_row_ids(
@@ -298,14 +344,16 @@ def _flat_row_ids(
 
 
 def _newest_row_ids(tables: StepTables, live: torch.Tensor, num_slots: int, hot_rows: HotRows) -> torch.Tensor:
-    """Flat ids of the hot rows of the newest positions: [n] int64, -1 where there is none.
+    """Flat ids of the hot rows of the new positions: [n, max_query_len] int64, -1 where there is none.
 
     Args:
         tables, num_slots, hot_rows: as in `SwapInOps.newest_row_ids`.
         live: [n] int64 batch indices of the requests.
     """
-    slots = (tables.seq_lens[live][:, None] - 1).clamp(max=num_slots)
-    return _flat_row_ids(tables.hot_tables[live], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)[:, 0]
+    first_new, positions = _first_new(tables, live)[:, None], _new_positions(tables, live)
+    moved = positions + (num_slots - first_new) * ~_fits(tables, first_new, num_slots)
+    slots = moved.where(positions >= 0, -1)
+    return _flat_row_ids(tables.hot_tables[live], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
 
 
 def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     others = {"indexer.k_cache": object()}
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=128)),
+        speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context={**dict(enumerate(layers)), **others}),
     )
     spec = layers[0].get_kv_cache_spec(config)

@@ -3,16 +3,21 @@
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
+from vllm_hisparse.kv_manager.scheduler.drafting_session import DraftingSession
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestChanges, RequestLedger
 
 BLOCK_SIZE = 4
 
 
-def make_ledger(max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False) -> RequestLedger:
-    ledger = RequestLedger(HostBlockPool(32, BLOCK_SIZE), max_num_running, enable_caching, tracks_decodes=is_dense)
+def make_ledger(
+    max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False, has_drafts: bool = False
+) -> RequestLedger:
+    pool = HostBlockPool(32, BLOCK_SIZE)
+    ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, has_drafts=has_drafts)
     ledger.bind(None if is_dense else {})
     return ledger
 
@@ -58,9 +63,9 @@ def test_a_prompt_in_chunks() -> None:
     admit(ledger, request, handle=7)
     host_ids = ledger.host_pool.block_ids("a")
     assert step(ledger, (request, 3)) == RequestChanges(started=[(7, "a")], tables={7: (0, host_ids)})
-    assert ledger.admitted["a"].tail_block_id == 100
+    assert ledger.admitted["a"].unsaved_blocks == {0: 100}
     assert step(ledger, (request, 6)) == RequestChanges(saves=[(100, host_ids[0]), (101, host_ids[1])])
-    assert ledger.admitted["a"].tail_block_id == 102
+    assert ledger.admitted["a"].unsaved_blocks == {2: 102}
     assert step(ledger, (request, 1)) == RequestChanges()
 
 
@@ -179,3 +184,42 @@ def test_nothing_is_left_of_a_request() -> None:
     for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
         assert not leftover
     assert not ledger._matches and not ledger._changed and not ledger._released
+
+
+def test_drafts_are_saved_once_they_are_accepted() -> None:
+    ledger = make_ledger(has_drafts=True)
+    request = arrive(ledger, "a", 6)
+    admit(ledger, request, handle=7)
+    host_ids = ledger.host_pool.block_ids("a")
+    ledger._device_blocks["a"] += [SimpleNamespace(block_id=102)]
+    assert step(ledger, (request, 6)).saves == [(100, host_ids[0])]
+    assert ledger.admitted["a"].unsaved_blocks == {1: 101}
+
+    def verify(num_drafts: int, num_accepted: int) -> RequestChanges:
+        """The newest token and drafts; those accepted and one more are then known."""
+        request.num_tokens = request.num_computed_tokens + 1
+        ledger.host_pool.grow("a", request.num_tokens + num_drafts)
+        changes = step(ledger, (request, 1 + num_drafts))
+        request.num_computed_tokens -= num_drafts - num_accepted
+        return changes
+
+    assert verify(num_drafts=3, num_accepted=0).saves == [], "position 7 was drafted"
+    assert ledger.admitted["a"].unsaved_blocks == {1: 101, 2: 102}
+    assert request.num_computed_tokens == 7
+    changes = verify(num_drafts=1, num_accepted=1)
+    assert [device_id for device_id, _ in changes.saves] == [101], "position 7 is known now"
+    assert ledger.admitted["a"].unsaved_blocks == {2: 102}
+    assert verify(num_drafts=0, num_accepted=0).saves == []
+    assert ledger.admitted["a"].num_saved_blocks == 2
+
+
+def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> None:
+    ledger = make_ledger(has_drafts=True)
+    session = Request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1), None, resumable=True)
+    ledger.add(session)
+    assert isinstance(session, DraftingSession)
+    session.status, session.num_computed_tokens = RequestStatus.RUNNING, 7
+    assert session.num_computed_tokens == 7, "three drafts are being verified"
+    session.append_output_token_ids(5)
+    session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert session.num_computed_tokens == 4, "the last token is discarded, and the drafts with it"

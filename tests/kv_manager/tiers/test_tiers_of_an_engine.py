@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tiered_engine import IDENTITY, TieredEngine
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from vllm_hisparse.config import HiSparseConfigError
@@ -175,6 +178,17 @@ def test_reports_are_few_while_a_tier_has_work(engine: TieredEngine, monkeypatch
     monkeypatch.setattr(engine.tiers, "has_pending_work", lambda: True)
     reports = [engine.connector.take_due_stats() for _ in range(2 * CALLS_PER_REPORT + 1)]
     assert sum(report is not None for report in reports) == 3
+
+
+def test_temporary_files_of_a_killed_engine_are_in_nobodys_way(engine: TieredEngine) -> None:
+    """vLLM names them by Python's generator, which it seeds alike in every engine."""
+
+    def suffix() -> str:
+        random.seed(0)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(io._get_tmp_suffix).result()
+
+    assert suffix() != suffix()
 
 
 def test_a_full_disk_costs_nothing_else(engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

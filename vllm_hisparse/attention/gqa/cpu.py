@@ -17,6 +17,7 @@ from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, view_un
 from vllm_hisparse.kv_manager.worker.hot_buffer import Seeds
 from vllm_hisparse.ops.base import Resolved
 from vllm_hisparse.ops.paged_gqa import CpuBlocks, attend
+from vllm_hisparse.ops.take_rows import take_rows
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -305,7 +306,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         token_positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
         last = positions.repeat_interleave(self.num_kv_heads)[:, None]
         valid = (hot_row_ids >= 0).repeat_interleave(per_unit, 1) & (token_positions <= last)
-        rows = self.hot.rows[hot_row_ids.clamp_min(0)].view(len(units), -1, 2 * self.head_size)
+        rows = take_rows(self.hot.rows, hot_row_ids.clamp_min(0)).view(len(units), -1, 2 * self.head_size)
         by_head = query.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
         return attend(by_head, rows, valid, self.scale).view_as(query)
 

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.attention.backend import AttentionMetadata
 
-from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes
@@ -52,7 +52,7 @@ class HotBufferLayer:
         layers = vllm_config.compilation_config.static_forward_context.values()
         has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
         sizes = len(has_indexer), sum(has_indexer), spec.block_size
-        layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes)
+        layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes, max_query_len=max_query_len(vllm_config))
         return HotBufferSpec.from_mla_spec(spec, layout, layout.num_hot_blocks(config.rows))
 
 

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl
 from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
+from vllm_hisparse.ops.take_rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class HotMLACpuMetadata(SparseMLACpuMetadata):
     """One step's batch, split into requests that decode and requests that prefill.
 
     Attributes:
-        decode_tokens: [decoding requests] int64 index of each one's token in the step's batch.
+        decode_tokens: [decoding requests, max_query_len] int64 index of each new token in the step's batch, -1 beyond
+            the last.
     """
 
     decode_tokens: torch.Tensor | None = None
@@ -51,11 +53,14 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         buffer = self.impl.hot_buffer
         request_indices = buffer.requests.find(hot_tables)
         known, query_lens = request_indices < buffer.requests.num_requests, torch.diff(starts)
-        decodes = (known & (query_lens == 1)).nonzero()[:, 0]
-        buffer.step.plan(hot_tables[decodes], common.seq_lens[:num_reqs][decodes])
+        max_query_len = buffer.shape.max_query_len
+        decodes = (known & (query_lens <= max_query_len)).nonzero()[:, 0]
+        buffer.step.plan(hot_tables[decodes], common.seq_lens[:num_reqs][decodes], query_lens[decodes])
+        offsets = torch.arange(max_query_len)
+        decode_tokens = (starts[:-1][decodes, None] + offsets).where(offsets < query_lens[decodes, None], -1)
         chunks = [
             self._chunk(i, starts, common.seq_lens, hot_tables, request_indices)
-            for i in (known & (query_lens > 1)).nonzero()[:, 0].tolist()
+            for i in (known & (query_lens > max_query_len)).nonzero()[:, 0].tolist()
         ]
         return HotMLACpuMetadata(
             common.num_actual_tokens,
@@ -63,7 +68,7 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
             request_of_token=torch.empty(0),
             num_decodes=num_reqs,
             num_decode_tokens=common.num_actual_tokens,
-            decode_tokens=starts[:-1][decodes].long(),
+            decode_tokens=decode_tokens.long(),
             prefill_chunks=tuple(chunks),
         )
 
@@ -111,20 +116,34 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
         for chunk in attn_metadata.prefill_chunks:
             out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
-        decodes = attn_metadata.decode_tokens
-        if len(decodes):
-            out[decodes] = self._decode(query[decodes], new_rows[decodes], self.topk_indices_buffer[decodes])
+        if len(attn_metadata.decode_tokens):
+            self._decode(query, new_rows, attn_metadata.decode_tokens, out)
         return out, None
 
-    def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-        """Write the newest rows, swap in what is missing, attend over hot rows only."""
-        step = self.hot_buffer.step
+    def _decode(
+        self, query: torch.Tensor, new_rows: torch.Tensor, decode_tokens: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write the new rows, swap in what is missing, attend over hot rows only.
+
+        Args:
+            query: [tokens, heads, row elements] of the step.
+            new_rows: [tokens, row elements] of the step.
+            decode_tokens: as in the metadata.
+            out: [tokens, heads, kv_lora_rank], written for the decoding requests.
+        """
+        step, batch = self.hot_buffer.step, len(decode_tokens)
+        is_token = decode_tokens >= 0
+        tokens = decode_tokens[is_token]
         step.begin(self.layer_index)
-        self.hot.rows[step.newest_row_ids[: len(query)]] = new_rows
-        selected = self.hot_buffer.swap_in(self.layer_index, top_k).hot_row_ids[: len(query)]
-        out = self.attend(query, selected >= 0, lambda tokens: self.hot.rows[selected[tokens].clamp_min(0)])
+        row_ids = step.newest_row_ids[: decode_tokens.numel()].view_as(decode_tokens)
+        self.hot.rows[row_ids[is_token]] = new_rows[tokens]
+        top_k = self.topk_indices_buffer[decode_tokens].where(is_token[:, :, None], -1)
+        resolved = self.hot_buffer.swap_in(self.layer_index, top_k.flatten(1))
+        selected = resolved.hot_row_ids[:batch].view_as(top_k)[is_token]
+        out[tokens] = self.attend(
+            query[tokens], selected >= 0, lambda chunk: take_rows(self.hot.rows, selected[chunk].clamp_min(0))
+        )
         step.finish(self.layer_index)
-        return out
 
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
         """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
@@ -150,4 +169,5 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
             positions: int64, any shape.
         """
         block_size = self.hot_buffer.shape.block_size
-        return self.host_rows[chunk.host_table[positions // block_size].long() * block_size + positions % block_size]
+        row_ids = chunk.host_table[positions // block_size].long() * block_size + positions % block_size
+        return take_rows(self.host_rows, row_ids)

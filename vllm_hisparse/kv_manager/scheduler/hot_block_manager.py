@@ -35,8 +35,7 @@ class HotBlockManager(CircularBufferManager):
     vLLM's own waiting and preemption do the rest. The whole sequence is reserved on the host at admission, so that a
     load or a chunked prefill never stops half way.
 
-    The connector's scheduler half calls `bind` once; then, for every step in order, `step_scheduled` and
-    `step_processed`.
+    The scheduler half calls `bind` once; then, for every step in order, `step_scheduled` and `step_processed`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -191,13 +190,14 @@ class HotBlockManager(CircularBufferManager):
 
     def _preempt(self, request: Request, admitted: AdmittedRequest) -> None:
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
-        num_full, tail = divmod(num_tokens, self.block_size)
-        if tail and admitted.tail_block_id is not None:
-            if self._is_scheduling:
-                self._save_tail(admitted.tail_block_id, self.host_pool.block_ids(request.request_id)[num_full])
-            else:
-                # NOTE: vLLM resets its prefix cache next, which fails while a block is in use: nothing is copied.
-                num_tokens -= tail
+        num_blocks, host_ids = -(-num_tokens // self.block_size), self.host_pool.block_ids(request.request_id)
+        unsaved = {index: block_id for index, block_id in admitted.unsaved_blocks.items() if index < num_blocks}
+        if self._is_scheduling:
+            for index, block_id in unsaved.items():
+                self._save_tail(block_id, host_ids[index])
+        elif unsaved:
+            # NOTE: vLLM resets its prefix cache next, which fails while a block is in use: nothing is copied.
+            num_tokens = min(unsaved) * self.block_size
         self.host_pool.preempt(request.request_id, num_tokens)
 
     def _save_tail(self, device_id: int, host_id: int) -> None:

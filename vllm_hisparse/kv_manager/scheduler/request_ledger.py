@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_hisparse.kv_manager.scheduler.drafting_session import DraftingSession
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ class AdmittedRequest:
         num_sent_blocks: host blocks the worker knows; 0 while the worker has no state of the request.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
-        tail_block_id: device block of the tokens after the last full block, or None (also where the device keeps
-            nothing but hot rows).
+        unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
         is_decoding: whether its last step computed one token; kept for dense models only.
     """
 
@@ -38,8 +38,17 @@ class AdmittedRequest:
     num_sent_blocks: int = 0
     num_saved_blocks: int = 0
     num_published_blocks: int = 0
-    tail_block_id: int | None = None
+    unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
+
+    def begins_to_decode(self, num_tokens: int) -> bool:
+        """Whether this step of `num_tokens` is the first to decode: its prompt's keys must be represented by then."""
+        was_decoding, self.is_decoding = self.is_decoding, num_tokens == 1
+        return self.is_decoding and not was_decoding
+
+    def keep_saved(self, num_blocks: int) -> None:
+        """A streaming session's next turn may begin before the last token that was computed; its block is not saved."""
+        self.num_saved_blocks = min(self.num_saved_blocks, num_blocks)
 
 
 @dataclass
@@ -70,6 +79,7 @@ class RequestLedger:
         max_num_running: requests that may run in one step, for which the worker has room.
         enable_caching: whether full blocks are published in the host prefix cache.
         tracks_decodes: whether the worker is told when a request begins to decode.
+        has_drafts: whether steps compute tokens that may be rejected.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.
@@ -78,10 +88,17 @@ class RequestLedger:
         waiting_for_host: ids of requests that the host pool could not take.
     """
 
-    def __init__(self, host_pool: HostBlockPool, max_num_running: int, enable_caching: bool, tracks_decodes: bool):
+    def __init__(
+        self,
+        host_pool: HostBlockPool,
+        max_num_running: int,
+        enable_caching: bool,
+        tracks_decodes: bool,
+        has_drafts: bool = False,
+    ):
         self.host_pool, self.block_size = host_pool, host_pool.block_size
         self.max_num_running, self.enable_caching = max_num_running, enable_caching
-        self.tracks_decodes = tracks_decodes
+        self.tracks_decodes, self.has_drafts = tracks_decodes, has_drafts
         self.requests: dict[str, Request] = {}
         self.sessions: set[str] = set()
         self.admitted: dict[str, AdmittedRequest] = {}
@@ -103,12 +120,13 @@ class RequestLedger:
         self.requests[request.request_id] = request
         if request.resumable:
             self.sessions.add(request.request_id)
+            if self.has_drafts:
+                DraftingSession.take_over(request)
 
     def remove(self, request: Request) -> None:
         """A request has ended; what it computed is published. Its blocks follow through `release`."""
-        admitted = self.admitted.get(request.request_id)
-        if admitted is not None:
-            self._forget_what_was_taken_back(request, admitted)
+        if admitted := self.admitted.get(request.request_id):
+            admitted.keep_saved(request.num_computed_tokens // self.block_size)
             self._publish(request, admitted)
         self.requests.pop(request.request_id, None)
         self.sessions.discard(request.request_id)
@@ -138,8 +156,7 @@ class RequestLedger:
 
     def admit(self, request_id: str, handle: int) -> None:
         """A request has got its hot blocks, and host blocks that begin with its match."""
-        match = self.match(request_id)
-        self._matches.pop(request_id, None)
+        match = self._matches.pop(request_id, HostMatch())
         num_full = match.num_tokens // self.block_size
         self.admitted[request_id] = AdmittedRequest(
             handle,
@@ -149,7 +166,7 @@ class RequestLedger:
         )
 
     def give_room(self, request_id: str, num_tokens: int) -> None:
-        """A request's next step will have computed its first `num_tokens`."""
+        """A request's next step will have computed its first `num_tokens`, drafts included."""
         admitted = self.admitted[request_id]
         # NOTE: no more than before: a streaming session went back over what a step in flight had computed.
         if num_tokens >= admitted.next_event or num_tokens <= admitted.num_tokens:
@@ -167,7 +184,7 @@ class RequestLedger:
         self.waiting_for_host.discard(request_id)
         self._changed.pop(request_id, None)
         admitted = self.admitted.pop(request_id, None)
-        if admitted is not None and admitted.num_sent_blocks:
+        if admitted and admitted.num_sent_blocks:
             self._released.append(admitted.handle)
         return admitted
 
@@ -191,7 +208,10 @@ class RequestLedger:
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
         self._drop_idle_states(num_scheduled)
         if self.tracks_decodes:
-            self._add_first_decodes(changes, num_scheduled)
+            for request_id, num_tokens in num_scheduled.items():
+                admitted, request = self.admitted[request_id], self.requests[request_id]
+                if admitted.begins_to_decode(num_tokens):
+                    changes.first_decodes.append((admitted.handle, request.num_computed_tokens))
         changes.released, self._released = self._released, []
         changes.tail_saves, self._tail_saves = self._tail_saves, []
         return changes
@@ -205,14 +225,18 @@ class RequestLedger:
         if len(host_ids) > admitted.num_sent_blocks:
             changes.tables[admitted.handle] = (admitted.num_sent_blocks, host_ids[admitted.num_sent_blocks :])
             admitted.num_sent_blocks = len(host_ids)
-        num_full, tail = divmod(request.num_computed_tokens + num_new_tokens, self.block_size)
-        self._forget_what_was_taken_back(request, admitted)
+        num_computed = request.num_computed_tokens + num_new_tokens
+        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
+        num_certain = min(num_computed, request.num_tokens) if self.has_drafts else num_computed
+        num_full = num_certain // self.block_size
+        admitted.keep_saved(request.num_computed_tokens // self.block_size)
         for index, block in self.device_blocks(request_id, admitted.num_saved_blocks, num_full):
             changes.saves.append((block.block_id, host_ids[index]))
         admitted.num_saved_blocks = max(admitted.num_saved_blocks, num_full)
-        admitted.tail_block_id = None
-        for _, block in self.device_blocks(request_id, num_full, num_full + bool(tail)):
-            admitted.tail_block_id = block.block_id
+        later = self.device_blocks(request_id, num_full, -(-admitted.num_tokens // self.block_size))
+        admitted.unsaved_blocks = {index: block.block_id for index, block in later}
+        if num_full < admitted.num_tokens // self.block_size:
+            self._changed[request_id] = None  # drafts fill a block, which is saved once its tokens are certain
         self._publish(request, admitted)
 
     def _drop_idle_states(self, num_scheduled: Mapping[str, int]) -> None:
@@ -222,8 +246,7 @@ class RequestLedger:
         request whose transfer has ended may be given the last place before it.
         """
         known = [request_id for request_id, admitted in self.admitted.items() if admitted.num_sent_blocks]
-        num_excess = len(known) - self.max_num_running
-        if num_excess > 0:
+        if (num_excess := len(known) - self.max_num_running) > 0:
             idle = [request_id for request_id in known if request_id not in num_scheduled]
             idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
             for request_id in idle[:num_excess]:
@@ -235,19 +258,6 @@ class RequestLedger:
         self._released.append(admitted.handle)
         self._changed[request_id] = None
         admitted.num_sent_blocks, admitted.is_decoding = 0, False
-
-    def _add_first_decodes(self, changes: RequestChanges, num_scheduled: Mapping[str, int]) -> None:
-        """Say which requests begin to decode: their prompt's keys must be represented by then, whoever wrote them."""
-        for request_id, num_tokens in num_scheduled.items():
-            admitted, decodes = self.admitted[request_id], num_tokens == 1
-            if decodes and not admitted.is_decoding:
-                changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
-            admitted.is_decoding = decodes
-
-    def _forget_what_was_taken_back(self, request: Request, admitted: AdmittedRequest) -> None:
-        """A streaming session's next turn may begin before the last token that was computed; its block is not saved."""
-        num_full = request.num_computed_tokens // self.block_size
-        admitted.num_saved_blocks = min(admitted.num_saved_blocks, num_full)
 
     def _publish(self, request: Request, admitted: AdmittedRequest) -> None:
         """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.

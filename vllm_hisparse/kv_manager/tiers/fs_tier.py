@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from vllm_hisparse.compat import draw_temporary_names
 from vllm_hisparse.kv_manager.tiers.directory_quota import DirectoryQuota
 from vllm_hisparse.kv_manager.tiers.store_pause import StorePause
 
@@ -35,6 +36,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
         quota_bytes: int,
         **options: Any,
     ):
+        draw_temporary_names()
         options["backpressure_detector"] = self.pause = StorePause(root_dir)
         super().__init__(offloading_spec, primary_kv_view, "fs", root_dir, **options)  # NOTE: the name in metrics
         being_written = offloading_spec.max_stores * self.block_size_bytes

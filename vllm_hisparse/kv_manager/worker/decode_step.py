@@ -1,4 +1,4 @@
-"""A decode step: what all layers share of the requests that decode one token in it."""
+"""A decode step: what all layers share of the requests that decode in it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class StepShape:
     Attributes:
         max_batch: selections of a layer in a step, graph padding included.
         num_selected: entries of a selection.
-        num_slots: hot rows per selection; the newest row's reserved slot is not counted.
+        num_slots: hot rows per selection; the new rows' reserved slots are not counted.
         block_size: rows of a host block.
+        max_query_len: new tokens of a request, each with a selection: one, and those drafted.
     """
 
     max_batch: int
     num_selected: int
     num_slots: int
     block_size: int
+    max_query_len: int = 1
 
 
 class DecodeStep(ABC):
@@ -60,7 +62,8 @@ class DecodeStep(ABC):
 
     Attributes:
         tables: of the decoding requests; None before the first `plan`.
-        newest_row_ids: [max_batch] int64 flat hot row of each newest position, -1 for padding.
+        newest_row_ids: [max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1 for
+            padding.
         resolved: output of the last `resolve` or `swap_in`.
     """
 
@@ -69,16 +72,18 @@ class DecodeStep(ABC):
     ):
         self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
         self.tables: StepTables | None = None
-        self.newest_row_ids = torch.full((shape.max_batch,), -1, dtype=torch.int64, device=device)
-        self.resolved = Resolved.allocate(shape.max_batch, shape.num_selected, device)
+        num_new_rows, num_columns = shape.max_batch * shape.max_query_len, shape.num_selected * shape.max_query_len
+        self.newest_row_ids = torch.full((num_new_rows,), -1, dtype=torch.int64, device=device)
+        self.resolved = Resolved.allocate(shape.max_batch, num_columns, device)
 
     @abstractmethod
-    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Say which requests decode one token in this step.
+    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+        """Say which requests decode in this step.
 
         Args:
             hot_tables: [batch, hot blocks per request] int32 device blocks, graph padding included (`StepTables`).
-            seq_lens: [batch] int32 tokens of each request, the new one included; less than 1 for padding.
+            seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
+            query_lens: [batch] int32 new tokens of each; None: one each.
         """
 
     def begin(self, layer_index: int) -> None:
@@ -99,10 +104,18 @@ class DecodeStep(ABC):
     def _finish(self) -> None:
         """What is left to do after the last layer."""
 
-    def _make_tables(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
-        requests = self.requests
+    def _make_tables(
+        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+    ) -> StepTables:
+        requests, shape = self.requests, self.shape
         return StepTables(
-            requests.state_indices, hot_tables, seq_lens, requests.host_tables, block_size=self.shape.block_size
+            requests.state_indices,
+            hot_tables,
+            seq_lens,
+            requests.host_tables,
+            shape.block_size,
+            query_lens,
+            shape.max_query_len,
         )
 
     def _find_newest_rows(self) -> None:
@@ -114,8 +127,8 @@ class DecodeStep(ABC):
 class MLADecodeStep(DecodeStep):
     """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
 
-    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        self.tables = self._make_tables(hot_tables, seq_lens)
+    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+        self.tables = self._make_tables(hot_tables, seq_lens, query_lens)
 
     def _begin(self) -> None:
         self._find_newest_rows()
@@ -158,10 +171,11 @@ class GQADecodeStep(DecodeStep):
         self._hot_tables: torch.Tensor | None = None  # by request, as `plan` was given them
         self._seq_lens: torch.Tensor | None = None
 
-    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+        assert query_lens is None, "a dense model's requests decode one token per step"
         by_head = slice(0, len(seq_lens) * self.requests.heads.num_heads)
         self._hot_tables, self._seq_lens = hot_tables, seq_lens
-        self.tables = self._make_tables(self.units.hot_tables[by_head], self.units.num_units[by_head])
+        self.tables = self._make_tables(self.units.hot_tables[by_head], self.units.num_units[by_head], None)
 
     def reload_newest_units(self, request_index: int) -> None:
         """Note that what a request has in its newest units is on the host alone."""

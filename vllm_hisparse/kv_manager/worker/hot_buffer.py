@@ -23,12 +23,13 @@ class HotBufferShape:
     Attributes:
         num_requests: requests that can have hot blocks at once.
         max_batch: requests of a step, graph padding included.
-        num_slots: hot tokens per request and layer, `device_buffer_size`; the newest one's slot is not counted.
+        num_slots: hot tokens per request and layer, `device_buffer_size`; the new ones' slots are not counted.
         num_layers: layers with a hot buffer.
         top_k: tokens of a selection.
         max_blocks: host blocks of the longest request.
         block_size: tokens of a host block.
         num_device_blocks: blocks of vLLM's device pool.
+        max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
     """
 
     num_requests: int
@@ -39,6 +40,7 @@ class HotBufferShape:
     max_blocks: int
     block_size: int
     num_device_blocks: int
+    max_query_len: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class HotBuffer(ABC):
         """
         heads, shape = self.heads, self.shape
         units_per_block = shape.block_size // heads.tokens_per_unit
-        return StepShape(shape.max_batch * heads.num_heads, num_selected, self.num_slots, units_per_block)
+        max_batch = shape.max_batch * heads.num_heads
+        return StepShape(max_batch, num_selected, self.num_slots, units_per_block, shape.max_query_len)
 
     def add_layer(self, hot: HotRows, host: torch.Tensor) -> None:
         """Say where the next layer keeps its rows; called once per layer, in order.
@@ -145,8 +148,8 @@ class HotBuffer(ABC):
 
         Args:
             layer_index: of the layer.
-            top_k: [batch, num_selected] int32 positions of the decoding requests, padding included; of a dense model
-                units, and a batch entry per KV head.
+            top_k: [batch, num_selected * max_query_len] int32 positions of the decoding requests, padding included; of
+                a dense model units, and a batch entry per KV head.
         """
         residency, step, layer = self.residency[layer_index], self.step, self.layers[layer_index]
         assert step.tables is not None

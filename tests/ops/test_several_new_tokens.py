@@ -1,0 +1,180 @@
+"""Steps in which requests compute several tokens, of which some are rejected: against a model in plain Python."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.torch_ops import TorchSwapInOps
+
+NUM_REQUESTS, BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 3, 4, 3, 90
+
+
+class Buffer:
+    """One request: slot -> position, oldest first, and what its rows hold on the device and on the host."""
+
+    def __init__(self, num_slots: int, query_len: int):
+        self.num_slots, self.query_len = num_slots, query_len
+        self.entries = dict.fromkeys(range(num_slots), -1)
+        self.length, self.tokens = 0, []  # position -> what was last computed there
+        self.num_hits = self.num_misses = 0
+
+    def slot_of_new(self, position: int) -> int:
+        return position if self.length + self.query_len <= self.num_slots else self.num_slots + position - self.length
+
+    def resolve(self, selected: list[int], num_new: int) -> tuple[dict[int, int], list[int]]:
+        """Slots by position, and the positions missed."""
+        first = self.length
+        wanted = list(dict.fromkeys(position for position in selected if 0 <= position < first))
+        fits = first + self.query_len <= self.num_slots
+        if not fits:
+            self.entries = {slot: hot if hot < first else -1 for slot, hot in self.entries.items()}
+        hot_slots = {hot: slot for slot, hot in self.entries.items() if 0 <= hot < first}
+        missed = [position for position in wanted if position not in hot_slots]
+        hits = {hot_slots[position] for position in wanted if position in hot_slots}
+        if fits:
+            self.entries |= {position: position for position in (*missed, *range(first, first + num_new))}
+        else:
+            victims = [slot for slot in self.entries if slot not in hits]
+            filled = dict(zip(victims, missed, strict=False))
+            kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in hits}
+            taken = {slot: filled[slot] for slot in self.entries if slot in filled}
+            self.entries = kept | taken | {slot: hot for slot, hot in self.entries.items() if slot in hits}
+        self.num_hits, self.num_misses = self.num_hits + len(hits), self.num_misses + len(missed)
+        slots = {hot: slot for slot, hot in self.entries.items() if 0 <= hot < first}
+        return slots | {position: self.slot_of_new(position) for position in range(first, first + num_new)}, missed
+
+
+class Simulation:
+    """Several requests of random texts; a row is (request, position, token), NaN where nothing was written."""
+
+    def __init__(self, query_len: int, top_k: int, extra_slots: int, seed: int):
+        self.random, self.query_len, self.top_k = random.Random(seed), query_len, top_k
+        self.num_slots, self.ops = query_len * top_k + extra_slots, TorchSwapInOps()
+        self.buffers = [Buffer(self.num_slots, query_len) for _ in range(NUM_REQUESTS)]
+        self.host_tables = self._tables(-(-MAX_TOKENS // BLOCK_SIZE))
+        self.hot_tables = self._tables(-(-(self.num_slots + query_len) // ROWS_PER_BLOCK))
+        self.host_rows = torch.full((int(self.host_tables.max() + 1) * BLOCK_SIZE, 3), float("nan"))
+        cache = torch.full((int(self.hot_tables.max()) + 1, ROWS_PER_BLOCK, 3), float("nan"))
+        self.hot_rows = HotRows.from_cache(cache)
+        self.state_indices = torch.full((len(cache),), -1, dtype=torch.int32)
+        self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
+        slots = torch.arange(self.num_slots, dtype=torch.int32).repeat(NUM_REQUESTS, 1)
+        self.residency = Residency(slots, torch.full_like(slots, -1))
+        self.counts = torch.zeros(NUM_REQUESTS, 2, dtype=torch.int64)
+        self.out = Resolved.allocate(NUM_REQUESTS, query_len * top_k, torch.device("cpu"))
+
+    def _tables(self, num_blocks: int) -> torch.Tensor:
+        blocks = self.random.sample(range(NUM_REQUESTS * num_blocks), NUM_REQUESTS * num_blocks)
+        return torch.tensor(blocks, dtype=torch.int32).view(NUM_REQUESTS, num_blocks)
+
+    def step(self) -> None:
+        requests = self.random.sample(range(NUM_REQUESTS), self.random.randint(1, NUM_REQUESTS))
+        num_new = [self.random.randint(1, self.query_len) for _ in requests]
+        query_lens = torch.tensor(num_new, dtype=torch.int32)
+        tables = StepTables(
+            self.state_indices,
+            self.hot_tables[requests],
+            torch.tensor([self.buffers[request].length for request in requests], dtype=torch.int32) + query_lens,
+            self.host_tables,
+            BLOCK_SIZE,
+            query_lens,
+            self.query_len,
+        )
+        self._write_new(requests, num_new, tables)
+        selections = [self._selections(*pair) for pair in zip(requests, num_new, strict=True)]
+        top_k = torch.tensor(selections, dtype=torch.int32).flatten(1)
+        swap_in = (top_k, self.host_rows, self.hot_rows, self.counts, self.out)
+        self.ops.swap_in(self.residency, tables, *swap_in)
+        for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
+            self._check(row, request, count, top_k[row].tolist())
+        self.ops.write_back([self.hot_rows], [self.host_rows], tables, self.num_slots)
+        for request, count in zip(requests, num_new, strict=True):
+            self._check_host(request, count)
+            self.buffers[request].length += self.random.randint(1, count)  # the others are rejected
+
+    def _write_new(self, requests: list[int], num_new: list[int], tables: StepTables) -> None:
+        row_ids = torch.full((NUM_REQUESTS * self.query_len,), 77)
+        self.ops.newest_row_ids(tables, self.num_slots, self.hot_rows, row_ids)
+        by_request = row_ids.view(NUM_REQUESTS, self.query_len)
+        for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
+            buffer = self.buffers[request]
+            del buffer.tokens[buffer.length :]
+            assert (by_request[row, count:] == -1).all()
+            for index in range(count):
+                position = buffer.length + index
+                buffer.tokens.append(self.random.random())
+                assert by_request[row, index] == self._hot_id(request, buffer.slot_of_new(position))
+                self.hot_rows.rows[by_request[row, index]] = self._row(request, position)
+
+    def _selections(self, request: int, num_new: int) -> list[list[int]]:
+        """Of each new token: positions up to its own; -1, or what is no position, elsewhere."""
+        selections, length = [], self.buffers[request].length
+        for index in range(self.query_len):
+            newest = length + index if index < num_new else -1
+            first = max(newest - 2 * self.top_k, 0) if self.random.random() < 0.6 else 0
+            pool = range(first, newest + 1)
+            selected = self.random.sample(pool, min(self.random.randint(0, self.top_k), len(pool)))
+            padding = [self.random.choice((-1, -9, length + num_new, 2**31 - 1)) for _ in range(self.top_k)]
+            selected = (selected + padding)[: self.top_k]
+            self.random.shuffle(selected)
+            selections.append(selected)
+        return selections
+
+    def _check(self, row: int, request: int, num_new: int, selected: list[int]) -> None:
+        buffer = self.buffers[request]
+        slots, missed = buffer.resolve(selected, num_new)
+        hot_ids = self.out.hot_row_ids[row].tolist()
+        for position, hot_id in zip(selected, hot_ids, strict=True):
+            is_position = 0 <= position < buffer.length + num_new
+            assert hot_id == (self._hot_id(request, slots[position]) if is_position else -1)
+            if is_position:
+                assert self.hot_rows.rows[hot_id].tolist() == self._row(request, position).tolist()
+        assert self.out.num_misses[row] == len(missed)
+        homes = self.out.miss_host_row_ids[row, : len(missed)].tolist()
+        assert homes == [self._host_id(request, position) for position in missed]
+        assert self.residency.slots[request].tolist() == list(buffer.entries)
+        assert self.residency.positions[request].tolist() == list(buffer.entries.values())
+        assert self.counts[request].tolist() == [buffer.num_hits, buffer.num_misses]
+
+    def _check_host(self, request: int, num_new: int) -> None:
+        for position in range(self.buffers[request].length + num_new):
+            row = self.host_rows[self._host_id(request, position)]
+            assert row.tolist() == self._row(request, position).tolist()
+
+    def _row(self, request: int, position: int) -> torch.Tensor:
+        return torch.tensor([request, position, self.buffers[request].tokens[position]])
+
+    def _hot_id(self, request: int, slot: int) -> int:
+        return int(self.hot_tables[request, slot // ROWS_PER_BLOCK]) * ROWS_PER_BLOCK + slot % ROWS_PER_BLOCK
+
+    def _host_id(self, request: int, position: int) -> int:
+        return int(self.host_tables[request, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 7), st.integers(0, 2**32))
+def test_many_steps_agree_with_the_model(query_len: int, top_k: int, extra_slots: int, seed: int) -> None:
+    simulation = Simulation(query_len, top_k, extra_slots, seed)
+    while max(buffer.length for buffer in simulation.buffers) < MAX_TOKENS - query_len:
+        simulation.step()
+
+
+def test_what_was_rejected_while_the_sequence_fitted_is_no_hit_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place of a rejected draft still names its position when the buffer is outgrown."""
+    simulation = Simulation(query_len=3, top_k=2, extra_slots=0, seed=0)
+    request = simulation.buffers[0]
+    request.length, request.tokens = 3, [0.5] * 3
+    for position in range(3):
+        simulation.host_rows[simulation._host_id(0, position)] = simulation._row(0, position)
+    simulation.residency.positions[0, :6] = torch.tensor([0, 1, 2, 3, 4, 5])
+    request.entries = dict(enumerate([0, 1, 2, 3, 4, 5]))
+    for position in range(3):
+        simulation.hot_rows.rows[simulation._hot_id(0, position)] = simulation._row(0, position)
+    monkeypatch.setattr(simulation.random, "sample", lambda population, k: list(population)[-k:] if k else [])
+    monkeypatch.setattr(simulation.random, "randint", lambda low, high: high)
+    for _ in range(4):
+        simulation.step()
+    assert request.num_misses
