@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+POLL_MS = 2  # between two looks of an EngineCore and its worker for each other's messages
 POLL_US = 1  # between two looks of NIXL's progress thread; 0, which NIXL sets, is to look all the time
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -123,9 +124,12 @@ def _fork_children(_: Any) -> None:
 
 
 def _wait_asleep() -> None:
+    """NOTE: a notification may be lost; vLLM looks after five seconds then."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
+    wait = SpinCondition.wait
     SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)
+    SpinCondition.wait = lambda self, timeout_ms=None: wait(self, POLL_MS)
 
 
 def _poll_seldom() -> None:
