@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
+from vllm_hisparse.kv_manager.scheduler import hot_block_manager
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
-from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
@@ -68,7 +69,7 @@ def unclaimed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A streaming session may outgrow the model."""
-    monkeypatch.setattr(HotBlockManager, "_cut_long_sessions", lambda self: None)
+    monkeypatch.setattr(hot_block_manager, "cut_long_sessions", lambda *args: None)
 
 
 def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,8 @@ def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts count as computed before they are accepted."""
+    """Drafts count as computed before they are accepted, and for good."""
+    monkeypatch.setattr(AdmittedRequest, "keep_saved", lambda self, num_blocks: None)
     monkeypatch.setattr(RequestLedger, "has_drafts", property(lambda self: False, lambda self, has_drafts: None), False)
 
 

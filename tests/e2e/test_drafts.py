@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 NUM_DRAFTS = 3
 SMALLEST_BUFFER = (1 + NUM_DRAFTS) * TOP_K
 DRAFTS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-LENGTHS = [1, 5, 63, TOP_K + 1, 777, SMALLEST_BUFFER - 5, SMALLEST_BUFFER, 1500]
+LENGTHS = [1, 5, 63, TOP_K + 1, SMALLEST_BUFFER - 5, SMALLEST_BUFFER]
 MAX_TOKENS = 24
 HOST_BLOCK_BYTES = 64 * 4 * (576 * 4 + 132)  # 64 tokens, 4 layers, fp32 rows and indexer keys
 
@@ -53,7 +53,7 @@ def full(tmp_path_factory, shared_result):
     return lambda model, lengths: shared_result(f"drafts {model} {lengths}", lambda: compute(model, lengths))
 
 
-@pytest.mark.parametrize(("model", "lengths"), [("dsv32", LENGTHS), ("glm52", [65, 1020])])
+@pytest.mark.parametrize(("model", "lengths"), [("dsv32", LENGTHS), ("glm52", [SMALLEST_BUFFER - 5])])
 def test_full_kvs_tokens(run, full, model: str, lengths: list[int]):
     """While sequences grow out of their buffers, too. GLM-5.2's layers share indexers."""
     completions, drafts = full(model, lengths)

@@ -70,7 +70,7 @@ class HiSparseSchedulerConnector:
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         resident_id = self.groups.resident_group_id
         self.ledger.bind(None if resident_id is None else managers[resident_id].req_to_blocks)
-        self.hot_manager.bind(self.host_pool, self.ledger, kv_cache_manager.max_model_len, resident_id is not None)
+        self.hot_manager.bind(self.host_pool, self.ledger, kv_cache_manager.max_model_len, resident_id)
 
     def on_new_request(self, request: Request) -> None:
         self.ledger.add(request)

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, FakeEngine, FakeTransport, scheduler_output
 from hypothesis import strategies as st
@@ -164,6 +166,22 @@ def test_host_blocks_of_a_forced_preemption_wait_for_the_step_in_flight() -> Non
     engine.step(budget=100)
     assert [running.request_id for running in engine.running] == ["big"]
     engine.check_integrity()
+
+
+def test_blocks_of_a_step_that_is_not_computed_are_not_found() -> None:
+    """vLLM caches blocks when it schedules a request, and by priority may preempt it in the same step."""
+    engine = FakeEngine()
+    request = engine.add("scheduled", PROMPT)
+    engine.step(budget=BLOCK_SIZE)
+    engine.kv.new_step_starts()
+    assert engine.kv.allocate_slots(request, len(PROMPT) - BLOCK_SIZE) is not None
+    cached = partial(engine.kv.block_pool.get_cached_block, kv_cache_group_ids=[engine.groups.resident_group_id])
+    assert cached(request.block_hashes[1])
+    engine.preempt(request)
+    assert cached(request.block_hashes[0]), "this one was computed"
+    assert not any(map(cached, request.block_hashes[1:]))
+    engine.run_to_end()
+    engine.check_idle()
 
 
 def test_a_forced_preemption_resumes_while_its_step_is_in_flight() -> None:

@@ -6,9 +6,9 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_hisparse.kv_manager.scheduler.drafting_session import DraftingSession
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestChanges, RequestLedger
+from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
 
 BLOCK_SIZE = 4
 

@@ -6,22 +6,19 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, register_all_kvcache_specs
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_hisparse.compat import cut_session
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
+from vllm_hisparse.kv_manager.scheduler.sessions import cut_long_sessions
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 # Attribute of the device block pool.
 # NOTE: vLLM looks up prefix hits through a class method, of which only the block pool belongs to one engine.
@@ -46,7 +43,7 @@ class HotBlockManager(CircularBufferManager):
         self._tails: deque[tuple[int, KVCacheBlock, int]] = deque()  # (step that copies it, device and host block)
 
     def bind(
-        self, host_pool: HostBlockPool, ledger: RequestLedger, max_model_len: int, caps_device_hits: bool = True
+        self, host_pool: HostBlockPool, ledger: RequestLedger, max_model_len: int, resident_group_id: int | None
     ) -> None:
         """Attach the host pool; called once, before the first request.
 
@@ -54,11 +51,12 @@ class HotBlockManager(CircularBufferManager):
             host_pool: the host pool.
             ledger: told of what requests get and lose.
             max_model_len: tokens of the longest request.
-            caps_device_hits: whether another group keeps a device prefix cache. Without one there are no device hits,
-                and every hit of the host pool is the connector's.
+            resident_group_id: of the group that keeps a device prefix cache. None: there is none and no device hit, and
+                every hit of the host pool is the connector's.
         """
         self.host_pool, self.ledger, self.max_model_len = host_pool, ledger, max_model_len
-        if caps_device_hits:
+        self.resident_group_id = resident_group_id
+        if resident_group_id is not None:
             setattr(self.block_pool, _HOST_POOL, host_pool)
 
     @classmethod
@@ -81,7 +79,7 @@ class HotBlockManager(CircularBufferManager):
 
     def new_step_starts(self) -> None:
         self._is_scheduling = True
-        self._cut_long_sessions()
+        cut_long_sessions(self.ledger, self.max_model_len, self.block_pool.hash_block_size)
 
     def step_scheduled(self) -> None:
         """A step's metadata is complete; called once per step."""
@@ -189,6 +187,8 @@ class HotBlockManager(CircularBufferManager):
         return request is not None and request.status == RequestStatus.RUNNING
 
     def _preempt(self, request: Request, admitted: AdmittedRequest) -> None:
+        if self.resident_group_id is not None:
+            self._forget_uncomputed(request, admitted)
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         num_blocks, host_ids = -(-num_tokens // self.block_size), self.host_pool.block_ids(request.request_id)
         unsaved = {index: block_id for index, block_id in admitted.unsaved_blocks.items() if index < num_blocks}
@@ -200,6 +200,16 @@ class HotBlockManager(CircularBufferManager):
             num_tokens = min(unsaved) * self.block_size
         self.host_pool.preempt(request.request_id, num_tokens)
 
+    def _forget_uncomputed(self, request: Request, admitted: AdmittedRequest) -> None:
+        """Remove blocks from vLLM's prefix cache that the request was to fill in a step that does not compute it now.
+
+        NOTE: vLLM caches blocks when it schedules, and may preempt a request that it has scheduled: by priority.
+        """
+        last = min(admitted.num_tokens // self.block_size, len(request.block_hashes))
+        for block_hash in request.block_hashes[request.num_computed_tokens // self.block_size : last]:
+            while blocks := self.block_pool.get_cached_block(block_hash, [self.resident_group_id]):
+                self.block_pool.evict_blocks({block.block_id for block in blocks})
+
     def _save_tail(self, device_id: int, host_id: int) -> None:
         """Have a block copied to the host, and keep both until that is done.
 
@@ -210,24 +220,6 @@ class HotBlockManager(CircularBufferManager):
         self.host_pool.pin([host_id])
         self._tails.append((self._num_scheduled + 1, block, host_id))
         self.ledger.save_tail(device_id, host_id)
-
-    def _cut_long_sessions(self) -> None:
-        """Shorten sessions that a turn has made too long for `max_model_len`: that turn ends with its first token.
-
-        NOTE: vLLM checks the length of a turn alone. It schedules the rest of a longer session as a whole, beyond
-        the blocks that it gives to any request.
-        """
-        for request_id in self.ledger.sessions:
-            request, num_kept = self.ledger.requests[request_id], self.max_model_len - 1
-            if request.status == RequestStatus.WAITING and request.num_tokens > num_kept:
-                logger.warning(
-                    "Session %s has %d tokens; %d leave room for an answer (--max-model-len %d): its last turn is cut.",
-                    request_id,
-                    request.num_tokens,
-                    num_kept,
-                    self.max_model_len,
-                )
-                cut_session(request, num_kept, self.block_pool.hash_block_size)
 
 
 def register_hot_block_manager() -> None:

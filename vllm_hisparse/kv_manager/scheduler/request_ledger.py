@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_hisparse.kv_manager.scheduler.drafting_session import DraftingSession
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
