@@ -42,9 +42,14 @@ def mla_spec(head_size: int, dtype: torch.dtype = torch.bfloat16) -> MLAAttentio
 
 
 def make_kv_cache_config(
-    num_blocks: int, hot_first: bool = False, num_layers: int = 2, has_resident_kv: bool = True
+    num_blocks: int,
+    hot_first: bool = False,
+    num_layers: int = 2,
+    has_resident_kv: bool = True,
+    max_query_len: int = 1,
 ) -> KVCacheConfig:
-    layout = KVLayout(24, 20, num_layers, num_layers if has_resident_kv else 0, BLOCK_SIZE)
+    num_resident = num_layers if has_resident_kv else 0
+    layout = KVLayout(24, 20, num_layers, num_resident, BLOCK_SIZE, max_query_len=max_query_len)
     hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, blocks_per_request=NUM_HOT_BLOCKS)
     indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
     groups = [
@@ -182,9 +187,12 @@ class FakeEngine:
         zeroes_first: bool = True,
         max_num_running: int = 1000,
         tiers: Sequence[dict] = (),
+        max_query_len: int = 1,
     ):
         self.zeroes_first = zeroes_first
-        kv_cache_config = make_kv_cache_config(num_device_blocks, hot_first, has_resident_kv=has_resident_kv)
+        kv_cache_config = make_kv_cache_config(
+            num_device_blocks, hot_first, has_resident_kv=has_resident_kv, max_query_len=max_query_len
+        )
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats, tiers=list(tiers))
         self.groups = DeviceGroups.from_config(kv_cache_config)

@@ -7,6 +7,7 @@ decorator that calls a method with a public name.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from random import SystemRandom
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Layer = TypeVar("Layer", bound=type)
+Kernel = Callable[..., None]
 
 
 def uses_host_connector(vllm_config: VllmConfig) -> bool:
@@ -223,6 +225,15 @@ def register_tier(name: str, module: str, class_name: str) -> None:
 
     if name not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(name, module, class_name)
+
+
+def replace_rejection_kernels(expand: Kernel, reject: Kernel, recover: Kernel) -> None:
+    """Have vLLM's CPU platform register other versions of three kernels of the rejection sampler."""
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand
+    cpu_triton_utils._rejection_random_sample_kernel_impl = reject
+    cpu_triton_utils._sample_recovered_tokens_kernel_impl = recover
 
 
 def draw_temporary_names() -> None:

@@ -114,8 +114,8 @@ class KVLayout:
 
     def num_hot_blocks(self, device_buffer_size: int) -> int:
         """Device blocks of one request's hot buffer, including the slots of its newest units."""
-        num_newest_units = 1 - (1 - self.max_query_len) // self.tokens_per_unit
-        return -(-(device_buffer_size + num_newest_units * self.tokens_per_unit) // self.rows_per_hot_block)
+        num_newest = self.max_query_len * self.tokens_per_unit
+        return -(-(device_buffer_size + num_newest) // self.rows_per_hot_block)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens`, with a hot buffer."""

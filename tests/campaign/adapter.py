@@ -76,7 +76,7 @@ class Product:
 
     def __init__(self, configuration: Configuration, sizes: Sizes):
         self.num_device_blocks = sizes.num_device_blocks
-        kv_cache_config = _kv_cache_config(sizes.num_device_blocks, configuration.has_resident_group)
+        kv_cache_config = _kv_cache_config(sizes.num_device_blocks, configuration)
         self.vllm_config = _vllm_config(configuration, sizes, kv_cache_config)
         scheduler_class = AsyncScheduler if configuration.is_async else Scheduler
         self.scheduler = scheduler_class(
@@ -217,11 +217,12 @@ def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
     )
 
 
-def _kv_cache_config(num_blocks: int, has_resident_group: bool) -> KVCacheConfig:
-    layout = KVLayout(24, 20, NUM_LAYERS, NUM_LAYERS if has_resident_group else 0, BLOCK_SIZE)
+def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheConfig:
+    num_resident, query_len = NUM_LAYERS * configuration.has_resident_group, 1 + configuration.num_drafts
+    layout = KVLayout(24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE, max_query_len=query_len)
     hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, blocks_per_request=NUM_HOT_BLOCKS)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
-    if has_resident_group:
+    if configuration.has_resident_group:
         groups.insert(0, KVCacheGroupSpec(_layers("indexer"), _mla_spec(20, torch.uint8)))
     pages = [group.kv_cache_spec.page_size_bytes for group in groups]
     block_bytes = NUM_LAYERS * max(pages)

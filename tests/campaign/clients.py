@@ -83,15 +83,15 @@ class Clients:
             if not self._is_stopped and len(engine.live_requests()) < MAX_LIVE:
                 self._arrive(engine)
         self._sessions = [session for session in self._sessions if self._continue(session)]
-        for engine in self.engines:
+        for engine in () if self._is_stopped else self.engines:
             self.leave(engine, 0.05)
             if self.rng.random() < 0.02:
                 engine.reset(self.rng.random() < 0.6, self.rng.random() < 0.5)
 
     def leave(self, engine: Engine, share: float = 0.08) -> None:
-        """Perhaps a client disconnects."""
+        """Perhaps a client disconnects; none does at the end, for a deadlock must not end so."""
         live = engine.live_requests()
-        if live and self.rng.random() < share:
+        if live and not self._is_stopped and self.rng.random() < share:
             engine.abort(self.rng.choice(live).request_id)
 
     def _arrive(self, engine: Engine) -> None:

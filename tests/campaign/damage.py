@@ -119,7 +119,9 @@ def one_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
     preempt = HotBlockManager._preempt
 
     def preempt_losing(self: HotBlockManager, request, admitted) -> None:
-        admitted.unsaved_blocks = dict(list(admitted.unsaved_blocks.items())[-1:])
+        num_blocks = -(-min(request.num_computed_tokens, request.num_tokens) // self.block_size)
+        unsaved = [item for item in admitted.unsaved_blocks.items() if item[0] < num_blocks]
+        admitted.unsaved_blocks = dict(unsaved[-1:])
         preempt(self, request, admitted)
 
     monkeypatch.setattr(HotBlockManager, "_preempt", preempt_losing)

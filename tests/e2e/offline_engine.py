@@ -20,10 +20,11 @@ from typing import Any
 from forks import after_platform_update, begin
 
 
-def sampling_params(max_tokens: int) -> Any:
+def sampling_params(phase: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=2)
+    sampling = {"temperature": 0} | phase.get("sampling", {})
+    return SamplingParams(max_tokens=phase["max_tokens"], ignore_eos=True, logprobs=2, **sampling)
 
 
 def completion(output: Any) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
     if phase.get("forgets"):
         assert llm.reset_prefix_cache(reset_connector=True), "the caches could not be emptied"
-    outputs = llm.generate(prompts, sampling_params(phase["max_tokens"]), use_tqdm=False)
+    outputs = llm.generate(prompts, sampling_params(phase), use_tqdm=False)
     return [completion(output) for output in outputs]
 
 
@@ -155,9 +156,7 @@ def run_aborts(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
     steps_left = {str(i): steps for i, steps in enumerate(phase["abort_after"])}
     internal_ids = {}
     for name, prompt in zip(steps_left, phase["prompts"], strict=True):
-        internal_ids[name] = engine.add_request(
-            name, {"prompt_token_ids": prompt}, sampling_params(phase["max_tokens"])
-        )
+        internal_ids[name] = engine.add_request(name, {"prompt_token_ids": prompt}, sampling_params(phase))
     finished = {}
     step = 0
     while engine.has_unfinished_requests():

@@ -1,4 +1,7 @@
-"""A prefill server and two decode servers behind the router, with the options that the chart gives it."""
+"""A prefill server and two decode servers behind the router, with the options that the chart gives it.
+
+One decode server has a tier, the other verifies drafts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.e2e
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 LEASE_S = 12
 DRAIN_S = 60  # longestRequestSeconds of the chart
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}')
 METRIC = re.compile(r"\b(vllm:[a-z_]+)")
 
 
@@ -53,14 +57,16 @@ def chart_router_args() -> list[str]:
     return [arg for arg in args if not arg.startswith(own)]
 
 
-def decode_connector(lease: dict, tiers: list[dict]) -> dict:
-    connector = hisparse_connector(host_pool_gib=0.25, device_buffer_size=320, tiers=tiers, **lease)
+def decode_connector(lease: dict, options: dict) -> dict:
+    connector = hisparse_connector(host_pool_gib=0.25, **options, **lease)
     return {**connector, "kv_load_failure_policy": "recompute"}
 
 
-def start_engine(group: ProcessGroup, log_dir: Path, name: str, connector: dict, core: int) -> Server:
+def start_engine(
+    group: ProcessGroup, log_dir: Path, name: str, connector: dict, core: int, args: Sequence[str] = ()
+) -> Server:
     port, side_port = free_ports(2)
-    args = ["--max-num-batched-tokens", "512", "--shutdown-timeout", str(DRAIN_S)]
+    args = ["--max-num-batched-tokens", "512", "--shutdown-timeout", str(DRAIN_S), *args]
     if name == "prefill":
         args += ["--no-enable-prefix-caching", "--max-num-seqs", "1"]  # it is the reference too
     process = vllm_engine(name, MODELS / "dsv32", log_dir, port, connector, side_port, [core], args)
@@ -84,11 +90,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     lease = {"kv_lease_duration": LEASE_S}
     with ProcessGroup() as group:
         prefill = start_engine(group, log_dir, "prefill", {**PREFILL_CONNECTOR, "kv_connector_extra_config": lease}, 0)
-        # One has a tier: engines without tiers do not export the metrics of tiers, which the dashboard shows.
+        # NOTE: engines without tiers do not export the metrics of tiers, which the dashboard shows.
         disk = {"type": "fs", "path": str(log_dir / "tier"), "quota_gib": 0.1}
+        tiered, drafting = {"device_buffer_size": 320, "tiers": [disk]}, {"device_buffer_size": 768}
         decodes = [
-            start_engine(group, log_dir, f"decode-{index}", decode_connector(lease, tiers), 1)
-            for index, tiers in enumerate(([disk], []))
+            start_engine(group, log_dir, "tiered", decode_connector(lease, tiered), 1),
+            start_engine(group, log_dir, "drafting", decode_connector(lease, drafting), 1, DRAFTS),
         ]
         wait_started(group)
         router = start_router(group, log_dir, prefill, decodes)
@@ -135,6 +142,8 @@ def test_requests_spread_over_the_decode_servers(cluster: Cluster):
     assert sum(served) == len(prompts) and min(served) == len(prompts) // 2
     expected = [cluster.prefill.complete(prompt, 8) for prompt in prompts]
     assert_same_but_rounding(list(map(completion, replies)), list(map(completion, expected)))
+    _, drafting = cluster.decodes
+    assert drafting.metric("spec_decode_num_draft_tokens") > 0
 
 
 def completions(reply: dict) -> list[dict]:

@@ -80,6 +80,15 @@ def test_what_was_rejected_is_not_found_again(start, full):
     assert_pools_empty(again)
 
 
+def test_sampled_requests_have_their_own_parameters(run, full):
+    """Of the model's best token alone, whatever the temperature, beside greedy requests."""
+    completions, _ = full("dsv32", LENGTHS)
+    sampled = {**phase(LENGTHS), "sampling": {"temperature": 0.8, "top_k": 1}}
+    record = run(hot(), [sampled])[0]
+    assert_same_but_rounding(record["completions"], completions)
+    assert record["drafts"]["accepted"] > 0
+
+
 def test_preempted_requests_go_on_where_they_were(run, full):
     lengths = [SMALLEST_BUFFER - 5, SMALLEST_BUFFER]  # 16 blocks each at admission, 17 at the end
     completions, _ = full("dsv32", LENGTHS)

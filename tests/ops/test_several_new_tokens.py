@@ -1,8 +1,8 @@
 """Steps in which requests compute several tokens, of which some are rejected: against a model in plain Python."""
 
 import random
+from itertools import product
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,9 +71,16 @@ class Simulation:
         blocks = self.random.sample(range(NUM_REQUESTS * num_blocks), NUM_REQUESTS * num_blocks)
         return torch.tensor(blocks, dtype=torch.int32).view(NUM_REQUESTS, num_blocks)
 
-    def step(self) -> None:
+    def random_step(self) -> None:
         requests = self.random.sample(range(NUM_REQUESTS), self.random.randint(1, NUM_REQUESTS))
         num_new = [self.random.randint(1, self.query_len) for _ in requests]
+        selections = [self._selections(*pair) for pair in zip(requests, num_new, strict=True)]
+        self.step(requests, num_new, selections, [self.random.randint(1, count) for count in num_new])
+
+    def step(
+        self, requests: list[int], num_new: list[int], selections: list[list[list[int]]], num_accepted: list[int]
+    ) -> None:
+        """Compute `num_new` tokens of each request, each with a selection; all but `num_accepted` are rejected."""
         query_lens = torch.tensor(num_new, dtype=torch.int32)
         tables = StepTables(
             self.state_indices,
@@ -85,16 +92,15 @@ class Simulation:
             self.query_len,
         )
         self._write_new(requests, num_new, tables)
-        selections = [self._selections(*pair) for pair in zip(requests, num_new, strict=True)]
         top_k = torch.tensor(selections, dtype=torch.int32).flatten(1)
         swap_in = (top_k, self.host_rows, self.hot_rows, self.counts, self.out)
         self.ops.swap_in(self.residency, tables, *swap_in)
         for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
             self._check(row, request, count, top_k[row].tolist())
         self.ops.write_back([self.hot_rows], [self.host_rows], tables, self.num_slots)
-        for request, count in zip(requests, num_new, strict=True):
+        for request, count, accepted in zip(requests, num_new, num_accepted, strict=True):
             self._check_host(request, count)
-            self.buffers[request].length += self.random.randint(1, count)  # the others are rejected
+            self.buffers[request].length += accepted
 
     def _write_new(self, requests: list[int], num_new: list[int], tables: StepTables) -> None:
         row_ids = torch.full((NUM_REQUESTS * self.query_len,), 77)
@@ -159,22 +165,20 @@ class Simulation:
 def test_many_steps_agree_with_the_model(query_len: int, top_k: int, extra_slots: int, seed: int) -> None:
     simulation = Simulation(query_len, top_k, extra_slots, seed)
     while max(buffer.length for buffer in simulation.buffers) < MAX_TOKENS - query_len:
-        simulation.step()
+        simulation.random_step()
 
 
-def test_what_was_rejected_while_the_sequence_fitted_is_no_hit_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_rejected_while_the_sequence_fitted_is_no_hit_afterwards() -> None:
     """The place of a rejected draft still names its position when the buffer is outgrown."""
     simulation = Simulation(query_len=3, top_k=2, extra_slots=0, seed=0)
-    request = simulation.buffers[0]
-    request.length, request.tokens = 3, [0.5] * 3
-    for position in range(3):
-        simulation.host_rows[simulation._host_id(0, position)] = simulation._row(0, position)
-    simulation.residency.positions[0, :6] = torch.tensor([0, 1, 2, 3, 4, 5])
-    request.entries = dict(enumerate([0, 1, 2, 3, 4, 5]))
-    for position in range(3):
-        simulation.hot_rows.rows[simulation._hot_id(0, position)] = simulation._row(0, position)
-    monkeypatch.setattr(simulation.random, "sample", lambda population, k: list(population)[-k:] if k else [])
-    monkeypatch.setattr(simulation.random, "randint", lambda low, high: high)
-    for _ in range(4):
-        simulation.step()
-    assert request.num_misses
+    for buffer in simulation.buffers:
+        buffer.length, buffer.tokens = 3, [0.5] * 3
+    for request, position in product(range(NUM_REQUESTS), range(3)):
+        simulation.host_rows[simulation._host_id(request, position)] = simulation._row(request, position)
+    everybody = list(range(NUM_REQUESTS))
+    for num_accepted in (1, 3, 3):
+        length = simulation.buffers[0].length
+        selections = [[length - 3, length - 2], [-1, -1], [-1, -1]]
+        simulation.step(everybody, [3] * NUM_REQUESTS, [selections] * NUM_REQUESTS, [num_accepted] * NUM_REQUESTS)
+    assert simulation.buffers[0].length == 10
+    assert simulation.buffers[0].num_misses == 5, "0 and 1, then 2, then 4 and 5, of which drafts had been rejected"

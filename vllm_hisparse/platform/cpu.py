@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_hisparse.compat import is_dsa_model, uses_host_connector
+from vllm_hisparse.compat import is_dsa_model, replace_rejection_kernels, uses_host_connector
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.platform.rejection_cpu import expand, recover, reject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +55,11 @@ class HiSparseCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
             custom_ops.append("-rotary_embedding")
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        replace_rejection_kernels(expand, reject, recover)
+        super().register_triton_kernel_overrides()
 
     @classmethod
     def discover_numa_topology(cls) -> list[list[int]]:

@@ -184,6 +184,20 @@ def test_blocks_of_a_step_that_is_not_computed_are_not_found() -> None:
     engine.check_idle()
 
 
+def test_two_transfers_do_not_fill_the_pool_so_that_neither_can_verify_its_first_drafts() -> None:
+    """vLLM drafts placeholders for a request whose transfer has ended; it waits, and so cannot preempt the other."""
+    engine = FakeEngine(num_host_blocks=4, transport=FakeTransport(), max_query_len=4)
+    prompts = [[base + index for index in range(2 * BLOCK_SIZE)] for base in (100, 200)]
+    for index, prompt in enumerate(prompts):
+        engine.add(f"remote-{index}", prompt)
+    for _ in prompts:
+        engine.step(budget=100)
+    for request in list(engine.loading):
+        engine.receive(request)
+    engine.kv.new_step_starts()
+    assert engine.kv.allocate_slots(engine.waiting[0], 4) is not None
+
+
 def test_a_forced_preemption_resumes_while_its_step_is_in_flight() -> None:
     engine = FakeEngine()
     request = engine.add("a", PROMPT, max_tokens=8)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiered_engine import IDENTITY, TieredEngine
@@ -18,6 +19,7 @@ from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.tiers import prefix_loads
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
+from vllm_hisparse.layout import KVLayout
 
 PROMPT = list(range(200, 221))  # five whole blocks and one token
 NUM_BLOCKS = 5
@@ -283,6 +285,15 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hisparse.json").write_text("[]")
     with pytest.raises(HiSparseConfigError, match="Name another directory"):
         check_directory(tmp_path, IDENTITY, "tiers.0.path")
+
+
+def test_drafts_do_not_change_what_a_block_holds() -> None:
+    model = SimpleNamespace(model="some/model", revision=None, dtype="torch.float32")
+    cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256")
+    config = SimpleNamespace(model_config=model, cache_config=cache)
+    layouts = KVLayout(24, 20, 2, 2, 4), KVLayout(24, 20, 2, 2, 4, max_query_len=4), KVLayout(28, 20, 2, 2, 4)
+    plain, drafting, other = (BlockIdentity.of(config, layout, 1) for layout in layouts)
+    assert plain == drafting != other
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

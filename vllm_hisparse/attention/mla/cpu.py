@@ -16,7 +16,7 @@ from vllm_hisparse.ops.take_rows import take_rows
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """A request with several query tokens in this step.
+    """A request with more query tokens in this step than one that decodes can have.
 
     Attributes:
         tokens: its tokens in the step's batch.

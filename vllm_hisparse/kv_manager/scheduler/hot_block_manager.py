@@ -107,9 +107,8 @@ class HotBlockManager(CircularBufferManager):
     ) -> int:
         self.release_parked()
         is_admitted = request_id in self.ledger.admitted
-        if is_admitted and num_tokens <= self.host_pool.capacity(request_id):
-            return 0
-        if not self._host_fits(request_id, num_tokens):
+        has_room = is_admitted and num_tokens <= self.host_pool.capacity(request_id)
+        if not has_room and not self._host_fits(request_id, num_tokens):
             return self._refuse_admission(request_id)
         self.ledger.wait_for_host(request_id, False)
         return 0 if is_admitted else self.kv_cache_spec.blocks_per_request
@@ -162,8 +161,13 @@ class HotBlockManager(CircularBufferManager):
     def _host_fits(self, request_id: str, num_tokens: int) -> bool:
         if request_id in self.ledger.admitted:
             return self.host_pool.can_grow(request_id, num_tokens)
-        num_tokens = max(num_tokens, self.ledger.requests[request_id].num_tokens)
+        num_tokens = max(num_tokens, self._num_reserved(request_id))
         return self.host_pool.can_allocate(num_tokens, self.ledger.match(request_id))
+
+    def _num_reserved(self, request_id: str) -> int:
+        """Tokens to admit a request with: its own, and its first drafts, for which it could not preempt another."""
+        num_drafts = self.kv_cache_spec.layout.max_query_len - 1
+        return min(self.ledger.requests[request_id].num_tokens + num_drafts, self.max_model_len)
 
     def _refuse_admission(self, request_id: str) -> int:
         """Have vLLM wait or preempt: returns more device blocks than there can be."""
@@ -174,8 +178,7 @@ class HotBlockManager(CircularBufferManager):
         """Give a request its hot blocks and host blocks, unless it has them. Returns the new hot blocks."""
         if request_id in self.ledger.admitted:
             return []
-        num_tokens = self.ledger.requests[request_id].num_tokens
-        self.host_pool.allocate(request_id, num_tokens, self.ledger.match(request_id))
+        self.host_pool.allocate(request_id, self._num_reserved(request_id), self.ledger.match(request_id))
         hot_blocks = self.block_pool.get_new_blocks(self.kv_cache_spec.blocks_per_request)
         self.req_to_blocks[request_id].extend(hot_blocks)
         self.ledger.admit(request_id, hot_blocks[0].block_id)
@@ -203,7 +206,8 @@ class HotBlockManager(CircularBufferManager):
     def _forget_uncomputed(self, request: Request, admitted: AdmittedRequest) -> None:
         """Remove blocks from vLLM's prefix cache that the request was to fill in a step that does not compute it now.
 
-        NOTE: vLLM caches blocks when it schedules, and may preempt a request that it has scheduled: by priority.
+        NOTE: vLLM caches blocks when it schedules, and by priority may preempt what it has scheduled. Others with the
+        same tokens may leave, too; they come back from the host.
         """
         last = min(admitted.num_tokens // self.block_size, len(request.block_hashes))
         for block_hash in request.block_hashes[request.num_computed_tokens // self.block_size : last]:

@@ -168,7 +168,7 @@ class RequestLedger:
     def give_room(self, request_id: str, num_tokens: int) -> None:
         """A request's next step will have computed its first `num_tokens`, drafts included."""
         admitted = self.admitted[request_id]
-        # NOTE: no more than before: a streaming session went back over what a step in flight had computed.
+        # NOTE: no more than before: a streaming session went back over what was computed, or drafts were rejected.
         if num_tokens >= admitted.next_event or num_tokens <= admitted.num_tokens:
             self._changed[request_id] = None
             tail = num_tokens % self.block_size
@@ -176,7 +176,7 @@ class RequestLedger:
         admitted.num_tokens = num_tokens
 
     def save_tail(self, device_id: int, host_id: int) -> None:
-        """A preempted request's partial last block is to be copied to the host."""
+        """A block of a preempted request, such as its partial last one, is to be copied to the host."""
         self._tail_saves.append((device_id, host_id))
 
     def release(self, request_id: str) -> AdmittedRequest | None:

@@ -76,7 +76,8 @@ class BlockIdentity:
         name = f"{model.model}@{model.revision}" if model.revision else model.model
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
         seed = os.environ.get("PYTHONHASHSEED")
-        return cls(name, dtype, asdict(layout), num_pools, cache.prefix_caching_hash_algo, seed)
+        sizes = {name: size for name, size in asdict(layout).items() if name != "max_query_len"}  # of steps, not blocks
+        return cls(name, dtype, sizes, num_pools, cache.prefix_caching_hash_algo, seed)
 
 
 @dataclass(frozen=True)
