@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import wraps
 from random import SystemRandom
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -227,9 +228,22 @@ def register_tier(name: str, module: str, class_name: str) -> None:
         SecondaryTierFactory.register_tier(name, module, class_name)
 
 
-def replace_rejection_kernels(expand: Kernel, reject: Kernel, recover: Kernel) -> None:
-    """Have vLLM's CPU platform register other versions of three kernels of the rejection sampler."""
+def mend_rejection_sampler(expand: Kernel, reject: Kernel, recover: Kernel) -> None:
+    """Have vLLM's CPU platform register other versions of three kernels of the rejection sampler.
+
+    NOTE: it runs in steps without drafts, too, and fails on the CPU to look up the largest top-k of none.
+    """
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    apply = rejection_sampler.apply_sampling_constraints
+    if not hasattr(apply, "__wrapped__"):
+
+        @wraps(apply)
+        def apply_to_some(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+            return apply(logits, *args) if len(logits) else logits
+
+        rejection_sampler.apply_sampling_constraints = apply_to_some
 
     cpu_triton_utils._expand_kernel_impl = expand
     cpu_triton_utils._rejection_random_sample_kernel_impl = reject

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens, rejection_sample
@@ -70,6 +71,14 @@ def test_tokens_have_the_models_distribution(draft: int) -> None:
     if draft >= 0:
         torch.testing.assert_close(shares(tokens[accepted, 1]), PROBS, rtol=0, atol=0.1)
         assert (tokens[accepted & (tokens[:, 1] == 1), 2] == 4).all(), "the bonus token"
+
+
+def test_a_step_without_drafts() -> None:
+    """Requests with top-k are sampled then, too."""
+    sampled = metadata(torch.ones(2))
+    sampled.top_k = torch.tensor([1, 2], dtype=torch.int32)
+    logits, ends = torch.empty(0, 5), torch.zeros(2, dtype=torch.int32)
+    assert rejection_sampler.apply_sampling_constraints(logits, ends, sampled).shape == (0, 5)
 
 
 def test_greedy_requests_are_left_to_another_kernel() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_hisparse.compat import is_dsa_model, replace_rejection_kernels, uses_host_connector
+from vllm_hisparse.compat import is_dsa_model, mend_rejection_sampler, uses_host_connector
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.layout import BLOCK_SIZE
 from vllm_hisparse.platform.rejection_cpu import expand, recover, reject
@@ -58,7 +58,7 @@ class HiSparseCpuPlatform(CpuPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        replace_rejection_kernels(expand, reject, recover)
+        mend_rejection_sampler(expand, reject, recover)
         super().register_triton_kernel_overrides()
 
     @classmethod
