@@ -83,16 +83,25 @@ class Clients:
             if not self._is_stopped and len(engine.live_requests()) < MAX_LIVE:
                 self._arrive(engine)
         self._sessions = [session for session in self._sessions if self._continue(session)]
-        for engine in () if self._is_stopped else self.engines:
+        for engine in self.engines if self._may_leave else ():
             self.leave(engine, 0.05)
             if self.rng.random() < 0.02:
                 engine.reset(self.rng.random() < 0.6, self.rng.random() < 0.5)
 
     def leave(self, engine: Engine, share: float = 0.08) -> None:
-        """Perhaps a client disconnects; none does at the end, for a deadlock must not end so."""
+        """Perhaps a client disconnects."""
         live = engine.live_requests()
-        if live and not self._is_stopped and self.rng.random() < share:
+        if live and self._may_leave and self.rng.random() < share:
             engine.abort(self.rng.choice(live).request_id)
+
+    @property
+    def _may_leave(self) -> bool:
+        """Nobody leaves at the end: that would hide a deadlock.
+
+        NOTE: but for sessions. One that waits keeps its blocks, and vLLM preempts no request that waits: where such
+        sessions fill a pool and their next turns need more, they wait until a client leaves.
+        """
+        return not self._is_stopped or self.configuration.has_sessions
 
     def _arrive(self, engine: Engine) -> None:
         """One HTTP request: of one prompt, or of several, which the router sends on with one prompt's transfer."""
