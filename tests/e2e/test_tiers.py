@@ -164,6 +164,8 @@ def test_a_replica_has_the_prefix(start, expected, model: str):
     options = {"in_process": False, "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "UCX_TLS": "tcp,shm,self"}}
     tiers = [{"type": "p2p", "host": LOOPBACK, "port": port, "peers": addresses} for port in ports]
     one, other = (start(args_of(model, [tier]), **options) for tier in tiers)
+    for engine in (one, other):  # one that is asked before it listens is left alone for half a minute
+        wait_until(partial(engine.log_has, "HiSparse tier:"))
     for index, num_tokens in enumerate(LENGTHS):
         prompt, full = make_prompt(num_tokens), expected[model][0][index : index + 1]
         assert_same_but_rounding(ask(one, prompt)["completions"], full)
