@@ -73,7 +73,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.scheduler_config.max_num_seqs,
                 vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools(vllm_config),
-                vllm_config.speculative_config is not None,
             )
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None

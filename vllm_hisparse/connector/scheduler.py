@@ -40,7 +40,6 @@ class HiSparseSchedulerConnector:
         max_num_running: requests that may run in one step, for which the worker has room.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: pools of that size, which hold the same blocks of different KV heads.
-        has_drafts: whether requests verify drafts.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class HiSparseSchedulerConnector:
         max_num_running: int,
         num_ranks: int = 1,
         num_host_pools: int = 1,
-        has_drafts: bool = False,
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
         tracks_decodes = self.layout.num_kv_heads is not None  # a dense model
+        has_drafts = self.layout.max_query_len > 1
         self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes, has_drafts)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.tiers: Tiers | None = None

@@ -41,8 +41,8 @@ class AdmittedRequest:
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
 
-    def begins_to_decode(self, num_tokens: int) -> bool:
-        """Whether this step of `num_tokens` is the first to decode: its prompt's keys must be represented by then."""
+    def note_step(self, num_tokens: int) -> bool:
+        """Note a step of `num_tokens`. Returns whether it is the first to decode: all keys are represented by then."""
         was_decoding, self.is_decoding = self.is_decoding, num_tokens == 1
         return self.is_decoding and not was_decoding
 
@@ -210,7 +210,7 @@ class RequestLedger:
         if self.tracks_decodes:
             for request_id, num_tokens in num_scheduled.items():
                 admitted, request = self.admitted[request_id], self.requests[request_id]
-                if admitted.begins_to_decode(num_tokens):
+                if admitted.note_step(num_tokens):
                     changes.first_decodes.append((admitted.handle, request.num_computed_tokens))
         changes.released, self._released = self._released, []
         changes.tail_saves, self._tail_saves = self._tail_saves, []
