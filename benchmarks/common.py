@@ -57,7 +57,7 @@ class Samples:
 
 
 def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) -> DeviceGroups:
-    """The KV cache groups of a DSA model: hot rows and indexer keys."""
+    """The KV cache groups of a DSA model: hot rows, as many for every request, and indexer keys."""
     # NOTE: imported here so that kernel benchmarks run without vLLM.
     from vllm.utils.torch_utils import get_dtype_size
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
@@ -68,7 +68,7 @@ def device_groups(num_layers: int, device_buffer_size: int, dtype: torch.dtype) 
     row_bytes = mla_row_bytes(KV_LORA_RANK, ROPE_DIM, get_dtype_size(dtype))
     layout = KVLayout(row_bytes, indexer_row_bytes(INDEX_DIM), num_layers, num_layers)
     mla = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=KV_LORA_RANK + ROPE_DIM, dtype=dtype)
-    hot = HotBufferSpec.from_mla_spec(mla, layout, layout.num_hot_blocks(device_buffer_size))
+    hot = HotBufferSpec.from_mla_spec(mla, layout, device_buffer_size, elastic=False)
     keys = MLAAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=layout.resident_row_bytes, dtype=torch.uint8
     )

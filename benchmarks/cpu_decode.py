@@ -155,10 +155,10 @@ class HotKV:
         config = HiSparseConfig(top_k=case.top_k, device_buffer_size=2 * case.top_k, host_pool_gib=1.0)
         num_host_blocks = case.batch * case.num_blocks
         self.worker = HiSparseWorkerConnector(vllm_config, config, self.groups, num_host_blocks, None)
-        num_device_blocks = case.batch * self.groups.hot_spec.blocks_per_request
+        num_device_blocks = case.batch * self.groups.hot_spec.num_blocks(case.context)
         self.hot_table = (1 + torch.randperm(num_device_blocks)).view(case.batch, -1).int()  # vLLM's null block is 0
         self.worker.register_kv_caches(self._device_caches(case))
-        self._fill_host(case, rows)
+        self._start_requests(case, rows)
         spec = self.groups.hot_spec
         self.builder = HotMLACpuMetadataBuilder(spec, self._names, vllm_config, torch.device("cpu"))
 
@@ -189,13 +189,17 @@ class HotKV:
         keys = keys.view(num_blocks, case.num_layers, BLOCK_SIZE, layout.resident_row_bytes)
         return hot | dict(zip(self.groups.resident_group.layer_names, keys.split(1, dim=1), strict=True))
 
-    def _fill_host(self, case: Case, rows: torch.Tensor) -> None:
+    def _start_requests(self, case: Case, rows: torch.Tensor) -> None:
+        """Put all rows into the host pool, and tell the worker of the requests' blocks."""
         tables = torch.randperm(case.batch * case.num_blocks).view(case.batch, -1)
         for main_kv, layer in zip(self.worker.store.main_kv.values(), rows, strict=True):
             main_kv[tables.flatten()] = layer.flatten(0, 1)
         handles = self.hot_table[:, 0].tolist()
-        new_tables = {handle: (0, table) for handle, table in zip(handles, tables.tolist(), strict=True)}
-        self.worker.apply_changes(HiSparseMetadata(tables=new_tables))
+        by_handle = [
+            {handle: (0, table) for handle, table in zip(handles, given.tolist(), strict=True)}
+            for given in (tables, self.hot_table)
+        ]
+        self.worker.apply_changes(HiSparseMetadata(tables=by_handle[0], hot_tables=by_handle[1]))
 
 
 def make_impl(kind: type[SparseMLACpuImpl], case: Case) -> SparseMLACpuImpl:

@@ -30,6 +30,7 @@ from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.layout import BLOCK_SIZE
 
 NUM_LAYERS, TOP_K = 61, 2048  # DeepSeek-V3.2
+MAX_NUM_BATCHED_TOKENS = 8192
 PHASES = ("total", "allocate", "build_connector_meta", "take_stats", "pickle")
 
 app = typer.Typer(add_completion=False)
@@ -76,7 +77,7 @@ class Scheduler:
     def __init__(self, num_requests: int, num_tokens: int, num_steps: int):
         groups = device_groups(NUM_LAYERS, 2 * TOP_K, torch.bfloat16)
         num_blocks = num_requests * (-(-(num_tokens + num_steps) // BLOCK_SIZE) + 2)
-        num_hot_blocks = num_requests * groups.hot_spec.blocks_per_request
+        num_hot_blocks = num_requests * groups.hot_spec.num_blocks(num_tokens)
         pool = BlockPool(num_blocks + num_hot_blocks + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
         self.hot_manager = HotBlockManager(
             groups.hot_spec, block_pool=pool, enable_caching=True, kv_cache_group_id=0, scheduler_block_size=BLOCK_SIZE
@@ -84,11 +85,18 @@ class Scheduler:
         self.indexer_manager = FakeIndexerManager(pool)
         config = HiSparseConfig(top_k=TOP_K, device_buffer_size=2 * TOP_K, host_pool_gib=1.0)
         self.connector = HiSparseSchedulerConnector(
-            config, groups, num_blocks, enable_caching=True, transport=None, max_num_running=num_requests
+            config,
+            groups,
+            num_blocks,
+            enable_caching=True,
+            transport=None,
+            max_num_running=num_requests,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )
         coordinator = SimpleNamespace(single_type_managers=(self.hot_manager, self.indexer_manager))
         max_model_len = num_blocks * BLOCK_SIZE
-        self.connector.bind(SimpleNamespace(coordinator=coordinator, max_model_len=max_model_len))
+        sizes = {"max_model_len": max_model_len, "watermark_blocks": 0}
+        self.connector.bind(SimpleNamespace(coordinator=coordinator, **sizes))
         self.forget_samples()
         self.requests = [self._admit(index, num_tokens, num_steps) for index in range(num_requests)]
         self.output = _scheduler_output({request.request_id: 1 for request in self.requests})

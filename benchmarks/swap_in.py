@@ -156,7 +156,7 @@ class HostPool:
 
 
 class Ours:
-    """This plugin's operations on the hot buffers of one layer."""
+    """This plugin's operations on the hot buffers of one layer. Requests get a token per step, so that rows age."""
 
     name = "ours"
 
@@ -171,23 +171,31 @@ class Ours:
         hot_tables = torch.randperm(size[0], device=DEVICE).view(case.batch, -1).int()
         state_indices = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
         state_indices[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
-        seq_lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=DEVICE)
-        self.tables = StepTables(state_indices, hot_tables, seq_lens, host_tables, BLOCK_SIZE)
-        slots = torch.arange(case.device_buffer_size, dtype=torch.int32, device=DEVICE).repeat(case.batch, 1)
-        self.residency = Residency(slots, torch.full_like(slots, -1))
-        self.state = [self.hot.rows, self.residency.slots, self.residency.positions]
+        num_hot_rows = torch.full((case.batch,), case.device_buffer_size + 1, dtype=torch.int32, device=DEVICE)
+        by_state = hot_tables, num_hot_rows, host_tables
+        self.seq_lens = torch.arange(num_outputs, dtype=torch.int32, device=DEVICE)[:, None] + case.context
+        self.seq_lens = self.seq_lens.repeat(1, case.batch)
+        self.tables = [StepTables(state_indices, hot_tables[:, 0], x, *by_state, BLOCK_SIZE) for x in self.seq_lens]
+        positions = torch.full((size[0] * rows_per_block,), -1, dtype=torch.int32, device=DEVICE)
+        self.residency = Residency(positions, torch.zeros_like(positions))
+        self.state = [self.hot.rows, self.residency.positions, self.residency.last_uses]
         self.counts = torch.zeros(case.batch, 2, dtype=torch.int64, device=DEVICE)
         self.outputs = [Resolved.allocate(case.batch, case.top_k, DEVICE) for _ in range(num_outputs)]
 
+    def warm_up(self, top_k: torch.Tensor) -> None:
+        """Swap in one more step before step 0."""
+        self.swap_in(top_k, 0)
+        self.seq_lens += 1
+
     def resolve(self, top_k: torch.Tensor, step: int) -> None:
-        self.ops.resolve(self.residency, self.tables, top_k, self.hot, self.counts, self.outputs[step])
+        self.ops.resolve(self.residency, self.tables[step], top_k, self.hot, self.counts, self.outputs[step])
 
     def gather(self, top_k: torch.Tensor, step: int) -> None:
         self.ops.gather(self.host_rows, self.hot, self.outputs[step], self.case.batch)
 
     def swap_in(self, top_k: torch.Tensor, step: int) -> None:
         out = self.outputs[step]
-        self.ops.swap_in(self.residency, self.tables, top_k, self.host_rows, self.hot, self.counts, out)
+        self.ops.swap_in(self.residency, self.tables[step], top_k, self.host_rows, self.hot, self.counts, out)
 
     def found_rows(self, step: int) -> torch.Tensor:
         """[batch, top_k, row_bytes]."""
@@ -229,6 +237,9 @@ class VllmNative:
         found = {name: torch.full(size, -1, dtype=torch.int32, device=DEVICE) for name in matrices}
         vectors = ("valid_counts", "swap_counts")
         return found | {name: torch.zeros(size[:1], dtype=torch.int32, device=DEVICE) for name in vectors}
+
+    def warm_up(self, top_k: torch.Tensor) -> None:
+        self.swap_in(top_k, 0)
 
     def resolve(self, top_k: torch.Tensor, step: int) -> None:
         out = self.outputs[step]
@@ -397,7 +408,7 @@ def measure(trace: Trace | RecordedTrace, pool: HostPool, systems: list[type], p
     for kind in systems:
         system = kind(case, pool.rows(case.row_bytes), host_tables, plan.num_steps)
         for selected in trace.warmup:
-            system.swap_in(selected, 0)
+            system.warm_up(selected)
         yield from measure_system(system, trace, pool.expected(case.row_bytes), plan)
 
 

@@ -33,13 +33,14 @@ def make_buffer(shape: HotBufferShape, recorder: SelectionRecorder | None) -> ML
     """Hot buffers of narrow rows, with requests 1, 2, ... running."""
     device = torch.device("cpu")
     buffer = MLAHotBuffer(shape, device) if recorder is None else RecordingHotBuffer(shape, device, recorder)
-    rows_per_block = shape.num_slots + 1
+    rows_per_block = shape.rows_per_hot_block
     hot = HotRows(torch.zeros(shape.num_device_blocks * rows_per_block, 1), rows_per_block, rows_per_block)
     host = torch.zeros(shape.max_blocks * shape.block_size, 1)
     for _ in range(shape.num_layers):
         buffer.add_layer(hot, host)
     for handle in range(1, shape.max_batch + 1):
         buffer.extend_table(handle, 0, range(shape.max_blocks))
+        buffer.change_hot_table(handle, 0, [handle])
     return buffer
 
 
@@ -57,7 +58,7 @@ def next_selections(before: torch.Tensor, newest: int) -> torch.Tensor:
 
 def step(buffer: MLAHotBuffer, selections: torch.Tensor, newest: int) -> None:
     """Swap in all layers of one step."""
-    handles = torch.arange(1, selections.shape[1] + 1, dtype=torch.int32)[:, None]
+    handles = torch.arange(1, selections.shape[1] + 1, dtype=torch.int32)
     buffer.step.plan(handles, torch.full((len(handles),), newest + 1, dtype=torch.int32))
     for layer, selected in enumerate(selections):
         buffer.swap_in(layer, selected)
@@ -67,7 +68,8 @@ def measure(num_requests: int, num_layers: int, top_k: int, context: int, num_st
     """One case."""
     num_blocks = -(-(context + num_steps) // BLOCK_SIZE)
     sizes = (num_requests, num_requests, 2 * top_k, num_layers, top_k, num_blocks, BLOCK_SIZE, num_requests + 1)
-    shape, times, write = HotBufferShape(*sizes), (Samples(), Samples()), Samples()
+    shape = HotBufferShape(*sizes, max_hot_blocks=1, rows_per_hot_block=2 * top_k + 1)
+    times, write = (Samples(), Samples()), Samples()
     with tempfile.TemporaryDirectory() as directory:
         layers = [f"model.layers.{index}.attn" for index in range(num_layers)]
         recorder = SelectionRecorder(Path(directory), 0, "random", top_k, mla_row_bytes(512, 64, 2), layers)

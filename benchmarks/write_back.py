@@ -23,7 +23,6 @@ from vllm_hisparse.ops.registry import swap_in_ops
 app = typer.Typer(add_completion=False)
 
 ROWS_PER_BLOCK, BLOCKS_PER_REQUEST = 16, 2  # hot rows: their places do not matter here
-NUM_SLOTS = ROWS_PER_BLOCK * BLOCKS_PER_REQUEST - 1
 
 
 class Step:
@@ -43,16 +42,18 @@ class Step:
         last_block = (context - 1) // BLOCK_SIZE
         host_tables = torch.full((batch, last_block + 1), -1, dtype=torch.int32, device=DEVICE)
         host_tables[:, last_block] = torch.randperm(batch, device=DEVICE).int() + 1
-        self.tables = StepTables(state_indices, hot_tables, seq_lens, host_tables, BLOCK_SIZE)
+        num_hot_rows = torch.full((batch,), ROWS_PER_BLOCK * BLOCKS_PER_REQUEST, dtype=torch.int32, device=DEVICE)
+        by_state = hot_tables, num_hot_rows, host_tables
+        self.tables = StepTables(state_indices, hot_tables[:, 0], seq_lens, *by_state, BLOCK_SIZE)
         self.newest = torch.empty(batch, dtype=torch.int64, device=DEVICE)
-        self.ops.newest_row_ids(self.tables, NUM_SLOTS, self.hot[0], self.newest)
+        self.ops.newest_row_ids(self.tables, self.hot[0], self.newest)
         self.homes = host_tables[:, last_block].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
         packed = batch * num_layers * row_bytes
         self.packed = torch.randint(0, 255, (packed,), dtype=torch.uint8, device=DEVICE)
         self.packed_host = torch.zeros(packed, dtype=torch.uint8, pin_memory=True)
 
     def ours(self) -> None:
-        self.ops.write_back(self.hot, self.host, self.tables, NUM_SLOTS)
+        self.ops.write_back(self.hot, self.host, self.tables)
 
     def memcpy(self) -> None:
         self.packed_host.copy_(self.packed, non_blocking=True)

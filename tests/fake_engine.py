@@ -25,7 +25,8 @@ from vllm_hisparse.layout import KVLayout
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
-NUM_HOT_BLOCKS = 2
+MAX_BUDGET = 24  # tokens of a step
+NUM_HOT_BLOCKS = 2  # of a request, if they do not grow
 
 register_hot_block_manager()
 init_none_hash(sha256)
@@ -47,10 +48,12 @@ def make_kv_cache_config(
     num_layers: int = 2,
     has_resident_kv: bool = True,
     max_query_len: int = 1,
+    device_buffer_size: int = 5,
+    elastic: bool = False,
 ) -> KVCacheConfig:
     num_resident = num_layers if has_resident_kv else 0
     layout = KVLayout(24, 20, num_layers, num_resident, BLOCK_SIZE, max_query_len=max_query_len)
-    hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, blocks_per_request=NUM_HOT_BLOCKS)
+    hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, device_buffer_size, elastic)
     indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
     groups = [
         *([indexer] if has_resident_kv else []),
@@ -81,6 +84,7 @@ class FakeWorker:
         self.host_keys: dict[tuple[int, int], tuple] = {}
         self.device_keys: dict[tuple[int, int], tuple] = {}  # (device block, offset)
         self.tables: dict[int, list[int]] = {}
+        self.hot_tables: dict[int, list[int]] = {}
 
     def copy_block(self, source: dict, source_id: int, target: dict, target_id: int) -> None:
         for offset in range(BLOCK_SIZE):
@@ -90,13 +94,18 @@ class FakeWorker:
         for device_id, host_id in metadata.tail_saves:
             self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
         for handle in metadata.released:
-            del self.tables[handle]
+            del self.tables[handle], self.hot_tables[handle]
         for handle, (first, host_ids) in metadata.tables.items():
             assert (handle in self.tables) == (first > 0), "a table starts at 0, once"
             table = self.tables.setdefault(handle, [])
             assert len(table) == first, "a delta must continue the table"
             assert host_ids, "an empty delta need not travel"
             table.extend(host_ids)
+        for handle, (first, block_ids) in metadata.hot_tables.items():
+            hot_table = self.hot_tables.setdefault(handle, [])
+            assert handle in self.tables and first <= len(hot_table), "hot blocks of no request, or a gap"
+            hot_table[first:] = block_ids
+            assert hot_table[0] == handle and len(set(hot_table)) == len(hot_table)
         for host_id, device_id in metadata.restores:
             self.copy_block(self.host_keys, host_id, self.device_keys, device_id)
 
@@ -171,6 +180,7 @@ class FakeEngine:
     """First come, first served; the newest running request is preempted first.
 
     Args:
+        hot_buffers: `device_buffer_size` and `elastic` of `make_kv_cache_config`.
         zeroes_first: whether new blocks are zeroed before the worker half gets its metadata, as by Model Runner V2, or
             after it, as by V1.
     """
@@ -188,16 +198,17 @@ class FakeEngine:
         max_num_running: int = 1000,
         tiers: Sequence[dict] = (),
         max_query_len: int = 1,
+        **hot_buffers,
     ):
         self.zeroes_first = zeroes_first
         kv_cache_config = make_kv_cache_config(
-            num_device_blocks, hot_first, has_resident_kv=has_resident_kv, max_query_len=max_query_len
+            num_device_blocks, hot_first, has_resident_kv=has_resident_kv, max_query_len=max_query_len, **hot_buffers
         )
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats, tiers=list(tiers))
         self.groups = DeviceGroups.from_config(kv_cache_config)
         self.connector = HiSparseSchedulerConnector(
-            config, self.groups, num_host_blocks, enable_caching, transport, max_num_running
+            config, self.groups, num_host_blocks, enable_caching, transport, max_num_running, MAX_BUDGET
         )
         self.connector.bind(self.kv)
         self.hot, self.ledger = self.connector.hot_manager, self.connector.ledger
@@ -402,9 +413,10 @@ class FakeEngine:
                     num_refs[block.block_id] += 1
                 if manager is self.hot:
                     hot_ids += [block.block_id for block in blocks]
-        held = [block for _, blocks, _ in self.deferred for block in blocks] + [
-            block for _, block, _ in self.hot._tails
-        ]
+        held = [block for _, blocks, _ in self.deferred for block in blocks] + self.hot.frees.blocks
+        lent = [block for blocks in (self.hot.spare.lent.values() if self.hot.spare else ()) for block in blocks]
+        hot_ids += [block.block_id for block in lent]
+        held += lent
         for block in held:
             num_refs[block.block_id] += 1
         owned = {i for i, refs in enumerate(num_refs) if refs}
@@ -427,9 +439,10 @@ class FakeEngine:
         assert self.host_pool.num_used == 0, "host blocks without an owner"
         assert not self.host_pool._preempted, "blocks kept for requests that ended"
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
-        assert not self.hot._parked and not self.hot._tails
+        assert not self.hot._parked and not self.hot.frees
         ledger = self.ledger
         for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
             assert not leftover
         assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
-        assert not self.worker.tables, "the worker was not told of released requests"
+        assert not ledger._hot_changed and not (self.hot.spare and self.hot.spare.lent)
+        assert not self.worker.tables and not self.worker.hot_tables, "the worker was not told of released requests"

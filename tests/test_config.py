@@ -497,7 +497,7 @@ def test_refuses_models_without_hot_buffers_on_cuda(make: Callable[..., SimpleNa
 
 @pytest.mark.parametrize(
     ("algorithm", "option", "value", "most"),
-    [("oracle", "top_k", 4097, 4096), ("quest", "device_buffer_size", 16 * 16385, 16 * 16384)],
+    [("oracle", "top_k", 4097, 4096), ("quest", "device_buffer_size", 16 * (2**19 - 63), 16 * (2**19 - 64))],
 )
 def test_refuses_sizes_beyond_the_kernels(algorithm: str, option: str, value: int, most: int) -> None:
     message = dense_refusal({"algorithm": algorithm, option: value}, device_config__device_type="cuda")

@@ -9,6 +9,7 @@ from weakref import finalize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
+from vllm_hisparse.layout import BLOCK_SIZE, MAX_HOT_ROWS
 from vllm_hisparse.tier_config import TIER_TYPES, P2PTier, Tier
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ class HiSparseConfig(BaseModel):
     """Tokens attended per query and layer. Default: `index_topk` of a DSA model, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
+    elastic: bool = True
+    """Whether a DSA model's hot buffers have the size of the sequence while this is shorter than `device_buffer_size`,
+    and more than that where device memory is free; else all have this size. Those of a dense model always do."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
     """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
     host_pool_gib: float | None = Field(default=None, gt=0)
@@ -454,9 +458,10 @@ def _check_model_class(model: ModelConfig) -> None:
 
 def _check_kernel_limits(top_k: int, rows: int, unit: int) -> None:
     """Refuse sizes that exceed the limits of the CUDA kernels."""
-    from vllm_hisparse.ops.cuda_ops import MAX_SLOTS, MAX_TOP_K
+    from vllm_hisparse.ops.cuda_ops import MAX_TOP_K
 
-    for option, value, most in (("top_k", top_k, MAX_TOP_K * unit), ("device_buffer_size", rows, MAX_SLOTS * unit)):
+    max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # with room for those that are reserved
+    for option, value, most in (("top_k", top_k, MAX_TOP_K * unit), ("device_buffer_size", rows, max_rows * unit)):
         if value > most:
             raise HiSparseConfigError(option, value, f"at most {most} on cuda", "Lower it.")
 

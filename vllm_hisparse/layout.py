@@ -8,6 +8,7 @@ INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
+MAX_HOT_ROWS = 1 << 19  # of a request, or of a KV head in units: the CUDA kernels' limit
 MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows
 
 
@@ -112,13 +113,21 @@ class KVLayout:
         """Host blocks, or device blocks of device-resident KV, that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def num_hot_blocks(self, device_buffer_size: int) -> int:
-        """Device blocks of one request's hot buffer, including the slots of its newest units."""
-        num_newest = self.max_query_len * self.tokens_per_unit
-        return -(-(device_buffer_size + num_newest) // self.rows_per_hot_block)
+    def num_hot_blocks(self, device_buffer_size: int, num_tokens: int | None = None) -> int:
+        """Device blocks of a request's hot buffer.
+
+        Args:
+            device_buffer_size: hot tokens of a long sequence, those of its newest units not counted.
+            num_tokens: of a sequence with which it grows, `block_size` tokens at a time. None: of a long one.
+        """
+        num_rows = device_buffer_size + self.max_query_len * self.tokens_per_unit
+        if num_tokens is not None:
+            # NOTE: a draft's slot is reserved before it is known how many there are.
+            num_rows = min(num_rows, self.num_blocks(num_tokens + self.max_query_len - 1) * self.block_size)
+        return -(-num_rows // self.rows_per_hot_block)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
-        """Device bytes of one request of `num_tokens`, with a hot buffer."""
+        """Device bytes of one long request of `num_tokens`, with a hot buffer."""
         num_resident_blocks = self.num_blocks(num_tokens) if self.num_resident_layers else 0
         num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks
         return num_blocks * self.device_block_bytes

@@ -7,7 +7,7 @@ struct UnitTables {
     int64_t* request_indices;  // [batch]
     int64_t* positions;        // [batch]
     int32_t* tails;            // [batch * num_heads]
-    int32_t* hot_tables;       // [batch * num_heads, num_hot_blocks]
+    int32_t* handles;          // [batch * num_heads]
     int32_t* num_units;        // [batch * num_heads]
     int32_t num_heads;
     int32_t head_stride;
@@ -21,18 +21,12 @@ constexpr int kUnitThreads = 128;
 // One thread block per request.
 __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTables tables, const UnitTables out) {
     const int batch_index = blockIdx.x;
-    const int32_t* blocks = tables.hot_tables + batch_index * tables.hot_table_stride;
-    const int32_t seq_len = tables.seq_lens[batch_index];
-    const int32_t first_state = find_state(tables, blocks[0] * out.head_stride, seq_len);
-    const int32_t newest = first_state < 0 ? 0 : seq_len - 1;
-    const int num_entries = out.num_heads * tables.num_hot_blocks;
-    for (int i = threadIdx.x; i < num_entries; i += kUnitThreads) {
-        const int32_t block = blocks[i % tables.num_hot_blocks], head = i / tables.num_hot_blocks;
-        out.hot_tables[static_cast<int64_t>(batch_index) * num_entries + i] =
-            first_state < 0 ? -1 : block * out.head_stride + head;
-    }
+    const int32_t first_state = find_state(tables, batch_index, out.head_stride);
+    const int32_t newest = first_state < 0 ? 0 : tables.seq_lens[batch_index] - 1;
+    const int32_t first_part = tables.handles[batch_index * tables.handle_stride] * out.head_stride;
     for (int head = threadIdx.x; head < out.num_heads; head += kUnitThreads) {
         const int head_index = batch_index * out.num_heads + head;
+        out.handles[head_index] = first_state < 0 ? -1 : first_part + head;
         out.num_units[head_index] = first_state < 0 ? 0 : newest / out.tokens_per_unit + 1;
         out.tails[head_index] = first_state < 0 ? 0 : newest % out.tokens_per_unit + 1 - out.tokens_per_unit;
     }
@@ -49,7 +43,7 @@ using namespace hisparse;
 
 // Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
 //
-// tables: by request, without host_tables; num_device_blocks and num_states count parts and states of KV heads.
+// tables: by request, without blocks; num_device_blocks and num_states count parts and states of KV heads.
 extern "C" cudaError_t hisparse_begin_units(const StepTables* tables, const UnitTables* out, cudaStream_t stream) {
     if (tables->batch == 0) return cudaSuccess;
     begin_units_kernel<<<tables->batch, kUnitThreads, 0, stream>>>(*tables, *out);

@@ -6,6 +6,7 @@
 
 namespace hisparse {
 
+constexpr int kMaxAge = 1022;  // tokens; what `resolve` tells apart
 constexpr int kNumThreads = 1024;
 constexpr int kWarpSize = 32;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
@@ -33,19 +34,20 @@ struct HostRows {
     int64_t row_bytes;  // as on the device
 };
 
-// Least recently used first.
+// Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
 struct Residency {
-    int32_t* slots;      // [num_states, num_slots]
-    int32_t* positions;  // [num_states, num_slots], -1 where a slot is empty
-    int32_t num_states;  // requests, or their KV heads where each selects for itself
-    int32_t num_slots;
+    int32_t* positions;  // [num_entries], -1 where a row is empty
+    int32_t* last_uses;  // [num_entries]
 };
 
 struct StepTables {
     const int32_t* state_indices;  // [num_device_blocks], -1 where a block is no request's first
-    const int32_t* hot_tables;     // [batch, num_hot_blocks], requests hot_table_stride elements apart
+    const int32_t* handles;        // [batch], handle_stride elements apart
     const int32_t* seq_lens;       // [batch]
+    const int32_t* hot_tables;     // [num_states, num_hot_blocks], requests hot_table_stride elements apart
+    const int32_t* num_hot_rows;   // [num_states]
     const int32_t* host_tables;    // [num_states, num_host_blocks], requests host_table_stride elements apart
+    int64_t handle_stride;
     int64_t hot_table_stride;
     int64_t host_table_stride;
     int32_t num_device_blocks;
@@ -92,10 +94,11 @@ __device__ inline int lane_index() {
     return threadIdx.x % kWarpSize;
 }
 
-// State index of the request with this first hot block; -1 for padding.
-__device__ inline int32_t find_state(const StepTables& tables, int32_t first_block, int32_t seq_len) {
-    const bool known = first_block >= 0 && first_block < tables.num_device_blocks && seq_len > 0;
-    const int32_t state_index = known ? tables.state_indices[first_block] : -1;
+// State index of a request; -1 for padding. head_stride: parts of device blocks from one to the next (`KVHeads`).
+__device__ inline int32_t find_state(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
+    const int32_t part = tables.handles[batch_index * tables.handle_stride] * head_stride;
+    const bool known = part >= 0 && part < tables.num_device_blocks && tables.seq_lens[batch_index] > 0;
+    const int32_t state_index = known ? tables.state_indices[part] : -1;
     return state_index < tables.num_states ? state_index : -1;
 }
 
@@ -114,9 +117,9 @@ __device__ inline int64_t flat_row_id(
 // Flat id of the hot row in a slot. slot: >= 0.
 template <typename T>
 __device__ inline int64_t flat_hot_row_id(
-    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int batch_index, int32_t slot
+    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int32_t state_index, int32_t slot
 ) {
-    const int32_t* table = tables.hot_tables + batch_index * tables.hot_table_stride;
+    const int32_t* table = tables.hot_tables + state_index * tables.hot_table_stride;
     return flat_row_id(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
@@ -129,9 +132,9 @@ __device__ inline int64_t flat_host_row_id(
     return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 
-// Hot slot of the newest position: of its own number while the sequence fits, else the reserved one.
-__device__ inline int32_t newest_slot(int32_t newest, int32_t num_slots) {
-    return newest < num_slots ? newest : num_slots;
+// Hot slot of the newest position: of its own number while the sequence fits, else the last one, which is reserved.
+__device__ inline int32_t newest_slot(int32_t newest, int32_t num_hot_rows) {
+    return newest < num_hot_rows ? newest : num_hot_rows - 1;
 }
 
 __device__ inline bool in_range(int64_t row, int64_t num_rows) {

@@ -3,40 +3,48 @@
 namespace hisparse {
 namespace {
 
-// Counts of entries and columns before some place: one 64-bit sum adds both.
+constexpr int kNumAges = kMaxAge + 2;  // the last one is of empty rows
+static_assert(kNumAges == kNumThreads, "one age per thread");
+constexpr size_t kMaxSharedBytes = 220 << 10;  // beside what the kernel declares
+
+// Two counts, which one 64-bit sum adds.
 struct Tally {
-    int32_t hits;
-    int32_t misses;
+    int32_t first;
+    int32_t second;
 
     __device__ uint64_t pack() const {
-        return static_cast<uint64_t>(misses) << 32 | static_cast<uint32_t>(hits);
+        return static_cast<uint64_t>(second) << 32 | static_cast<uint32_t>(first);
     }
     __device__ static Tally unpack(uint64_t packed) {
         return {static_cast<int32_t>(packed), static_cast<int32_t>(packed >> 32)};
     }
 };
 
-// Shared memory of one request: a hash table of the wanted columns, chained. The lists of the misses take the place of
-// the chains' heads, which are no longer read by then.
+// Shared memory of one request: a hash table of the wanted columns, chained; its hits, misses and victims.
 struct Scratch {
     static constexpr int kBucketsPerColumn = 4;  // at least
     static constexpr int kEnd = -1;              // of a chain
+    static constexpr int32_t kNone = INT32_MAX;  // no slot
 
     int32_t* heads;     // [2^bucket_bits] column whose position falls in the bucket, or kEnd
+    int32_t* num_aged;  // [kNumAges] slots of each age that are no hits
     int32_t* selected;  // [top_k]
-    int32_t* chosen;    // [top_k] slot of a hit, else -1
-    int16_t* next;      // [top_k] next column of the chain, or kEnd
+    int32_t* chosen;    // [top_k] slot of a hit, else kNone
     int32_t* missed;    // [top_k] position of each miss, in the order of `top_k`
-    int32_t* victims;   // [top_k] slot that each takes
+    int32_t* victims;   // [top_k] flat hot row id that each takes
+    uint32_t* hits;     // [slots / kWarpSize, rounded up] a bit per slot
+    int16_t* next;      // [top_k] next column of the chain, or kEnd
     int num_buckets;
 
     __device__ Scratch(int32_t* memory, int top_k, int bucket_bits)
         : heads(memory),
-          selected(memory + (1 << bucket_bits)),
+          num_aged(memory + (1 << bucket_bits)),
+          selected(num_aged + kNumAges),
           chosen(selected + top_k),
-          next(reinterpret_cast<int16_t*>(chosen + top_k)),
-          missed(memory),
-          victims(memory + top_k),
+          missed(chosen + top_k),
+          victims(missed + top_k),
+          hits(reinterpret_cast<uint32_t*>(victims + top_k + (top_k + 1) / 2)),
+          next(reinterpret_cast<int16_t*>(victims + top_k)),
           num_buckets(1 << bucket_bits) {}
 
     static int bucket_bits(int top_k) {
@@ -44,14 +52,16 @@ struct Scratch {
         while (1 << bits < kBucketsPerColumn * top_k) ++bits;
         return bits;
     }
-    static size_t num_bytes(int top_k) {
-        const size_t column_bytes = 2 * sizeof(int32_t) + sizeof(int16_t);
-        return (sizeof(int32_t) << bucket_bits(top_k)) + column_bytes * top_k;
+    static size_t num_bytes(int top_k, int64_t num_hot_rows) {
+        const size_t num_columns = 4 * static_cast<size_t>(top_k) + (top_k + 1) / 2;
+        const size_t num_words = (num_hot_rows + kWarpSize - 1) / kWarpSize;
+        return sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
     }
 
     __device__ void clear() const {
         const auto vectors = reinterpret_cast<int4*>(heads);
         for (int i = threadIdx.x; i < num_buckets / 4; i += kNumThreads) vectors[i] = {kEnd, kEnd, kEnd, kEnd};
+        num_aged[threadIdx.x] = 0;
     }
     __device__ int32_t* head(int32_t position) const {
         return heads + (position & (num_buckets - 1));
@@ -97,6 +107,12 @@ __device__ inline void write_column(
     out.miss_host_row_ids[miss_place] = host_row_id;
 }
 
+// A hot row: its flat id, and its entry in the residency.
+struct Place {
+    int32_t row_id;
+    int32_t entry;
+};
+
 // A request and where its rows are.
 struct Request {
     const StepTables& tables;
@@ -105,15 +121,21 @@ struct Request {
     const Divisor& block_size;
     int batch_index;
     int32_t state_index;
-    int32_t newest;  // position
+    int32_t newest;        // position
+    int32_t num_hot_rows;  // the reserved one included
 
-    // -1 where `slot` is.
-    __device__ int32_t hot_row_id(int32_t slot) const {
-        return static_cast<int32_t>(slot < 0 ? -1 : flat_hot_row_id(tables, hot, rows_per_block, batch_index, slot));
+    // slot: within the request's hot rows.
+    __device__ Place place(int32_t slot) const {
+        const int32_t index = slot / rows_per_block, offset = slot - index * rows_per_block.divisor;
+        const int32_t block = __ldg(tables.hot_tables + state_index * tables.hot_table_stride + index);
+        return {
+            static_cast<int32_t>(block * hot.block_stride_rows + offset), block * rows_per_block.divisor + offset
+        };
     }
     __device__ int64_t host_row_id(int32_t position) const {
         return flat_host_row_id(tables, block_size, state_index, position);
     }
+    __device__ bool wants(int32_t position) const { return position >= 0 && position < newest; }
 };
 
 // What a thread handles of `size` columns or entries: each warp has a run of them and takes kWarpSize of it per round.
@@ -149,22 +171,6 @@ __device__ __forceinline__ void load_selection(
     for (int i = 0; i < kColumnRounds; ++i) selected[i] = columns.has(i) ? __ldg(top_k + columns.at(i)) : -1;
 }
 
-// slots, positions: the thread's entries; -1 beyond.
-template <int kEntryRounds>
-__device__ __forceinline__ void load_entries(
-    const Residency& residency,
-    int64_t first_state,
-    const Share& entries,
-    int32_t (&slots)[kEntryRounds],
-    int32_t (&positions)[kEntryRounds]
-) {
-#pragma unroll
-    for (int i = 0; i < kEntryRounds; ++i) {
-        slots[i] = entries.has(i) ? residency.slots[first_state + entries.at(i)] : -1;
-        positions[i] = entries.has(i) ? residency.positions[first_state + entries.at(i)] : -1;
-    }
-}
-
 // Fill the hash table: each wanted position with its column. Returns one more than the warp's last valid column, or 0.
 template <int kColumnRounds>
 __device__ __forceinline__ int32_t map_columns(
@@ -176,36 +182,45 @@ __device__ __forceinline__ int32_t map_columns(
         const int column = columns.at(i);
         if (!columns.has(i)) continue;
         scratch.selected[column] = selected[i];
-        scratch.chosen[column] = -1;
-        if (selected[i] >= 0 && selected[i] < request.newest) scratch.insert(selected[i], column);
+        scratch.chosen[column] = Scratch::kNone;
+        scratch.victims[column] = -1;
+        if (request.wants(selected[i])) scratch.insert(selected[i], column);
         if (selected[i] >= 0 && selected[i] <= request.newest) last_valid = column + 1;
     }
     return __reduce_max_sync(kAllLanes, last_valid);
 }
 
-// Give the column of each hit its slot and count the warp's hits. Returns the thread's rounds with a hit as bits.
-template <int kEntryRounds>
-__device__ __forceinline__ uint32_t find_hits(
-    const Scratch& scratch,
-    const Share& entries,
-    const int32_t (&slots)[kEntryRounds],
-    const int32_t (&positions)[kEntryRounds],
-    Tally& sum
-) {
-    uint32_t hit_bits = 0;
-#pragma unroll
-    for (int i = 0; i < kEntryRounds; ++i) {
-        if (i >= entries.rounds) continue;
-        const int column = positions[i] >= 0 ? scratch.find(positions[i]) : -1;
-        const bool hit = column >= 0;
-        if (hit) scratch.chosen[column] = slots[i];
-        hit_bits |= hit << i;
-        sum.hits += __popc(__ballot_sync(kAllLanes, hit));
-    }
-    return hit_bits;
+// Age of a row that is no hit: higher ages are evicted first.
+__device__ __forceinline__ int32_t age_of(const Request& request, int32_t position, int32_t last_use) {
+    return request.wants(position) ? max(0, min(request.newest - last_use, kMaxAge)) : kNumAges - 1;
 }
 
-// Count the warp's misses and look their host rows up. Returns the thread's rounds with a miss as bits.
+// Give the column of each hit its slot, and count the others by age. Slots are taken a warp's width at a time.
+__device__ __forceinline__ void find_hits(
+    const Residency& residency, const Scratch& scratch, const Request& request, int32_t num_slots
+) {
+    const int num_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
+#pragma unroll 4
+    for (int round = 0; round < num_rounds; ++round) {
+        const int32_t slot = round * kNumThreads + threadIdx.x;
+        const bool exists = slot < num_slots;
+        const int32_t entry = exists ? request.place(slot).entry : 0;
+        const int32_t position = exists ? residency.positions[entry] : -1;
+        const int32_t last_use = exists ? residency.last_uses[entry] : 0;
+        const int column = request.wants(position) ? scratch.find(position) : -1;
+        if (column >= 0) {
+            atomicMin(scratch.chosen + column, slot);
+            residency.last_uses[entry] = request.newest;
+        } else if (exists) {
+            atomicAdd(scratch.num_aged + age_of(request, position, last_use), 1);
+        }
+        const uint32_t hits = __ballot_sync(kAllLanes, column >= 0);
+        if (lane_index() == 0 && exists) scratch.hits[slot / kWarpSize] = hits;
+    }
+}
+
+// Count the warp's hits and misses among the columns, and look host rows up. Returns the thread's rounds with a miss as
+// bits. sum: {hits, misses}.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t find_misses(
     const Scratch& scratch,
@@ -218,11 +233,12 @@ __device__ __forceinline__ uint32_t find_misses(
     uint32_t miss_bits = 0;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
-        const bool wanted = selected[i] >= 0 && selected[i] < request.newest;
-        const bool missed = wanted && scratch.chosen[columns.at(i)] < 0;
+        const bool wanted = request.wants(selected[i]);
+        const bool missed = wanted && scratch.chosen[columns.at(i)] == Scratch::kNone;
         host_row_ids[i] = missed ? request.host_row_id(selected[i]) : -1;
         miss_bits |= missed << i;
-        sum.misses += __popc(__ballot_sync(kAllLanes, missed));
+        sum.first += __popc(__ballot_sync(kAllLanes, wanted && !missed));
+        sum.second += __popc(__ballot_sync(kAllLanes, missed));
     }
     return miss_bits;
 }
@@ -240,22 +256,66 @@ __device__ __forceinline__ void list_misses(
     }
 }
 
-// List the victims of the misses, the first entries that are no hits.
-template <int kEntryRounds>
-__device__ __forceinline__ void list_victims(
-    const Scratch& scratch,
-    const Share& entries,
-    const int32_t (&slots)[kEntryRounds],
-    uint32_t hit_bits,
-    int others_before,
-    int num_misses
-) {
+// Which slots are victims: all of a higher age than `age`, and the first `num_of_age` of this one.
+struct Cut {
+    int32_t age;
+    int32_t num_of_age;
+};
+
+// Find the cut for a number of victims. cut, warp_sums: in shared memory; written before the next barrier.
+__device__ __forceinline__ void find_cut(const Scratch& scratch, int32_t num_victims, uint64_t* warp_sums, Cut* cut) {
+    const int age = kNumAges - 1 - threadIdx.x, count = scratch.num_aged[age];
+    int older = count;  // the warp's so far, then all
 #pragma unroll
-    for (int i = 0; i < kEntryRounds; ++i) {
-        if (i >= entries.rounds) continue;
-        const bool other = slots[i] >= 0 && !(hit_bits >> i & 1);
-        const int rank = take_rank(other, lane_index(), others_before);
-        if (other && rank < num_misses) scratch.victims[rank] = slots[i];
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, older, distance);
+        if (lane_index() >= distance) older += other;
+    }
+    if (lane_index() == kWarpSize - 1) warp_sums[warp_index()] = older;
+    __syncthreads();
+    Tally before, total;
+    scan_warps(warp_sums, warp_index(), lane_index(), before, total);
+    older += before.first - count;
+    if (older < num_victims && num_victims <= older + count) *cut = {age, num_victims - older};
+}
+
+// Put the misses into their victims, in the order of their slots.
+__device__ __forceinline__ void fill_victims(
+    const Residency& residency,
+    const Scratch& scratch,
+    const Request& request,
+    int32_t num_slots,
+    const Cut& cut,
+    uint64_t* warp_sums
+) {
+    const Share slots(num_slots);
+    const auto age_at = [&](int round) -> int32_t {  // -1 for a hit, and for no slot
+        const int32_t slot = slots.at(round);
+        if (slot >= num_slots || scratch.hits[slot / kWarpSize] >> lane_index() & 1) return -1;
+        const int32_t entry = request.place(slot).entry;
+        return age_of(request, residency.positions[entry], residency.last_uses[entry]);
+    };
+    Tally sum{0, 0}, before, total;
+#pragma unroll 4
+    for (int round = 0; round < slots.rounds; ++round) {
+        const int32_t age = age_at(round);
+        sum.first += __popc(__ballot_sync(kAllLanes, age > cut.age));
+        sum.second += __popc(__ballot_sync(kAllLanes, age == cut.age));
+    }
+    if (lane_index() == 0) warp_sums[warp_index()] = sum.pack();
+    __syncthreads();
+    scan_warps(warp_sums, warp_index(), lane_index(), before, total);
+    int victims_before = before.first + min(before.second, cut.num_of_age);
+    for (int round = 0; round < slots.rounds; ++round) {
+        const int32_t age = age_at(round);
+        const int equal_rank = take_rank(age == cut.age, lane_index(), before.second);
+        const bool is_victim = age > cut.age || (age == cut.age && equal_rank < cut.num_of_age);
+        const int rank = take_rank(is_victim, lane_index(), victims_before);
+        if (!is_victim) continue;
+        const Place place = request.place(slots.at(round));
+        residency.positions[place.entry] = scratch.missed[rank];
+        residency.last_uses[place.entry] = request.newest;
+        scratch.victims[rank] = place.row_id;
     }
 }
 
@@ -269,76 +329,43 @@ __device__ __forceinline__ void write_columns(
     const int32_t (&selected)[kColumnRounds],
     const int64_t (&host_row_ids)[kColumnRounds],
     uint32_t miss_bits,
-    int misses_before,
-    int32_t num_slots
+    int misses_before
 ) {
     const int64_t first_out = static_cast<int64_t>(request.batch_index) * out.top_k;
+    const int32_t newest_row_id = request.place(request.num_hot_rows - 1).row_id;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const int column = columns.at(i);
         const bool missed = miss_bits >> i & 1;
         const int rank = take_rank(missed, lane_index(), misses_before);
         if (!columns.has(i)) continue;
-        int32_t slot = scratch.chosen[column];
-        if (missed) slot = scratch.victims[rank];
-        if (selected[i] == request.newest) slot = num_slots;
-        const int32_t hot_row_id = request.hot_row_id(slot);
+        int32_t hot_row_id = selected[i] == request.newest ? newest_row_id : -1;
+        if (missed) hot_row_id = scratch.victims[rank];
+        else if (request.wants(selected[i])) hot_row_id = request.place(scratch.chosen[column]).row_id;
         write_column(out, first_out + column, first_out + rank, hot_row_id, missed, host_row_ids[i]);
     }
 }
 
-// Write the entries in their new order: kept ones, filled ones, hits.
-template <int kEntryRounds>
-__device__ __forceinline__ void write_entries(
-    const Residency& residency,
-    const Scratch& scratch,
-    int64_t first_state,
-    const Share& entries,
-    const int32_t (&slots)[kEntryRounds],
-    int32_t (&positions)[kEntryRounds],
-    uint32_t hit_bits,
-    int hits_before,
-    int others_before,
-    const Tally& total
-) {
-    const int num_kept = residency.num_slots - total.misses - total.hits;
-#pragma unroll
-    for (int i = 0; i < kEntryRounds; ++i) {
-        if (i >= entries.rounds) continue;
-        const bool exists = slots[i] >= 0, hit = hit_bits >> i & 1;
-        const int hit_rank = take_rank(hit, lane_index(), hits_before);
-        const int other_rank = take_rank(exists && !hit, lane_index(), others_before);
-        const int fill_rank = min(other_rank, total.misses);
-        const bool filled = !hit && fill_rank < total.misses;
-        if (!exists) continue;
-        int entry = other_rank - fill_rank;
-        if (filled) entry = num_kept + fill_rank;
-        if (hit) entry = num_kept + total.misses + hit_rank;
-        if (filled) positions[i] = scratch.missed[fill_rank];
-        residency.slots[first_state + entry] = slots[i];
-        residency.positions[first_state + entry] = positions[i];
-    }
-}
-
-// Counts of one request, by one thread.
+// Counts of one request, by one thread. total: {hits, misses}.
 __device__ __forceinline__ void report(
     int64_t* counts, const Request& request, const Tally& total, int32_t num_valid, const Resolved& out
 ) {
     out.num_valid[request.batch_index] = num_valid;
-    out.num_misses[request.batch_index] = total.misses;
+    out.num_misses[request.batch_index] = total.second;
     const auto own_counts = reinterpret_cast<unsigned long long*>(counts) + 2 * request.state_index;
-    atomicAdd(own_counts, total.hits);
-    atomicAdd(own_counts + 1, total.misses);
+    atomicAdd(own_counts, total.first);
+    atomicAdd(own_counts + 1, total.second);
 }
 
-// Count the warp's hits and misses of a sequence that fits: the entry of each selected position tells. Returns the
-// thread's rounds with a miss as bits. last_valid: one more than the warp's last valid column, or 0.
+// Find the place of each selected position of a sequence that fits, and count the warp's hits and misses. Returns the
+// thread's rounds with a miss as bits. sum: {hits, misses}. last_valid: one more than the warp's last valid column, or 0.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t find_fitting_misses(
-    const int32_t* positions,
+    const Residency& residency,
     const Request& request,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
+    Place (&places)[kColumnRounds],
     Tally& sum,
     int32_t& last_valid
 ) {
@@ -346,12 +373,14 @@ __device__ __forceinline__ uint32_t find_fitting_misses(
     last_valid = 0;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
-        const bool wanted = selected[i] >= 0 && selected[i] < request.newest;
-        const bool hit = wanted && positions[selected[i]] == selected[i];
-        if (selected[i] >= 0 && selected[i] <= request.newest) last_valid = columns.at(i) + 1;
+        const bool valid = selected[i] >= 0 && selected[i] <= request.newest;
+        places[i] = valid ? request.place(selected[i]) : Place{-1, -1};
+        const bool wanted = request.wants(selected[i]);
+        const bool hit = wanted && residency.positions[places[i].entry] == selected[i];
+        if (valid) last_valid = columns.at(i) + 1;
         miss_bits |= (wanted && !hit) << i;
-        sum.hits += __popc(__ballot_sync(kAllLanes, hit));
-        sum.misses += __popc(__ballot_sync(kAllLanes, wanted && !hit));
+        sum.first += __popc(__ballot_sync(kAllLanes, hit));
+        sum.second += __popc(__ballot_sync(kAllLanes, wanted && !hit));
     }
     last_valid = __reduce_max_sync(kAllLanes, last_valid);
     return miss_bits;
@@ -361,10 +390,11 @@ __device__ __forceinline__ uint32_t find_fitting_misses(
 template <int kColumnRounds>
 __device__ __forceinline__ void write_fitting_columns(
     const Resolved& out,
-    int32_t* positions,
+    const Residency& residency,
     const Request& request,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
+    const Place (&places)[kColumnRounds],
     uint32_t miss_bits,
     int misses_before
 ) {
@@ -375,15 +405,14 @@ __device__ __forceinline__ void write_fitting_columns(
         const bool missed = miss_bits >> i & 1;
         const int rank = take_rank(missed, lane_index(), misses_before);
         if (!columns.has(i)) continue;
-        const int32_t slot = selected[i] <= request.newest ? selected[i] : -1;
-        const int32_t hot_row_id = request.hot_row_id(slot);
-        const int64_t host_row_id = missed ? request.host_row_id(slot) : -1;
-        write_column(out, first_out + column, first_out + rank, hot_row_id, missed, host_row_id);
-        if (missed) positions[slot] = slot;
+        const int64_t host_row_id = missed ? request.host_row_id(selected[i]) : -1;
+        write_column(out, first_out + column, first_out + rank, places[i].row_id, missed, host_row_id);
+        if (missed) residency.positions[places[i].entry] = selected[i];
+        if (places[i].entry >= 0) residency.last_uses[places[i].entry] = request.newest;
     }
 }
 
-// A sequence that fits: entry p is slot p and holds position p or nothing. Nothing is searched for, nothing moves.
+// A sequence that fits: position p is hot if slot p holds it. Nothing is searched for, nothing is evicted.
 template <int kColumnRounds>
 __device__ __forceinline__ void resolve_fitting(
     const Residency& residency,
@@ -395,23 +424,32 @@ __device__ __forceinline__ void resolve_fitting(
     uint64_t* warp_sums,
     int32_t* num_valid
 ) {
-    int32_t* positions = residency.positions + static_cast<int64_t>(request.state_index) * residency.num_slots;
     Tally sum{0, 0}, before, total;
+    Place places[kColumnRounds];
     int32_t last_valid;
-    const uint32_t miss_bits = find_fitting_misses(positions, request, columns, selected, sum, last_valid);
+    const uint32_t miss_bits =
+        find_fitting_misses(residency, request, columns, selected, places, sum, last_valid);
     if (lane_index() == 0) warp_sums[warp_index()] = sum.pack();
     __syncthreads();
     if (lane_index() == 0 && last_valid > 0) atomicMax(num_valid, last_valid);
     scan_warps(warp_sums, warp_index(), lane_index(), before, total);
-    write_fitting_columns(out, positions, request, columns, selected, miss_bits, before.misses);
+    write_fitting_columns(out, residency, request, columns, selected, places, miss_bits, before.second);
     __syncthreads();
     if (threadIdx.x != 0) return;
-    positions[request.newest] = request.newest;
+    const int32_t entry = request.place(request.newest).entry;
+    residency.positions[entry] = residency.last_uses[entry] = request.newest;
     report(counts, request, total, *num_valid, out);
 }
 
-// A sequence that has outgrown its buffer: hits by hash table, victims by order, then everything is written.
-template <int kEntryRounds, int kColumnRounds>
+// What the warps of a thread block tell each other.
+struct Shared {
+    uint64_t warp_sums[3][kNumWarps];
+    Cut cut;
+    int32_t num_valid;
+};
+
+// A sequence that has outgrown its buffer: hits by hash table, victims by age.
+template <int kColumnRounds>
 __device__ __forceinline__ void resolve_evicting(
     const Residency& residency,
     const Request& request,
@@ -420,47 +458,42 @@ __device__ __forceinline__ void resolve_evicting(
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
     const Scratch& scratch,
-    uint64_t* warp_sums,
-    int32_t* num_valid
+    Shared& shared
 ) {
-    const Share entries(residency.num_slots);
-    const int64_t first_state = static_cast<int64_t>(request.state_index) * residency.num_slots;
-    int32_t slots[kEntryRounds], positions[kEntryRounds];
+    const int32_t num_slots = request.num_hot_rows - 1;
     scratch.clear();
-    load_entries(residency, first_state, entries, slots, positions);  // they arrive while the hash table is filled
     __syncthreads();
 
     const int32_t last_valid = map_columns(scratch, request, columns, selected);
     __syncthreads();
-    if (lane_index() == 0 && last_valid > 0) atomicMax(num_valid, last_valid);
+    if (lane_index() == 0 && last_valid > 0) atomicMax(&shared.num_valid, last_valid);
+
+    find_hits(residency, scratch, request, num_slots);
+    __syncthreads();
 
     Tally sum{0, 0}, before, total;
-    const uint32_t hit_bits = find_hits(scratch, entries, slots, positions, sum);
-    __syncthreads();
-
     int64_t host_row_ids[kColumnRounds];
     const uint32_t miss_bits = find_misses(scratch, request, columns, selected, host_row_ids, sum);
-    if (lane_index() == 0) warp_sums[warp_index()] = sum.pack();
+    if (lane_index() == 0) shared.warp_sums[0][warp_index()] = sum.pack();
     __syncthreads();
-    scan_warps(warp_sums, warp_index(), lane_index(), before, total);
+    scan_warps(shared.warp_sums[0], warp_index(), lane_index(), before, total);
 
-    const int others_before = entries.run_start - before.hits;
-    list_misses(scratch, selected, miss_bits, before.misses);
-    list_victims(scratch, entries, slots, hit_bits, others_before, total.misses);
-    __syncthreads();
-
-    write_columns(
-        out, scratch, request, columns, selected, host_row_ids, miss_bits, before.misses, residency.num_slots
-    );
-    write_entries(
-        residency, scratch, first_state, entries, slots, positions, hit_bits, before.hits, others_before, total
-    );
-    if (threadIdx.x == 0) report(counts, request, total, *num_valid, out);
+    if (total.second > 0) {
+        list_misses(scratch, selected, miss_bits, before.second);
+        find_cut(scratch, total.second, shared.warp_sums[1], &shared.cut);
+        __syncthreads();
+        fill_victims(residency, scratch, request, num_slots, shared.cut, shared.warp_sums[2]);
+        __syncthreads();
+    }
+    write_columns(out, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
+    if (threadIdx.x != 0) return;
+    residency.positions[request.place(num_slots).entry] = -1;  // the newest row has taken its place
+    report(counts, request, total, shared.num_valid, out);
 }
 
-// One thread block per request. Each warp takes a run of entries and a run of columns, kWarpSize at a time, so that
-// ballots give every order: nothing is sorted.
-template <int kEntryRounds, int kColumnRounds>
+// One thread block per request. Each warp takes a run of columns and, where victims are chosen, a run of slots,
+// kWarpSize at a time, so that ballots give every order: nothing is sorted.
+template <int kColumnRounds>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
     const StepTables tables,
@@ -474,39 +507,37 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const int bucket_bits
 ) {
     extern __shared__ int32_t memory[];
-    __shared__ uint64_t warp_sums[kNumWarps];
-    __shared__ int32_t num_valid;
+    __shared__ Shared shared;
     launch_dependents();
     const int batch_index = blockIdx.x;
     const Scratch scratch(memory, out.top_k, bucket_bits);
     const Share columns(out.top_k);
 
-    const int32_t first_block = tables.hot_tables[batch_index * tables.hot_table_stride];
-    const int32_t newest = tables.seq_lens[batch_index] - 1;
     int32_t selected[kColumnRounds];
     load_selection(top_k + batch_index * top_k_stride, columns, selected);
-    if (threadIdx.x == 0) num_valid = 0;
-    const int32_t state_index = find_state(tables, first_block, newest + 1);
-    if (state_index < 0 || state_index >= residency.num_states) return resolve_padding(out, batch_index);
-
-    const Request request{tables, hot, rows_per_block, block_size, batch_index, state_index, newest};
-    if (newest < residency.num_slots) {
-        return resolve_fitting(residency, request, counts, out, columns, selected, warp_sums, &num_valid);
+    if (threadIdx.x == 0) {
+        shared.num_valid = 0;
+        shared.cut = {-1, 0};
     }
-    resolve_evicting<kEntryRounds>(
-        residency, request, counts, out, columns, selected, scratch, warp_sums, &num_valid
-    );
+    const int32_t state_index = find_state(tables, batch_index);
+    if (state_index < 0) return resolve_padding(out, batch_index);
+
+    const int32_t newest = tables.seq_lens[batch_index] - 1, num_hot_rows = tables.num_hot_rows[state_index];
+    const Request request{tables, hot, rows_per_block, block_size, batch_index, state_index, newest, num_hot_rows};
+    if (newest < num_hot_rows) {
+        const auto warp_sums = shared.warp_sums[0];
+        return resolve_fitting(residency, request, counts, out, columns, selected, warp_sums, &shared.num_valid);
+    }
+    resolve_evicting(residency, request, counts, out, columns, selected, scratch, shared);
 }
 
 using Kernel =
     void (*)(Residency, StepTables, const int32_t*, int64_t, HotRows, int64_t*, Resolved, Divisor, Divisor, int);
 
-// The smallest kernel whose rounds cover a request; null where none does.
-Kernel choose_kernel(int num_slots, int top_k) {
-    constexpr int kMaxEntryRounds = kMaxSlots / kNumThreads, kMaxColumnRounds = kMaxTopK / kNumThreads;
-    if (num_slots <= 4 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<4, 2>;
-    if (num_slots <= 8 * kNumThreads && top_k <= 2 * kNumThreads) return resolve_kernel<8, 2>;
-    if (num_slots <= kMaxSlots && top_k <= kMaxTopK) return resolve_kernel<kMaxEntryRounds, kMaxColumnRounds>;
+// The smallest kernel whose rounds cover a selection; null where none does.
+Kernel choose_kernel(int top_k) {
+    if (top_k <= 2 * kNumThreads) return resolve_kernel<2>;
+    if (top_k <= kMaxTopK) return resolve_kernel<kMaxTopK / kNumThreads>;
     return nullptr;
 }
 
@@ -526,15 +557,16 @@ extern "C" cudaError_t hisparse_resolve(
     cudaStream_t stream
 ) {
     if (tables->batch == 0) return cudaSuccess;
-    const Kernel kernel = choose_kernel(residency->num_slots, out->top_k);
-    if (kernel == nullptr) return cudaErrorInvalidValue;
+    const Kernel kernel = choose_kernel(out->top_k);
+    const int64_t num_hot_rows = static_cast<int64_t>(tables->num_hot_blocks) * hot->rows_per_block;
+    const size_t num_bytes = Scratch::num_bytes(out->top_k, num_hot_rows);
+    if (kernel == nullptr || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
     // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
-    const size_t max_bytes = Scratch::num_bytes(kMaxTopK);
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, max_bytes)) return error;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, kMaxSharedBytes)) return error;
     const Divisor rows_per_block(hot->rows_per_block), block_size(tables->block_size);
     const int bucket_bits = Scratch::bucket_bits(out->top_k);
-    kernel<<<tables->batch, kNumThreads, Scratch::num_bytes(out->top_k), stream>>>(
+    kernel<<<tables->batch, kNumThreads, num_bytes, stream>>>(
         *residency, *tables, top_k, top_k_stride, *hot, counts, *out, rows_per_block, block_size, bucket_bits
     );
     return cudaGetLastError();

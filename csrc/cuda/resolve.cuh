@@ -4,15 +4,16 @@
 
 namespace hisparse {
 
-constexpr int kMaxTopK = 4096;    // selected positions of a request
-constexpr int kMaxSlots = 16384;  // hot slots of a request, the reserved one not counted
+constexpr int kMaxTopK = 4096;         // selected positions of a request
+constexpr int kMaxHotRows = 524288;    // of a request, the reserved one included
 
 }  // namespace hisparse
 
 // Find hits, choose victims and update the residency: `SwapInOps.resolve`.
 //
 // top_k: [batch, out->top_k], requests top_k_stride elements apart. hot: hot->rows is not read and may be null.
-// counts: [num_states, 2]. Returns cudaErrorInvalidValue beyond kMaxSlots slots or kMaxTopK selected positions.
+// counts: [num_states, 2]. Returns cudaErrorInvalidValue beyond kMaxTopK selected positions
+// or kMaxHotRows hot rows of a request.
 extern "C" cudaError_t hisparse_resolve(
     const hisparse::Residency* residency,
     const hisparse::StepTables* tables,

@@ -20,18 +20,16 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const int32_t num_layers,
     const HotRows hot,          // `rows` is not read
     const int64_t num_host_rows,
-    const StepTables tables,
-    const int32_t num_slots
+    const StepTables tables
 ) {
     const int warp = warp_index(), lane = lane_index();
     for (int batch_index = blockIdx.x; batch_index < tables.batch; batch_index += gridDim.x) {
-        const int32_t seq_len = tables.seq_lens[batch_index];
-        const int32_t first_block = tables.hot_tables[batch_index * tables.hot_table_stride];
-        const int32_t state_index = find_state(tables, first_block, seq_len);
+        const int32_t state_index = find_state(tables, batch_index);
         if (state_index < 0) continue;
-        const int32_t slot = newest_slot(seq_len - 1, num_slots);
-        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, batch_index, slot);
-        const int64_t target = flat_host_row_id(tables, tables.block_size, state_index, seq_len - 1);
+        const int32_t newest = tables.seq_lens[batch_index] - 1;
+        const int32_t slot = newest_slot(newest, tables.num_hot_rows[state_index]);
+        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, slot);
+        const int64_t target = flat_host_row_id(tables, tables.block_size, state_index, newest);
         if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
             const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;
@@ -54,14 +52,13 @@ extern "C" cudaError_t hisparse_write_back(
     const HotRows* hot,
     int64_t num_host_rows,
     const StepTables* tables,
-    int32_t num_slots,
     cudaStream_t stream
 ) {
     if (tables->batch == 0) return cudaSuccess;
     if (num_layers > kMaxLayers) return cudaErrorInvalidValue;
     const int num_blocks = tables->batch < kMaxBlocks ? tables->batch : kMaxBlocks;
     write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
-        *layers, num_layers, *hot, num_host_rows, *tables, num_slots
+        *layers, num_layers, *hot, num_host_rows, *tables
     );
     return cudaGetLastError();
 }

@@ -24,19 +24,17 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
     const StepTables tables,
     const HotRows hot,
     const HostRows host,
-    const int32_t num_slots,
     int32_t* reload  // [num_states]
 ) {
     const int lane = lane_index();
     const int head_index = (blockIdx.x * kWriteThreads + threadIdx.x) / kWarpSize;
     if (head_index >= tables.batch) return;
-    const int32_t num_units = tables.seq_lens[head_index];
-    const int32_t first_block = tables.hot_tables[head_index * tables.hot_table_stride];
-    const int32_t state_index = find_state(tables, first_block, num_units);
+    const int32_t state_index = find_state(tables, head_index);
     if (state_index < 0) return;
-    const int32_t slot = newest_slot(num_units - 1, num_slots);
-    const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, head_index, slot);
-    const int64_t home = flat_host_row_id(tables, tables.block_size, state_index, num_units - 1);
+    const int32_t newest = tables.seq_lens[head_index] - 1;
+    const int32_t slot = newest_slot(newest, tables.num_hot_rows[state_index]);
+    const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, slot);
+    const int64_t home = flat_host_row_id(tables, tables.block_size, state_index, newest);
     if (!in_range(target, hot.num_rows) || !in_range(home, host.num_rows)) return;
 
     const int batch_index = head_index / tokens.num_heads, head = head_index % tokens.num_heads;
@@ -70,12 +68,11 @@ extern "C" cudaError_t hisparse_write_tokens(
     const StepTables* tables,
     const HotRows* hot,
     const HostRows* host,
-    int32_t num_slots,
     int32_t* reload,
     cudaStream_t stream
 ) {
     if (tables->batch == 0) return cudaSuccess;
     const int num_blocks = (tables->batch * kWarpSize + kWriteThreads - 1) / kWriteThreads;
-    write_tokens_kernel<<<num_blocks, kWriteThreads, 0, stream>>>(*tokens, *tables, *hot, *host, num_slots, reload);
+    write_tokens_kernel<<<num_blocks, kWriteThreads, 0, stream>>>(*tokens, *tables, *hot, *host, reload);
     return cudaGetLastError();
 }

@@ -32,7 +32,7 @@ from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.layout import KVLayout
 
-from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, Configuration
+from .configuration import BLOCK_SIZE, DEVICE_BUFFER_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN, Configuration
 from .rank import BatchEntry, HostMemory
 from .texts import Text
 from .tier import simulated_tiers
@@ -45,7 +45,8 @@ MODEL = (
     Path(__file__).resolve().parents[2] / "build" / "models" / "dsv32"
 )  # its configuration only; no weights are read
 NUM_LAYERS = 2
-_LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches", "_changed", "_released", "_tail_saves")
+_LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches")
+_LEDGER += ("_changed", "_hot_changed", "_released", "_tail_saves")
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 
 init_none_hash(sha256)
@@ -132,7 +133,8 @@ class Product:
         half, manager = self.half, self.half.hot_manager
         manager.release_parked()
         left = {name: getattr(half.ledger, name) for name in _LEDGER}
-        left |= {"parked": manager._parked, "tails": manager._tails, "transfers": half.counts._transfers}
+        left |= {"parked": manager._parked, "blocks to be freed": manager.frees.blocks}
+        left |= {"transfers": half.counts._transfers, "lent": manager.spare.lent if manager.spare else None}
         left["preempted"] = half.host_pool._preempted
         if half.tiers:
             loads, stores, tiering = half.tiers.loads, half.tiers.stores, half.tiers.manager
@@ -174,8 +176,9 @@ class Product:
                 yield from blocks
         for _, blocks in self.scheduler.deferred_frees:
             yield from blocks
-        for _, block, _ in self.half.hot_manager._tails:
-            yield block
+        yield from self.half.hot_manager.frees.blocks
+        for blocks in self.half.hot_manager.spare.lent.values() if self.half.hot_manager.spare else ():
+            yield from blocks
 
 
 def block_pairs(meta: ReqMeta) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
@@ -220,7 +223,8 @@ def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
 def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheConfig:
     num_resident, query_len = NUM_LAYERS * configuration.has_resident_group, 1 + configuration.num_drafts
     layout = KVLayout(24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE, max_query_len=query_len)
-    hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, blocks_per_request=NUM_HOT_BLOCKS)
+    size, elastic = (DEVICE_BUFFER_SIZE, True) if configuration.has_resident_group else (FIXED_BUFFER_SIZE, False)
+    hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, size, elastic)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if configuration.has_resident_group:
         groups.insert(0, KVCacheGroupSpec(_layers("indexer"), _mla_spec(20, torch.uint8)))

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
-NUM_HOT_BLOCKS = 2  # of a request
+DEVICE_BUFFER_SIZE = 11  # hot tokens of a long sequence, whose hot blocks grow with it
+ROWS_PER_HOT_BLOCK = 3  # at least
+FIXED_BUFFER_SIZE = 5  # where they do not grow: where nothing is kept of every token, as in a dense model
 
 
 @dataclass(frozen=True)

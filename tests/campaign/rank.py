@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .checks import Finding, check
-from .configuration import BLOCK_SIZE
+from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, ROWS_PER_HOT_BLOCK
 from .texts import NEVER_WRITTEN, ZEROED, Row, Text
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Rank:
         self.num_tables, self.max_blocks = num_tables, max_blocks
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
+        self.hot_tables: dict[int, dict[int, bool]] = {}  # handle -> hot block -> whether the request has written it
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_forwards_queued = self.num_forwards_done = 0
 
@@ -159,18 +160,42 @@ class Rank:
     def _update_tables(self, metadata: HiSparseMetadata) -> None:
         for handle in metadata.released:
             del self.tables[handle]
+            self.hot_tables.pop(handle, None)
         for handle, (first, host_ids) in metadata.tables.items():
             check((handle in self.tables) == (first > 0), "a table does not start at 0, or starts twice")
             table = self.tables.setdefault(handle, [])
             check(len(table) == first, "a change does not continue its table")
             table.extend(host_ids)
             check(len(table) <= self.max_blocks, f"a table of {len(table)} blocks, there is room for {self.max_blocks}")
+        for handle, (first, block_ids) in metadata.hot_tables.items():
+            check(handle in self.tables, "hot blocks of a request that the worker does not know")
+            before = self.hot_tables.get(handle, {})
+            check(first <= len(before), "hot blocks do not continue those of before")
+            kept = [*before][:first]
+            self.hot_tables[handle] = {block_id: before.get(block_id, False) for block_id in (*kept, *block_ids)}
+            check(len(self.hot_tables[handle]) == first + len(block_ids), "a hot block twice")
+            check(next(iter(self.hot_tables[handle])) == handle, "the handle is not the first hot block")
         num_tables = len(self.tables)
         check(num_tables <= self.num_tables, f"state of {num_tables} requests, there is room for {self.num_tables}")
 
     def _read_rows(self, step: Step) -> None:
         for entry in step.batch:
+            self._use_hot_blocks(step, entry)
             self._check(step, entry, "host row", self.host.rows, self.tables[entry.handle], entry.first)
+
+    def _use_hot_blocks(self, step: Step, entry: BatchEntry) -> None:
+        """Whatever the request has written there is there, and nobody else writes there."""
+        blocks = self.hot_tables.get(entry.handle, {})
+        check(bool(blocks), f"{step.reads(entry, self)}: without hot blocks")
+        num_rows = min(entry.last, FIXED_BUFFER_SIZE + 1)
+        check(len(blocks) * ROWS_PER_HOT_BLOCK >= num_rows, f"{step.reads(entry, self)}: {len(blocks)} hot blocks")
+        own = f"hot rows of {entry.request_id}"
+        for block_id, is_written in blocks.items():
+            found = self.keys.read(block_id)
+            if is_written and found != [own] * BLOCK_SIZE:
+                raise Finding(f"{step.reads(entry, self)}: hot block {block_id} holds {found}")
+            self.keys.write(block_id, [own] * BLOCK_SIZE)
+            blocks[block_id] = True
 
     def _write(self, step: Step) -> None:
         for entry in step.batch:

@@ -48,11 +48,11 @@ class Impl:
 def device_groups(is_dense: bool) -> DeviceGroups:
     if is_dense:
         full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(HOT_LAYERS, HotBufferSpec.from_full_spec(full, GQA_LAYOUT, 2))]
+        groups = [KVCacheGroupSpec(HOT_LAYERS, HotBufferSpec.from_full_spec(full, GQA_LAYOUT, 64))]
     else:
         mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
         keys = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=KEY_BYTES, dtype=torch.uint8)
-        hot = HotBufferSpec.from_mla_spec(mla, MLA_LAYOUT, 1)
+        hot = HotBufferSpec.from_mla_spec(mla, MLA_LAYOUT, 64, elastic=False)
         groups = [KVCacheGroupSpec(HOT_LAYERS, hot), KVCacheGroupSpec(INDEXER_LAYERS, keys)]
     tensor = KVCacheTensor(size=1 << 20, layers=[], layer_stride=0, block_stride=0)
     config = KVCacheConfig(num_blocks=NUM_DEVICE_BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups)
@@ -128,10 +128,10 @@ def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: P
     assert not (tmp_path / "traces").exists()
     worker = make_worker(**options)
     worker.register_kv_caches(device_caches())
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2])}))
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2])}, hot_tables={3: (0, [3])}))
     for index, impl in enumerate(worker.impls):
         worker.hot_buffer.add_layer(HotRows.from_cache(impl.cache[:, 0]), impl.host_rows.flatten(0, 1))
-        worker.hot_buffer.step.plan(torch.tensor([[3]], dtype=torch.int32), torch.tensor([71], dtype=torch.int32))
+        worker.hot_buffer.step.plan(torch.tensor([3], dtype=torch.int32), torch.tensor([71], dtype=torch.int32))
         worker.hot_buffer.swap_in(index, torch.arange(32, dtype=torch.int32)[None])
     worker.shutdown()
     trace = Trace.read(tmp_path / "traces" / "3-000001.trace")
@@ -142,8 +142,9 @@ def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: P
 
 def test_a_handle_may_change_hands_within_a_step(worker: HiSparseWorkerConnector) -> None:
     requests = worker.hot_buffer.requests
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2]), 4: (0, [1])}))
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2]), 4: (0, [1])}, hot_tables={3: (0, [3])}))
     worker.apply_changes(HiSparseMetadata(tables={3: (2, [7])}))
+    assert requests.hot_blocks[requests.index_of(3)] == [3]
     assert requests.host_table(requests.index_of(3)).tolist() == [5, 2, 7, -1, -1]
     worker.apply_changes(HiSparseMetadata(released=[3], tables={3: (0, [6])}))
     assert requests.host_table(requests.index_of(3)).tolist() == [6, -1, -1, -1, -1]

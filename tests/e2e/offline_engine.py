@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,40 +63,37 @@ class RowCheck:
 
         worker.take_stats = checked
 
-    def requests(self, worker: Any, tables: Any) -> list[tuple[Any, int]]:
-        """Hot block table and state index of each decoding request."""
-        requests = worker.hot_buffer.requests
-        states = requests.find_states(tables.hot_tables).tolist()
-        known = requests.num_states
-        return [(table.long(), state) for table, state in zip(tables.hot_tables, states, strict=True) if state < known]
+    def held_rows(self, worker: Any, tables: Any, layer: int) -> Iterator[tuple[Any, Any]]:
+        """Flat hot row ids and flat host row ids of what each decoding request has hot in a layer."""
+        import torch
 
-    def flat(self, impl: Any, table: Any, slots: Any) -> Any:
-        blocks = table[slots // impl.hot.rows_per_block]
-        return blocks * impl.hot.block_stride_rows + slots % impl.hot.rows_per_block
+        hot, residency = worker.impls[layer].hot, worker.hot_buffer.residency[layer]
+        for state in tables.state_indices[tables.handles.long()].tolist():
+            if state < 0:
+                continue
+            num_rows = int(tables.num_hot_rows[state])
+            slots = torch.arange(num_rows, device=hot.rows.device)[None]
+            table = tables.hot_tables[state, None]
+            positions = residency.positions[hot.entries(table, slots)[0]].cpu().long()
+            held = positions >= 0
+            row_ids, positions = hot.flat_row_ids(table, slots)[0].cpu()[held], positions[held]
+            blocks = tables.host_tables[state].cpu().long()[positions // tables.block_size]
+            yield row_ids.to(hot.rows.device), blocks * tables.block_size + positions % tables.block_size
 
     def check(self, worker: Any, tables: Any) -> None:
         import torch
 
-        for table, state in self.requests(worker, tables):
-            host_table = tables.host_tables[state].cpu().long()
-            for impl, residency in zip(worker.impls, worker.hot_buffer.residency, strict=True):
-                held = residency.positions[state] >= 0
-                slots, positions = residency.slots[state][held].long(), residency.positions[state][held].cpu().long()
-                hot = impl.hot.rows[self.flat(impl, table, slots)].cpu()
-                host = impl.host_rows[
-                    host_table[positions // tables.block_size] * tables.block_size + positions % tables.block_size
-                ]
+        for layer, impl in enumerate(worker.impls):
+            for row_ids, host_row_ids in self.held_rows(worker, tables, layer):
+                hot, host = impl.hot.rows[row_ids].cpu(), impl.host_rows[host_row_ids]
                 same = (hot.view(torch.uint8) == host.view(torch.uint8)).all(-1)
                 self.num_rows += len(same)
                 self.num_wrong += int((~same).sum())
 
     def corrupt(self, worker: Any, tables: Any) -> None:
         """Shift one hot row of one layer by one element: the check must find it."""
-        table, state = self.requests(worker, tables)[0]
-        impl, residency = worker.impls[0], worker.hot_buffer.residency[0]
-        slot = residency.slots[state][residency.positions[state] >= 0][-1:].long()
-        rows = self.flat(impl, table, slot)
-        impl.hot.rows[rows] = impl.hot.rows[rows].roll(1, -1)
+        rows, (row_ids, _) = worker.impls[0].hot.rows, next(self.held_rows(worker, tables, 0))
+        rows[row_ids[:1]] = rows[row_ids[:1]].roll(1, -1)
 
 
 class Recorder:

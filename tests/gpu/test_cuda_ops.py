@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from vllm_hisparse.layout import MAX_HOT_ROWS
 from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
@@ -25,10 +26,11 @@ class Case:
     """Sizes of one comparison.
 
     Attributes:
-        batch, top_k, num_slots, row_bytes: of the operations.
+        batch, top_k, row_bytes: of the operations.
+        num_slots: hot slots that a long request has at least, the reserved one not counted; `max_slots` are the most.
         block_size: tokens of a host block. rows_per_block: rows of a hot block. gap: rows between two hot blocks.
         shortest, longest: tokens of the requests before the first step.
-        seeded: the buffers hold the first tokens before the first step.
+        seeded: the buffers hold some rows before the first step.
         steps: decode steps, one token each.
     """
 
@@ -43,14 +45,19 @@ class Case:
     longest: int = 3000
     seeded: bool = True
     steps: int = 6
+    max_slots: int = 0  # `num_slots` if that is more
 
     @property
     def num_host_blocks(self) -> int:
         return -(-(self.longest + self.steps) // self.block_size)
 
     @property
+    def max_hot_rows(self) -> int:
+        return max(self.num_slots, self.max_slots) + 1
+
+    @property
     def num_hot_blocks(self) -> int:
-        return -(-(self.num_slots + 1) // self.rows_per_block)
+        return -(-self.max_hot_rows // self.rows_per_block)
 
 
 CASES = [
@@ -68,6 +75,12 @@ CASES = [
     Case(3, 2048, 8192, row_bytes=32, shortest=8190, longest=30000),
     Case(3, 4096, 4096, row_bytes=32, shortest=6000, longest=8000),
     Case(2, 4096, 16384, row_bytes=16, shortest=16380, longest=40000),
+    Case(9, 128, 200, row_bytes=32, rows_per_block=11, gap=3, longest=900, max_slots=950, steps=9),
+    Case(5, 512, 1024, row_bytes=656, rows_per_block=12, longest=5000, max_slots=3001),
+    Case(3, 2048, 4096, row_bytes=32, rows_per_block=12, gap=4, shortest=4090, longest=40000, max_slots=16383),
+    Case(3, 2048, 8192, row_bytes=32, rows_per_block=13, shortest=8000, longest=40000, max_slots=39999),  # partly hot
+    Case(2, 4096, 4096, rows_per_block=64, gap=1, shortest=30000, longest=39996, max_slots=39999),  # fits, then not
+    Case(2, 1024, 2048, shortest=3000, longest=39996, max_slots=39999, seeded=False),
 ]
 
 
@@ -86,6 +99,7 @@ def random_case(seed: int) -> Case:
         shortest=choice.choice([1, num_slots - 3]),
         longest=num_slots + choice.choice([-2, 3, 2000]),
         seeded=choice.random() < 0.5,
+        max_slots=num_slots + choice.choice([0, 100, 2010]),
     )
 
 
@@ -97,6 +111,8 @@ class State:
     hot_storage: torch.Tensor
     residency: Residency
     state_indices: torch.Tensor
+    hot_tables: torch.Tensor
+    num_hot_rows: torch.Tensor
     host_tables: torch.Tensor
     counts: torch.Tensor
     out: Resolved
@@ -110,7 +126,7 @@ class State:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What must be equal, on the CPU."""
         named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_row_ids")}
-        named |= {"slots": self.residency.slots, "positions": self.residency.positions}
+        named |= {"positions": self.residency.positions, "last_uses": self.residency.last_uses}
         named |= {name: getattr(self.out, name) for name in ("hot_row_ids", "num_valid", "num_misses")}
         columns = torch.arange(self.out.hot_row_ids.shape[1], device=self.out.num_misses.device)
         counted = columns < self.out.num_misses[:, None]
@@ -125,8 +141,10 @@ class State:
         return State(
             self.host_rows.clone().pin_memory(),
             move(self.hot_storage),
-            Residency(move(self.residency.slots), move(self.residency.positions)),
+            Residency(move(self.residency.positions), move(self.residency.last_uses)),
             move(self.state_indices),
+            move(self.hot_tables),
+            move(self.num_hot_rows),
             move(self.host_tables),
             move(self.counts),
             Resolved(*(move(getattr(self.out, name)) for name in self.out.__dataclass_fields__)),
@@ -141,9 +159,10 @@ class Scenario:
     def __init__(self, case: Case, seed: int = 0):
         self.case, self.random = case, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.hot_tables = self.disjoint(case.num_hot_blocks)
+        self.hot_blocks = self.disjoint(case.num_hot_blocks)
         self.lengths = [self.random.randint(case.shortest, case.longest) for _ in range(case.batch)]
         self.lengths[0], self.lengths[-1] = case.longest, case.shortest
+        self.final_lengths = [length + case.steps for length in self.lengths]
         self.padding = {batch_index for batch_index in range(1, case.batch) if self.random.random() < 0.15}
         self.last = [torch.zeros(0, dtype=torch.int32)] * case.batch
         self.state = self.initial_state()
@@ -159,31 +178,73 @@ class Scenario:
         host_tables = self.disjoint(case.num_host_blocks)
         host_rows = torch.full(((host_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8)
         width = case.rows_per_block + case.gap
-        hot = torch.full((self.hot_tables.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
+        hot = torch.full((self.hot_blocks.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
         state_indices = torch.full((len(hot),), -1, dtype=torch.int32)
-        state_indices[self.hot_tables[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
-        slots = torch.arange(case.num_slots, dtype=torch.int32).repeat(case.batch, 1)
-        positions = torch.full_like(slots, -1)
-        out = Resolved.allocate(case.batch + 1, case.top_k, torch.device("cpu"))
-        counts, newest = torch.zeros(case.batch, 2, dtype=torch.int64), torch.full((case.batch + 1,), -5)
-        tables = torch.full_like(host_tables, -1)
+        state_indices[self.hot_blocks[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
+        num_entries = len(hot) * case.rows_per_block
+        positions, last_uses = self.integers(-1, case.longest, 2, num_entries)  # what others left in their blocks
         state = State(
-            host_rows, hot, Residency(slots, positions), state_indices, tables, counts, out, newest, case.rows_per_block
+            host_rows,
+            hot,
+            Residency(positions, last_uses),
+            state_indices,
+            torch.full_like(self.hot_blocks, -1),
+            torch.zeros(case.batch, dtype=torch.int32),
+            torch.full_like(host_tables, -1),
+            torch.zeros(case.batch, 2, dtype=torch.int64),
+            Resolved.allocate(case.batch + 1, case.top_k, torch.device("cpu")),
+            torch.full((case.batch + 1,), -5),
+            case.rows_per_block,
         )
         for batch_index, length in enumerate(self.lengths):
-            state_index = state_indices[self.hot_tables[batch_index, 0]]
-            if length >= case.num_slots:
-                slots[state_index] = torch.randperm(case.num_slots, generator=self.generator).int()
-            tables[state_index] = host_tables[batch_index]
+            state.host_tables[self.state_index(state, batch_index)] = host_tables[batch_index]
             known = self.host_ids(host_tables[batch_index], torch.arange(length))
             host_rows[known] = self.bytes(len(known))
+            num_rows = case.max_hot_rows if batch_index == 0 else self.some_num_rows(batch_index)
+            self.resize(state, batch_index, num_rows)
             if case.seeded:
-                held = (slots[state_index] < length) & (slots[state_index] < case.num_slots)
-                positions[state_index] = slots[state_index].where(held, -1)
-                seeded = torch.arange(min(length, case.num_slots))
-                source_ids = self.host_ids(host_tables[batch_index], seeded)
-                state.hot.rows[self.hot_ids(batch_index, seeded)] = host_rows[source_ids]
+                self.seed(state, batch_index, num_rows, host_tables[batch_index])
         return state
+
+    def state_index(self, state: State, batch_index: int) -> int:
+        return int(state.state_indices[self.hot_blocks[batch_index, 0]])
+
+    def least_rows(self, batch_index: int) -> int:
+        """Hot rows that a request needs: all that it will have, or enough for a selection."""
+        return min(self.case.num_slots + 1, self.final_lengths[batch_index])
+
+    def some_num_rows(self, batch_index: int) -> int:
+        """As few hot rows as possible, as many, as many as the next step needs to fit, or any number."""
+        least, most, fits = self.least_rows(batch_index), self.case.max_hot_rows, self.lengths[batch_index] + 1
+        num_rows = self.random.choice([least, most, fits, fits + 4, self.random.randint(least, max(least, most))])
+        return max(min(num_rows, most), least)
+
+    def resize(self, state: State, batch_index: int, num_rows: int) -> None:
+        """Give a request more hot rows, which are empty, or take its last ones."""
+        state_index, device = self.state_index(state, batch_index), state.hot_tables.device
+        added = torch.arange(num_rows)[int(state.num_hot_rows[state_index]) :]
+        state.residency.positions[self.entries(batch_index, added).to(device)] = -1
+        table = self.hot_blocks[batch_index].clone()
+        table[-(-num_rows // self.case.rows_per_block) :] = -1
+        state.hot_tables[state_index], state.num_hot_rows[state_index] = table.to(device), num_rows
+
+    def seed(self, state: State, batch_index: int, num_rows: int, host_table: torch.Tensor) -> None:
+        """Fill most of a request's hot rows, with random ages. A sequence that fits has most positions in their own
+        slots; the others are where they were when it did not fit."""
+        length, slots = self.lengths[batch_index], torch.arange(num_rows)
+        entries = self.entries(batch_index, slots)
+        state.residency.last_uses[entries] = length - self.integers(-2, 1500, num_rows)
+        held = torch.full((num_rows,), -1)
+        held[:length] = torch.randperm(length, generator=self.generator)[:num_rows]
+        if length < num_rows:
+            held = slots.where((slots < length) & (self.integers(0, 10, num_rows) > 0), held)
+        held[self.integers(0, 10, num_rows) == 0] = -1
+        state.residency.positions[entries] = held.int()
+        hot_ids, host_ids = self.hot_ids(batch_index, slots[held >= 0]), self.host_ids(host_table, held[held >= 0])
+        state.hot.rows[hot_ids] = state.host_rows[host_ids]
+
+    def integers(self, low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, dtype=torch.int32, generator=self.generator)
 
     def bytes(self, num_rows: int) -> torch.Tensor:
         size = (num_rows, self.case.row_bytes)
@@ -193,8 +254,14 @@ class Scenario:
         return table[positions // self.case.block_size].long() * self.case.block_size + positions % self.case.block_size
 
     def hot_ids(self, batch_index: int, slots: torch.Tensor) -> torch.Tensor:
-        blocks = self.hot_tables[batch_index, slots // self.case.rows_per_block].long()
-        return blocks * (self.case.rows_per_block + self.case.gap) + slots % self.case.rows_per_block
+        return self.ids(batch_index, slots, self.case.rows_per_block + self.case.gap)
+
+    def entries(self, batch_index: int, slots: torch.Tensor) -> torch.Tensor:
+        return self.ids(batch_index, slots, self.case.rows_per_block)
+
+    def ids(self, batch_index: int, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
+        blocks = self.hot_blocks[batch_index, slots // self.case.rows_per_block].long()
+        return blocks * block_stride + slots % self.case.rows_per_block
 
     def selection(self, batch_index: int) -> torch.Tensor:
         """Part of the last selection, other positions, most often the newest; invalid ids in any place."""
@@ -211,17 +278,17 @@ class Scenario:
         return torch.tensor(ordered, dtype=torch.int32)
 
     def next_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hot tables, sequence lengths and selections of the next step, padding rows among them."""
-        hot_tables = self.hot_tables.clone()
+        """Block tables as vLLM has them, sequence lengths and selections of the next step, padding among them."""
+        block_tables = self.hot_blocks[:, :3].clone()
         top_k = torch.stack([self.selection(batch_index) for batch_index in range(self.case.batch)])
         seq_lens = torch.tensor([length + 1 for length in self.lengths], dtype=torch.int32)
         for batch_index in self.padding:
             if self.random.random() < 0.5:
                 seq_lens[batch_index] = self.random.choice([0, -4])
             else:
-                hot_tables[batch_index, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
+                block_tables[batch_index, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
         self.lengths = [length + (batch_index not in self.padding) for batch_index, length in enumerate(self.lengths)]
-        return hot_tables, seq_lens, top_k
+        return block_tables, seq_lens, top_k
 
 
 def assert_same(expected: State, found: State) -> None:
@@ -236,15 +303,16 @@ def reset_out(out: Resolved) -> None:
         getattr(out, name).fill_(-9)
 
 
-def tables_of(state: State, case: Case, hot_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
-    return StepTables(state.state_indices, hot_tables, seq_lens, state.host_tables, case.block_size)
+def tables_of(state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
+    by_state = state.hot_tables, state.num_hot_rows, state.host_tables
+    return StepTables(state.state_indices, block_tables[:, 0], seq_lens, *by_state, case.block_size)
 
 
 def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
     """All operations of a decode step: newest rows, swap-in, write-back."""
-    hot_tables, seq_lens, top_k = inputs
-    tables = tables_of(state, case, hot_tables, seq_lens)
-    ops.newest_row_ids(tables, case.num_slots, state.hot, state.newest_row_ids)
+    block_tables, seq_lens, top_k = inputs
+    tables = tables_of(state, case, block_tables, seq_lens)
+    ops.newest_row_ids(tables, state.hot, state.newest_row_ids)
     # Rows without a newest row overwrite one that no request owns.
     spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
     newest = state.newest_row_ids[: case.batch]
@@ -255,19 +323,31 @@ def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], ne
     else:
         ops.resolve(state.residency, tables, top_k, state.hot, state.counts, state.out)
         ops.gather(state.host_rows, state.hot, state.out, case.batch)
-    ops.write_back([state.hot], [state.host_rows], tables, case.num_slots)
+    ops.write_back([state.hot], [state.host_rows], tables)
 
 
 def spare_block_is_free(scenario: Scenario) -> bool:
-    return len(scenario.state.hot_storage) - 1 not in scenario.hot_tables
+    return len(scenario.state.hot_storage) - 1 not in scenario.hot_blocks
 
 
-def compare(case: Case, seed: int = 0) -> None:
+def resize_some(scenario: Scenario, *states: State) -> None:
+    """Give some requests more hot rows, or fewer."""
+    for batch_index in range(scenario.case.batch):
+        if scenario.random.random() < 0.6:
+            num_rows = scenario.some_num_rows(batch_index)
+            for state in states:
+                scenario.resize(state, batch_index, num_rows)
+
+
+def compare(case: Case, seed: int = 0, resizes: bool = False) -> None:
+    """Run a case with both implementations. resizes: buffers grow and shrink between steps."""
     scenario = Scenario(case, seed)
     assert spare_block_is_free(scenario)
     reference, found = scenario.state, scenario.state.to_cuda()
     torch_ops, cuda_ops = TorchSwapInOps(), swap_in_ops(torch.device("cuda"))
     for step in range(case.steps):
+        if resizes:
+            resize_some(scenario, reference, found)
         inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
         reset_out(reference.out)
         reset_out(found.out)
@@ -302,13 +382,28 @@ def test_random_steps_agree(seed: int) -> None:
     compare(random_case(seed), seed)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_of_buffers_that_grow_and_shrink_agree(seed: int) -> None:
+    """Also from less than the sequence to all of it and back."""
+    case = random_case(seed)
+    length = case.num_slots + 1000
+    compare(replace(case, shortest=1, longest=length, max_slots=length + 20, steps=12), seed, resizes=True)
+
+
+@pytest.mark.parametrize(("longest", "num_slots"), [(16400, 4096), (40000, 8192)])
+def test_large_buffers_that_grow_and_shrink_agree(longest: int, num_slots: int) -> None:
+    case = Case(3, 2048, num_slots, row_bytes=32, rows_per_block=12, gap=1, shortest=3000, longest=longest, steps=8)
+    compare(replace(case, max_slots=longest + 8), resizes=True)
+
+
 def test_no_output_depends_on_what_was_there() -> None:
     """The comparison sees a single wrong byte, wherever it is."""
     case = Case(3, 128, 256, row_bytes=64, longest=600)
     scenario = Scenario(case)
     found = scenario.state.to_cuda()
     assert_same(scenario.state, found)
-    for tensor in (found.host_rows, found.hot_storage, found.residency.slots, found.counts, found.out.num_valid):
+    residency = found.residency.positions, found.residency.last_uses
+    for tensor in (found.host_rows, found.hot_storage, *residency, found.counts, found.out.num_valid):
         value = tensor.view(-1)[-1].clone()
         tensor.view(-1)[-1] += 1
         with pytest.raises(AssertionError):
@@ -318,7 +413,8 @@ def test_no_output_depends_on_what_was_there() -> None:
 
 @pytest.mark.parametrize("batch", [1, 64])
 def test_graph_replays_agree_with_eager_steps(batch: int) -> None:
-    case = Case(batch, 512, 1024, row_bytes=656, rows_per_block=12, gap=3, shortest=1000, longest=1100, steps=8)
+    sizes = {"row_bytes": 656, "rows_per_block": 12, "gap": 3, "shortest": 1000, "longest": 1100, "max_slots": 1200}
+    case = Case(batch, 512, 1024, **sizes, steps=8)
     scenario = Scenario(case)
     scenario.padding = set()
     reference, found = scenario.state, scenario.state.to_cuda()
@@ -336,6 +432,7 @@ def test_graph_replays_agree_with_eager_steps(batch: int) -> None:
         run_step(torch_ops, reference, case, inputs, static_rows, fused=True)
         graph.replay()
         assert_same(reference, found)
+        resize_some(scenario, reference, found)
         inputs, static_rows = scenario.next_step(), scenario.bytes(batch)
         static_new.copy_(static_rows)
         for target, source in zip(static, inputs, strict=True):
@@ -377,46 +474,60 @@ def test_a_step_without_requests_does_nothing() -> None:
     case = Case(2, 128, 256, row_bytes=64, longest=600, steps=1)
     scenario = Scenario(case)
     found = scenario.state.to_cuda()
-    hot_tables, seq_lens, top_k = (tensor[:0].cuda() for tensor in scenario.next_step())
-    tables, ops = tables_of(found, case, hot_tables, seq_lens), swap_in_ops(torch.device("cuda"))
-    ops.newest_row_ids(tables, case.num_slots, found.hot, found.newest_row_ids)
+    block_tables, seq_lens, top_k = (tensor[:0].cuda() for tensor in scenario.next_step())
+    tables, ops = tables_of(found, case, block_tables, seq_lens), swap_in_ops(torch.device("cuda"))
+    ops.newest_row_ids(tables, found.hot, found.newest_row_ids)
     ops.swap_in(found.residency, tables, top_k, found.host_rows, found.hot, found.counts, found.out)
     ops.gather(found.host_rows, found.hot, found.out, 0)
-    ops.write_back([found.hot], [found.host_rows], tables, case.num_slots)
+    ops.write_back([found.hot], [found.host_rows], tables)
     assert_same(scenario.state, found)
 
 
 def test_positions_given_twice_touch_no_memory_outside() -> None:
-    case = Case(4, 256, 256, row_bytes=64, shortest=500, longest=600, steps=1)
+    case = Case(4, 256, 256, row_bytes=64, gap=2, shortest=100, longest=600, steps=1, max_slots=400)
     scenario = Scenario(case)
-    found = scenario.state.to_cuda()
-    hot_tables, seq_lens, top_k = scenario.next_step()
+    scenario.padding = set()
+    before, found = scenario.state.tensors(), scenario.state.to_cuda()
+    block_tables, seq_lens, top_k = scenario.next_step()
     top_k[:] = 5
-    inputs = tuple(x.cuda() for x in (hot_tables, seq_lens, top_k))
-    run_step(swap_in_ops(torch.device("cuda")), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
+    inputs = tuple(x.cuda() for x in (block_tables, seq_lens, top_k))
+    for _ in range(2):
+        run_step(swap_in_ops(torch.device("cuda")), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
     torch.cuda.synchronize()
-    assert (found.residency.slots.sort(-1).values.cpu() == torch.arange(case.num_slots)).all()
+    after, state = found.tensors(), scenario.state
+    slots = [torch.arange(int(state.num_hot_rows[scenario.state_index(state, i)])) for i in range(case.batch)]
+    entries = torch.cat([scenario.entries(*pair) for pair in enumerate(slots)])
+    spare = torch.tensor([(len(state.hot_storage) - 1) * state.hot.block_stride_rows])
+    hot_ids = torch.cat([scenario.hot_ids(*pair) for pair in enumerate(slots)] + [spare])
+    for name, width, own in (
+        ("positions", 1, entries),
+        ("last_uses", 1, entries),
+        ("hot_storage", case.row_bytes, hot_ids),
+    ):
+        then, now = before[name].view(-1, width), after[name].view(-1, width)
+        is_outside = torch.ones(len(then), dtype=torch.bool).index_fill_(0, own, False)
+        assert torch.equal(then[is_outside], now[is_outside]), f"{name} of nobody changed"
 
 
 @pytest.mark.parametrize(("num_layers", "batch"), [(1, 1), (61, 64), (130, 3)])
 def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
     case = Case(batch, 128, 128, row_bytes=656, block_size=16, rows_per_block=12, gap=2, longest=300)
     scenarios = [Scenario(case) for _ in range(num_layers)]
-    hot_tables, seq_lens, _ = scenarios[0].next_step()
+    block_tables, seq_lens, _ = scenarios[0].next_step()
     references = [scenario.state for scenario in scenarios]
     for layer, state in enumerate(references):
         state.hot_storage.copy_(torch.randint(0, 255, state.hot_storage.shape, dtype=torch.uint8))
         state.hot_storage[0, 0, 0] = layer
     found = [state.to_cuda() for state in references]
-    moved = hot_tables.cuda(), seq_lens.cuda()
+    moved = block_tables.cuda(), seq_lens.cuda()
     for ops, states, given in (
-        (TorchSwapInOps(), references, (hot_tables, seq_lens)),
+        (TorchSwapInOps(), references, (block_tables, seq_lens)),
         (swap_in_ops(torch.device("cuda")), found, moved),
     ):
         hots, hosts = [state.hot for state in states], [state.host_rows for state in states]
         tables = tables_of(states[0], case, *given)
         for part in (slice(1), slice(1, None)):
-            ops.write_back(hots[part], hosts[part], tables, case.num_slots)
+            ops.write_back(hots[part], hosts[part], tables)
     for pair in zip(references, found, strict=True):
         assert_same(*pair)
 
@@ -444,15 +555,34 @@ def test_stage_and_save(row_bytes: int, num_rows: int, block_size: int) -> None:
     assert torch.equal(host, pinned)
 
 
-def test_sizes_beyond_the_kernels_are_refused() -> None:
-    case = Case(1, 128, 128, longest=200)
-    state = Scenario(case).state.to_cuda()
-    inputs = tuple(x.cuda() for x in Scenario(case).next_step())
-    ops = swap_in_ops(torch.device("cuda"))
-    slots = torch.zeros(1, 16385, dtype=torch.int32, device="cuda")
-    large = replace(state, residency=Residency(slots, slots.clone()))
+@pytest.mark.parametrize(("top_k", "num_hot_rows"), [(4097, 5001), (128, MAX_HOT_ROWS + 1)])
+def test_sizes_beyond_the_kernels_are_refused(top_k: int, num_hot_rows: int) -> None:
+    """Too large a selection, and a table of more hot rows than a request may have."""
+    case = Case(1, top_k, 5000, rows_per_block=1, longest=200)
+    scenario = Scenario(case)
+    state = widened(scenario.state.to_cuda(), num_hot_rows)
+    inputs, new_rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(1).cuda()
     with pytest.raises(RuntimeError, match="hisparse_swap_in failed: invalid argument"):
-        run_step(ops, large, case, inputs, torch.zeros(1, case.row_bytes, dtype=torch.uint8, device="cuda"), True)
+        run_step(swap_in_ops(torch.device("cuda")), state, case, inputs, new_rows, fused=True)
+
+
+@pytest.mark.parametrize("top_k", [128, 2048, 4096])
+def test_the_widest_tables(top_k: int) -> None:
+    case = Case(3, top_k, 5000, rows_per_block=32, shortest=5500, longest=7000, steps=1, max_slots=6000)
+    scenario = Scenario(case)
+    reference, found = scenario.state, widened(scenario.state.to_cuda(), MAX_HOT_ROWS)
+    inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+    run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
+    moved = tuple(x.cuda() for x in inputs)
+    run_step(swap_in_ops(torch.device("cuda")), found, case, moved, new_rows.cuda(), fused=True)
+    assert_same(reference, found)
+
+
+def widened(state: State, num_hot_rows: int) -> State:
+    """The same with tables that have room for `num_hot_rows` of each request."""
+    num_states, num_blocks = state.hot_tables.shape
+    more = state.hot_tables.new_full((num_states, num_hot_rows // state.rows_per_block - num_blocks), -1)
+    return replace(state, hot_tables=torch.cat((state.hot_tables, more), 1))
 
 
 def test_every_operation_is_launched_in_microseconds() -> None:
@@ -464,9 +594,9 @@ def test_every_operation_is_launched_in_microseconds() -> None:
     tables = tables_of(state, case, *inputs[:2])
     staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")
     calls: list[Callable[[], None]] = [
-        lambda: ops.newest_row_ids(tables, case.num_slots, state.hot, state.newest_row_ids),
+        lambda: ops.newest_row_ids(tables, state.hot, state.newest_row_ids),
         lambda: ops.swap_in(state.residency, tables, inputs[2], state.host_rows, state.hot, state.counts, state.out),
-        lambda: ops.write_back([state.hot], [state.host_rows], tables, case.num_slots),
+        lambda: ops.write_back([state.hot], [state.host_rows], tables),
         lambda: ops.stage_rows(state.host_rows, state.host_tables[0], case.block_size, staging),
         lambda: ops.save_rows(rows, 0, state.host_rows, state.host_tables[0], case.block_size),
     ]

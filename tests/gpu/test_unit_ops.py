@@ -25,10 +25,10 @@ class Layer:
         generator = torch.Generator().manual_seed(num_heads * head_size + per_unit)
         self.num_heads, self.per_unit, self.device = num_heads, per_unit, torch.device(device)
         stride, units_per_block = num_heads * STRIDE_HEADS, 2
-        self.num_slots, self.units_per_host_block = num_hot_blocks * units_per_block - 1, 4
+        self.units_per_host_block = 4
         seq_lens = torch.tensor([1, 17, 300, 0, 5, 64], dtype=torch.int32)
         handles = torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
-        tables = handles[:, None] + torch.arange(num_hot_blocks)
+        block_tables = (handles[:, None] + torch.arange(num_hot_blocks)).int()  # as vLLM has them
         state_indices = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
         for request, handle in enumerate(handles.tolist()):
             if request != 4:  # a request that nobody knows
@@ -39,6 +39,10 @@ class Layer:
         by_request = torch.randperm(num_host_blocks, generator=generator).view(NUM_REQUESTS, max_blocks)
         by_head = (by_request[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten(0, 1)
         host_tables = torch.cat((by_head, torch.full((1, max_blocks), -1))).int()
+        heads = KVHeads(num_heads, stride, per_unit)
+        by_block = heads.parts_of(block_tables.flatten()).view(NUM_REQUESTS, num_hot_blocks, num_heads)
+        hot_tables = torch.cat((by_block.mT.flatten(0, 1), torch.zeros(1, num_hot_blocks, dtype=torch.int32)))
+        num_hot_rows = num_hot_blocks * units_per_block - torch.arange(len(hot_tables), dtype=torch.int32) % 2
         width = per_unit * 2 * head_size
         parts = (NUM_BLOCKS - 1) * stride + num_heads
         cache = torch.randn(parts, units_per_block, width, generator=generator).bfloat16()
@@ -49,18 +53,18 @@ class Layer:
             torch.randn(2, NUM_REQUESTS, num_heads, head_size, generator=generator).bfloat16().to(device)
         )
         self.reload = torch.tensor([1, 0] * 60, dtype=torch.int32)[: len(host_tables)].to(device)
-        heads = KVHeads(num_heads, stride, per_unit)
-        self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, num_hot_blocks, heads, self.device)
-        moved = (x.to(device) for x in (state_indices, tables.int(), seq_lens, host_tables))
-        self.state_indices, self.hot_tables, self.seq_lens, self.host_tables = moved
+        self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device)
+        self.state_indices, self.seq_lens = state_indices.to(device), seq_lens.to(device)
+        self.block_tables = block_tables.to(device)
+        self.by_state = [tables.to(device) for tables in (hot_tables, num_hot_rows, host_tables)]
 
     def run(self, ops) -> None:
-        ops.begin_units(self.hot_tables, self.seq_lens, self.state_indices, self.units)
         units = self.units
+        ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.state_indices, units)
         tables = StepTables(
-            self.state_indices, units.hot_tables, units.num_units, self.host_tables, self.units_per_host_block
+            self.state_indices, units.handles, units.num_units, *self.by_state, self.units_per_host_block
         )
-        ops.write_tokens(self.key, self.value, units, tables, self.num_slots, self.hot, self.host, self.reload)
+        ops.write_tokens(self.key, self.value, units, tables, self.hot, self.host, self.reload)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -70,7 +74,7 @@ def test_units_and_tokens(sizes: tuple[int, int, int, int]) -> None:
     expected.run(TorchSwapInOps())
     got.run(swap_in_ops(torch.device("cuda")))
     torch.cuda.synchronize()
-    for name in ("request_indices", "positions", "tails", "hot_tables", "num_units"):
+    for name in ("request_indices", "positions", "tails", "handles", "num_units"):
         assert torch.equal(getattr(got.units, name).cpu(), getattr(expected.units, name)), name
     assert torch.equal(got.reload.cpu(), expected.reload)
     assert torch.equal(got.hot.rows.cpu(), expected.hot.rows) and torch.equal(got.host, expected.host)

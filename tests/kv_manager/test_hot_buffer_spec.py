@@ -18,9 +18,14 @@ def mla_spec(head_size: int = 576, dtype: torch.dtype = torch.bfloat16) -> MLAAt
     )
 
 
-def hot_spec(rows_per_block: int = 7) -> HotBufferSpec:
-    layout = SimpleNamespace(rows_per_hot_block=rows_per_block, block_alignment_bytes=1152)
-    return HotBufferSpec.from_mla_spec(mla_spec(), layout, blocks_per_request=5)
+def hot_spec(rows_per_block: int = 7, elastic: bool = True) -> HotBufferSpec:
+    layout = SimpleNamespace(
+        rows_per_hot_block=rows_per_block,
+        block_alignment_bytes=1152,
+        block_size=64,
+        num_hot_blocks=lambda size, num_tokens=None: size if num_tokens is None else min(size, num_tokens),
+    )
+    return HotBufferSpec.from_mla_spec(mla_spec(), layout, device_buffer_size=5, elastic=elastic)
 
 
 @pytest.mark.parametrize("rows_per_block", [1, 3, 7, 64, 100])
@@ -30,9 +35,19 @@ def test_a_block_holds_rows_of_the_replaced_layer(rows_per_block: int) -> None:
     assert spec.num_states == rows_per_block
     assert spec.state_content_size_bytes == 1152
     assert spec.page_size_bytes == rows_per_block * 1152
-    assert spec.max_memory_usage_bytes(None) == 5 * spec.page_size_bytes
+    for max_model_len, num_blocks in ((3, 3), (100, 5)):
+        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+        assert spec.max_memory_usage_bytes(config) == num_blocks * spec.page_size_bytes
     assert (spec.dtype, spec.head_size, spec.num_kv_heads) == (torch.bfloat16, 576, 1)
     assert not spec.uses_slot_mapping and not spec.dcp_sharded
+
+
+@pytest.mark.parametrize(("elastic", "sizes"), [(True, [1, 4, 5]), (False, [5, 5, 5])])
+def test_blocks_grow_with_the_sequence_if_they_are_elastic(elastic: bool, sizes: list[int]) -> None:
+    spec = hot_spec(elastic=elastic)
+    assert [spec.num_blocks(num_tokens) for num_tokens in (1, 4, 1000)] == sizes
+    assert spec.max_blocks_per_request(1) == 5
+    assert spec.max_blocks_per_request(1000) == (1000 if elastic else 5)
 
 
 @pytest.mark.parametrize(("max_len", "width"), [(1, 5), (320, 5), (321, 6), (6400, 100)])

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from vllm_hisparse.ops import cuda_ops
-from vllm_hisparse.ops.base import UnitTables
+from vllm_hisparse.ops.base import MAX_AGE, UnitTables
 from vllm_hisparse.ops.kv_heads import KVHeads
 
 SOURCE = "\n".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc" / "cuda").glob("*.cu*")))
 CODE = re.sub(r"//[^\n]*", "", SOURCE).replace("hisparse::", "")
 CONSTANTS = {
     "kMaxTopK": "MAX_TOP_K",
-    "kMaxSlots": "MAX_SLOTS",
     "kMaxLayers": "MAX_LAYERS",
     "kVectorBytes": "VECTOR_BYTES",
 }
@@ -65,6 +64,10 @@ def test_constants(name: str, python_name: str) -> None:
     assert getattr(cuda_ops, python_name) == c_constant(name)
 
 
+def test_highest_age() -> None:
+    assert c_constant("kMaxAge") == MAX_AGE
+
+
 @pytest.mark.parametrize("struct", STRUCTS)
 def test_structs(struct: str) -> None:
     assert STRUCTS[struct]._fields_ == c_fields(struct)
@@ -84,13 +87,13 @@ def test_every_launcher_has_a_signature() -> None:
 
 
 def test_begin_units_gets_tables_by_request() -> None:
-    """Without host blocks, which it does not read; one state more than there are, which is of no request."""
+    """Without blocks, which it does not read; one state more than there are, which is of no request."""
     heads = KVHeads(num_heads=2, head_stride=6, tokens_per_unit=16)
-    units = UnitTables.allocate(4, 3, 5, heads, torch.device("cpu"))
-    hot_tables = torch.zeros(4, 9, dtype=torch.int32)[:, :5]
+    units = UnitTables.allocate(4, 3, heads, torch.device("cpu"))
+    handles = torch.zeros(4, 9, dtype=torch.int32)[:, 0]
     seq_lens, state_indices = torch.zeros(4, dtype=torch.int32), torch.zeros(60, dtype=torch.int32)
-    tables = cuda_ops._request_tables(hot_tables, seq_lens, state_indices, units)
-    pointers = state_indices.data_ptr(), hot_tables.data_ptr(), seq_lens.data_ptr(), None
-    assert (tables.state_indices, tables.hot_tables, tables.seq_lens, tables.host_tables) == pointers
-    assert (tables.hot_table_stride, tables.num_hot_blocks, tables.batch) == (9, 5, 4)
+    tables = cuda_ops._request_tables(handles, seq_lens, state_indices, units)
+    pointers = state_indices.data_ptr(), handles.data_ptr(), seq_lens.data_ptr(), None
+    assert (tables.state_indices, tables.handles, tables.seq_lens, tables.host_tables) == pointers
+    assert (tables.handle_stride, tables.batch) == (9, 4)
     assert (tables.num_device_blocks, tables.num_states) == (60, 3 * 2 + 1)

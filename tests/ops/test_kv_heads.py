@@ -19,14 +19,11 @@ def test_each_request_owns_consecutive_state_indices(dtype: torch.dtype) -> None
 
 
 def test_parts_of_device_blocks_are_a_stride_apart() -> None:
-    tables = torch.tensor([[5, 1], [2, 8]], dtype=torch.int32)
-    by_head = HEADS.hot_tables(tables)
-    assert by_head.shape == (2, 3, 2)
-    for request in range(2):
-        for head in range(3):
-            assert by_head[request, head].tolist() == [block * 7 + head for block in tables[request].tolist()]
-    assert HEADS.first_parts(tables).tolist() == by_head[:, 0, 0].tolist()
-    assert list(range(100))[HEADS.device_parts(5)] == by_head[0, :, 0].tolist()
+    blocks = torch.tensor([5, 1, 2], dtype=torch.int32)
+    parts = HEADS.parts_of(blocks)
+    assert parts.tolist() == [[block * 7 + head for head in range(3)] for block in (5, 1, 2)]
+    assert HEADS.first_parts(blocks).tolist() == parts[:, 0].tolist()
+    assert list(range(100))[HEADS.device_parts(5)] == parts[0].tolist()
 
 
 def test_parts_of_host_blocks_have_no_gaps() -> None:
@@ -39,6 +36,6 @@ def test_parts_of_host_blocks_have_no_gaps() -> None:
 
 def test_with_one_head_parts_are_blocks() -> None:
     one, tables = KVHeads(), torch.tensor([[5, 1]])
-    assert torch.equal(one.hot_tables(tables)[:, 0], tables)
+    assert torch.equal(one.parts_of(tables[0])[:, 0], tables[0])
     assert torch.equal(one.state_indices(tables[0]), tables[0])
     assert torch.equal(one.host_parts(tables[0])[0], tables[0])

@@ -1,9 +1,9 @@
 """Steps in which requests compute several tokens, of which some are rejected: against a model in plain Python."""
 
 import random
-from itertools import product
 
 import torch
+from buffer_model import BufferModel
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,39 +13,19 @@ from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 NUM_REQUESTS, BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 3, 4, 3, 90
 
 
-class Buffer:
-    """One request: slot -> position, oldest first, and what its rows hold on the device and on the host."""
+class Buffer(BufferModel):
+    """One request, and its text."""
 
     def __init__(self, num_slots: int, query_len: int):
-        self.num_slots, self.query_len = num_slots, query_len
-        self.entries = dict.fromkeys(range(num_slots), -1)
+        super().__init__(num_slots + query_len, query_len)
         self.length, self.tokens = 0, []  # position -> what was last computed there
         self.num_hits = self.num_misses = 0
 
-    def slot_of_new(self, position: int) -> int:
-        return position if self.length + self.query_len <= self.num_slots else self.num_slots + position - self.length
-
-    def resolve(self, selected: list[int], num_new: int) -> tuple[dict[int, int], list[int]]:
-        """Slots by position, and the positions missed."""
-        first = self.length
-        wanted = list(dict.fromkeys(position for position in selected if 0 <= position < first))
-        fits = first + self.query_len <= self.num_slots
-        if not fits:
-            self.entries = {slot: hot if hot < first else -1 for slot, hot in self.entries.items()}
-        hot_slots = {hot: slot for slot, hot in self.entries.items() if 0 <= hot < first}
-        missed = [position for position in wanted if position not in hot_slots]
-        hits = {hot_slots[position] for position in wanted if position in hot_slots}
-        if fits:
-            self.entries |= {position: position for position in (*missed, *range(first, first + num_new))}
-        else:
-            victims = [slot for slot in self.entries if slot not in hits]
-            filled = dict(zip(victims, missed, strict=False))
-            kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in hits}
-            taken = {slot: filled[slot] for slot in self.entries if slot in filled}
-            self.entries = kept | taken | {slot: hot for slot, hot in self.entries.items() if slot in hits}
-        self.num_hits, self.num_misses = self.num_hits + len(hits), self.num_misses + len(missed)
-        slots = {hot: slot for slot, hot in self.entries.items() if 0 <= hot < first}
-        return slots | {position: self.slot_of_new(position) for position in range(first, first + num_new)}, missed
+    def run(self, selected: list[int], num_new: int) -> tuple[dict[int, int], list[int]]:
+        slots, missed = self.resolve(selected, self.length, num_new)
+        num_wanted = len({position for position in selected if 0 <= position < self.length})
+        self.num_hits, self.num_misses = self.num_hits + num_wanted - len(missed), self.num_misses + len(missed)
+        return slots, missed
 
 
 class Simulation:
@@ -62,8 +42,9 @@ class Simulation:
         self.hot_rows = HotRows.from_cache(cache)
         self.state_indices = torch.full((len(cache),), -1, dtype=torch.int32)
         self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
-        slots = torch.arange(self.num_slots, dtype=torch.int32).repeat(NUM_REQUESTS, 1)
-        self.residency = Residency(slots, torch.full_like(slots, -1))
+        self.num_hot_rows = torch.full((NUM_REQUESTS,), self.num_slots + query_len, dtype=torch.int32)
+        positions = torch.full((len(cache) * ROWS_PER_BLOCK,), -1, dtype=torch.int32)
+        self.residency = Residency(positions, torch.zeros_like(positions))
         self.counts = torch.zeros(NUM_REQUESTS, 2, dtype=torch.int64)
         self.out = Resolved.allocate(NUM_REQUESTS, query_len * top_k, torch.device("cpu"))
 
@@ -84,8 +65,10 @@ class Simulation:
         query_lens = torch.tensor(num_new, dtype=torch.int32)
         tables = StepTables(
             self.state_indices,
-            self.hot_tables[requests],
+            self.hot_tables[requests, 0],
             torch.tensor([self.buffers[request].length for request in requests], dtype=torch.int32) + query_lens,
+            self.hot_tables,
+            self.num_hot_rows,
             self.host_tables,
             BLOCK_SIZE,
             query_lens,
@@ -97,14 +80,14 @@ class Simulation:
         self.ops.swap_in(self.residency, tables, *swap_in)
         for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
             self._check(row, request, count, top_k[row].tolist())
-        self.ops.write_back([self.hot_rows], [self.host_rows], tables, self.num_slots)
+        self.ops.write_back([self.hot_rows], [self.host_rows], tables)
         for request, count, accepted in zip(requests, num_new, num_accepted, strict=True):
             self._check_host(request, count)
             self.buffers[request].length += accepted
 
     def _write_new(self, requests: list[int], num_new: list[int], tables: StepTables) -> None:
         row_ids = torch.full((NUM_REQUESTS * self.query_len,), 77)
-        self.ops.newest_row_ids(tables, self.num_slots, self.hot_rows, row_ids)
+        self.ops.newest_row_ids(tables, self.hot_rows, row_ids)
         by_request = row_ids.view(NUM_REQUESTS, self.query_len)
         for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
             buffer = self.buffers[request]
@@ -113,7 +96,7 @@ class Simulation:
             for index in range(count):
                 position = buffer.length + index
                 buffer.tokens.append(self.random.random())
-                assert by_request[row, index] == self._hot_id(request, buffer.slot_of_new(position))
+                assert by_request[row, index] == self._hot_id(request, buffer.slot_of_new(position, buffer.length))
                 self.hot_rows.rows[by_request[row, index]] = self._row(request, position)
 
     def _selections(self, request: int, num_new: int) -> list[list[int]]:
@@ -132,7 +115,7 @@ class Simulation:
 
     def _check(self, row: int, request: int, num_new: int, selected: list[int]) -> None:
         buffer = self.buffers[request]
-        slots, missed = buffer.resolve(selected, num_new)
+        slots, missed = buffer.run(selected, num_new)
         hot_ids = self.out.hot_row_ids[row].tolist()
         for position, hot_id in zip(selected, hot_ids, strict=True):
             is_position = 0 <= position < buffer.length + num_new
@@ -142,8 +125,9 @@ class Simulation:
         assert self.out.num_misses[row] == len(missed)
         homes = self.out.miss_host_row_ids[row, : len(missed)].tolist()
         assert homes == [self._host_id(request, position) for position in missed]
-        assert self.residency.slots[request].tolist() == list(buffer.entries)
-        assert self.residency.positions[request].tolist() == list(buffer.entries.values())
+        entries = [self._hot_id(request, slot) for slot in range(len(buffer.positions))]  # no rows between blocks
+        assert self.residency.positions[entries].tolist() == buffer.positions
+        assert self.residency.last_uses[entries].tolist() == buffer.last_uses
         assert self.counts[request].tolist() == [buffer.num_hits, buffer.num_misses]
 
     def _check_host(self, request: int, num_new: int) -> None:
@@ -166,19 +150,3 @@ def test_many_steps_agree_with_the_model(query_len: int, top_k: int, extra_slots
     simulation = Simulation(query_len, top_k, extra_slots, seed)
     while max(buffer.length for buffer in simulation.buffers) < MAX_TOKENS - query_len:
         simulation.random_step()
-
-
-def test_what_was_rejected_while_the_sequence_fitted_is_no_hit_afterwards() -> None:
-    """The place of a rejected draft still names its position when the buffer is outgrown."""
-    simulation = Simulation(query_len=3, top_k=2, extra_slots=0, seed=0)
-    for buffer in simulation.buffers:
-        buffer.length, buffer.tokens = 3, [0.5] * 3
-    for request, position in product(range(NUM_REQUESTS), range(3)):
-        simulation.host_rows[simulation._host_id(request, position)] = simulation._row(request, position)
-    everybody = list(range(NUM_REQUESTS))
-    for num_accepted in (1, 3, 3):
-        length = simulation.buffers[0].length
-        selections = [[length - 3, length - 2], [-1, -1], [-1, -1]]
-        simulation.step(everybody, [3] * NUM_REQUESTS, [selections] * NUM_REQUESTS, [num_accepted] * NUM_REQUESTS)
-    assert simulation.buffers[0].length == 10
-    assert simulation.buffers[0].num_misses == 5, "0 and 1, then 2, then 4 and 5, of which drafts had been rejected"

@@ -3,10 +3,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from buffer_model import BufferModel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import MAX_AGE, HotRows, Residency, Resolved, StepTables
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 
@@ -52,34 +53,6 @@ SHAPES = st.builds(
 )
 
 
-class Model:
-    """One request's hot buffer as a dict, slot -> position or -1, in the order of use, oldest first."""
-
-    def __init__(self, num_slots: int):
-        self.num_slots = num_slots
-        self.entries = dict.fromkeys(range(num_slots), -1)
-
-    def slot_of(self, position: int, newest: int) -> int | None:
-        if position == newest:
-            return min(newest, self.num_slots)
-        return next((slot for slot, hot in self.entries.items() if hot == position), None)
-
-    def resolve(self, selected: list[int], newest: int) -> tuple[list[int], list[int]]:
-        """Apply one selection; returns the slot of each selected position and the positions missed."""
-        wanted = [position for position in selected if position not in (-1, newest)]
-        missed = [position for position in wanted if self.slot_of(position, newest) is None]
-        hits = {self.slot_of(position, newest) for position in wanted if position not in missed}
-        if newest < self.num_slots:
-            self.entries |= {position: position for position in [*missed, newest]}
-            return [-1 if position < 0 else position for position in selected], missed
-        victims = [slot for slot in self.entries if slot not in hits]
-        filled = dict(zip(victims, missed, strict=False))
-        kept = {slot: hot for slot, hot in self.entries.items() if slot not in filled and slot not in hits}
-        taken = {slot: filled[slot] for slot in self.entries if slot in filled}
-        self.entries = kept | taken | {slot: hot for slot, hot in self.entries.items() if slot in hits}
-        return [-1 if position < 0 else self.slot_of(position, newest) for position in selected], missed
-
-
 class Simulation:
     """Tensors of several requests, poisoned with NaN wherever no request's row belongs."""
 
@@ -89,19 +62,20 @@ class Simulation:
         self.shape, self.random = shape, random.Random(seed)
         self.ops = TorchSwapInOps()
         self.host_tables = self.tables(-(-num_tokens // shape.block_size))
-        self.hot_tables = self.tables(-(-(shape.num_slots + 1) // shape.rows_per_block))
+        self.hot_tables = self.tables(-(-(num_tokens + 1) // shape.rows_per_block))
+        self.num_hot_rows = torch.full((self.NUM_REQUESTS,), shape.num_slots + 1, dtype=torch.int32)
         self.host_rows = torch.full(((self.host_tables.max() + 4) * shape.block_size, ROW), float("nan"))
         width = shape.rows_per_block + shape.gap
         self.hot_storage = torch.full((self.hot_tables.max() + 4, width, ROW), float("nan"))
         self.hot_rows = HotRows.from_cache(self.hot_storage[:, : shape.rows_per_block])
         self.state_indices = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
         self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
-        slots = torch.arange(shape.num_slots, dtype=torch.int32).repeat(self.NUM_REQUESTS, 1)
-        self.residency = Residency(slots, torch.full_like(slots, -1))
+        positions = torch.full((len(self.hot_storage) * shape.rows_per_block,), -1, dtype=torch.int32)
+        self.residency = Residency(positions, torch.zeros_like(positions))
         self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
         self.expected_counts = self.counts.clone()
         self.out = Resolved.allocate(self.NUM_REQUESTS + 1, shape.top_k, torch.device("cpu"))
-        self.models = [Model(shape.num_slots) for _ in range(self.NUM_REQUESTS)]
+        self.models = [BufferModel(shape.num_slots + 1) for _ in range(self.NUM_REQUESTS)]
         self.lengths = [min(max(shape.start - 2 * i, 0), num_tokens - 1) for i in range(self.NUM_REQUESTS)]
         for request, length in enumerate(self.lengths):
             self.seed(request, length)
@@ -111,8 +85,8 @@ class Simulation:
             self.host_row(request, position).copy_(torch.tensor(expected_row(request, position)))
             if self.shape.seeded and position < self.shape.num_slots:
                 self.hot_row(request, position).copy_(torch.tensor(expected_row(request, position)))
-                self.residency.positions[request, position] = position
-                self.models[request].entries[position] = position
+                self.residency.positions[self.entry(request, position)] = position
+                self.models[request].positions[position] = position
 
     def tables(self, num_blocks: int) -> torch.Tensor:
         """Disjoint tables in random order; some blocks belong to nobody."""
@@ -135,6 +109,20 @@ class Simulation:
         block, offset = divmod(slot, self.shape.rows_per_block)
         return self.hot_tables[request, block].item() * (self.shape.rows_per_block + self.shape.gap) + offset
 
+    def entry(self, request: int, slot: int) -> int:
+        block, offset = divmod(slot, self.shape.rows_per_block)
+        return self.hot_tables[request, block].item() * self.shape.rows_per_block + offset
+
+    def resize(self, request: int, num_rows: int) -> None:
+        """Give a request more hot rows, which are empty, or take its last ones."""
+        model, num_before = self.models[request], len(self.models[request].positions)
+        for slot in range(num_before, num_rows):
+            self.residency.positions[self.entry(request, slot)] = -1
+            self.residency.last_uses[self.entry(request, slot)] = 0
+        model.positions = (model.positions + [-1] * num_rows)[:num_rows]
+        model.last_uses = (model.last_uses + [0] * num_rows)[:num_rows]
+        self.num_hot_rows[request] = num_rows
+
     def selection(self, newest: int) -> list[int]:
         """Distinct positions up to `newest`, the newest in or out, -1 in any place."""
         num_selected = min(self.random.randint(0, self.shape.top_k), newest + 1)
@@ -153,13 +141,12 @@ class Simulation:
     def step_tables(self, requests: list[int]) -> StepTables:
         """Tables of a batch with one row of padding at its end."""
         seq_lens = [self.lengths[request] + 1 for request in requests]
-        nobody = torch.full_like(self.hot_tables[:1], self.random.choice([-1, 2**31 - 1, len(self.state_indices)]))
+        nobody = torch.tensor([self.random.choice([-1, 2**31 - 1, len(self.state_indices)])], dtype=torch.int32)
         return StepTables(
             self.state_indices,
-            torch.cat((self.hot_tables[requests], nobody)),
+            torch.cat((self.hot_tables[requests, 0], nobody)),
             torch.tensor([*seq_lens, self.random.choice([0, 5])], dtype=torch.int32),
-            self.host_tables,
-            self.shape.block_size,
+            *self.state_args,
         )
 
     def run_step(self, requests: list[int], selections: list[list[int]] | None = None) -> list[list[int]]:
@@ -188,25 +175,27 @@ class Simulation:
 
     def write_newest(self, requests: list[int], tables: StepTables) -> None:
         newest = torch.full((len(requests) + 2,), 77)
-        self.ops.newest_row_ids(tables, self.shape.num_slots, self.hot_rows, newest)
+        self.ops.newest_row_ids(tables, self.hot_rows, newest)
         for row, request in enumerate(requests):
             position = self.lengths[request]
-            assert newest[row] == self.hot_index(request, min(position, self.shape.num_slots))
+            assert newest[row] == self.hot_index(request, self.models[request].slot_of_new(position, position))
             self.hot_rows.rows[newest[row]] = torch.tensor(expected_row(request, position))
         assert newest[-2:].tolist() == [-1, 77]
 
     @property
-    def host_args(self) -> tuple[torch.Tensor, int]:
-        return self.host_tables, self.shape.block_size
+    def state_args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Tables by state, and the size of host blocks."""
+        return self.hot_tables, self.num_hot_rows, self.host_tables, self.shape.block_size
 
     def check_resolved(self, requests: list[int], selections: list[list[int]], newest: list[int]) -> list[list[int]]:
         all_missed = []
         for row, request in enumerate(requests):
             model = self.models[request]
-            slots, missed = model.resolve(selections[row], newest[row])
+            by_position, missed = model.resolve(selections[row], newest[row])
+            slots = [by_position.get(position, -1) for position in selections[row]]
             hot_rows = [-1 if slot < 0 else self.hot_index(request, slot) for slot in slots]
             num_valid = max((i + 1 for i, slot in enumerate(slots) if slot >= 0), default=0)
-            miss_hot_row_ids = [self.hot_index(request, model.slot_of(position, newest[row])) for position in missed]
+            miss_hot_row_ids = [self.hot_index(request, by_position[position]) for position in missed]
             assert self.out.hot_row_ids[row].tolist() == hot_rows
             assert self.out.num_valid[row] == num_valid
             assert self.out.num_misses[row] == len(missed)
@@ -226,8 +215,10 @@ class Simulation:
         assert self.out.num_valid[batch] == self.out.num_misses[batch] == 0
         assert (self.out.hot_row_ids[batch + 1 :] == 77).all() and (self.out.num_misses[batch + 1 :] == 77).all()
         assert torch.equal(self.counts, self.expected_counts)
-        assert self.residency.slots.tolist() == [list(model.entries) for model in self.models]
-        assert self.residency.positions.tolist() == [list(model.entries.values()) for model in self.models]
+        for request, model in enumerate(self.models):
+            entries = [self.entry(request, slot) for slot in range(len(model.positions))]
+            assert self.residency.positions[entries].tolist() == model.positions
+            assert self.residency.last_uses[entries].tolist() == model.last_uses
 
     def check_rows(self, request: int, selected: list[int], hot_rows: list[int]) -> None:
         for position, index in zip(selected, hot_rows, strict=True):
@@ -236,7 +227,7 @@ class Simulation:
 
     def write_back(self, requests: list[int], tables: StepTables, host_before: torch.Tensor) -> None:
         layers = [self.hot_rows], [self.host_rows]
-        self.ops.write_back(*layers, tables, self.shape.num_slots)
+        self.ops.write_back(*layers, tables)
         for request in requests:
             newest = self.lengths[request]
             host_before[self.host_index(request, newest)] = torch.tensor(expected_row(request, newest))
@@ -252,6 +243,32 @@ def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
     simulation = Simulation(shape, seed)
     for _ in range(24):
         simulation.run_step(simulation.some_requests())
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**32))
+def test_buffers_that_grow_and_shrink_agree_with_the_model(shape: Shape, seed: int) -> None:
+    """Also from less than the sequence to all of it and back."""
+    simulation = Simulation(shape, seed)
+    for _ in range(24):
+        for request in simulation.some_requests():
+            fits = simulation.lengths[request] + 1
+            sizes = shape.num_slots + 1, fits, fits + 4, shape.num_slots + 1 + simulation.random.randint(0, 6)
+            simulation.resize(request, max(simulation.random.choice(sizes), shape.num_slots + 1))
+        simulation.run_step(simulation.some_requests())
+
+
+@pytest.mark.parametrize(("age", "is_told_apart"), [(MAX_AGE, True), (MAX_AGE + 1, False)])
+def test_ages_beyond_the_highest_are_equal(age: int, is_told_apart: bool) -> None:
+    """Of a row that was used `age` tokens ago and one that was used a token later, the victim."""
+    simulation = Simulation(Shape(2, 0, 64, 3, 0, start=20, seeded=False), 0, num_tokens=1100)
+    newest = simulation.lengths[0] = 1050
+    simulation.run_step([0], [[3, 4]])
+    for slot, last_use in enumerate((newest + 2 - age, newest + 1 - age)):
+        simulation.residency.last_uses[simulation.entry(0, slot)] = last_use
+        simulation.models[0].last_uses[slot] = last_use
+    simulation.lengths[0] = newest + 1
+    simulation.run_step([0], [[5, -1]])
+    assert simulation.models[0].positions[:2] == ([3, 5] if is_told_apart else [5, 4])
 
 
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
@@ -283,7 +300,7 @@ def test_a_hit_keeps_a_row_from_eviction() -> None:
     simulation = Simulation(Shape(2, 1, 4, 3, 0, start=20, seeded=False), 0)
     for selection in ([0, -1], [1, -1], [2, -1], [0, -1], [5, -1]):
         simulation.run_step([0], [selection])
-    assert sorted(simulation.residency.positions[0].tolist()) == [0, 2, 5]
+    assert sorted(simulation.models[0].positions[:-1]) == [0, 2, 5]
 
 
 def test_a_request_that_resumes_with_an_empty_buffer_fills_the_slots_of_its_selections() -> None:
@@ -312,12 +329,12 @@ def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     tables = StepTables(
         simulation.state_indices if has_request else torch.full_like(simulation.state_indices, -1),
-        simulation.hot_tables[:1],
+        simulation.hot_tables[:1, 0],
         torch.tensor([seq_len], dtype=torch.int32),
-        *simulation.host_args,
+        *simulation.state_args,
     )
     out = torch.full((2,), 77)
-    simulation.ops.newest_row_ids(tables, 3, simulation.hot_rows, out)
+    simulation.ops.newest_row_ids(tables, simulation.hot_rows, out)
     assert out.tolist() == [-1, 77]
 
 

@@ -71,6 +71,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.cache_config.enable_prefix_caching,
                 NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
                 vllm_config.scheduler_config.max_num_seqs,
+                vllm_config.scheduler_config.max_num_batched_tokens,
                 vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools(vllm_config),
             )

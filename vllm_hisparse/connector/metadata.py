@@ -23,6 +23,7 @@ class HiSparseMetadata(KVConnectorMetadata):
         released: handles of requests that ended or were preempted; applied first.
         tail_saves: (device, host) blocks of device-resident KV to save before the forward, of preempted requests.
         tables: handle -> (index of the first block, host block ids from there on); index 0 starts a request.
+        hot_tables: handle -> (index of the first block, hot blocks from there on, which replace those it had).
         restores: (host, device) blocks of device-resident KV to copy to the device before the forward.
         saves: (device, host) blocks of device-resident KV that this step fills, to save after the forward.
         first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
@@ -35,6 +36,7 @@ class HiSparseMetadata(KVConnectorMetadata):
     released: list[int] = field(default_factory=list)
     tail_saves: BlockPairs = field(default_factory=list)
     tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    hot_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)

@@ -38,6 +38,7 @@ class HiSparseSchedulerConnector:
         enable_caching: whether finished requests' blocks may serve later ones.
         transport: P/D transport, or None for a single instance.
         max_num_running: requests that may run in one step, for which the worker has room.
+        max_num_batched_tokens: tokens of a step.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: pools of that size, which hold the same blocks of different KV heads.
     """
@@ -50,6 +51,7 @@ class HiSparseSchedulerConnector:
         enable_caching: bool,
         transport: NixlSchedulerTransport | None,
         max_num_running: int,
+        max_num_batched_tokens: int,
         num_ranks: int = 1,
         num_host_pools: int = 1,
     ):
@@ -59,6 +61,7 @@ class HiSparseSchedulerConnector:
         has_drafts = self.layout.max_query_len > 1
         self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes, has_drafts)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.tiers: Tiers | None = None
         self._calls_to_report, self._restores = 0, BlockPairs()
         self.request_log = RequestLog() if config.log_request_stats else None
@@ -68,8 +71,10 @@ class HiSparseSchedulerConnector:
         managers = kv_cache_manager.coordinator.single_type_managers
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         resident_id = self.groups.resident_group_id
-        self.ledger.bind(None if resident_id is None else managers[resident_id].req_to_blocks)
+        resident_blocks = None if resident_id is None else managers[resident_id].req_to_blocks
+        self.ledger.bind(resident_blocks, self.hot_manager.hot_blocks)
         self.hot_manager.bind(self.host_pool, self.ledger, kv_cache_manager.max_model_len, resident_id)
+        self.hot_manager.lend_spare_blocks(self.max_num_batched_tokens, kv_cache_manager.watermark_blocks)
 
     def on_new_request(self, request: Request) -> None:
         self.ledger.add(request)
@@ -105,11 +110,13 @@ class HiSparseSchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
         num_scheduled = scheduler_output.num_scheduled_tokens
+        self.hot_manager.balance(num_scheduled)
         changes = self.ledger.take_changes(num_scheduled)
         metadata = HiSparseMetadata(
             released=changes.released,
             tail_saves=changes.tail_saves,
             tables=changes.tables,
+            hot_tables=changes.hot_tables,
             restores=self._restores,
             saves=changes.saves,
             first_decodes=changes.first_decodes,

@@ -99,6 +99,8 @@ class HiSparseWorkerConnector:
             self.hot_buffer.release(handle)
         for handle, (first, host_ids) in metadata.tables.items():
             self.hot_buffer.extend_table(handle, first, host_ids)
+        for handle, (first, block_ids) in metadata.hot_tables.items():
+            self.hot_buffer.change_hot_table(handle, first, block_ids)
         for handle, position in metadata.first_decodes:
             for span in self.hot_buffer.begin_decoding(handle, position):
                 for impl in self.impls:
@@ -172,8 +174,7 @@ class HiSparseWorkerConnector:
             return self._make_mla_hot_buffer(shape, cache.device)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
-        algorithm, num_hot_blocks = self._make_algorithm(shape, cache.device), self.groups.hot_spec.blocks_per_request
-        return GQAHotBuffer(algorithm, shape, num_hot_blocks, head_stride, cache.device)
+        return GQAHotBuffer(self._make_algorithm(shape, cache.device), shape, head_stride, cache.device)
 
     def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
         """One that records selections, if that is wanted; all tensor parallel ranks select the same."""
@@ -211,9 +212,9 @@ class HiSparseWorkerConnector:
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None
-        max_batch = self.vllm_config.scheduler_config.max_num_seqs
+        max_batch, spec = self.vllm_config.scheduler_config.max_num_seqs, self.groups.hot_spec
         return HotBufferShape(
-            num_requests=min(max_batch, (num_device_blocks - 1) // self.groups.hot_spec.blocks_per_request),
+            num_requests=min(max_batch, (num_device_blocks - 1) // spec.num_blocks(1)),
             max_batch=max_batch,
             num_slots=self.config.rows,
             num_layers=self.layout.num_layers,
@@ -221,6 +222,8 @@ class HiSparseWorkerConnector:
             max_blocks=cdiv(self.vllm_config.model_config.max_model_len, self.layout.block_size),
             block_size=self.layout.block_size,
             num_device_blocks=num_device_blocks,
+            max_hot_blocks=spec.max_blocks_per_request(self.vllm_config.model_config.max_model_len),
+            rows_per_hot_block=self.layout.rows_per_hot_block,
             max_query_len=self.layout.max_query_len,
         )
 

@@ -1,4 +1,4 @@
-"""KV cache spec of a hot buffer: a fixed number of device blocks per request."""
+"""KV cache spec of a hot buffer: how many device blocks a request has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec
 
-from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.layout import MAX_HOT_ROWS, KVLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,11 +24,14 @@ class HotBufferSpec(AttentionSpec):
     hold fewer rows.
     """
 
-    blocks_per_request: int
+    device_buffer_size: int  # tokens
+    elastic: bool  # whether it grows with the sequence
     layout: KVLayout  # of the whole model, for the connector
 
     @classmethod
-    def from_mla_spec(cls, spec: MLAAttentionSpec, layout: KVLayout, blocks_per_request: int) -> HotBufferSpec:
+    def from_mla_spec(
+        cls, spec: MLAAttentionSpec, layout: KVLayout, device_buffer_size: int, elastic: bool
+    ) -> HotBufferSpec:
         """Replace a sparse layer's full-KV spec."""
         return cls(
             block_size=spec.block_size,
@@ -41,12 +44,13 @@ class HotBufferSpec(AttentionSpec):
             tokens_per_state=Fraction(spec.block_size, layout.rows_per_hot_block),
             dcp_sharded=False,
             block_stride_alignment=layout.block_alignment_bytes,
-            blocks_per_request=blocks_per_request,
+            device_buffer_size=device_buffer_size,
+            elastic=elastic,
             layout=layout,
         )
 
     @classmethod
-    def from_full_spec(cls, spec: FullAttentionSpec, layout: KVLayout, blocks_per_request: int) -> HotBufferSpec:
+    def from_full_spec(cls, spec: FullAttentionSpec, layout: KVLayout, device_buffer_size: int) -> HotBufferSpec:
         """Replace the full-KV spec of a dense model's sparse layer."""
         return cls(
             block_size=spec.block_size,
@@ -58,7 +62,8 @@ class HotBufferSpec(AttentionSpec):
             tokens_per_state=Fraction(spec.block_size, layout.rows_per_hot_block),
             dcp_sharded=False,
             block_stride_alignment=layout.block_alignment_bytes,
-            blocks_per_request=blocks_per_request,
+            device_buffer_size=device_buffer_size,
+            elastic=False,
             layout=layout,
         )
 
@@ -71,9 +76,24 @@ class HotBufferSpec(AttentionSpec):
     def uses_slot_mapping(self) -> bool:
         return False
 
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` has at least."""
+        return self.layout.num_hot_blocks(self.device_buffer_size, num_tokens if self.elastic else None)
+
+    def num_whole_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold a sequence of `num_tokens`, as far as the kernels can use them."""
+        num_rows = min(num_tokens, MAX_HOT_ROWS - self.layout.block_size)
+        return self.layout.num_hot_blocks(num_rows, num_rows)
+
+    def max_blocks_per_request(self, max_model_len: int) -> int:
+        """Blocks that a request can have."""
+        num_blocks = self.layout.num_hot_blocks(self.device_buffer_size)
+        return max(num_blocks, self.num_whole_blocks(max_model_len)) if self.elastic else num_blocks
+
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        return self.blocks_per_request * self.page_size_bytes
+        return self.num_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         # NOTE: Model Runner V1 ignores uses_slot_mapping and indexes block_table[position // block_size].
-        return max(self.blocks_per_request, cdiv(max_len, self.block_size))
+        num_blocks = self.layout.num_hot_blocks(self.device_buffer_size)
+        return max(num_blocks, cdiv(max_len, self.block_size))

@@ -10,6 +10,8 @@ import torch
 
 from vllm_hisparse.ops.kv_heads import KVHeads
 
+MAX_AGE = 1022  # tokens; what `resolve` tells apart
+
 
 @dataclass(frozen=True)
 class HotRows:
@@ -45,34 +47,42 @@ class HotRows:
         return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
 
     def flat_row_ids(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Flat row ids of the same slots of several requests.
+        """Flat row ids of slots of several requests.
 
         Args:
             hot_tables: [num_requests, hot blocks per request] int32 device blocks.
-            slots: [num_slots] int64, each within the blocks of a request.
+            slots: [num_requests, num_slots] int64, each within the blocks of its request.
 
         Returns:
             [num_requests, num_slots] int64.
         """
-        blocks = hot_tables[:, slots // self.rows_per_block].long()
-        return blocks * self.block_stride_rows + slots % self.rows_per_block
+        return self._ids(hot_tables, slots, self.block_stride_rows)
+
+    def entries(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Entries of a `Residency`, as `flat_row_ids`."""
+        return self._ids(hot_tables, slots, self.rows_per_block)
+
+    def _ids(self, hot_tables: torch.Tensor, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
+        blocks = hot_tables.gather(1, slots // self.rows_per_block).long()
+        return blocks * block_stride + slots % self.rows_per_block
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Which position each hot slot of one layer holds, least recently used first.
+    """Which position each hot row of one layer holds, and when it was last used.
 
-    Entry j of a request: slot `slots[j]` holds position `positions[j]`, or nothing where that is -1. While a sequence
-    fits (`SwapInOps`), entry j is slot j and holds position j or nothing: nothing is evicted, no order kept. An entry
-    may hold a position that was drafted and rejected; it counts as nothing until it has been computed again.
+    Row `offset` of device block `block` has entry `block * rows_per_block + offset`, whoever owns the block. While a
+    sequence fits (`SwapInOps`), a position is looked for in the slot of its own number only, and nothing is evicted.
+    A reserved slot counts as empty. A row may hold a position that was drafted and rejected; it counts as empty until
+    that position has been computed again.
 
     Attributes:
-        slots: [num_states, num_slots] int32, a permutation of the slots for each request.
-        positions: [num_states, num_slots] int32.
+        positions: [num_entries] int32 position, or -1 where the row is empty.
+        last_uses: [num_entries] int32 first new position of the request's step that last selected the row.
     """
 
-    slots: torch.Tensor
     positions: torch.Tensor
+    last_uses: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -80,21 +90,25 @@ class StepTables:
     """Where the decoding requests of a step keep their rows. Static device tensors: a CUDA graph may read them.
 
     Attributes:
-        state_indices: [num_device_blocks] int32 index of the request's state (first dimension of `Residency` and
-            `host_tables`) at its first hot block; -1 elsewhere.
-        hot_tables: [batch, >= hot blocks per request] int32 device blocks. A row whose first block is of no request is
-            padding.
-        seq_lens: [batch] int32 tokens of each request, the new ones included. A row with less than 1 is padding, too:
-            vLLM pads a graph's batch so, and its row of `hot_tables` may be stale.
-        host_tables: [num_states, max blocks] int32 host blocks of each request, -1 beyond.
+        state_indices: [num_device_blocks] int32 index of the request's state (first dimension of the tables by state)
+            at its first hot block; -1 elsewhere.
+        handles: [batch] int32 first hot block of each request. One that is of no request is padding.
+        seq_lens: [batch] int32 tokens of each request, the new ones included. A request with less than 1 is padding,
+            too: vLLM pads a graph's batch so, and its handle may be stale.
+        hot_tables: [num_states, max hot blocks] int32 device blocks of each request; what is beyond `num_hot_rows` is
+            not read.
+        num_hot_rows: [num_states] int32 rows of these blocks that the request may use.
+        host_tables: [num_states, max host blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
         query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`; None: one each.
         max_query_len: new tokens of a request in any step.
     """
 
     state_indices: torch.Tensor
-    hot_tables: torch.Tensor
+    handles: torch.Tensor
     seq_lens: torch.Tensor
+    hot_tables: torch.Tensor
+    num_hot_rows: torch.Tensor
     host_tables: torch.Tensor
     block_size: int
     query_lens: torch.Tensor | None = None
@@ -150,7 +164,7 @@ class UnitTables:
         request_indices: [max_batch] int64 index of each request; `num_requests` where there is none.
         positions: [max_batch] int64 newest position; 0 where there is no request.
         tails: [max_batch * num_heads] int32 tokens of the newest unit less those of a whole one; 0 for no request.
-        hot_tables: [max_batch * num_heads, hot blocks per request] int32.
+        handles: [max_batch * num_heads] int32 part of each head in the request's first hot block; -1 for no request.
         num_units: [max_batch * num_heads] int32 units of each KV head, the newest included.
         num_requests: request indices are below it.
         heads: how states and blocks of KV heads are numbered, and tokens of a unit.
@@ -159,21 +173,18 @@ class UnitTables:
     request_indices: torch.Tensor
     positions: torch.Tensor
     tails: torch.Tensor
-    hot_tables: torch.Tensor
+    handles: torch.Tensor
     num_units: torch.Tensor
     num_requests: int
     heads: KVHeads
 
     @classmethod
-    def allocate(
-        cls, max_batch: int, num_requests: int, num_hot_blocks: int, heads: KVHeads, device: torch.device
-    ) -> UnitTables:
+    def allocate(cls, max_batch: int, num_requests: int, heads: KVHeads, device: torch.device) -> UnitTables:
         """Empty buffers.
 
         Args:
             max_batch: requests of a step.
             num_requests: requests that can run at once.
-            num_hot_blocks: device blocks of a request.
             heads: of each.
             device: where the buffers are.
         """
@@ -182,7 +193,7 @@ class UnitTables:
             torch.zeros(max_batch, dtype=torch.int64, device=device),
             torch.zeros(max_batch, dtype=torch.int64, device=device),
             torch.zeros(by_head, dtype=torch.int32, device=device),
-            torch.full((by_head, num_hot_blocks), -1, dtype=torch.int32, device=device),
+            torch.full((by_head,), -1, dtype=torch.int32, device=device),
             torch.zeros(by_head, dtype=torch.int32, device=device),
             num_requests,
             heads,
@@ -196,10 +207,11 @@ class SwapInOps(ABC):
     outside its tensor is never read or written. Sizes and dtypes are the caller's duty: implementations may raise
     AssertionError for those they cannot take.
 
-    The new positions of a request, from `seq_lens - query_lens` on, are hot by construction: in the slots of their own
-    numbers while the sequence fits, in the reserved slots from `num_slots` on after that. They are never victims, and
-    count neither as hits nor as misses. A sequence fits while the buffer has room for its earlier tokens and
-    `max_query_len` new ones.
+    The slots of a request are the rows of its hot blocks, in order. Its new positions, from `seq_lens - query_lens` on,
+    are hot by construction: in the slots of their own numbers while the sequence fits, in the last `max_query_len`
+    slots, which are reserved for them, after that. They are never victims, and count neither as hits nor as misses. A
+    sequence fits while the slots are enough for its earlier tokens and `max_query_len` new ones. Between steps a
+    request's slots may become more, the new ones empty, or fewer.
     """
 
     @abstractmethod
@@ -214,12 +226,14 @@ class SwapInOps(ABC):
     ) -> None:
         """Find hits, choose victims for the misses, update the residency.
 
-        The least recently used entries that are not hits of this step are the victims, in the order of the misses in
-        `top_k`. The new order: entries neither hit nor filled, filled ones, hits, each part in its old order. While the
-        sequence fits, a miss fills the slot of its own number, and entries keep their places.
+        The victims are empty rows, then those whose last use is longest ago, and among equals those in lower slots;
+        never a hit of this step. In the order of their slots, they take the misses in the order of `top_k`. Rows that
+        were not used for `MAX_AGE` tokens count as equally old. While the sequence fits, a miss takes the slot of its
+        own number.
 
         Args:
-            residency: of one layer, updated in place; has at least as many slots as `top_k` has columns.
+            residency: of one layer, updated in place. A request that does not fit has at least as many slots that are
+                not reserved as `top_k` has columns.
             tables: of the step.
             top_k: [batch, columns] int32 selections of the new tokens of each request side by side, each of distinct
                 positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
@@ -257,26 +271,22 @@ class SwapInOps(ABC):
         """
 
     @abstractmethod
-    def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         """Flat id of the hot row of each request's new positions: the slot mapping of a decode step.
 
         Args:
             tables: of the step.
-            num_slots: hot slots per request, the reserved ones not counted.
             hot_rows: of any layer.
             out: [>= batch * max_query_len] int64, the first of these written, request by request; -1 for padding.
         """
 
     @abstractmethod
-    def write_back(
-        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
-    ) -> None:
+    def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
         """Copy each request's new rows of all layers to the host.
 
         Args:
             hot_rows, host_rows: one entry per layer, as in `gather`.
             tables: of the step; nothing is written for padding.
-            num_slots: hot slots per request, the reserved ones not counted.
         """
 
     @abstractmethod
@@ -306,13 +316,12 @@ class SwapInOps(ABC):
 
     @abstractmethod
     def begin_units(
-        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+        self, handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
     ) -> None:
         """Tables by KV head and in units, from those by request and in tokens.
 
         Args:
-            hot_tables: [batch, hot blocks per request] int32 device blocks. A request whose first one is of no request
-                is padding.
+            handles: [batch] int32 first hot block of each request. One that is of no request is padding.
             seq_lens: [batch] int32 tokens of each request; less than 1 for padding.
             state_indices: [num_device_blocks * head_stride] int32 state index at each part of a device block, or -1.
             out: written for the first `batch` requests.
@@ -325,7 +334,6 @@ class SwapInOps(ABC):
         value: torch.Tensor,
         units: UnitTables,
         tables: StepTables,
-        num_slots: int,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
         reload: torch.Tensor,
@@ -337,7 +345,6 @@ class SwapInOps(ABC):
                 of a multiple of 16 bytes.
             units: of the step.
             tables: of the step by KV head, over `units`.
-            num_slots: hot slots per KV head, the reserved one not counted.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
             reload: [num_states] int32: where not 0, the newest unit's earlier tokens are only on the host; they are
                 copied to the device, and the entry becomes 0.

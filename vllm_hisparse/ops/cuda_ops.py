@@ -17,7 +17,7 @@ LIBRARY = Path(__file__).parents[1] / "_kernels.so"
 
 # NOTE: constants, structs and signatures are those of csrc/cuda, which documents shapes and meaning; a wheel has no
 # sources to read them from. tests/ops/test_cuda_interface.py compares the two.
-MAX_TOP_K, MAX_SLOTS = 4096, 16384  # of a request in `resolve`
+MAX_TOP_K = 4096  # of a request in `resolve`
 MAX_LAYERS = 128  # of one launch of `write_back`
 VECTOR_BYTES = 16  # row sizes and head sizes are multiples
 
@@ -37,15 +37,18 @@ class _HostRows(Structure):
 
 
 class _Residency(Structure):
-    _fields_ = [("slots", c_void_p), ("positions", c_void_p), ("num_states", c_int32), ("num_slots", c_int32)]
+    _fields_ = [("positions", c_void_p), ("last_uses", c_void_p)]
 
 
 class _StepTables(Structure):
     _fields_ = [
         ("state_indices", c_void_p),
-        ("hot_tables", c_void_p),
+        ("handles", c_void_p),
         ("seq_lens", c_void_p),
+        ("hot_tables", c_void_p),
+        ("num_hot_rows", c_void_p),
         ("host_tables", c_void_p),
+        ("handle_stride", c_int64),
         ("hot_table_stride", c_int64),
         ("host_table_stride", c_int64),
         ("num_device_blocks", c_int32),
@@ -73,7 +76,7 @@ class _UnitTables(Structure):
         ("request_indices", c_void_p),
         ("positions", c_void_p),
         ("tails", c_void_p),
-        ("hot_tables", c_void_p),
+        ("handles", c_void_p),
         ("num_units", c_void_p),
         ("num_heads", c_int32),
         ("head_stride", c_int32),
@@ -116,12 +119,12 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool),
     "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED),
-    "newest_row_ids": (_TABLES, c_int32, _HOT, c_void_p),
-    "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES, c_int32),
+    "newest_row_ids": (_TABLES, _HOT, c_void_p),
+    "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
     "save_rows": (c_void_p, c_int32, c_int32, c_int64, _HOST, c_void_p, c_int32, c_int32),
     "begin_units": (_TABLES, _UNITS),
-    "write_tokens": (_TOKENS, _TABLES, _HOT, _HOST, c_int32, c_void_p),
+    "write_tokens": (_TOKENS, _TABLES, _HOT, _HOST, c_void_p),
     "update_page_bounds": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_bool),
     "select_units": (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p),
     "page_scores": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_bool, c_void_p),
@@ -235,15 +238,13 @@ class CudaSwapInOps(SwapInOps):
             self._resolved(out),
         )
 
-    def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= len(tables.seq_lens)
-        launch("newest_row_ids", self._tables(tables), num_slots, self._hot_rows(hot_rows), out.data_ptr())
+        launch("newest_row_ids", self._tables(tables), self._hot_rows(hot_rows), out.data_ptr())
 
-    def write_back(
-        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
-    ) -> None:
+    def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
         for layers in self._layer_groups(hot_rows, host_rows):
-            launch("write_back", *layers, self._tables(tables), num_slots)
+            launch("write_back", *layers, self._tables(tables))
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -262,10 +263,9 @@ class CudaSwapInOps(SwapInOps):
         launch("save_rows", rows.data_ptr(), first, len(rows), row_bytes, host, *table)
 
     def begin_units(
-        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+        self, handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
     ) -> None:
-        assert out.hot_tables.shape[1] == hot_tables.shape[1], "hot block tables are of different widths"
-        launch("begin_units", _request_tables(hot_tables, seq_lens, state_indices, out), self._units(out))
+        launch("begin_units", _request_tables(handles, seq_lens, state_indices, out), self._units(out))
 
     def write_tokens(
         self,
@@ -273,23 +273,21 @@ class CudaSwapInOps(SwapInOps):
         value: torch.Tensor,
         units: UnitTables,
         tables: StepTables,
-        num_slots: int,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
         reload: torch.Tensor,
     ) -> None:
         host, hot = self._rows(host_rows, hot_rows)
         tokens = _new_tokens(key, value, units)
-        launch("write_tokens", tokens, self._tables(tables), hot, host, num_slots, reload.data_ptr())
+        launch("write_tokens", tokens, self._tables(tables), hot, host, reload.data_ptr())
 
     def _selection(self, residency: Residency, tables: StepTables, top_k: torch.Tensor, out: Resolved) -> tuple:
         """What both kinds of `resolve` start with, checked."""
-        entries, step = self._residency(residency), self._tables(tables)
+        step = self._tables(tables)
         (batch, width), row_stride = top_k.shape, top_k.stride(0)
         assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"
         assert len(out.hot_row_ids) >= batch == step.batch and self._resolved(out).top_k == width, "sizes differ"
-        assert width <= entries.num_slots, "top_k must fit in the buffer"
-        return entries, step, top_k.data_ptr(), row_stride
+        return self._residency(residency), step, top_k.data_ptr(), row_stride
 
     def _rows(self, host_rows: torch.Tensor, hot_rows: HotRows) -> tuple[_HostRows, _HotRows]:
         host, hot = self._host_rows(host_rows), self._hot_rows(hot_rows)
@@ -324,9 +322,9 @@ def _host_rows(rows: torch.Tensor) -> _HostRows:
 
 
 def _residency(residency: Residency) -> _Residency:
-    slots, positions = residency.slots, residency.positions
-    assert slots.is_contiguous() and positions.is_contiguous(), "the residency must be contiguous"
-    return _Residency(slots.data_ptr(), positions.data_ptr(), *slots.shape)
+    positions, last_uses = residency.positions, residency.last_uses
+    assert positions.is_contiguous() and last_uses.is_contiguous(), "the residency must be contiguous"
+    return _Residency(positions.data_ptr(), last_uses.data_ptr())
 
 
 def _step_tables(tables: StepTables) -> _StepTables:
@@ -335,9 +333,12 @@ def _step_tables(tables: StepTables) -> _StepTables:
     assert hot_tables.stride(1) == host_tables.stride(1) == 1, "block tables must have contiguous rows"
     return _StepTables(
         tables.state_indices.data_ptr(),
-        hot_tables.data_ptr(),
+        tables.handles.data_ptr(),
         tables.seq_lens.data_ptr(),
+        hot_tables.data_ptr(),
+        tables.num_hot_rows.data_ptr(),
         host_tables.data_ptr(),
+        tables.handles.stride(0),
         hot_tables.stride(0),
         host_tables.stride(0),
         len(tables.state_indices),
@@ -349,24 +350,22 @@ def _step_tables(tables: StepTables) -> _StepTables:
 
 
 def _unit_tables(units: UnitTables) -> _UnitTables:
-    tensors = (units.request_indices, units.positions, units.tails, units.hot_tables, units.num_units)
+    tensors = (units.request_indices, units.positions, units.tails, units.handles, units.num_units)
     heads = units.heads
     sizes = heads.num_heads, heads.head_stride, heads.tokens_per_unit
     return _UnitTables(*(tensor.data_ptr() for tensor in tensors), *sizes)
 
 
 def _request_tables(
-    hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+    handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
 ) -> _StepTables:
-    """Tables by request for `begin_units`, which looks for no rows: without host blocks."""
-    assert hot_tables.stride(1) == 1, "block tables must have contiguous rows"
+    """Tables by request for `begin_units`, which looks for no rows: without blocks."""
     return _StepTables(
         state_indices=state_indices.data_ptr(),
-        hot_tables=hot_tables.data_ptr(),
+        handles=handles.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
-        hot_table_stride=hot_tables.stride(0),
+        handle_stride=handles.stride(0),
         num_device_blocks=len(state_indices),
-        num_hot_blocks=hot_tables.shape[1],
         num_states=out.num_requests * out.heads.num_heads + 1,  # as host tables have: the last is of no request
         batch=len(seq_lens),
     )

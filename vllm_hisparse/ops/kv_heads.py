@@ -42,13 +42,13 @@ class KVHeads:
         """Parts of a device block."""
         return slice(block * self.head_stride, block * self.head_stride + self.num_heads)
 
-    def hot_tables(self, hot_tables: torch.Tensor) -> torch.Tensor:
-        """Hot block tables of heads, naming parts: [batch, num_heads, blocks] of [batch, blocks]."""
-        return hot_tables[:, None] * self.head_stride + self._heads(hot_tables)[:, None]
+    def parts_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Parts of device blocks, one for each head: [n, num_heads] of [n]."""
+        return blocks[:, None] * self.head_stride + self._heads(blocks)
 
-    def first_parts(self, hot_tables: torch.Tensor) -> torch.Tensor:
-        """Part of the first head in the first hot block of each request: [batch] of [batch, blocks]."""
-        return hot_tables[:, 0] * self.head_stride
+    def first_parts(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Part of the first head in each device block: [n] of [n]."""
+        return blocks * self.head_stride
 
     def host_parts(self, blocks: torch.Tensor) -> torch.Tensor:
         """Parts of host blocks: [num_heads, blocks] of [blocks]."""

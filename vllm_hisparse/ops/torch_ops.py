@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import MAX_AGE, HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
+
+_NO_SLOT = torch.iinfo(torch.int32).max
 
 
 class _Choice(NamedTuple):
@@ -38,16 +40,14 @@ class TorchSwapInOps(SwapInOps):
     ) -> None:
         batch = len(top_k)
         out.hot_row_ids[:batch], out.num_valid[:batch], out.num_misses[:batch] = -1, 0, 0
-        live, states = _live_requests(tables, batch, len(residency.slots))
-        first_new = _first_new(tables, live)
-        fits = _fits(tables, first_new, residency.slots.shape[1])
+        live, states = _live_requests(tables, batch)
+        fits = _fits(tables, live, states)
         for part, choose in ((fits, _choose_fitting), (~fits, _choose_evicting)):
             if not part.any():
                 continue
+            buffers = _Buffers.of(tables, live[part], states[part], hot_rows)
             selected = top_k[live[part]]
-            choice = choose(
-                residency, states[part], selected, first_new[part, None], _new_positions(tables, live[part])
-            )
+            choice = choose(residency, buffers, selected)
             counts[states[part]] += torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
             _write_resolved(tables, hot_rows, live[part], states[part], selected, choice, out)
 
@@ -70,21 +70,19 @@ class TorchSwapInOps(SwapInOps):
         self.resolve(residency, tables, top_k, hot_rows, counts, out)
         self.gather(host_rows, hot_rows, out, len(top_k))
 
-    def newest_row_ids(self, tables: StepTables, num_slots: int, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)
-        live, _ = _live_requests(tables, batch, len(tables.host_tables))
-        row_ids = _newest_row_ids(tables, live, num_slots, hot_rows)
+        live, states = _live_requests(tables, batch)
+        row_ids = _newest_row_ids(tables, live, states, hot_rows)
         by_request = out[: batch * tables.max_query_len].view(batch, -1)
         by_request[:] = -1
         by_request[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
 
-    def write_back(
-        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables, num_slots: int
-    ) -> None:
-        live, states = _live_requests(tables, len(tables.seq_lens), len(tables.host_tables))
+    def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
+        live, states = _live_requests(tables, len(tables.seq_lens))
         targets = _flat_row_ids(tables.host_tables[states], _new_positions(tables, live), tables.block_size).flatten()
         for hot, host in zip(hot_rows, host_rows, strict=True):
-            _copy_rows(hot.rows, _newest_row_ids(tables, live, num_slots, hot).flatten(), host, targets)
+            _copy_rows(hot.rows, _newest_row_ids(tables, live, states, hot).flatten(), host, targets)
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -101,19 +99,19 @@ class TorchSwapInOps(SwapInOps):
         _copy_rows(rows, sources, host_rows, targets)
 
     def begin_units(
-        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+        self, handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
     ) -> None:
         batch, heads = len(seq_lens), out.heads
         num_heads, per_unit = heads.num_heads, heads.tokens_per_unit
         num_states = out.num_requests * num_heads
-        live, states = _find_live(heads.first_parts(hot_tables), seq_lens, state_indices, num_states)
+        live, states = _find_live(heads.first_parts(handles), seq_lens, state_indices, num_states)
         out.request_indices[:batch], out.positions[:batch] = out.num_requests, 0
-        for tensor, padding in ((out.hot_tables, -1), (out.num_units, 0), (out.tails, 0)):
+        for tensor, padding in ((out.handles, -1), (out.num_units, 0), (out.tails, 0)):
             tensor[: batch * num_heads] = padding
         newest = seq_lens[live] - 1
         out.request_indices[live], out.positions[live] = heads.request_indices(states), newest.long()
         live_heads = heads.state_indices(live)  # numbered as states are
-        out.hot_tables[live_heads] = heads.hot_tables(hot_tables[live]).flatten(0, 1).int()
+        out.handles[live_heads] = heads.parts_of(handles[live]).flatten()
         out.num_units[live_heads] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
         out.tails[live_heads] = (newest % per_unit + 1 - per_unit).repeat_interleave(num_heads).int()
 
@@ -123,14 +121,13 @@ class TorchSwapInOps(SwapInOps):
         value: torch.Tensor,
         units: UnitTables,
         tables: StepTables,
-        num_slots: int,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
         reload: torch.Tensor,
     ) -> None:
-        live, states = _live_requests(tables, len(tables.seq_lens), len(tables.host_tables))
+        live, states = _live_requests(tables, len(tables.seq_lens))
         newest = tables.seq_lens[live][:, None] - 1
-        targets = _newest_row_ids(tables, live, num_slots, hot_rows)[:, 0]
+        targets = _newest_row_ids(tables, live, states, hot_rows)[:, 0]
         homes = _flat_row_ids(tables.host_tables[states], newest, tables.block_size)[:, 0]
         stale = reload[states] != 0
         _copy_rows(host_rows, homes[stale], hot_rows.rows, targets[stale])
@@ -143,9 +140,34 @@ class TorchSwapInOps(SwapInOps):
             by_token[places.to(rows.device), offsets.to(rows.device)] = tokens.to(rows.device, rows.dtype)
 
 
-def _live_requests(tables: StepTables, batch: int, num_states: int) -> tuple[torch.Tensor, torch.Tensor]:
+class _Buffers(NamedTuple):
+    """Hot buffers of some requests, and their new positions.
+
+    Attributes:
+        entries: [n, max slots] int64 entry of the residency of each slot; of slots that are none, any.
+        num_slots: [n, 1] int32 slots of each, the reserved ones not counted.
+        first_new: [n, 1] int32 position.
+        new: [n, max_query_len] int32 positions, from `first_new` on; -1 beyond the last.
+    """
+
+    entries: torch.Tensor
+    num_slots: torch.Tensor
+    first_new: torch.Tensor
+    new: torch.Tensor
+
+    @classmethod
+    def of(cls, tables: StepTables, live: torch.Tensor, states: torch.Tensor, hot_rows: HotRows) -> _Buffers:
+        """Of requests with these batch indices and state indices, [n] int64 each."""
+        num_rows = tables.num_hot_rows[states]
+        slots = torch.arange(int(num_rows.max()), device=states.device).expand(len(states), -1)
+        entries = hot_rows.entries(tables.hot_tables[states], slots.clamp_max(num_rows[:, None] - 1))
+        num_slots = num_rows[:, None] - tables.max_query_len
+        return cls(entries, num_slots, _first_new(tables, live)[:, None], _new_positions(tables, live))
+
+
+def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Requests of the batch that are no padding: two [<= batch] int64, their batch indices and their state indices."""
-    return _find_live(tables.hot_tables[:batch, 0], tables.seq_lens[:batch], tables.state_indices, num_states)
+    return _find_live(tables.handles[:batch], tables.seq_lens[:batch], tables.state_indices, len(tables.host_tables))
 
 
 def _find_live(
@@ -187,92 +209,82 @@ def _new_positions(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
     return positions.where(positions < tables.seq_lens[live][:, None], -1)
 
 
-def _fits(tables: StepTables, first_new: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Which sequences fit into their buffers: [n] bool. Once one does not, it never does again.
+def _fits(tables: StepTables, live: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Which sequences fit into their buffers: [n] bool.
 
     Args:
         tables: of the step.
-        first_new: [n] int32 positions.
-        num_slots: hot slots per request, the reserved ones not counted.
+        live, states: [n] int64 batch indices and state indices of the requests.
     """
-    return first_new + tables.max_query_len <= num_slots
+    return _first_new(tables, live) + tables.max_query_len <= tables.num_hot_rows[states]
 
 
-def _choose_fitting(
-    residency: Residency, states: torch.Tensor, selected: torch.Tensor, first_new: torch.Tensor, new: torch.Tensor
-) -> _Choice:
-    """Resolve requests that fit into their buffers: entry p is slot p, and holds position p or nothing.
+def _choose_fitting(residency: Residency, buffers: _Buffers, selected: torch.Tensor) -> _Choice:
+    """Resolve requests that fit into their buffers: slot p holds position p or nothing.
 
     Args:
         residency: updated in place.
-        states: [n] int64 state indices.
+        buffers: of the requests.
         selected: [n, columns] int32 positions.
-        first_new: [n, 1] int32 position.
-        new: [n, max_query_len] int32 positions, from `first_new` on; -1 beyond the last.
     """
-    positions = residency.positions[states]
+    entries, _, first_new, new = buffers
     wanted = (selected >= 0) & (selected < first_new)
-    own_slots = selected.where(wanted, first_new).long()  # a new position is hot in any case
-    leads = wanted & (_first_columns(selected, wanted, positions.shape[1]).gather(1, own_slots) == _columns(selected))
-    hits = leads & (positions.gather(1, own_slots) == selected)
-    positions.scatter_(1, own_slots, own_slots.int())
+    own_slots = selected.where(wanted, first_new)  # a new position is hot in any case
+    own_entries = entries.gather(1, own_slots.long())
+    first_columns = _first_columns(selected, wanted, entries.shape[1])
+    leads = wanted & (first_columns.gather(1, own_slots.long()) == _columns(selected))
+    hits = leads & (residency.positions[own_entries] == selected)
     new = new.where(new >= 0, first_new)
-    residency.positions[states] = positions.scatter_(1, new.long(), new)
+    for slots, changed in ((own_slots, own_entries), (new, entries.gather(1, new.long()))):
+        residency.positions[changed] = slots
+        residency.last_uses[changed] = first_new.expand_as(slots)
     slots = selected.where((selected >= 0) & (selected <= new.amax(1, keepdim=True)), -1)
     return _Choice(slots, leads & ~hits, hits.sum(1))
 
 
-def _choose_evicting(
-    residency: Residency, states: torch.Tensor, selected: torch.Tensor, first_new: torch.Tensor, new: torch.Tensor
-) -> _Choice:
-    """Resolve requests that have outgrown their buffers: misses take the slots of the least recently used entries.
+def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Tensor) -> _Choice:
+    """Resolve requests that have outgrown their buffers: misses take the slots of the least recently used rows.
 
     Args:
-        residency, states, selected, first_new, new: as in `_choose_fitting`.
+        residency, buffers, selected: as in `_choose_fitting`.
     """
-    slots, positions = residency.slots[states], residency.positions[states]
-    positions = positions.where(positions < first_new, -1)  # drafts that were rejected while the sequence fitted
+    entries, num_slots, first_new, new = buffers
+    slots = torch.arange(entries.shape[1], dtype=torch.int32, device=entries.device).expand_as(entries)
+    positions = residency.positions[entries]  # those from `first_new` on are drafts that were rejected
+    positions = positions.where((slots < num_slots) & (positions < first_new), -1)
     wanted = (selected >= 0) & (selected < first_new)
     num_positions = int(first_new.max())
     first_columns = _first_columns(selected, wanted, num_positions)
     columns = first_columns.gather(1, positions.where(positions >= 0, num_positions).long())
     hits = columns >= 0
-    chosen = torch.full_like(selected, -1)
-    chosen[hits.nonzero()[:, 0], columns[hits].long()] = slots[hits]
+    chosen = torch.full_like(selected, _NO_SLOT)
+    hit_columns = hits.nonzero()[:, 0] * selected.shape[1] + columns[hits]
+    chosen.view(-1).scatter_reduce_(0, hit_columns, slots[hits], "amin")
     lead_columns = first_columns.gather(1, selected.where(wanted, num_positions).long())
-    missed = wanted & (lead_columns == _columns(selected)) & (chosen < 0)
-    filled = ~hits & ((~hits).cumsum(1) <= missed.sum(1, keepdim=True))
+    leads = wanted & (lead_columns == _columns(selected))
+    missed = leads & (chosen == _NO_SLOT)
+    ages = (first_new - residency.last_uses[entries]).clamp(0, MAX_AGE).where(positions >= 0, MAX_AGE + 1)
+    filled = _oldest(ages.where((slots < num_slots) & ~hits, -1), missed.sum(1, keepdim=True))
     chosen[missed] = slots[filled]  # as many of each request, paired in order
-    positions[filled] = selected[missed]
-    _store_entries(residency, states, slots, positions, (~(hits | filled), filled, hits))
+    is_reserved = (slots >= num_slots) & (slots < num_slots + new.shape[1])
+    residency.positions[entries[is_reserved]] = -1
+    residency.positions[entries[filled]] = selected[missed]
+    residency.last_uses[entries[hits | filled]] = first_new.expand_as(slots)[hits | filled]
     chosen = chosen.gather(1, lead_columns.clamp_min(0).long()).where(wanted, -1)
     is_new = (selected >= first_new) & (selected <= new.amax(1, keepdim=True))
-    return _Choice(chosen.where(~is_new, slots.shape[1] + selected - first_new), missed, hits.sum(1))
+    return _Choice(chosen.where(~is_new, num_slots + selected - first_new), missed, (leads & ~missed).sum(1))
 
 
-def _store_entries(
-    residency: Residency,
-    states: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    parts: tuple[torch.Tensor, ...],
-) -> None:
-    """Write entries back part by part, each part in its old order.
+def _oldest(ages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The `counts` entries of each row with the highest ages, the first of equals: [n, entries] bool.
 
     Args:
-        residency: updated in place.
-        states: [n] int64 state indices.
-        slots, positions: [n, num_slots] int32 entries in their old order.
-        parts: [n, num_slots] bool masks; every entry is in one of them.
+        ages: [n, entries] int.
+        counts: [n, 1] int.
     """
-    target = torch.zeros_like(slots, dtype=torch.int64)
-    first = 0
-    for part in parts:
-        rank = part.cumsum(1)
-        target = torch.where(part, first + rank - 1, target)
-        first = first + rank[:, -1:]
-    residency.slots[states] = torch.empty_like(slots).scatter_(1, target, slots)
-    residency.positions[states] = torch.empty_like(slots).scatter_(1, target, positions)
+    order = ages.argsort(dim=1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(ages.shape[1], device=ages.device).expand_as(order))
+    return ranks < counts
 
 
 def _write_resolved(
@@ -292,7 +304,8 @@ def _write_resolved(
         selected: [n, columns] int32 positions.
         choice: of these requests.
     """
-    hot_ids = _flat_row_ids(tables.hot_tables[live], choice.slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
+    blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
+    hot_ids = _flat_row_ids(tables.hot_tables[states], choice.slots, *blocks)
     host_ids = _flat_row_ids(tables.host_tables[states], selected.where(choice.missed, -1), tables.block_size)
     columns = torch.arange(1, selected.shape[1] + 1, dtype=torch.int32, device=selected.device)
     out.hot_row_ids[live] = hot_ids.int()
@@ -343,17 +356,18 @@ def _flat_row_ids(
     return flat.where(known & (block_ids >= 0), -1)
 
 
-def _newest_row_ids(tables: StepTables, live: torch.Tensor, num_slots: int, hot_rows: HotRows) -> torch.Tensor:
+def _newest_row_ids(tables: StepTables, live: torch.Tensor, states: torch.Tensor, hot_rows: HotRows) -> torch.Tensor:
     """Flat ids of the hot rows of the new positions: [n, max_query_len] int64, -1 where there is none.
 
     Args:
-        tables, num_slots, hot_rows: as in `SwapInOps.newest_row_ids`.
-        live: [n] int64 batch indices of the requests.
+        tables, hot_rows: as in `SwapInOps.newest_row_ids`.
+        live, states: [n] int64 batch indices and state indices of the requests.
     """
     first_new, positions = _first_new(tables, live)[:, None], _new_positions(tables, live)
-    moved = positions + (num_slots - first_new) * ~_fits(tables, first_new, num_slots)
+    first_reserved = tables.num_hot_rows[states][:, None] - tables.max_query_len
+    moved = positions + (first_reserved - first_new) * ~_fits(tables, live, states)[:, None]
     slots = moved.where(positions >= 0, -1)
-    return _flat_row_ids(tables.hot_tables[live], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
+    return _flat_row_ids(tables.hot_tables[states], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
 
 
 def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:

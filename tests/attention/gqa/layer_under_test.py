@@ -60,10 +60,11 @@ class LayerUnderTest(ABC):
 
     def __init__(self, algorithm_class: type[SparseAlgorithm]):
         self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS)
-        shape = HotBufferShape(4, 6, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS)
-        stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
         self.hot_blocks = -(-(BUFFER + self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
-        self.buffer = GQAHotBuffer(self.algorithm, shape, self.hot_blocks, stride, torch.device("cpu"))
+        sizes = 4, 6, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK)
+        stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
+        self.buffer = GQAHotBuffer(self.algorithm, shape, stride, torch.device("cpu"))
         size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
         self.device = torch.full(size, float("nan"))
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)
@@ -75,7 +76,6 @@ class LayerUnderTest(ABC):
         self.builder = object.__new__(self.builder_class)
         self.builder.layer_names = ["layer"]
         self.builder.kv_cache_spec = SimpleNamespace(
-            blocks_per_request=self.hot_blocks,
             block_size=BLOCK_SIZE,
             num_kv_heads=NUM_KV_HEADS,
             head_size=HEAD_SIZE,
@@ -90,6 +90,7 @@ class LayerUnderTest(ABC):
     def start(self, request: Request) -> None:
         self.started.append(request)
         self.buffer.extend_table(request.handle, 0, request.host_ids)
+        self.buffer.change_hot_table(request.handle, 0, range(request.handle, request.handle + self.hot_blocks))
 
     def step(self, batch: list[tuple[Request, int]]) -> None:
         """Compute some tokens of each request and compare with the formula."""

@@ -59,7 +59,7 @@ def test_hot_blocks_fill_the_blocks_of_full_kv_layers(
     monkeypatch: pytest.MonkeyPatch, num_full_kv: int, rows: int, blocks: int
 ) -> None:
     spec = spec_of(monkeypatch, num_full_kv)
-    assert (spec.num_states, spec.blocks_per_request) == (rows, blocks)
+    assert (spec.num_states, spec.max_blocks_per_request(1)) == (rows, blocks)
     assert spec.page_size_bytes == 2 * rows * 2 * 32 * 4 and spec.row_bytes == 2 * 2 * 32 * 4
 
 

@@ -19,7 +19,7 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
 ) -> None:
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
-    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096))
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096, elastic=True))
     layers = [object.__new__(HotMLAAttention) for _ in range(num_layers)]
     for index, layer in enumerate(layers):
         layer.__dict__["indexer"] = object() if index < num_indexers else None
@@ -32,4 +32,4 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     spec = layers[0].get_kv_cache_spec(config)
     assert spec.page_size_bytes == rows * 1152
     assert (spec.layout.num_layers, spec.layout.num_resident_layers) == (num_layers, num_indexers)
-    assert spec.blocks_per_request == -(-4097 // rows)
+    assert spec.max_blocks_per_request(1) == -(-4097 // rows)

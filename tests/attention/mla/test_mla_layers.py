@@ -118,9 +118,8 @@ class Model:
     """All layers of a model with their builder; hot rows start as NaN."""
 
     def __init__(self, impl_class: type, builder_class: type):
-        shape = HotBufferShape(
-            3, 4, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
-        )
+        sizes = 3, 4, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        shape = HotBufferShape(*sizes, HOT_BLOCKS, ROWS_PER_BLOCK)
         self.buffer = MLAHotBuffer(shape, torch.device("cpu"))
         self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))
         self.device = torch.full((NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH), float("nan"))
@@ -131,7 +130,6 @@ class Model:
         layers = {"0": SimpleNamespace(impl=self.impls[0])}
         self.builder.__dict__.update(
             layer_names=["0"],
-            kv_cache_spec=SimpleNamespace(blocks_per_request=HOT_BLOCKS),
             vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
         )
 
@@ -146,6 +144,7 @@ class Model:
 
     def start(self, request: Request) -> None:
         self.buffer.extend_table(request.handle, 0, request.host_ids)
+        self.buffer.change_hot_table(request.handle, 0, range(request.handle, request.handle + HOT_BLOCKS))
 
     def step(self, *batch: tuple[Request, int], layer_writes: bool = False, expect_zeros: bool = False) -> None:
         """Compute tokens of each request, those with one token first, and compare every layer with the formula.

@@ -1,10 +1,18 @@
 from functools import partial
 
 import pytest
-from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, NUM_HOT_BLOCKS, FakeEngine, FakeTransport, scheduler_output
+from fake_engine import (
+    BLOCK_SIZE,
+    MAX_BUDGET,
+    MAX_MODEL_LEN,
+    FakeEngine,
+    FakeTransport,
+    scheduler_output,
+)
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+MAX_HOT_BLOCKS = 3  # of a request, without lent ones
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
@@ -12,12 +20,14 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
     """Random schedules over vLLM's block pool and the host pool; the worker checks every row that a step reads."""
 
     @initialize(
-        num_device_blocks=st.integers(1 + NUM_HOT_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE, 40),
+        num_device_blocks=st.integers(1 + MAX_HOT_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE, 60),
         num_host_blocks=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 20),
         hot_first=st.booleans(),
         enable_caching=st.sampled_from([True, True, False]),
         has_resident_kv=st.sampled_from([True, True, False]),
         zeroes_first=st.booleans(),
+        device_buffer_size=st.sampled_from([5, 8]),
+        elastic=st.booleans(),
     )
     def start(self, **options) -> None:
         self.engine = FakeEngine(transport=FakeTransport(), **options)
@@ -39,7 +49,7 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
         prompt = [10 * stem + i for i in range(stem_tokens)] + [100 * self.num_requests + i for i in range(own_tokens)]
         self.engine.add(f"{name}{self.num_requests}", prompt or [0], max_tokens, skip_reading_prefix_cache=skip)
 
-    @rule(budget=st.integers(1, 24))
+    @rule(budget=st.integers(1, MAX_BUDGET))
     def step(self, budget: int) -> None:
         engine = self.engine
         engine.step(budget)

@@ -18,7 +18,9 @@ def make_ledger(
 ) -> RequestLedger:
     pool = HostBlockPool(32, BLOCK_SIZE)
     ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, has_drafts=has_drafts)
-    ledger.bind(None if is_dense else {})
+    ledger.bind(
+        None if is_dense else {}, lambda request_id: [SimpleNamespace(block_id=ledger.admitted[request_id].handle)]
+    )
     return ledger
 
 
@@ -62,11 +64,34 @@ def test_a_prompt_in_chunks() -> None:
     request = arrive(ledger, "a", 10)
     admit(ledger, request, handle=7)
     host_ids = ledger.host_pool.block_ids("a")
-    assert step(ledger, (request, 3)) == RequestChanges(started=[(7, "a")], tables={7: (0, host_ids)})
+    assert step(ledger, (request, 3)) == RequestChanges(
+        started=[(7, "a")], tables={7: (0, host_ids)}, hot_tables={7: (0, [7])}
+    )
     assert ledger.admitted["a"].unsaved_blocks == {0: 100}
     assert step(ledger, (request, 6)) == RequestChanges(saves=[(100, host_ids[0]), (101, host_ids[1])])
     assert ledger.admitted["a"].unsaved_blocks == {2: 102}
     assert step(ledger, (request, 1)) == RequestChanges()
+
+
+def test_hot_blocks_travel_from_the_first_that_changed() -> None:
+    """Also those of a request that does not run, if the worker knows it."""
+    ledger, blocks = make_ledger(), {"a": [7, 8], "b": [9]}
+    ledger.bind({}, lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]])
+    first, second = arrive(ledger, "a", 10), arrive(ledger, "b", 10)
+    admit(ledger, first, handle=7)
+    admit(ledger, second, handle=9)
+    assert step(ledger, (first, 3)).hot_tables == {7: (0, [7, 8])}
+    for name, change in (("a", [7, 8, 5, 6]), ("b", [9, 10])):
+        blocks[name] = change
+        ledger.change_hot_blocks(name)
+    assert ledger.take_changes({}).hot_tables == {7: (2, [5, 6])}
+    assert ledger.take_changes({}) == RequestChanges()
+    blocks["a"] = [7, 8, 6]
+    ledger.change_hot_blocks("a")
+    assert step(ledger, (second, 3)).hot_tables == {7: (2, [6]), 9: (0, [9, 10])}
+    blocks["a"] = [7, 8]
+    ledger.change_hot_blocks("a")
+    assert ledger.take_changes({}).hot_tables == {7: (2, [])}
 
 
 def test_blocks_are_published_in_the_step_that_saves_them() -> None:

@@ -11,8 +11,9 @@ from vllm_hisparse.ops.base import HotRows, Resolved
 
 NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 5, 6, 2, 9
 BLOCK_SIZE, NUM_HANDLES, TOP_K = 4, 60, 4
-SHAPE = HotBufferShape(NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES)
 ROWS_PER_BLOCK = NUM_SLOTS + 1  # so that the hot block is the handle
+SIZES = NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES
+SHAPE = HotBufferShape(*SIZES, max_hot_blocks=3, rows_per_hot_block=ROWS_PER_BLOCK)
 HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
 HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
 
@@ -24,18 +25,29 @@ def make_buffer() -> MLAHotBuffer:
     return buffer
 
 
-def hot_tables(*handles: int) -> torch.Tensor:
-    return torch.tensor(handles, dtype=torch.int32)[:, None]
+def tensor(*handles: int) -> torch.Tensor:
+    return torch.tensor(handles, dtype=torch.int32)
+
+
+def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
+    """A request with one hot block."""
+    buffer.extend_table(handle, 0, host_ids)
+    buffer.change_hot_table(handle, 0, [handle])
 
 
 def index_of(buffer: MLAHotBuffer, handle: int) -> int:
-    return int(buffer.requests.find(hot_tables(handle)))
+    return int(buffer.requests.find(tensor(handle)))
+
+
+def hot(buffer: MLAHotBuffer, layer: int, *blocks: int) -> list[int]:
+    """Position in every slot of a request with these hot blocks."""
+    return buffer.residency[layer].positions.view(-1, ROWS_PER_BLOCK)[list(blocks)].flatten().tolist()
 
 
 def decode(buffer: MLAHotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
     """One layer of one step: (handle, newest position, selection) of each request."""
     handles, newest, selections = zip(*requests, strict=True)
-    buffer.step.plan(hot_tables(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
+    buffer.step.plan(tensor(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
     padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
     return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32))
 
@@ -49,24 +61,25 @@ def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
 
 def test_what_a_request_had_hot_is_forgotten() -> None:
     buffer = make_buffer()
-    buffer.extend_table(40, 0, [1, 2, 3])
+    start(buffer, 40, [1, 2, 3])
     index = index_of(buffer, 40)
     for layer in range(NUM_LAYERS):
         decode(buffer, layer, (40, 10, [2, 5]))
     assert released(buffer, 40) == (0, 4)
     assert index_of(buffer, 40) == NUM_REQUESTS
     buffer.check_integrity()
-    buffer.extend_table(41, 0, [4])
+    start(buffer, 41, [4])
     assert index_of(buffer, 41) == index
-    for residency in buffer.residency:
-        assert (residency.positions[index] == -1).all()
-        assert residency.slots[index].tolist() == list(range(NUM_SLOTS))
+    start(buffer, 50, [5])
+    buffer.change_hot_table(50, 1, [40])  # a block of the request that ended
+    for layer in range(NUM_LAYERS):
+        assert hot(buffer, layer, 50, 40) == [-1] * (2 * ROWS_PER_BLOCK)
     assert released(buffer, 41) == (0, 0)
 
 
 def test_layers_are_independent() -> None:
     buffer = make_buffer()
-    buffer.extend_table(40, 0, [1, 2, 3])
+    start(buffer, 40, [1, 2, 3])
     decode(buffer, 0, (40, 10, [2, 5]))
     assert decode(buffer, 1, (40, 10, [2, 4])).num_misses[0] == 2
     assert decode(buffer, 0, (40, 11, [2, 5])).num_misses[0] == 0
@@ -74,8 +87,8 @@ def test_layers_are_independent() -> None:
 
 def test_counts_hits_and_misses_by_request_and_in_all() -> None:
     buffer = make_buffer()
-    buffer.extend_table(40, 0, [1, 2, 3])
-    buffer.extend_table(50, 0, [4, 5, 6])
+    start(buffer, 40, [1, 2, 3])
+    start(buffer, 50, [4, 5, 6])
     decode(buffer, 0, (40, 10, [2, 5, 10]), (50, 8, [1, 2, 3]))
     assert buffer.counts.take() == (0, 5)
     decode(buffer, 0, (50, 9, [1, 2, 7]))
@@ -90,45 +103,69 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 3, 6, 8, 35])
 def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
     buffer = make_buffer()
-    buffer.extend_table(40, 0, [1, 2])
-    seeds = buffer.seeds(hot_tables(40), num_tokens)
+    start(buffer, 40, [1, 2])
+    seeds = buffer.seeds(tensor(40), num_tokens)
     buffer.seed(1, seeds)
-    hot, index = range(max(num_tokens - NUM_SLOTS, 0), num_tokens), index_of(buffer, 40)
-    assert buffer.residency[1].positions[index].tolist() == list(hot) + [-1] * (NUM_SLOTS - len(hot))
-    slots = buffer.residency[1].slots[index].tolist()
-    assert slots[: len(hot)] == [position % NUM_SLOTS for position in hot]
-    assert seeds.hot_row_ids.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in hot]]
+    expected, positions = [-1] * ROWS_PER_BLOCK, range(max(num_tokens - NUM_SLOTS, 0), num_tokens)
+    for position in positions:
+        expected[position % NUM_SLOTS] = position
+    assert hot(buffer, 1, 40) == expected
+    assert seeds.hot_row_ids.tolist() == [[40 * ROWS_PER_BLOCK + position % NUM_SLOTS for position in positions]]
     assert (buffer.residency[0].positions == -1).all()
     buffer.check_integrity()
 
 
 def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
     buffer = make_buffer()
-    buffer.extend_table(40, 0, [1, 2, 3])
+    start(buffer, 40, [1, 2, 3])
     for num_tokens in (5, 9):
-        buffer.seed(0, buffer.seeds(hot_tables(40), num_tokens))
-    index = index_of(buffer, 40)
-    assert buffer.residency[0].positions[index].tolist() == [3, 4, 5, 6, 7, 8]
+        buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
+    assert hot(buffer, 0, 40) == [6, 7, 8, 3, 4, 5, -1]
     assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
-    assert buffer.residency[0].positions[index].tolist() == [5, 6, 7, 2, 3, 8]
+    assert hot(buffer, 0, 40) == [6, 7, 8, 3, 2, 5, -1]
+
+
+@pytest.mark.parametrize("num_tokens", [7, 12, 13, 14])
+def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_tokens: int) -> None:
+    """As far as they are seeded; also where the blocks are more than the size that is guaranteed."""
+    buffer = make_buffer()
+    start(buffer, 40, [1, 2, 3, 4])
+    buffer.change_hot_table(40, 1, [50])
+    buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
+    seeded = range(num_tokens - NUM_SLOTS, num_tokens)
+    assert hot(buffer, 0, 40, 50) == [slot if slot in seeded else -1 for slot in range(2 * ROWS_PER_BLOCK)]
+    if num_tokens < 2 * ROWS_PER_BLOCK:
+        assert decode(buffer, 0, (40, num_tokens, [num_tokens - 1, num_tokens - 6])).num_misses[0] == 0
+
+
+def test_rows_stay_hot_when_blocks_come_and_go() -> None:
+    buffer = make_buffer()
+    start(buffer, 40, [1, 2, 3, 4, 5, 6, 7])
+    buffer.change_hot_table(40, 1, [50, 51])
+    decode(buffer, 0, (40, 20, [3, 9, 15]))
+    assert hot(buffer, 0, 40, 50, 51) == [-1] * 3 + [3] + [-1] * 5 + [9] + [-1] * 5 + [15] + [-1] * 4 + [20]
+    buffer.change_hot_table(40, 1, [51])
+    assert decode(buffer, 0, (40, 21, [3, 9, 15])).num_misses[0] == 1
+    buffer.change_hot_table(40, 2, [50])
+    assert decode(buffer, 0, (40, 22, [3, 9, 15])).num_misses[0] == 0
+    buffer.check_integrity()
 
 
 def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None:
     buffer = make_buffer()
-    buffer.extend_table(3, 0, [1])
-    for newest, slot in [(0, 0), (5, 5), (6, 6), (20, 6)]:
-        buffer.step.plan(hot_tables(3), torch.tensor([newest + 1], dtype=torch.int32))
+    start(buffer, 3, [1])
+    for newest, slot in [(0, 0), (5, 5), (6, 6), (7, 6), (20, 6)]:
+        buffer.step.plan(tensor(3), torch.tensor([newest + 1], dtype=torch.int32))
         buffer.step.begin(0)
         assert buffer.step.newest_row_ids[0] == 3 * ROWS_PER_BLOCK + slot
 
 
 def test_the_least_recently_used_rows_make_room() -> None:
     buffer = make_buffer()
-    buffer.extend_table(40, 0, [1, 2, 3, 4, 5, 6, 7])
+    start(buffer, 40, [1, 2, 3, 4, 5, 6, 7])
     for newest, selection in enumerate([[0, 1], [2, 3], [4, 5], [0, 1], [6, 7]], start=20):
         decode(buffer, 0, (40, newest, selection))
-    hot = set(buffer.residency[0].positions[index_of(buffer, 40)].tolist())
-    assert hot == {0, 1, 4, 5, 6, 7}
+    assert sorted(hot(buffer, 0, 40)) == [-1, 0, 1, 4, 5, 6, 7]
 
 
 @given(seed=st.integers(0, 2**32))
@@ -138,7 +175,7 @@ def test_random_requests_never_share_or_lose_state(seed: int) -> None:
     for _ in range(30):
         if len(lengths) < NUM_REQUESTS and source.random() < 0.3:
             handle = source.choice([h for h in range(20) if h not in lengths])
-            buffer.extend_table(handle, 0, [handle] * MAX_BLOCKS)
+            start(buffer, handle, [handle] * MAX_BLOCKS)
             lengths[handle] = source.randint(0, 12)
         elif lengths and source.random() < 0.2:
             handle = source.choice(list(lengths))
@@ -159,7 +196,7 @@ def test_random_requests_never_share_or_lose_state(seed: int) -> None:
 def test_a_step_may_be_padded_beyond_the_number_of_requests() -> None:
     buffer = make_buffer()
     for handle in range(NUM_REQUESTS):
-        buffer.extend_table(handle, 0, [handle])
+        start(buffer, handle, [handle])
     handles = (*range(NUM_REQUESTS), NUM_HANDLES - 1)  # the last is padding
     resolved = decode(buffer, 0, *((handle, 3, [0, 2]) for handle in handles))
     assert resolved.num_misses.tolist() == [2] * NUM_REQUESTS + [0]

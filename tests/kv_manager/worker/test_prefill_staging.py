@@ -22,7 +22,7 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_buffer(host_rows: torch.Tensor) -> MLAHotBuffer:
-    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, num_device_blocks=8)
+    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, 8, 1, NUM_SLOTS + 1)
     buffer = MLAHotBuffer(shape, torch.device("cpu"))
     buffer.add_layer(HotRows(torch.zeros(8 * (NUM_SLOTS + 1), WIDTH), NUM_SLOTS + 1, NUM_SLOTS + 1), host_rows)
     return buffer
@@ -75,8 +75,9 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
     staging.load(group, host_rows)
     staging.store(group, 0, host_rows)
     assert not host_rows.any()
-    assert sorted(buffer.residency[0].positions[2].tolist()) == list(range(NUM_ROWS - NUM_SLOTS, NUM_ROWS))
-    assert (buffer.residency[0].positions[:2] == -1).all()
+    null_block, others = buffer.residency[0].positions.split((NUM_SLOTS + 1, 7 * (NUM_SLOTS + 1)))
+    assert sorted(null_block.tolist()) == [-1, *range(NUM_ROWS - NUM_SLOTS, NUM_ROWS)]
+    assert (others == -1).all()
 
 
 def test_the_history_of_a_chunk_is_counted() -> None:
@@ -85,6 +86,7 @@ def test_the_history_of_a_chunk_is_counted() -> None:
     staging, groups = make_groups(buffer, (1, 3, 4), (HANDLE, 5, 2))
     for handle in (1, HANDLE):
         buffer.extend_table(handle, 0, [2 * handle, 2 * handle + 1])
+        buffer.change_hot_table(handle, 0, [handle])
     for group in groups:
         staging.plan(group)
         staging.load(group, host_rows)

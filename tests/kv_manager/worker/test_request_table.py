@@ -1,4 +1,4 @@
-"""Requests by handle: indices, host blocks, and what the device finds of them."""
+"""Requests by handle: indices, blocks, and what the device finds of them."""
 
 import random
 
@@ -8,17 +8,18 @@ import torch
 from vllm_hisparse.kv_manager.worker.request_table import RequestTable
 from vllm_hisparse.ops.kv_heads import KVHeads
 
-NUM_REQUESTS, MAX_BLOCKS, NUM_DEVICE_BLOCKS = 4, 9, 60
+NUM_REQUESTS, MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS = 4, 9, 5, 7, 60
 ONE_HEAD, TWO_HEADS = KVHeads(), KVHeads(num_heads=2, head_stride=6, tokens_per_unit=4)
 
 
 @pytest.fixture(params=[ONE_HEAD, TWO_HEADS])
 def table(request: pytest.FixtureRequest) -> RequestTable:
-    return RequestTable(NUM_REQUESTS, MAX_BLOCKS, NUM_DEVICE_BLOCKS, request.param, torch.device("cpu"))
+    sizes = MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS
+    return RequestTable(NUM_REQUESTS, *sizes, request.param, torch.device("cpu"))
 
 
-def hot_tables(*handles: int) -> torch.Tensor:
-    return torch.tensor([[handle, 59] for handle in handles], dtype=torch.int32)
+def tensor(*handles: int) -> torch.Tensor:
+    return torch.tensor(handles, dtype=torch.int32)
 
 
 def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
@@ -28,29 +29,50 @@ def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
         table.extend(handle, first, ids)
     table.check_integrity()
     assert table.host_table(table.index_of(40)).tolist() == [7, 3, 8] + [-1] * 6
-    assert table.host_table(table.find(hot_tables(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
+    assert table.host_table(table.find(tensor(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
 
 
 def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
     for handle in (9, 40):
         table.extend(handle, 0, [7, 3]) if table.add(handle) else None
-    states = table.find_states(table.heads.hot_tables(hot_tables(40))[0])
+    states = table.find_states(tensor(40))
     num_heads = table.heads.num_heads
     assert table.host_tables[states, :2].tolist() == [[7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)]
 
 
+def test_hot_blocks_come_and_go(table: RequestTable) -> None:
+    """Every head has its parts of them; blocks that a request did not have are told."""
+    table.add(40)
+    assert table.change_hot(40, 0, [40, 7, 3]) == [40, 7, 3]
+    assert table.change_hot(40, 3, [9, 5]) == [9, 5]
+    assert table.change_hot(40, 1, [5, 8]) == [8]
+    table.check_integrity()
+    states = table.find_states(tensor(40))
+    parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
+    assert table.hot_tables[states, :3].tolist() == parts
+    assert table.num_hot_rows[states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
+    assert table.hot_blocks[table.index_of(40)] == [40, 5, 8]
+    table.remove(40)
+    table.check_integrity()
+    assert not table.num_hot_rows[:-1].any()
+
+
+def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:
+    nobody = table.find_states(tensor(39))
+    assert (table.hot_tables[nobody] == 0).all()
+    assert (table.num_hot_rows[nobody] == MAX_HOT_BLOCKS * ROWS_PER_HOT_BLOCK).all()
+
+
 def test_handles_of_no_request_share_an_index_without_blocks(table: RequestTable) -> None:
     table.add(40)
-    assert table.find(hot_tables(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
-    assert table.find_states(table.heads.hot_tables(hot_tables(39))[0]).tolist() == [table.num_states] * (
-        table.heads.num_heads
-    )
+    assert table.find(tensor(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
+    assert table.find_states(tensor(39)).tolist() == [table.num_states] * (table.heads.num_heads)
     assert table.host_table(NUM_REQUESTS).tolist() == [-1] * MAX_BLOCKS
 
 
 def test_as_many_requests_as_indices_and_reuse(table: RequestTable) -> None:
     indices = [table.add(handle) for handle in range(NUM_REQUESTS)]
-    assert table.find(hot_tables(*range(NUM_REQUESTS))).tolist() == indices
+    assert table.find(tensor(*range(NUM_REQUESTS))).tolist() == indices
     assert sorted(indices) == list(range(NUM_REQUESTS)) and len(table) == NUM_REQUESTS
     with pytest.raises(IndexError):
         table.add(50)
@@ -77,4 +99,4 @@ def test_random_requests_keep_their_blocks(table: RequestTable) -> None:
             blocks[handle] = [handle + 1]
         table.check_integrity()
         for known, ids in blocks.items():
-            assert table.host_table(int(table.find(hot_tables(known)))).tolist() == ids + [-1] * (MAX_BLOCKS - len(ids))
+            assert table.host_table(int(table.find(tensor(known)))).tolist() == ids + [-1] * (MAX_BLOCKS - len(ids))

@@ -18,7 +18,7 @@ from vllm_hisparse.trace import RequestTrace, Trace
 
 NUM_SLOTS, TOP_K, BLOCK_SIZE, NUM_HANDLES = 6, 4, 4, 20
 LAYERS = ["model.layers.0.self_attn.attn", "model.layers.12.self_attn.attn"]
-SHAPE = HotBufferShape(4, 5, NUM_SLOTS, len(LAYERS), TOP_K, 9, BLOCK_SIZE, NUM_HANDLES)
+SHAPE = HotBufferShape(4, 5, NUM_SLOTS, len(LAYERS), TOP_K, 9, BLOCK_SIZE, NUM_HANDLES, 1, NUM_SLOTS + 1)
 CPU = torch.device("cpu")
 NOBODY = 19  # a handle of no request
 
@@ -43,10 +43,14 @@ def add_layers(buffer: MLAHotBuffer) -> None:
         buffer.add_layer(rows, torch.zeros(200, 1))
 
 
+def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
+    buffer.extend_table(handle, 0, host_ids)
+    buffer.change_hot_table(handle, 0, [handle])
+
+
 def step(buffer: MLAHotBuffer, newest: dict[int, int], selections: torch.Tensor) -> torch.Tensor:
     """All layers of one step: newest position by handle, [layers, requests, TOP_K] selections; returns the misses."""
-    tables, lengths = torch.tensor([*newest])[:, None].int(), torch.tensor([*newest.values()]).int() + 1
-    buffer.step.plan(tables, lengths)
+    buffer.step.plan(torch.tensor([*newest]).int(), torch.tensor([*newest.values()]).int() + 1)
     return torch.stack([buffer.swap_in(i, part.clone()).num_misses.clone() for i, part in enumerate(selections)])
 
 
@@ -81,8 +85,8 @@ def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Pat
     plain = MLAHotBuffer(SHAPE, CPU)
     add_layers(plain)
     for each in (buffer, plain):
-        each.extend_table(3, 0, [1, 2, 3, 4])
-        each.extend_table(5, 0, [5, 6, 7, 8])
+        start(each, 3, [1, 2, 3, 4])
+        start(each, 5, [5, 6, 7, 8])
     given: dict[str, list[torch.Tensor]] = {"first": [], "second": [], "third": []}
     for number in range(5):
         newest = {3: 8 + number, 5: 11 + number, NOBODY: 6}
@@ -91,7 +95,7 @@ def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Pat
         given["first"].append(selections[:, 0])
         given["second"].append(selections[:, 1])
     buffer.release(3)
-    buffer.extend_table(3, 0, [9, 10, 11, 12])
+    start(buffer, 3, [9, 10, 11, 12])
     for number in range(3):
         newest = {3: 13 + number, 5: 16 + number}
         selections = draw(generator, newest)
@@ -109,7 +113,7 @@ def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Pat
 def test_a_gap_begins_another_trace(make_buffer, tmp_path: Path) -> None:
     """A session's next turn skips its prompt, or goes back by a token."""
     buffer = make_buffer()
-    buffer.extend_table(3, 0, [1, 2, 3, 4])
+    start(buffer, 3, [1, 2, 3, 4])
     for newest in (4, 5, 9, 10, 10, 11):
         step(buffer, {3: newest}, torch.tensor([0, 1, 2, 3]).int().expand(len(LAYERS), 1, -1))
     buffer.recorder.close()
@@ -118,7 +122,7 @@ def test_a_gap_begins_another_trace(make_buffer, tmp_path: Path) -> None:
 
 def test_a_request_that_never_decoded_leaves_nothing(make_buffer, tmp_path: Path) -> None:
     buffer = make_buffer()
-    buffer.extend_table(3, 0, [1])
+    start(buffer, 3, [1])
     buffer.release(3)
     buffer.recorder.close()
     assert not list(tmp_path.iterdir())
@@ -144,7 +148,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_engine(make_buffer, tmp
     buffer = make_buffer()
     buffer.recorder.directory = tmp_path / "file"
     (tmp_path / "file").write_text("")
-    buffer.extend_table(3, 0, [1, 2])
+    start(buffer, 3, [1, 2])
     step(buffer, {3: 5}, torch.tensor([0, 1, 2, 3]).int().expand(len(LAYERS), 1, -1))
     buffer.release(3)
     buffer.recorder.close()

@@ -96,16 +96,16 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotGQACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
-        hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
+        handles = common.block_table_tensor[:num_reqs, 0]
         buffer, key_spans, seeds = self.hot_buffer, [], []
-        known = self._known_spans(common, hot_tables)
+        known = self._known_spans(common, handles)
         prefills = [span for span in known if span.num_tokens > 1]
         for span in prefills:
             key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
-            seeds.append(buffer.seeds(hot_tables[span.batch_index, None], span.seq_len))
+            seeds.append(buffer.seeds(handles[span.batch_index, None], span.seq_len))
         decodes = [span for span in known if span.num_tokens == 1]
         batch_indices = [span.batch_index for span in decodes]
-        buffer.step.plan(hot_tables[batch_indices], common.seq_lens[batch_indices].int())
+        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int())
         return HotGQACpuMetadata(
             *self._host_slots(known),
             key_spans,
@@ -118,11 +118,11 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
     def hot_buffer(self) -> GQAHotBuffer:
         return self.impl.hot_buffer
 
-    def _known_spans(self, common: CommonAttentionMetadata, hot_tables: torch.Tensor) -> list[_QuerySpan]:
+    def _known_spans(self, common: CommonAttentionMetadata, handles: torch.Tensor) -> list[_QuerySpan]:
         """Of the requests that the worker knows and that have query tokens."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         seq_lens = common.seq_lens[: common.num_reqs].tolist()
-        indices = self.hot_buffer.requests.find(hot_tables).tolist()
+        indices = self.hot_buffer.requests.find(handles).tolist()
         tokens = [slice(start, stop) for start, stop in pairwise(starts)]
         spans = map(_QuerySpan, range(common.num_reqs), indices, tokens, seq_lens)
         num_requests = self.hot_buffer.requests.num_requests

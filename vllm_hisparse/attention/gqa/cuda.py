@@ -90,8 +90,8 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
             return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
         common = common_attn_metadata
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        self.impl.hot_buffer.step.plan(hot_tables, common.seq_lens[:num_decodes])
+        handles = common.block_table_tensor[:num_decodes, 0]
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes])
         metadata = HotGQAMetadata(num_decodes)
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)

@@ -53,7 +53,7 @@ class HotBufferLayer:
         has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
         sizes = len(has_indexer), sum(has_indexer), spec.block_size
         layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes, max_query_len=max_query_len(vllm_config))
-        return HotBufferSpec.from_mla_spec(spec, layout, layout.num_hot_blocks(config.rows))
+        return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)
 
 
 class HotMLAAttention(HotBufferLayer, MLAAttention):

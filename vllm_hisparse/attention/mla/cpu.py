@@ -21,12 +21,12 @@ class PrefillChunk:
     Attributes:
         tokens: its tokens in the step's batch.
         first: position of its first token.
-        hot_table: [1, hot blocks per request] int32. host_table: [blocks] int32.
+        handle: [1] int32 first hot block. host_table: [blocks] int32.
     """
 
     tokens: slice
     first: int
-    hot_table: torch.Tensor
+    handle: torch.Tensor
     host_table: torch.Tensor
 
 
@@ -49,17 +49,17 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
     ) -> HotMLACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1]
-        hot_tables = common.block_table_tensor[:num_reqs, : self.kv_cache_spec.blocks_per_request]
+        handles = common.block_table_tensor[:num_reqs, 0]
         buffer = self.impl.hot_buffer
-        request_indices = buffer.requests.find(hot_tables)
+        request_indices = buffer.requests.find(handles)
         known, query_lens = request_indices < buffer.requests.num_requests, torch.diff(starts)
         max_query_len = buffer.shape.max_query_len
         decodes = (known & (query_lens <= max_query_len)).nonzero()[:, 0]
-        buffer.step.plan(hot_tables[decodes], common.seq_lens[:num_reqs][decodes], query_lens[decodes])
+        buffer.step.plan(handles[decodes], common.seq_lens[:num_reqs][decodes], query_lens[decodes])
         offsets = torch.arange(max_query_len)
         decode_tokens = (starts[:-1][decodes, None] + offsets).where(offsets < query_lens[decodes, None], -1)
         chunks = [
-            self._chunk(i, starts, common.seq_lens, hot_tables, request_indices)
+            self._chunk(i, starts, common.seq_lens, handles, request_indices)
             for i in (known & (query_lens > max_query_len)).nonzero()[:, 0].tolist()
         ]
         return HotMLACpuMetadata(
@@ -77,13 +77,13 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         batch_index: int,
         starts: torch.Tensor,
         seq_lens: torch.Tensor,
-        hot_tables: torch.Tensor,
+        handles: torch.Tensor,
         request_indices: torch.Tensor,
     ) -> PrefillChunk:
         tokens = slice(int(starts[batch_index]), int(starts[batch_index + 1]))
         first = int(seq_lens[batch_index]) - (tokens.stop - tokens.start)
         host_table = self.impl.hot_buffer.requests.host_table(int(request_indices[batch_index]))
-        return PrefillChunk(tokens, first, hot_tables[batch_index, None], host_table)
+        return PrefillChunk(tokens, first, handles[batch_index, None], host_table)
 
 
 class HotMLACpuBackend(SparseMLACpuBackend):
@@ -158,7 +158,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return self.attend(query, positions >= 0, rows_of)
 
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
-        seeds = self.hot_buffer.seeds(chunk.hot_table, num_tokens)
+        seeds = self.hot_buffer.seeds(chunk.handle, num_tokens)
         self.hot.rows[seeds.hot_row_ids[0]] = self._load_rows(chunk, seeds.units)
         self.hot_buffer.seed(self.layer_index, seeds)
 

@@ -70,8 +70,8 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         common = common_attn_metadata
         num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, num_prefills)
-        hot_tables = common.block_table_tensor[:num_decodes, : self.kv_cache_spec.blocks_per_request]
-        self.impl.hot_buffer.step.plan(hot_tables, common.seq_lens[:num_decodes])
+        handles = common.block_table_tensor[:num_decodes, 0]
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes])
         if num_decodes:
             metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
             metadata.decode.block_size = self.impl.decode_block_size

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, register_all_kvcache_specs
@@ -14,6 +13,8 @@ from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
 from vllm_hisparse.kv_manager.scheduler.sessions import cut_long_sessions
+from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
+from vllm_hisparse.kv_manager.scheduler.step_frees import StepFrees
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -26,7 +27,7 @@ _HOST_POOL = "hisparse_host_pool"
 
 
 class HotBlockManager(CircularBufferManager):
-    """Fixed hot blocks per request from vLLM's block pool, and the request's host blocks with them.
+    """Hot blocks of requests from vLLM's block pool, and their host blocks with them.
 
     Admission needs both: a request that the host pool cannot take asks for more device blocks than there are, so that
     vLLM's own waiting and preemption do the rest. The whole sequence is reserved on the host at admission, so that a
@@ -39,8 +40,8 @@ class HotBlockManager(CircularBufferManager):
         super().__init__(*args, **kwargs)
         self._parked: list[tuple[KVCacheBlock, list[int]]] = []  # (first hot block, pinned host blocks)
         self._is_scheduling = False
-        self._num_scheduled, self._num_processed = 0, 0  # steps
-        self._tails: deque[tuple[int, KVCacheBlock, int]] = deque()  # (step that copies it, device and host block)
+        self.frees = StepFrees(self.block_pool)
+        self.spare: SpareBlocks | None = None
 
     def bind(
         self, host_pool: HostBlockPool, ledger: RequestLedger, max_model_len: int, resident_group_id: int | None
@@ -58,6 +59,17 @@ class HotBlockManager(CircularBufferManager):
         self.resident_group_id = resident_group_id
         if resident_group_id is not None:
             setattr(self.block_pool, _HOST_POOL, host_pool)
+
+    def lend_spare_blocks(self, max_num_batched_tokens: int, watermark_blocks: int) -> None:
+        """Lend free device blocks to requests, if hot buffers are elastic; called once, after `bind`.
+
+        Args:
+            max_num_batched_tokens: tokens of a step.
+            watermark_blocks: that vLLM leaves free when it admits a request.
+        """
+        if self.kv_cache_spec.elastic:
+            sizes = self.max_model_len, max_num_batched_tokens, watermark_blocks
+            self.spare = SpareBlocks(self.block_pool, self.kv_cache_spec, self.frees, *sizes)
 
     @classmethod
     def find_longest_cache_hit(
@@ -84,15 +96,20 @@ class HotBlockManager(CircularBufferManager):
     def step_scheduled(self) -> None:
         """A step's metadata is complete; called once per step."""
         self._is_scheduling = False
-        self._num_scheduled += 1
+        self.frees.step_scheduled()
 
     def step_processed(self) -> None:
         """A step's copies and computations are over on the device; called once per step, in the same order."""
-        self._num_processed += 1
-        while self._tails and self._tails[0][0] <= self._num_processed:
-            _, block, host_id = self._tails.popleft()
-            self.block_pool.free_blocks([block])
-            self.host_pool.unpin([host_id])
+        self.frees.step_processed()
+
+    def balance(self, num_scheduled: Mapping[str, int]) -> None:
+        """Lend free device blocks, or take them back; called once per step, before its changes are taken."""
+        if self.spare:
+            self.spare.balance(self.ledger, self.req_to_blocks, num_scheduled)
+
+    def hot_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """All hot blocks of a request, lent ones last."""
+        return self.req_to_blocks[request_id] + (self.spare.lent.get(request_id, []) if self.spare else [])
 
     def get_num_blocks_to_allocate(
         self,
@@ -111,7 +128,7 @@ class HotBlockManager(CircularBufferManager):
         if not has_room and not self._host_fits(request_id, num_tokens):
             return self._refuse_admission(request_id)
         self.ledger.wait_for_host(request_id, False)
-        return 0 if is_admitted else self.kv_cache_spec.blocks_per_request
+        return self._num_missing(request_id, num_tokens)
 
     def allocate_external_computed_blocks(
         self,
@@ -122,10 +139,10 @@ class HotBlockManager(CircularBufferManager):
     ) -> None:
         # NOTE: not in `add_local_computed_blocks`, which runs before every group has touched the blocks of its prefix
         # hit: hot blocks could be taken from those.
-        self._admit(request_id)
+        self._give_hot_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        new_blocks = self._admit(request_id)
+        new_blocks = self._give_hot_blocks(request_id, num_tokens)
         if num_tokens > self.host_pool.capacity(request_id):
             self.host_pool.grow(request_id, num_tokens)
         self.ledger.give_room(request_id, num_tokens)
@@ -136,6 +153,7 @@ class HotBlockManager(CircularBufferManager):
         admitted = self.ledger.release(request_id)
         if admitted is None:
             return blocks
+        blocks += self.spare.pop(request_id) if self.spare else []
         host_ids = list(self.host_pool.block_ids(request_id))
         self.host_pool.pin(host_ids)
         self._parked.append((blocks[0], host_ids))
@@ -174,15 +192,20 @@ class HotBlockManager(CircularBufferManager):
         self.ledger.wait_for_host(request_id, True)
         return self.block_pool.num_gpu_blocks + 1
 
-    def _admit(self, request_id: str) -> list[KVCacheBlock]:
-        """Give a request its hot blocks and host blocks, unless it has them. Returns the new hot blocks."""
-        if request_id in self.ledger.admitted:
-            return []
-        self.host_pool.allocate(request_id, self._num_reserved(request_id), self.ledger.match(request_id))
-        hot_blocks = self.block_pool.get_new_blocks(self.kv_cache_spec.blocks_per_request)
-        self.req_to_blocks[request_id].extend(hot_blocks)
-        self.ledger.admit(request_id, hot_blocks[0].block_id)
-        return hot_blocks
+    def _num_missing(self, request_id: str, num_tokens: int) -> int:
+        """Hot blocks that a request of `num_tokens` has yet to get."""
+        return max(self.kv_cache_spec.num_blocks(max(num_tokens, 1)) - len(self.req_to_blocks.get(request_id, ())), 0)
+
+    def _give_hot_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
+        """Give a request the hot blocks that it is missing, the first time also host blocks. Returns the new ones."""
+        new_blocks = self.block_pool.get_new_blocks(self._num_missing(request_id, num_tokens))
+        self.req_to_blocks[request_id].extend(new_blocks)
+        if request_id not in self.ledger.admitted:
+            self.host_pool.allocate(request_id, self._num_reserved(request_id), self.ledger.match(request_id))
+            self.ledger.admit(request_id, new_blocks[0].block_id)
+        elif new_blocks:
+            self.ledger.change_hot_blocks(request_id)
+        return new_blocks
 
     def _is_preempted(self, request_id: str) -> bool:
         """Whether a request that loses its blocks goes on later: vLLM changes its status afterwards."""
@@ -215,14 +238,11 @@ class HotBlockManager(CircularBufferManager):
                 self.block_pool.evict_blocks({block.block_id for block in blocks})
 
     def _save_tail(self, device_id: int, host_id: int) -> None:
-        """Have a block copied to the host, and keep both until that is done.
-
-        NOTE: transfers, and loads from tiers, write to a block whenever they like, perhaps before the device's copy.
-        """
+        """Have a block copied to the host, and keep both until that is done."""
         block = self.block_pool.blocks[device_id]
         self.block_pool.touch([block])
         self.host_pool.pin([host_id])
-        self._tails.append((self._num_scheduled + 1, block, host_id))
+        self.frees.after_next_step([block], self.host_pool, [host_id])
         self.ledger.save_tail(device_id, host_id)
 
 

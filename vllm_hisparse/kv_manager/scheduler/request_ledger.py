@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ class AdmittedRequest:
         num_tokens: tokens it was last given room for.
         next_event: number of tokens at which a block becomes full or a new one is begun.
         num_sent_blocks: host blocks the worker knows; 0 while the worker has no state of the request.
+        sent_hot_blocks: hot blocks the worker knows.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
         unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
@@ -36,6 +37,7 @@ class AdmittedRequest:
     num_tokens: int = 0
     next_event: int = 0
     num_sent_blocks: int = 0
+    sent_hot_blocks: list[int] = field(default_factory=list)
     num_saved_blocks: int = 0
     num_published_blocks: int = 0
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
@@ -57,13 +59,14 @@ class RequestChanges:
 
     Attributes:
         started: (handle, request id) of requests that the worker has no state of yet.
-        released, tail_saves, tables, saves, first_decodes: as in `HiSparseMetadata`.
+        released, tail_saves, tables, hot_tables, saves, first_decodes: as in `HiSparseMetadata`.
     """
 
     started: list[tuple[int, str]] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     tail_saves: list[tuple[int, int]] = field(default_factory=list)
     tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    hot_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     saves: list[tuple[int, int]] = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)
 
@@ -108,10 +111,21 @@ class RequestLedger:
         self._released: list[int] = []
         self._tail_saves: list[tuple[int, int]] = []
         self._device_blocks: Mapping[str, list[KVCacheBlock]] | None = None
+        self._hot_blocks: Callable[[str], list[KVCacheBlock]] = lambda _: []
+        self._hot_changed: dict[str, None] = {}
 
-    def bind(self, device_blocks: Mapping[str, list[KVCacheBlock]] | None) -> None:
-        """Attach vLLM's list of every request's blocks of device-resident KV; None where there is none."""
-        self._device_blocks = device_blocks
+    def bind(
+        self,
+        device_blocks: Mapping[str, list[KVCacheBlock]] | None,
+        hot_blocks: Callable[[str], list[KVCacheBlock]],
+    ) -> None:
+        """Attach what says which blocks a request has.
+
+        Args:
+            device_blocks: those of device-resident KV, by request id; None where there is none.
+            hot_blocks: those of hot rows, of a request id.
+        """
+        self._device_blocks, self._hot_blocks = device_blocks, hot_blocks
 
     # Arrival and end
 
@@ -175,6 +189,10 @@ class RequestLedger:
             admitted.next_event = num_tokens + (self.block_size - tail if tail else 1)
         admitted.num_tokens = num_tokens
 
+    def change_hot_blocks(self, request_id: str) -> None:
+        """A request has got or lost hot blocks."""
+        self._hot_changed[request_id] = None
+
     def save_tail(self, device_id: int, host_id: int) -> None:
         """A block of a preempted request, such as its partial last one, is to be copied to the host."""
         self._tail_saves.append((device_id, host_id))
@@ -183,6 +201,7 @@ class RequestLedger:
         """A request has lost its blocks. Returns what was known of it; None if it had none."""
         self.waiting_for_host.discard(request_id)
         self._changed.pop(request_id, None)
+        self._hot_changed.pop(request_id, None)
         admitted = self.admitted.pop(request_id, None)
         if admitted and admitted.num_sent_blocks:
             self._released.append(admitted.handle)
@@ -206,6 +225,9 @@ class RequestLedger:
         for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
             del self._changed[request_id]
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
+        for request_id in self._hot_changed:
+            self._add_hot_blocks(changes, request_id, self.admitted[request_id])
+        self._hot_changed.clear()
         self._drop_idle_states(num_scheduled)
         if self.tracks_decodes:
             for request_id, num_tokens in num_scheduled.items():
@@ -225,6 +247,7 @@ class RequestLedger:
         if len(host_ids) > admitted.num_sent_blocks:
             changes.tables[admitted.handle] = (admitted.num_sent_blocks, host_ids[admitted.num_sent_blocks :])
             admitted.num_sent_blocks = len(host_ids)
+        self._hot_changed[request_id] = None
         num_computed = request.num_computed_tokens + num_new_tokens
         # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
         num_certain = min(num_computed, request.num_tokens) if self.has_drafts else num_computed
@@ -238,6 +261,18 @@ class RequestLedger:
         if num_full < admitted.num_tokens // self.block_size:
             self._changed[request_id] = None  # drafts fill a block, which is saved once its tokens are certain
         self._publish(request, admitted)
+
+    def _add_hot_blocks(self, changes: RequestChanges, request_id: str, admitted: AdmittedRequest) -> None:
+        """Add a request's hot blocks from the first one that the worker does not know, if it knows the request.
+
+        NOTE: also if it does not run: another request may get what it lost.
+        """
+        block_ids, sent = [block.block_id for block in self._hot_blocks(request_id)], admitted.sent_hot_blocks
+        if admitted.num_sent_blocks and block_ids != sent:
+            pairs = enumerate(zip(block_ids, sent, strict=False))
+            first = next((index for index, (new, old) in pairs if new != old), min(len(block_ids), len(sent)))
+            changes.hot_tables[admitted.handle] = (first, block_ids[first:])
+            admitted.sent_hot_blocks = block_ids
 
     def _drop_idle_states(self, num_scheduled: Mapping[str, int]) -> None:
         """Make room on the worker for every request of this step: it forgets some that do not run.
@@ -257,7 +292,7 @@ class RequestLedger:
         admitted = self.admitted[request_id]
         self._released.append(admitted.handle)
         self._changed[request_id] = None
-        admitted.num_sent_blocks, admitted.is_decoding = 0, False
+        admitted.num_sent_blocks, admitted.sent_hot_blocks, admitted.is_decoding = 0, [], False
 
     def _publish(self, request: Request, admitted: AdmittedRequest) -> None:
         """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.

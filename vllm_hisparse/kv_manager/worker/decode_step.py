@@ -31,14 +31,12 @@ class StepShape:
     Attributes:
         max_batch: selections of a layer in a step, graph padding included.
         num_selected: entries of a selection.
-        num_slots: hot rows per selection; the new rows' reserved slots are not counted.
         block_size: rows of a host block.
         max_query_len: new tokens of a request, each with a selection: one, and those drafted.
     """
 
     max_batch: int
     num_selected: int
-    num_slots: int
     block_size: int
     max_query_len: int = 1
 
@@ -77,11 +75,11 @@ class DecodeStep(ABC):
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device)
 
     @abstractmethod
-    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+    def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
         """Say which requests decode in this step.
 
         Args:
-            hot_tables: [batch, hot blocks per request] int32 device blocks, graph padding included (`StepTables`).
+            handles: [batch] int32 first hot block of each, graph padding included (`StepTables`).
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each; None: one each.
         """
@@ -105,13 +103,15 @@ class DecodeStep(ABC):
         """What is left to do after the last layer."""
 
     def _make_tables(
-        self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+        self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
     ) -> StepTables:
         requests, shape = self.requests, self.shape
         return StepTables(
             requests.state_indices,
-            hot_tables,
+            handles,
             seq_lens,
+            requests.hot_tables,
+            requests.num_hot_rows,
             requests.host_tables,
             shape.block_size,
             query_lens,
@@ -121,14 +121,14 @@ class DecodeStep(ABC):
     def _find_newest_rows(self) -> None:
         """Set `newest_row_ids`, which are the same in all layers."""
         assert self.tables is not None
-        self.ops.newest_row_ids(self.tables, self.shape.num_slots, self.layers[0].hot, self.newest_row_ids)
+        self.ops.newest_row_ids(self.tables, self.layers[0].hot, self.newest_row_ids)
 
 
 class MLADecodeStep(DecodeStep):
     """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
 
-    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
-        self.tables = self._make_tables(hot_tables, seq_lens, query_lens)
+    def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+        self.tables = self._make_tables(handles, seq_lens, query_lens)
 
     def _begin(self) -> None:
         self._find_newest_rows()
@@ -136,7 +136,7 @@ class MLADecodeStep(DecodeStep):
     def _finish(self) -> None:
         assert self.tables is not None
         hot, host = zip(*((layer.hot, layer.host) for layer in self.layers), strict=True)
-        self.ops.write_back(hot, host, self.tables, self.shape.num_slots)
+        self.ops.write_back(hot, host, self.tables)
 
 
 class GQADecodeStep(DecodeStep):
@@ -144,7 +144,6 @@ class GQADecodeStep(DecodeStep):
 
     Args:
         requests, layers, ops, shape, device: as in `DecodeStep`; sizes by KV head and in units.
-        num_hot_blocks: device blocks of a request.
         finds_newest_rows: whether layers write by `newest_row_ids`, not by `write_tokens`.
 
     Attributes:
@@ -160,22 +159,21 @@ class GQADecodeStep(DecodeStep):
         shape: StepShape,
         device: torch.device,
         num_layers: int,
-        num_hot_blocks: int,
         finds_newest_rows: bool,
     ):
         super().__init__(requests, layers, ops, shape, device)
         heads, self.finds_newest_rows = requests.heads, finds_newest_rows
         max_batch = shape.max_batch // heads.num_heads
-        self.units = UnitTables.allocate(max_batch, requests.num_requests, num_hot_blocks, heads, device)
+        self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device)
         self.reload = torch.zeros((num_layers, requests.num_states + 1), dtype=torch.int32, device=device)
-        self._hot_tables: torch.Tensor | None = None  # by request, as `plan` was given them
+        self._handles: torch.Tensor | None = None  # by request, as `plan` was given them
         self._seq_lens: torch.Tensor | None = None
 
-    def plan(self, hot_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+    def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
         assert query_lens is None, "a dense model's requests decode one token per step"
         by_head = slice(0, len(seq_lens) * self.requests.heads.num_heads)
-        self._hot_tables, self._seq_lens = hot_tables, seq_lens
-        self.tables = self._make_tables(self.units.hot_tables[by_head], self.units.num_units[by_head], None)
+        self._handles, self._seq_lens = handles, seq_lens
+        self.tables = self._make_tables(self.units.handles[by_head], self.units.num_units[by_head], None)
 
     def reload_newest_units(self, request_index: int) -> None:
         """Note that what a request has in its newest units is on the host alone."""
@@ -189,12 +187,12 @@ class GQADecodeStep(DecodeStep):
             key, value: [batch, num_kv_heads, head_size].
         """
         assert self.tables is not None
-        layer, num_slots, reload = self.layers[layer_index], self.shape.num_slots, self.reload[layer_index]
-        self.ops.write_tokens(key, value, self.units, self.tables, num_slots, layer.hot, layer.host, reload)
+        layer, reload = self.layers[layer_index], self.reload[layer_index]
+        self.ops.write_tokens(key, value, self.units, self.tables, layer.hot, layer.host, reload)
 
     def _begin(self) -> None:
-        assert self._hot_tables is not None and self._seq_lens is not None
-        self.ops.begin_units(self._hot_tables, self._seq_lens, self.requests.state_indices, self.units)
+        assert self._handles is not None and self._seq_lens is not None
+        self.ops.begin_units(self._handles, self._seq_lens, self.requests.state_indices, self.units)
         if self.finds_newest_rows:
             self._find_newest_rows()
 

@@ -18,7 +18,6 @@ class GQAHotBuffer(HotBuffer):
     Args:
         algorithm: selects the units.
         shape: sizes.
-        num_hot_blocks: device blocks of a request.
         head_stride: parts of KV heads from one device block to the next.
         device: where the hot rows are.
 
@@ -28,14 +27,7 @@ class GQAHotBuffer(HotBuffer):
 
     step: GQADecodeStep
 
-    def __init__(
-        self,
-        algorithm: SparseAlgorithm,
-        shape: HotBufferShape,
-        num_hot_blocks: int,
-        head_stride: int,
-        device: torch.device,
-    ):
+    def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, device: torch.device):
         heads = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit)
         super().__init__(shape, heads, device)
         self.algorithm = algorithm
@@ -47,7 +39,6 @@ class GQAHotBuffer(HotBuffer):
             self.step_shape(algorithm.num_selected),
             device,
             num_layers=shape.num_layers,
-            num_hot_blocks=num_hot_blocks,
             finds_newest_rows=device.type == "cpu",
         )
 

@@ -23,12 +23,15 @@ class HotBufferShape:
     Attributes:
         num_requests: requests that can have hot blocks at once.
         max_batch: requests of a step, graph padding included.
-        num_slots: hot tokens per request and layer, `device_buffer_size`; the new ones' slots are not counted.
+        num_slots: hot tokens per request and layer that a long sequence has at least, `device_buffer_size`; the new
+            ones' slots are not counted.
         num_layers: layers with a hot buffer.
         top_k: tokens of a selection.
         max_blocks: host blocks of the longest request.
         block_size: tokens of a host block.
         num_device_blocks: blocks of vLLM's device pool.
+        max_hot_blocks: hot blocks that a request can have.
+        rows_per_hot_block: hot tokens of a layer in a block.
         max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
     """
 
@@ -40,6 +43,8 @@ class HotBufferShape:
     max_blocks: int
     block_size: int
     num_device_blocks: int
+    max_hot_blocks: int
+    rows_per_hot_block: int
     max_query_len: int = 1
 
 
@@ -51,12 +56,16 @@ class Seeds:
         state_indices: [num_heads] int64.
         first, last: the units, half-open.
         hot_row_ids: [num_heads, last - first] int64 flat hot row of each.
+        entries: [num_heads, last - first] int64 entry of each in a residency.
+        stale_entries: [num_heads, n] int64 of hot rows that become empty.
     """
 
     state_indices: torch.Tensor
     first: int
     last: int
     hot_row_ids: torch.Tensor
+    entries: torch.Tensor
+    stale_entries: torch.Tensor
 
     @property
     def units(self) -> torch.Tensor:
@@ -79,8 +88,8 @@ class HotBuffer(ABC):
         ops: swap-in operations of the device.
         requests: the running requests.
         layers: where each layer keeps its rows, in order; `add_layer` fills it.
-        residency: of each layer, by state index; the last entry is of no request.
-        num_slots: hot rows per state, the newest one's slot not counted.
+        residency: of each layer.
+        num_slots: hot units that a long sequence has at least, the newest one's slot not counted.
         counts: hits and misses.
         staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
         step: the running step's decoding requests.
@@ -92,12 +101,17 @@ class HotBuffer(ABC):
         self.shape, self.heads, self.device = shape, heads, device
         self.num_slots = shape.num_slots // heads.tokens_per_unit
         self.ops = swap_in_ops(device)
-        self.requests = RequestTable(shape.num_requests, shape.max_blocks, shape.num_device_blocks, heads, device)
+        units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
+        blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
+        self.requests = RequestTable(shape.num_requests, *blocks, heads, device)
         self.layers: list[LayerRows] = []
-        self._slot_order = torch.arange(self.num_slots, dtype=torch.int32, device=device)
-        self._slots = self._slot_order.repeat(shape.num_layers, self.requests.num_states + 1, 1)
-        self._positions = torch.full_like(self._slots, -1)
-        self.residency = [Residency(self._slots[i], self._positions[i]) for i in range(shape.num_layers)]
+        num_parts = shape.num_device_blocks * heads.head_stride
+        self._positions = torch.full(
+            (shape.num_layers, num_parts, units_per_block), -1, dtype=torch.int32, device=device
+        )
+        last_uses = torch.zeros_like(self._positions)
+        pairs = zip(self._positions.flatten(1), last_uses.flatten(1), strict=True)
+        self.residency = [Residency(*pair) for pair in pairs]
         self.counts = HitCounts(shape.num_requests, heads, device)
         self.staged_bytes = 0
         self._staging: torch.Tensor | None = None
@@ -111,7 +125,7 @@ class HotBuffer(ABC):
         heads, shape = self.heads, self.shape
         units_per_block = shape.block_size // heads.tokens_per_unit
         max_batch = shape.max_batch * heads.num_heads
-        return StepShape(max_batch, num_selected, self.num_slots, units_per_block, shape.max_query_len)
+        return StepShape(max_batch, num_selected, units_per_block, shape.max_query_len)
 
     def add_layer(self, hot: HotRows, host: torch.Tensor) -> None:
         """Say where the next layer keeps its rows; called once per layer, in order.
@@ -123,16 +137,19 @@ class HotBuffer(ABC):
         self.layers.append(LayerRows(hot, host))
 
     def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
-        """Append host blocks to a request's table; `first` 0 starts a request with an empty buffer."""
+        """Append host blocks to a request's table; `first` 0 starts a request without hot blocks."""
         if first == 0:
             self._start(self.requests.add(handle))
         self.requests.extend(handle, first, host_ids)
+
+    def change_hot_table(self, handle: int, first: int, block_ids: Sequence[int]) -> None:
+        """Set a request's hot blocks from block `first` on. Blocks that it did not have are empty."""
+        self._empty_blocks(self.requests.change_hot(handle, first, block_ids))
 
     def release(self, handle: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
         request_index = self.requests.remove(handle)
         self.counts.release(handle, request_index)
-        self._empty(request_index)
 
     @abstractmethod
     def _start(self, request_index: int) -> None:
@@ -140,8 +157,11 @@ class HotBuffer(ABC):
 
     def _empty(self, request_index: int) -> None:
         """Forget what a request has hot."""
-        states = self.heads.states(request_index)
-        self._slots[:, states], self._positions[:, states] = self._slot_order, -1
+        self._empty_blocks(self.requests.hot_blocks[request_index])
+
+    def _empty_blocks(self, blocks: Sequence[int]) -> None:
+        parts = self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten()
+        self._positions.index_fill_(1, self.requests.to_device(parts), -1)
 
     def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
         """Make one layer's selection hot.
@@ -157,32 +177,42 @@ class HotBuffer(ABC):
         self.ops.swap_in(residency, step.tables, top_k, layer.host, layer.hot, counts, resolved)
         return resolved
 
-    def seeds(self, hot_table: torch.Tensor, num_tokens: int) -> Seeds:
-        """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it.
+    def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
+        """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot
+        u if the tokens fit into the request's hot blocks (`SwapInOps`), else in slot `u % num_slots`.
 
         Args:
-            hot_table: [1, hot blocks per request] int32 of the request.
+            handle: [1] int32 first hot block of the request.
             num_tokens: of the request, the chunk's included.
         """
         last_unit = num_tokens // self.heads.tokens_per_unit
         first_unit = max(last_unit - self.num_slots, 0)
-        tables = self.heads.hot_tables(hot_table)[0]
-        slots = torch.arange(first_unit, last_unit, device=hot_table.device) % self.num_slots
-        hot_row_ids = self.layers[0].hot.flat_row_ids(tables, slots)
-        return Seeds(self.requests.find_states(tables), first_unit, last_unit, hot_row_ids)
+        states, hot = self.requests.find_states(handle), self.layers[0].hot
+        tables, num_rows = self.requests.hot_tables[states], self.requests.num_hot_rows[states, None]
+        units = torch.arange(first_unit, last_unit, device=handle.device)
+        fits = -(-num_tokens // self.heads.tokens_per_unit) + self.shape.max_query_len - 1 <= num_rows
+        slots = units.where(fits, units % self.num_slots)
+        stale = torch.arange(self.num_slots, tables.shape[1] * hot.rows_per_block, device=handle.device)
+        stale_entries = hot.entries(tables, stale.expand(len(tables), -1)) if first_unit else stale[None, :0]
+        return Seeds(
+            states,
+            first_unit,
+            last_unit,
+            hot.flat_row_ids(tables, slots),
+            hot.entries(tables, slots),
+            stale_entries.masked_fill(fits, 0),  # an entry of the null block
+        )
 
     def seed(self, layer_index: int, seeds: Seeds) -> None:
-        """Record seeds whose rows have been written: unit u is in slot `u % num_slots`. They fill all slots, the last
-        one used last, or all units fit and entries keep their places (`Residency`).
+        """Record seeds whose rows have been written; later units count as used later.
 
         Args:
             layer_index: of the layer.
             seeds: from `seeds`.
         """
-        units = seeds.units.int()
-        self._positions[layer_index, seeds.state_indices, : len(units)] = units
-        if seeds.first > 0:
-            self._slots[layer_index, seeds.state_indices] = units % self.num_slots
+        residency, units = self.residency[layer_index], seeds.units.int()
+        residency.positions[seeds.stale_entries] = -1
+        residency.positions[seeds.entries] = residency.last_uses[seeds.entries] = units
 
     def staging_memory(self) -> torch.Tensor:
         """Device memory for the longest request in one layer, shared by all layers; allocated when first asked for.
@@ -202,18 +232,14 @@ class HotBuffer(ABC):
         return taken
 
     def check_integrity(self) -> None:
-        """Check the table of requests, and that no position or slot occurs twice. Waits for the device.
+        """Check the table of requests, and that no position of a request is in two hot rows. Waits for the device.
 
         Raises:
             AssertionError: the first violation.
         """
         self.requests.check_integrity()
-        in_use = self.requests.states_in_use()
-        is_free = torch.ones(self.requests.num_states, dtype=torch.bool)
-        is_free[in_use] = False
-        for residency in self.residency:
-            assert (residency.slots.sort(-1).values == self._slot_order).all(), "a slot is lost"
-            for state in in_use:
-                hot = residency.positions[state][residency.positions[state] >= 0]
+        for state in self.requests.states_in_use():
+            num_blocks = int(self.requests.num_hot_rows[state]) // self._positions.shape[2]
+            for positions in self._positions[:, self.requests.hot_tables[state, :num_blocks].long()]:
+                hot = positions[positions >= 0]
                 assert len(hot.unique()) == len(hot), "a position is hot twice"
-            assert (residency.positions[:-1][is_free] == -1).all(), "the state of no request holds positions"

@@ -23,13 +23,13 @@ class PrefillRequest:
     Attributes:
         first, last: positions of its query tokens, half-open.
         first_block: staging block of its position 0.
-        hot_table: [1, hot blocks per request] int32.
+        handle: [1] int32 first hot block.
     """
 
     first: int
     last: int
     first_block: int
-    hot_table: torch.Tensor
+    handle: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,13 @@ class PrefillStaging:
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
         """Of an MLA model."""
-        request_index = self.hot_buffer.requests.find(request.hot_table)
+        request_index = self.hot_buffer.requests.find(request.handle)
         return self._make_plan(request, request_index, key_spans=())
 
     def _make_plan(
         self, request: PrefillRequest, request_index: torch.Tensor, key_spans: tuple[KeySpan, ...]
     ) -> PrefillPlan:
-        seeds, heads = self.hot_buffer.seeds(request.hot_table, request.last), self.hot_buffer.heads
+        seeds, heads = self.hot_buffer.seeds(request.handle, request.last), self.hot_buffer.heads
         units, units_per_block = seeds.units, self.block_size // heads.tokens_per_unit
         parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
         staged_seeds = parts * units_per_block + units % units_per_block
@@ -188,8 +188,8 @@ class PrefillStaging:
             seq_len, first_row = seq_lens[index], num_blocks * self.block_size
             begin = seq_len - (starts[index + 1] - starts[index])
             slots.append(torch.arange(first_row + begin, first_row + seq_len, device=self.rows.device))
-            hot_table = common.block_table_tensor[index, None]
-            requests.append(PrefillRequest(begin, min(seq_len, num_rows), num_blocks, hot_table))
+            handle = common.block_table_tensor[index, :1]
+            requests.append(PrefillRequest(begin, min(seq_len, num_rows), num_blocks, handle))
             num_blocks += cdiv(seq_len, self.block_size)
         block_table = self._block_table(requests, max(seq_lens[first:last]))
         part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
@@ -232,7 +232,7 @@ class WholeBlockStaging(PrefillStaging):
         return staged
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
-        request_index = self.hot_buffer.requests.find(request.hot_table)
+        request_index = self.hot_buffer.requests.find(request.handle)
         # NOTE: waits for the device, once per prompt chunk.
         key_spans = self.hot_buffer.begin_prefill(int(request_index), request.first, request.last)
         return self._make_plan(request, request_index, key_spans)

@@ -1,4 +1,4 @@
-"""The running requests of a worker: an index for each, and its host blocks."""
+"""The running requests of a worker: an index for each, its hot blocks and its host blocks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class RequestTable:
     Args:
         num_requests: requests that can run at once.
         max_blocks: host blocks of the longest request.
+        max_hot_blocks: hot blocks that a request can have.
+        rows_per_hot_block: hot rows of a head in a block.
         num_device_blocks: blocks of vLLM's device pool.
         heads: how heads' states and parts of blocks are numbered.
         device: where the tables are read.
@@ -26,17 +28,33 @@ class RequestTable:
         num_requests: request indices are below it; it stands for no request.
         num_states: state indices are below it; it stands for no request.
         state_indices: [num_device_blocks * head_stride] int32 state index at each part of a handle, -1 elsewhere.
+        hot_tables: [num_states + 1, max_hot_blocks] int32 parts of hot blocks; of no request, and beyond a request's
+            blocks, the null block's.
+        num_hot_rows: [num_states + 1] int32 rows of these parts.
+        hot_blocks: of each request index.
         host_tables: [num_states + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last entry is of no
             request: steps that vLLM runs without requests (profiling, padding) read it.
     """
 
     def __init__(
-        self, num_requests: int, max_blocks: int, num_device_blocks: int, heads: KVHeads, device: torch.device
+        self,
+        num_requests: int,
+        max_blocks: int,
+        max_hot_blocks: int,
+        rows_per_hot_block: int,
+        num_device_blocks: int,
+        heads: KVHeads,
+        device: torch.device,
     ):
         self.heads, self.num_requests, self.num_states = heads, num_requests, num_requests * heads.num_heads
         num_parts = num_device_blocks * heads.head_stride
         self.state_indices = torch.full((num_parts,), -1, dtype=torch.int32, device=device)
         self.host_tables = torch.full((self.num_states + 1, max_blocks), -1, dtype=torch.int32, device=device)
+        self.hot_tables = torch.zeros((self.num_states + 1, max_hot_blocks), dtype=torch.int32, device=device)
+        self.num_hot_rows = torch.zeros(self.num_states + 1, dtype=torch.int32, device=device)
+        self.hot_blocks: list[list[int]] = [[] for _ in range(num_requests)]
+        self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
+        self._rows_per_hot_block = rows_per_hot_block
         self._all_states = torch.arange(self.num_states, dtype=torch.int32, device=device)
         self._pin_memory = device.type != "cpu"
         self._free_indices = list(reversed(range(num_requests)))
@@ -47,7 +65,7 @@ class RequestTable:
         return len(self._index_by_handle)
 
     def add(self, handle: int) -> int:
-        """Start a request without host blocks; returns its index.
+        """Start a request without blocks; returns its index.
 
         Raises:
             IndexError: `num_requests` run already.
@@ -59,15 +77,26 @@ class RequestTable:
     def extend(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
         """Set a request's host blocks from block `first` on."""
         parts = self.heads.host_parts(torch.tensor(host_ids, dtype=torch.int32))
-        parts = parts.pin_memory() if self._pin_memory else parts
         states = self.heads.states(self.index_of(handle))
-        self.host_tables[states, first : first + len(host_ids)].copy_(parts, non_blocking=True)
+        self.host_tables[states, first : first + len(host_ids)].copy_(self.to_device(parts), non_blocking=True)
+
+    def change_hot(self, handle: int, first: int, block_ids: Sequence[int]) -> list[int]:
+        """Set a request's hot blocks from block `first` on; returns those that it did not have."""
+        index, last = self.index_of(handle), first + len(block_ids)
+        states, earlier = self.heads.states(index), set(self.hot_blocks[index])
+        self.hot_blocks[index][first:] = block_ids
+        parts = self.heads.parts_of(torch.tensor(block_ids, dtype=torch.int32)).t().contiguous()
+        self.hot_tables[states, first:last].copy_(self.to_device(parts), non_blocking=True)
+        self.num_hot_rows[states] = last * self._rows_per_hot_block
+        return [block_id for block_id in block_ids if block_id not in earlier]
 
     def remove(self, handle: int) -> int:
         """Forget a request; returns the index that it had."""
         index = self._index_by_handle.pop(handle)
         self.state_indices[self.heads.device_parts(handle)] = -1
         self.host_tables[self.heads.states(index)] = -1
+        self.hot_tables[self.heads.states(index)] = self.num_hot_rows[self.heads.states(index)] = 0
+        self.hot_blocks[index] = []
         self._free_indices.append(index)
         return index
 
@@ -84,21 +113,21 @@ class RequestTable:
         states = range(self.num_states)
         return [state for index in self._index_by_handle.values() for state in states[self.heads.states(index)]]
 
-    def find(self, hot_tables: torch.Tensor) -> torch.Tensor:
+    def find(self, handles: torch.Tensor) -> torch.Tensor:
         """Index of each request, [batch] int64; `num_requests` where there is none.
 
         Args:
-            hot_tables: [batch, hot blocks per request] int32 device blocks.
+            handles: [batch] int32 first hot blocks.
         """
-        return self.heads.request_indices(self._find_states(self.heads.first_parts(hot_tables)))
+        return self.heads.request_indices(self._find_states(self.heads.first_parts(handles)))
 
-    def find_states(self, hot_tables: torch.Tensor) -> torch.Tensor:
-        """State index of each head, [n] int64; `num_states` where there is none.
+    def find_states(self, handle: torch.Tensor) -> torch.Tensor:
+        """State index of each head of a request, [num_heads] int64; `num_states` where there is none.
 
         Args:
-            hot_tables: [n, hot blocks per request] int32 parts of device blocks, from `KVHeads.hot_tables`.
+            handle: [1] int32 first hot block.
         """
-        return self._find_states(hot_tables[:, 0])
+        return self._find_states(self.heads.parts_of(handle)[0])
 
     def host_table(self, request_index: int | torch.Tensor) -> torch.Tensor:
         """Host blocks of requests, -1 beyond.
@@ -110,6 +139,10 @@ class RequestTable:
             [max_blocks] or [n, max_blocks] int32.
         """
         return self.heads.host_blocks(self.host_tables[request_index * self.heads.num_heads])
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host on the device, without waiting."""
+        return tensor.pin_memory().to(self.state_indices.device, non_blocking=True) if self._pin_memory else tensor
 
     def check_integrity(self) -> None:
         """Check that every index is free or owned, and found by its handle. Waits for the device.
@@ -125,6 +158,7 @@ class RequestTable:
         assert (self.state_indices >= 0).sum() == len(self) * self.heads.num_heads, "a handle of no request is found"
         for index in self._free_indices:
             assert (self.host_tables[self.heads.states(index)] == -1).all(), "a free index has host blocks"
+            assert not self.hot_tables[self.heads.states(index)].any(), "a free index has hot blocks"
 
     def _find_states(self, parts: torch.Tensor) -> torch.Tensor:
         states = self.state_indices[parts.long()].long()

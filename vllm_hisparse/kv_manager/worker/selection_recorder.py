@@ -128,7 +128,7 @@ class RecordingHotBuffer(MLAHotBuffer):
         self._selected[layer_index] = top_k.numpy()
         if layer_index == self.shape.num_layers - 1:
             tables = self.step.tables
-            requests, newest = self.requests.find(tables.hot_tables), tables.seq_lens - 1
+            requests, newest = self.requests.find(tables.handles), tables.seq_lens - 1
             known = requests < self.requests.num_requests
             self.recorder.add_step(requests[known].tolist(), newest[known].tolist(), self._selected[:, known.numpy()])
         return super().swap_in(layer_index, top_k)

@@ -1,0 +1,146 @@
+"""Free device memory, lent to requests as hot blocks beyond those they have in any case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import compress, islice
+from typing import TYPE_CHECKING
+
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.scheduler.step_frees import StepFrees
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+STEPS_PER_BALANCE = 16  # unless blocks are needed
+MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whatever was lent
+MIN_CHANGE = 1 / 16  # of what a request wants, unless it gets all or blocks are needed
+
+
+class SpareBlocks:
+    """Lends vLLM's free blocks to running requests, and takes them back before vLLM runs out of blocks.
+
+    All requests get the same share of what they want, the hot rows that would hold the whole sequence. What running
+    requests may need in their next steps stays free, and what waiting requests need to start.
+
+    Args:
+        block_pool: vLLM's.
+        spec: of the hot buffers.
+        frees: frees what was taken back.
+        max_model_len: tokens of the longest request.
+        max_num_batched_tokens: tokens of a step.
+        watermark_blocks: that vLLM leaves free when it admits a request.
+
+    Attributes:
+        lent: request id -> its blocks.
+        num_wanted: blocks that requests wanted when this was last looked at.
+        num_taken_back: blocks, since this was last set to 0.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        spec: HotBufferSpec,
+        frees: StepFrees,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        watermark_blocks: int,
+    ):
+        self.block_pool, self.spec, self.frees, self.max_model_len = block_pool, spec, frees, max_model_len
+        self.lent: dict[str, list[KVCacheBlock]] = {}
+        self.num_wanted = self.num_taken_back = 0
+        layout = spec.layout
+        num_hot = -(-layout.block_size // layout.rows_per_hot_block)
+        self._blocks_per_block = num_hot + (layout.num_resident_layers > 0)  # of as many tokens as a host block has
+        self._chunk_blocks = layout.num_blocks(max_num_batched_tokens) * self._blocks_per_block
+        self._watermark_blocks = watermark_blocks
+        self._steps_to_balance, self._num_known, self._steps_of_waiting = 0, 0, 0
+
+    def pop(self, request_id: str) -> list[KVCacheBlock]:
+        """The blocks of a request that ends or is preempted; the caller frees them."""
+        return self.lent.pop(request_id, [])
+
+    def balance(
+        self, ledger: RequestLedger, blocks: Mapping[str, Sequence[KVCacheBlock]], num_scheduled: Mapping[str, int]
+    ) -> None:
+        """Lend or take back, every few steps and whenever blocks are needed; called when a step has been scheduled.
+
+        Args:
+            ledger: of the requests; told of what changes.
+            blocks: request id -> the hot blocks that it has in any case.
+            num_scheduled: request id -> tokens that the step computes.
+        """
+        num_reserved = self._num_reserved(ledger, num_scheduled)
+        num_available = self.block_pool.get_num_free_blocks() + len(self.frees) - num_reserved
+        self._steps_to_balance -= 1
+        is_short = num_available < 0 and bool(self.lent)
+        has_news, self._num_known = len(ledger.admitted) != self._num_known, len(ledger.admitted)
+        if self._steps_to_balance > 0 and not is_short and not has_news:
+            return
+        self._steps_to_balance = STEPS_PER_BALANCE
+        wanted = {name: self._num_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
+        self.num_wanted = sum(wanted.values())
+        num_lent = sum(map(len, self.lent.values()))
+        share = min(max(num_available + num_lent, 0) / max(self.num_wanted, 1), 1.0)
+        for request_id, num_wanted in wanted.items():
+            num_given, target = len(self.lent.get(request_id, ())), int(num_wanted * share)
+            if target < num_given and (is_short or share == 1 or num_given - target > MIN_CHANGE * num_wanted):
+                self._take_back(ledger, request_id, num_given - target, len(blocks[request_id]))
+            elif target > num_given and (share == 1 or target - num_given > MIN_CHANGE * num_wanted):
+                self._lend(ledger, request_id, target - num_given)
+
+    def _num_reserved(self, ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> int:
+        """Blocks that running requests may need before what is taken back is free, and that waiting ones need."""
+        num_reserved = len(ledger.admitted) * self._blocks_per_block
+        if max(num_scheduled.values(), default=0) > self.spec.layout.max_query_len:
+            num_reserved += self._chunk_blocks
+        waiting = self._waiting(ledger)
+        self._steps_of_waiting = self._steps_of_waiting + 1 if waiting else 0
+        if self._steps_of_waiting > MAX_STEPS_OF_WAITING:
+            return self.block_pool.num_gpu_blocks
+        needs = (self._num_blocks(request.num_tokens) + self._blocks_per_block for request in waiting)
+        return num_reserved + sum(needs) + (self._watermark_blocks if waiting else 0)
+
+    def _waiting(self, ledger: RequestLedger) -> list[Request]:
+        """Requests that could start if there were device blocks."""
+        num_seats = ledger.max_num_running - len(ledger.admitted)
+        if len(ledger.requests) <= len(ledger.admitted) or num_seats <= 0:
+            return []
+        has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
+        return list(islice(compress(ledger.requests.values(), has_none), num_seats))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request needs to start."""
+        layout = self.spec.layout
+        return self.spec.num_blocks(num_tokens) + (layout.num_blocks(num_tokens) if layout.num_resident_layers else 0)
+
+    def _num_wanted(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> int:
+        """Blocks that would hold the sequence, also until the next balance; none before the others are complete."""
+        if num_blocks < self.spec.num_blocks(self.max_model_len):
+            return 0
+        request, block_size = ledger.requests.get(request_id), self.spec.layout.block_size
+        num_tokens = min(request.num_tokens + 2 * block_size, self.max_model_len) if request else 0
+        return max(self.spec.num_whole_blocks(num_tokens) - num_blocks, 0)
+
+    def _lend(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> None:
+        num_blocks = min(num_blocks, self.block_pool.get_num_free_blocks())
+        if num_blocks > 0:
+            self.lent.setdefault(request_id, []).extend(self.block_pool.get_new_blocks(num_blocks))
+            ledger.change_hot_blocks(request_id)
+
+    def _take_back(self, ledger: RequestLedger, request_id: str, num_blocks: int, num_others: int) -> None:
+        """Take the last blocks if the sequence fits into what is left, else the first, which hold its oldest rows."""
+        lent = self.lent[request_id]
+        num_left = num_others + len(lent) - num_blocks
+        fits = num_left >= self.spec.num_whole_blocks(ledger.admitted[request_id].num_tokens)
+        part = slice(len(lent) - num_blocks, None) if fits else slice(0, num_blocks)
+        taken = lent[part]
+        del lent[part]
+        if not lent:
+            del self.lent[request_id]
+        self.num_taken_back += len(taken)
+        self.frees.after_steps_in_flight(taken)
+        ledger.change_hot_blocks(request_id)
