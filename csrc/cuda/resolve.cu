@@ -58,9 +58,10 @@ struct Scratch {
         return sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
     }
 
-    __device__ void clear() const {
+    __device__ void clear(int32_t num_slots) const {
         const auto vectors = reinterpret_cast<int4*>(heads);
         for (int i = threadIdx.x; i < num_buckets / 4; i += kNumThreads) vectors[i] = {kEnd, kEnd, kEnd, kEnd};
+        for (int i = threadIdx.x; i < (num_slots + kWarpSize - 1) / kWarpSize; i += kNumThreads) hits[i] = 0;
         num_aged[threadIdx.x] = 0;
     }
     __device__ int32_t* head(int32_t position) const {
@@ -195,7 +196,8 @@ __device__ __forceinline__ int32_t age_of(const Request& request, int32_t positi
     return request.wants(position) ? max(0, min(request.newest - last_use, kMaxAge)) : kNumAges - 1;
 }
 
-// Give the column of each hit its slot, and count the others by age. Slots are taken a warp's width at a time.
+// Give the column of each hit its slot, and count the others by age. Of slots with the same position, the lowest is the
+// hit; the others become empty.
 __device__ __forceinline__ void find_hits(
     const Residency& residency, const Scratch& scratch, const Request& request, int32_t num_slots
 ) {
@@ -208,14 +210,17 @@ __device__ __forceinline__ void find_hits(
         const int32_t position = exists ? residency.positions[entry] : -1;
         const int32_t last_use = exists ? residency.last_uses[entry] : 0;
         const int column = request.wants(position) ? scratch.find(position) : -1;
-        if (column >= 0) {
-            atomicMin(scratch.chosen + column, slot);
-            residency.last_uses[entry] = request.newest;
-        } else if (exists) {
-            atomicAdd(scratch.num_aged + age_of(request, position, last_use), 1);
+        const int32_t other = column >= 0 ? atomicMin(scratch.chosen + column, slot) : -1;
+        const bool is_twice = column >= 0 && other != Scratch::kNone;
+        if (is_twice) residency.positions[request.place(max(slot, other)).entry] = -1;
+        if (exists && (column < 0 || is_twice)) {
+            atomicAdd(scratch.num_aged + (is_twice ? kNumAges - 1 : age_of(request, position, last_use)), 1);
         }
-        const uint32_t hits = __ballot_sync(kAllLanes, column >= 0);
-        if (lane_index() == 0 && exists) scratch.hits[slot / kWarpSize] = hits;
+        // NOTE: by exclusive or, so that it does not matter who comes first.
+        const bool is_hit = column >= 0 && other > slot;
+        const uint32_t hits = __ballot_sync(kAllLanes, is_hit);
+        if (lane_index() == 0 && hits != 0) atomicXor(scratch.hits + slot / kWarpSize, hits);
+        if (is_hit && is_twice) atomicXor(scratch.hits + other / kWarpSize, 1u << other % kWarpSize);
     }
 }
 
@@ -319,10 +324,11 @@ __device__ __forceinline__ void fill_victims(
     }
 }
 
-// Write where each selected row is, and the misses, both in the order of `top_k`.
+// Write where each selected row is, and the misses, both in the order of `top_k`; hits are used now.
 template <int kColumnRounds>
 __device__ __forceinline__ void write_columns(
     const Resolved& out,
+    const Residency& residency,
     const Scratch& scratch,
     const Request& request,
     const Share& columns,
@@ -341,7 +347,11 @@ __device__ __forceinline__ void write_columns(
         if (!columns.has(i)) continue;
         int32_t hot_row_id = selected[i] == request.newest ? newest_row_id : -1;
         if (missed) hot_row_id = scratch.victims[rank];
-        else if (request.wants(selected[i])) hot_row_id = request.place(scratch.chosen[column]).row_id;
+        else if (request.wants(selected[i])) {
+            const Place place = request.place(scratch.chosen[column]);
+            residency.last_uses[place.entry] = request.newest;
+            hot_row_id = place.row_id;
+        }
         write_column(out, first_out + column, first_out + rank, hot_row_id, missed, host_row_ids[i]);
     }
 }
@@ -461,7 +471,7 @@ __device__ __forceinline__ void resolve_evicting(
     Shared& shared
 ) {
     const int32_t num_slots = request.num_hot_rows - 1;
-    scratch.clear();
+    scratch.clear(num_slots);
     __syncthreads();
 
     const int32_t last_valid = map_columns(scratch, request, columns, selected);
@@ -485,7 +495,7 @@ __device__ __forceinline__ void resolve_evicting(
         fill_victims(residency, scratch, request, num_slots, shared.cut, shared.warp_sums[2]);
         __syncthreads();
     }
-    write_columns(out, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
+    write_columns(out, residency, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
     if (threadIdx.x != 0) return;
     residency.positions[request.place(num_slots).entry] = -1;  // the newest row has taken its place
     report(counts, request, total, shared.num_valid, out);

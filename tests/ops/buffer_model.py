@@ -48,7 +48,10 @@ class BufferModel:
     def _evicting(self, wanted: list[int], first: int) -> tuple[dict[int, int], list[int]]:
         usable = range(len(self.positions) - self.query_len)
         hot = {self.positions[slot]: slot for slot in reversed(usable) if 0 <= self.positions[slot] < first}
-        used = [slot for slot in usable if 0 <= self.positions[slot] < first and self.positions[slot] in wanted]
+        for slot in usable:  # a position that is hot twice
+            if self.positions[slot] in wanted and hot[self.positions[slot]] != slot:
+                self.positions[slot] = -1
+        used = [hot[position] for position in wanted if position in hot]
         missed = [position for position in wanted if position not in hot]
         others = [slot for slot in usable if slot not in used]
         victims = sorted(others, key=lambda slot: (-self._age(slot, first), slot))[: len(missed)]

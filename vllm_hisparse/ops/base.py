@@ -226,7 +226,8 @@ class SwapInOps(ABC):
     ) -> None:
         """Find hits, choose victims for the misses, update the residency.
 
-        The victims are empty rows, then those whose last use is longest ago, and among equals those in lower slots;
+        A position that is hot in several slots stays in the lowest; the others become empty. The victims are empty
+        rows, then those whose last use is longest ago, and among equals those in lower slots;
         never a hit of this step. In the order of their slots, they take the misses in the order of `top_k`. Rows that
         were not used for `MAX_AGE` tokens count as equally old. While the sequence fits, a miss takes the slot of its
         own number.

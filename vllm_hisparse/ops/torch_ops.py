@@ -256,10 +256,12 @@ def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Te
     num_positions = int(first_new.max())
     first_columns = _first_columns(selected, wanted, num_positions)
     columns = first_columns.gather(1, positions.where(positions >= 0, num_positions).long())
-    hits = columns >= 0
+    found = columns >= 0
     chosen = torch.full_like(selected, _NO_SLOT)
-    hit_columns = hits.nonzero()[:, 0] * selected.shape[1] + columns[hits]
-    chosen.view(-1).scatter_reduce_(0, hit_columns, slots[hits], "amin")
+    found_columns = found.nonzero()[:, 0] * selected.shape[1] + columns[found]
+    chosen.view(-1).scatter_reduce_(0, found_columns, slots[found], "amin")
+    hits = found & (chosen.gather(1, columns.clamp_min(0).long()) == slots)
+    positions = positions.where(hits | ~found, -1)  # the others are hot twice
     lead_columns = first_columns.gather(1, selected.where(wanted, num_positions).long())
     leads = wanted & (lead_columns == _columns(selected))
     missed = leads & (chosen == _NO_SLOT)
@@ -267,7 +269,7 @@ def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Te
     filled = _oldest(ages.where((slots < num_slots) & ~hits, -1), missed.sum(1, keepdim=True))
     chosen[missed] = slots[filled]  # as many of each request, paired in order
     is_reserved = (slots >= num_slots) & (slots < num_slots + new.shape[1])
-    residency.positions[entries[is_reserved]] = -1
+    residency.positions[entries[is_reserved | (found & ~hits)]] = -1
     residency.positions[entries[filled]] = selected[missed]
     residency.last_uses[entries[hits | filled]] = first_new.expand_as(slots)[hits | filled]
     chosen = chosen.gather(1, lead_columns.clamp_min(0).long()).where(wanted, -1)
