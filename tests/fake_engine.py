@@ -439,7 +439,7 @@ class FakeEngine:
         assert self.host_pool.num_used == 0, "host blocks without an owner"
         assert not self.host_pool._preempted, "blocks kept for requests that ended"
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
-        assert not self.hot._parked and not self.hot.frees
+        assert not self.hot._parked and not self.hot.frees.blocks
         ledger = self.ledger
         for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
             assert not leftover

@@ -3,6 +3,7 @@
 namespace hisparse {
 namespace {
 
+constexpr int kRoundsAhead = 4;
 constexpr int kNumAges = kMaxAge + 2;  // the last one is of empty rows
 static_assert(kNumAges == kNumThreads, "one age per thread");
 constexpr size_t kMaxSharedBytes = 220 << 10;  // beside what the kernel declares
@@ -196,31 +197,58 @@ __device__ __forceinline__ int32_t age_of(const Request& request, int32_t positi
     return request.wants(position) ? max(0, min(request.newest - last_use, kMaxAge)) : kNumAges - 1;
 }
 
-// Give the column of each hit its slot, and count the others by age. Of slots with the same position, the lowest is the
-// hit; the others become empty.
+// What a thread finds in one of its slots.
+struct Held {
+    int32_t slot;      // -1 where there is none
+    int32_t position;  // of no column where there is no slot
+    int32_t last_use;
+};
+
+__device__ __forceinline__ Held load_held(
+    const Residency& residency, const Request& request, int32_t slot, int32_t num_slots
+) {
+    if (slot >= num_slots) return {-1, -1, 0};
+    const int32_t entry = request.place(slot).entry;
+    return {slot, residency.positions[entry], residency.last_uses[entry]};
+}
+
+// Give the column of a hit its slot, or count the slot by age; a warp handles neighbouring slots together. Of slots with
+// the same position, the lowest is the hit; the others become empty.
+__device__ __forceinline__ void find_hit(
+    const Residency& residency, const Scratch& scratch, const Request& request, const Held& held
+) {
+    const int32_t slot = held.slot;
+    const int column = request.wants(held.position) ? scratch.find(held.position) : -1;
+    const int32_t other = column >= 0 ? atomicMin(scratch.chosen + column, slot) : -1;
+    const bool is_twice = column >= 0 && other != Scratch::kNone;
+    if (is_twice) residency.positions[request.place(max(slot, other)).entry] = -1;
+    int32_t age = -1;  // of the slot that is no hit, if there is one
+    if (is_twice) age = kNumAges - 1;
+    else if (slot >= 0 && column < 0) age = age_of(request, held.position, held.last_use);
+    const uint32_t peers = __match_any_sync(kAllLanes, age);
+    if (age >= 0 && lane_index() == __ffs(peers) - 1) atomicAdd(scratch.num_aged + age, __popc(peers));
+    // NOTE: by exclusive or, so that it does not matter who comes first.
+    const bool is_hit = column >= 0 && other > slot;
+    const uint32_t hits = __ballot_sync(kAllLanes, is_hit);
+    if (lane_index() == 0 && hits != 0) atomicXor(scratch.hits + slot / kWarpSize, hits);
+    if (is_hit && is_twice) atomicXor(scratch.hits + other / kWarpSize, 1u << other % kWarpSize);
+}
+
+// Find the hits, and the ages of the others.
 __device__ __forceinline__ void find_hits(
     const Residency& residency, const Scratch& scratch, const Request& request, int32_t num_slots
 ) {
     const int num_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
-#pragma unroll 4
-    for (int round = 0; round < num_rounds; ++round) {
-        const int32_t slot = round * kNumThreads + threadIdx.x;
-        const bool exists = slot < num_slots;
-        const int32_t entry = exists ? request.place(slot).entry : 0;
-        const int32_t position = exists ? residency.positions[entry] : -1;
-        const int32_t last_use = exists ? residency.last_uses[entry] : 0;
-        const int column = request.wants(position) ? scratch.find(position) : -1;
-        const int32_t other = column >= 0 ? atomicMin(scratch.chosen + column, slot) : -1;
-        const bool is_twice = column >= 0 && other != Scratch::kNone;
-        if (is_twice) residency.positions[request.place(max(slot, other)).entry] = -1;
-        if (exists && (column < 0 || is_twice)) {
-            atomicAdd(scratch.num_aged + (is_twice ? kNumAges - 1 : age_of(request, position, last_use)), 1);
+    for (int first = 0; first < num_rounds; first += kRoundsAhead) {
+        Held held[kRoundsAhead];  // loaded together: the atomics below would keep loads in order
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            held[i] = load_held(residency, request, (first + i) * kNumThreads + threadIdx.x, num_slots);
         }
-        // NOTE: by exclusive or, so that it does not matter who comes first.
-        const bool is_hit = column >= 0 && other > slot;
-        const uint32_t hits = __ballot_sync(kAllLanes, is_hit);
-        if (lane_index() == 0 && hits != 0) atomicXor(scratch.hits + slot / kWarpSize, hits);
-        if (is_hit && is_twice) atomicXor(scratch.hits + other / kWarpSize, 1u << other % kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            if (first + i < num_rounds) find_hit(residency, scratch, request, held[i]);
+        }
     }
 }
 

@@ -28,6 +28,7 @@ class Configuration:
         sibling_share: of remote prompts, those sent with the transfer parameters of another prompt.
         malformed_share: of remote prompts, those whose transfer parameters are damaged.
         has_tier: whether there is a tier below the host pool; engines share it.
+        lends_blocks: whether there are more device blocks than requests need, at times.
         num_drafts: tokens that are drafted at most for a request's next step, and verified there.
     """
 
@@ -43,6 +44,7 @@ class Configuration:
     sibling_share: float = 0.0
     malformed_share: float = 0.0
     has_tier: bool = False
+    lends_blocks: bool = False
     num_drafts: int = 0
 
     @property
@@ -70,6 +72,8 @@ CONFIGURATIONS = (
     _pd("P/D, sessions, nothing resident, one rank", has_sessions=True, num_ranks=1, **_DENSE),
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
+    Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True),
+    _pd("spare blocks, P/D", lends_blocks=True),
     Configuration("tier", has_tier=True),
     Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_DENSE),
     _pd("tier, P/D, data parallel", has_tier=True, num_engines=2),

@@ -39,6 +39,11 @@ def early_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestLedger, "_publish", publish_early)
 
 
+def no_news_of_hot_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker does not hear which hot blocks a request has lost."""
+    monkeypatch.setattr(RequestLedger, "change_hot_blocks", lambda *args: None)
+
+
 def no_tail_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """A preempted request's last, partial block of indexer keys is not copied to the host."""
     monkeypatch.setattr(HotBlockManager, "_save_tail", lambda *args: None)

@@ -29,7 +29,7 @@ class World:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.prefill = Prefill()
-        sizes, stored_blocks = self._sizes(), {}
+        sizes, stored_blocks = self._sizes(configuration), {}
         self.engines = [
             Engine(configuration, sizes, self.rng, self.prefill, self.counts, stored_blocks)
             for _ in range(configuration.num_engines)
@@ -68,12 +68,15 @@ class World:
             engine.flush()
             check_idle(engine)
 
-    def _sizes(self) -> Sizes:
+    def _sizes(self, configuration: Configuration) -> Sizes:
         """NOTE: where both pools are scarce, the host pool makes vLLM preempt long before the device does."""
         rng = self.rng
         is_host_scarce = rng.random() < 0.6
+        num_device_blocks = rng.randint(20, 48) if is_host_scarce else rng.randint(16, 24)
+        if configuration.lends_blocks:
+            num_device_blocks = 3 * num_device_blocks
         return Sizes(
-            num_device_blocks=rng.randint(20, 48) if is_host_scarce else rng.randint(16, 24),
+            num_device_blocks=num_device_blocks,
             num_host_blocks=rng.randint(12, 26) if is_host_scarce else rng.randint(26, 60),
             max_num_seqs=rng.randint(2, 6),
             token_budget=rng.randint(8, 40),

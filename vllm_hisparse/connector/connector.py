@@ -235,7 +235,7 @@ def _log_summary(
 ) -> None:
     layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
     num_pools = num_host_pools(vllm_config)
-    hot_bytes = layout.hot_request_bytes(max_model_len, config.rows)
+    hot_bytes = groups.hot_spec.request_bytes(max_model_len)
     full_bytes = layout.full_request_bytes(max_model_len)
     host_bytes = layout.host_request_bytes(max_model_len) * num_pools
     by_device = kv_cache_config.num_blocks * layout.device_block_bytes / hot_bytes
@@ -259,3 +259,16 @@ def _log_summary(
         by_host,
         groups.device_kv_bytes / full_bytes,
     )
+    if groups.hot_spec.elastic:
+        logger.info(
+            "HiSparse: hot buffers grow with their sequences up to that size, and beyond while device memory is free; "
+            "%.2f requests of max_model_len can be hot as a whole.",
+            kv_cache_config.num_blocks * layout.device_block_bytes / groups.hot_spec.request_bytes(max_model_len, True),
+        )
+    if config.rows > max_model_len:
+        logger.warning(
+            "HiSparse: device_buffer_size is %d, more than the %d tokens of the longest request. Lower it, or raise "
+            "--max-model-len.",
+            config.rows,
+            max_model_len,
+        )

@@ -19,6 +19,7 @@ COUNTERS = {
     "cache_hits": "Number of selected KV rows found in hot buffers.",
     "cache_misses": "Number of selected KV rows copied from the host pool.",
     "host_to_device_bytes": "Bytes copied from the host pool: missed rows and restored device-resident KV.",
+    "hot_rows_taken_back": "Number of lent hot rows per layer that were taken back for other uses.",
     "prefill_staged_bytes": "Bytes copied from the host pool for prefill chunks and for algorithms that read prompts.",
     "device_to_host_bytes": "Bytes copied to the host pool: new rows and device-resident KV.",
     "host_prefix_tokens": "Number of tokens served from the host pool instead of being computed.",
@@ -39,6 +40,8 @@ GAUGES = {
     "host_blocks_free": "Number of empty host blocks.",
     "host_blocks_cached": "Number of host blocks kept for later requests; evicted when blocks are needed.",
     "requests_waiting_for_host_memory": "Number of requests waiting for host blocks.",
+    "hot_rows_lent": "Number of hot rows per layer that requests have beyond device_buffer_size.",
+    "hot_rows_wanted": "Number of hot rows per layer beyond device_buffer_size that would hold all sequences.",
 }
 
 

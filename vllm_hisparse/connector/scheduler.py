@@ -188,6 +188,10 @@ class HiSparseSchedulerConnector:
             host_blocks_cached=self.host_pool.num_cached,
             requests_waiting_for_host_memory=len(self.ledger.waiting_for_host),
         )
+        if self.hot_manager.spare:
+            lent, wanted, taken_back = self.hot_manager.spare.take_row_counts()
+            stats.set_gauges(hot_rows_lent=lent, hot_rows_wanted=wanted)
+            stats.add(hot_rows_taken_back=taken_back)
         if self.tiers:
             stats.add(**self.tiers.take_counters())
             stats.add_tiers(self.tiers.take_stats())

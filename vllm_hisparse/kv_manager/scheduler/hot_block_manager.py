@@ -40,7 +40,6 @@ class HotBlockManager(CircularBufferManager):
         super().__init__(*args, **kwargs)
         self._parked: list[tuple[KVCacheBlock, list[int]]] = []  # (first hot block, pinned host blocks)
         self._is_scheduling = False
-        self.frees = StepFrees(self.block_pool)
         self.spare: SpareBlocks | None = None
 
     def bind(
@@ -56,6 +55,7 @@ class HotBlockManager(CircularBufferManager):
                 every hit of the host pool is the connector's.
         """
         self.host_pool, self.ledger, self.max_model_len = host_pool, ledger, max_model_len
+        self.frees = StepFrees(self.block_pool, host_pool)
         self.resident_group_id = resident_group_id
         if resident_group_id is not None:
             setattr(self.block_pool, _HOST_POOL, host_pool)
@@ -69,7 +69,7 @@ class HotBlockManager(CircularBufferManager):
         """
         if self.kv_cache_spec.elastic:
             sizes = self.max_model_len, max_num_batched_tokens, watermark_blocks
-            self.spare = SpareBlocks(self.block_pool, self.kv_cache_spec, self.frees, *sizes)
+            self.spare = SpareBlocks(self.block_pool, self.kv_cache_spec, *sizes)
 
     @classmethod
     def find_longest_cache_hit(
@@ -239,10 +239,7 @@ class HotBlockManager(CircularBufferManager):
 
     def _save_tail(self, device_id: int, host_id: int) -> None:
         """Have a block copied to the host, and keep both until that is done."""
-        block = self.block_pool.blocks[device_id]
-        self.block_pool.touch([block])
-        self.host_pool.pin([host_id])
-        self.frees.after_next_step([block], self.host_pool, [host_id])
+        self.frees.after_next_step(self.block_pool.blocks[device_id], host_id)
         self.ledger.save_tail(device_id, host_id)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
-from vllm_hisparse.kv_manager.scheduler.step_frees import StepFrees
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -29,35 +28,38 @@ class SpareBlocks:
     Args:
         block_pool: vLLM's.
         spec: of the hot buffers.
-        frees: frees what was taken back.
         max_model_len: tokens of the longest request.
         max_num_batched_tokens: tokens of a step.
         watermark_blocks: that vLLM leaves free when it admits a request.
 
     Attributes:
         lent: request id -> its blocks.
-        num_wanted: blocks that requests wanted when this was last looked at.
-        num_taken_back: blocks, since this was last set to 0.
     """
 
     def __init__(
         self,
         block_pool: BlockPool,
         spec: HotBufferSpec,
-        frees: StepFrees,
         max_model_len: int,
         max_num_batched_tokens: int,
         watermark_blocks: int,
     ):
-        self.block_pool, self.spec, self.frees, self.max_model_len = block_pool, spec, frees, max_model_len
+        self.block_pool, self.spec, self.max_model_len = block_pool, spec, max_model_len
         self.lent: dict[str, list[KVCacheBlock]] = {}
-        self.num_wanted = self.num_taken_back = 0
+        self._num_wanted = self._num_taken_back = 0
         layout = spec.layout
         num_hot = -(-layout.block_size // layout.rows_per_hot_block)
         self._blocks_per_block = num_hot + (layout.num_resident_layers > 0)  # of as many tokens as a host block has
         self._chunk_blocks = layout.num_blocks(max_num_batched_tokens) * self._blocks_per_block
         self._watermark_blocks = watermark_blocks
         self._steps_to_balance, self._num_known, self._steps_of_waiting = 0, 0, 0
+
+    def take_row_counts(self) -> tuple[int, int, int]:
+        """Hot rows lent, hot rows wanted when this was last looked at, and those taken back since the last call."""
+        num_blocks = sum(map(len, self.lent.values())), self._num_wanted, self._num_taken_back
+        self._num_taken_back = 0
+        lent, wanted, taken_back = (count * self.spec.layout.rows_per_hot_block for count in num_blocks)
+        return lent, wanted, taken_back
 
     def pop(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks of a request that ends or is preempted; the caller frees them."""
@@ -74,17 +76,17 @@ class SpareBlocks:
             num_scheduled: request id -> tokens that the step computes.
         """
         num_reserved = self._num_reserved(ledger, num_scheduled)
-        num_available = self.block_pool.get_num_free_blocks() + len(self.frees) - num_reserved
+        num_available = self.block_pool.get_num_free_blocks() - num_reserved
         self._steps_to_balance -= 1
         is_short = num_available < 0 and bool(self.lent)
         has_news, self._num_known = len(ledger.admitted) != self._num_known, len(ledger.admitted)
         if self._steps_to_balance > 0 and not is_short and not has_news:
             return
         self._steps_to_balance = STEPS_PER_BALANCE
-        wanted = {name: self._num_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
-        self.num_wanted = sum(wanted.values())
+        wanted = {name: self._blocks_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
+        self._num_wanted = sum(wanted.values())
         num_lent = sum(map(len, self.lent.values()))
-        share = min(max(num_available + num_lent, 0) / max(self.num_wanted, 1), 1.0)
+        share = min(max(num_available + num_lent, 0) / max(self._num_wanted, 1), 1.0)
         for request_id, num_wanted in wanted.items():
             num_given, target = len(self.lent.get(request_id, ())), int(num_wanted * share)
             if target < num_given and (is_short or share == 1 or num_given - target > MIN_CHANGE * num_wanted):
@@ -93,7 +95,7 @@ class SpareBlocks:
                 self._lend(ledger, request_id, target - num_given)
 
     def _num_reserved(self, ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> int:
-        """Blocks that running requests may need before what is taken back is free, and that waiting ones need."""
+        """Blocks that running requests may need in their next steps, and that waiting ones need."""
         num_reserved = len(ledger.admitted) * self._blocks_per_block
         if max(num_scheduled.values(), default=0) > self.spec.layout.max_query_len:
             num_reserved += self._chunk_blocks
@@ -117,12 +119,13 @@ class SpareBlocks:
         layout = self.spec.layout
         return self.spec.num_blocks(num_tokens) + (layout.num_blocks(num_tokens) if layout.num_resident_layers else 0)
 
-    def _num_wanted(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> int:
+    def _blocks_wanted(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> int:
         """Blocks that would hold the sequence, also until the next balance; none before the others are complete."""
         if num_blocks < self.spec.num_blocks(self.max_model_len):
             return 0
-        request, block_size = ledger.requests.get(request_id), self.spec.layout.block_size
-        num_tokens = min(request.num_tokens + 2 * block_size, self.max_model_len) if request else 0
+        request, layout = ledger.requests.get(request_id), self.spec.layout
+        num_new = STEPS_PER_BALANCE * layout.max_query_len + layout.block_size
+        num_tokens = min(request.num_tokens + num_new, self.max_model_len) if request else 0
         return max(self.spec.num_whole_blocks(num_tokens) - num_blocks, 0)
 
     def _lend(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> None:
@@ -132,7 +135,11 @@ class SpareBlocks:
             ledger.change_hot_blocks(request_id)
 
     def _take_back(self, ledger: RequestLedger, request_id: str, num_blocks: int, num_others: int) -> None:
-        """Take the last blocks if the sequence fits into what is left, else the first, which hold its oldest rows."""
+        """Take the last blocks if the sequence fits into what is left, else the first, which hold its oldest rows.
+
+        NOTE: the step that is being scheduled does not use them any more. Those before it have been processed when the
+        next one is scheduled and gives them away, since vLLM has two batches in flight at most.
+        """
         lent = self.lent[request_id]
         num_left = num_others + len(lent) - num_blocks
         fits = num_left >= self.spec.num_whole_blocks(ledger.admitted[request_id].num_tokens)
@@ -141,6 +148,6 @@ class SpareBlocks:
         del lent[part]
         if not lent:
             del self.lent[request_id]
-        self.num_taken_back += len(taken)
-        self.frees.after_steps_in_flight(taken)
+        self._num_taken_back += len(taken)
+        self.block_pool.free_blocks(taken)
         ledger.change_hot_blocks(request_id)

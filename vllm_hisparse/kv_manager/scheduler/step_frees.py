@@ -1,9 +1,8 @@
-"""Device blocks and host blocks that are freed when a step has been processed."""
+"""Device blocks and host blocks that become free when a step has been processed."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
@@ -14,38 +13,30 @@ if TYPE_CHECKING:
 
 
 class StepFrees:
-    """Frees blocks that steps in flight still read or write.
+    """Keeps blocks until the step that copies one to the other has been processed.
 
-    NOTE: the order of the device's stream makes it safe for later steps to use such a block, but transfers, and loads
-    from tiers, write to a block whenever they like.
+    NOTE: transfers, and loads from tiers, write to a block whenever they like, perhaps before the device's copy.
 
     Args:
         block_pool: vLLM's.
+        host_pool: the host pool.
     """
 
-    def __init__(self, block_pool: BlockPool):
-        self.block_pool = block_pool
+    def __init__(self, block_pool: BlockPool, host_pool: HostBlockPool):
+        self.block_pool, self.host_pool = block_pool, host_pool
         self._num_scheduled, self._num_processed = 0, 0  # steps
-        self._waiting: deque[tuple[int, Sequence[KVCacheBlock], HostBlockPool | None, Sequence[int]]] = deque()
-
-    def __len__(self) -> int:
-        """Device blocks that wait."""
-        return len(self.blocks)
+        self._waiting: deque[tuple[int, KVCacheBlock, int]] = deque()  # (step, device and host block)
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
-        return [block for _, blocks, _, _ in self._waiting for block in blocks]
+        """Device blocks that are kept."""
+        return [block for _, block, _ in self._waiting]
 
-    def after_next_step(
-        self, blocks: Sequence[KVCacheBlock], host_pool: HostBlockPool, host_ids: Sequence[int]
-    ) -> None:
-        """Free device blocks, and unpin host blocks, when the step that is being scheduled has been processed."""
-        self._waiting.append((self._num_scheduled + 1, blocks, host_pool, host_ids))
-
-    def after_steps_in_flight(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free device blocks that the step that is being scheduled does not use any more."""
-        self._waiting.append((self._num_scheduled, blocks, None, ()))
-        self._free()
+    def after_next_step(self, block: KVCacheBlock, host_id: int) -> None:
+        """Keep blocks until the step that is being scheduled has been processed."""
+        self.block_pool.touch([block])
+        self.host_pool.pin([host_id])
+        self._waiting.append((self._num_scheduled + 1, block, host_id))
 
     def step_scheduled(self) -> None:
         """A step's metadata is complete; called once per step."""
@@ -54,11 +45,7 @@ class StepFrees:
     def step_processed(self) -> None:
         """A step's copies and computations are over on the device; called once per step, in the same order."""
         self._num_processed += 1
-        self._free()
-
-    def _free(self) -> None:
         while self._waiting and self._waiting[0][0] <= self._num_processed:
-            _, blocks, host_pool, host_ids = self._waiting.popleft()
-            self.block_pool.free_blocks(blocks)
-            if host_pool is not None:
-                host_pool.unpin(host_ids)
+            _, block, host_id = self._waiting.popleft()
+            self.block_pool.free_blocks([block])
+            self.host_pool.unpin([host_id])

@@ -1,0 +1,129 @@
+"""Which blocks are lent, and when they come back: in a schedule over vLLM's real block pool."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
+
+from vllm_hisparse.kv_manager.scheduler.spare_blocks import MAX_STEPS_OF_WAITING, STEPS_PER_BALANCE
+
+ROWS_PER_BLOCK, BUFFER = 3, 5  # `HotBufferSpec` of `fake_engine`: 2 blocks in any case
+BLOCKS_PER_BLOCK = 2 + 1  # hot and resident ones, of 4 tokens
+CHUNK_BLOCKS = MAX_BUDGET // BLOCK_SIZE * BLOCKS_PER_BLOCK
+
+
+def make_engine(num_device_blocks: int, device_buffer_size: int = BUFFER) -> FakeEngine:
+    return FakeEngine(num_device_blocks, 64, device_buffer_size=device_buffer_size, elastic=True)
+
+
+def num_lent(engine: FakeEngine, request_id: str) -> int:
+    return len(engine.hot.spare.lent.get(request_id, ()))
+
+
+def num_rows(engine: FakeEngine, request_id: str) -> int:
+    return ROWS_PER_BLOCK * len(engine.hot.hot_blocks(request_id))
+
+
+def decode(engine: FakeEngine, num_steps: int) -> None:
+    """Steps that nobody prefills in; all tables of the worker are what the manager says."""
+    for _ in range(num_steps):
+        engine.step()
+        engine.check_integrity()
+        for request in engine.running:
+            handle = engine.ledger.admitted[request.request_id].handle
+            block_ids = [block.block_id for block in engine.hot.hot_blocks(request.request_id)]
+            assert engine.worker.hot_tables[handle] == block_ids
+
+
+def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
+    engine = make_engine(80)
+    request = engine.add("a", list(range(12)), max_tokens=16)
+    for _ in range(14):
+        decode(engine, 1)
+        assert request.num_computed_tokens < num_rows(engine, "a")
+    decode(engine, 8)
+    assert request.is_finished()
+    engine.check_idle()
+
+
+def test_a_short_sequence_has_no_more_than_its_rows() -> None:
+    engine = make_engine(80, device_buffer_size=14)
+    engine.add("a", [1, 2, 3], max_tokens=29)
+    sizes = {}
+    for num_tokens in range(3, 15):
+        decode(engine, 1)
+        sizes[num_tokens] = num_rows(engine, "a"), num_lent(engine, "a")
+    assert sizes[3] == sizes[4] == (6, 0) and sizes[5] == sizes[8] == (9, 0) and sizes[9] == sizes[12] == (12, 0)
+    assert sizes[13] == (15, 0), "complete: from now on it may be lent more"
+
+
+def test_requests_share_what_is_free() -> None:
+    """Beyond what stays free; all get the same part of what they want."""
+    engine = make_engine(1 + 44)
+    for name in "ab":
+        engine.add(name, [ord(name) + i for i in range(20)], max_tokens=12)
+    decode(engine, 8)
+    lent = num_lent(engine, "a"), num_lent(engine, "b")
+    assert lent[0] > 0 and abs(lent[0] - lent[1]) <= 1
+    free = engine.kv.block_pool.get_num_free_blocks()
+    assert free >= 2 * BLOCKS_PER_BLOCK, "a block that is needed next may be lent"
+    lent_rows, wanted_rows, _ = engine.hot.spare.take_row_counts()
+    assert lent_rows == sum(lent) * ROWS_PER_BLOCK < wanted_rows
+
+
+def test_blocks_come_back_before_a_request_waits() -> None:
+    """For longer than a step; nobody is preempted."""
+    engine = make_engine(1 + 16)
+    first = engine.add("a", list(range(4)), max_tokens=28)
+    decode(engine, STEPS_PER_BALANCE + 2)
+    before = num_lent(engine, "a")
+    assert before > 0
+    engine.add("b", list(range(50, 60)), max_tokens=2)
+    engine.step()
+    assert num_lent(engine, "a") < before and engine.waiting
+    decode(engine, 1)
+    assert not engine.waiting and first in engine.running
+    assert engine.stats.data["counters"]["hot_rows_taken_back"] > 0
+    decode(engine, 20)
+    engine.check_idle()
+
+
+def test_growing_requests_are_not_preempted_for_what_is_lent() -> None:
+    engine = make_engine(1 + 34)
+    names = "abc"
+    for name in names:
+        engine.add(name, [ord(name) + i for i in range(6)], max_tokens=12)
+    decode(engine, 14)
+    assert not any(request.num_preemptions for request in engine.running)
+    decode(engine, 6)
+    engine.check_idle()
+
+
+def test_whoever_waits_for_something_else_gets_everything() -> None:
+    """Such as for what vLLM reserves: unknown here."""
+    engine = make_engine(80)
+    engine.add("a", list(range(16)), max_tokens=14)
+    decode(engine, 3)
+    assert num_lent(engine, "a") > 0
+    engine.connector.on_new_request(engine.add("other", [1], max_tokens=1))
+    engine.waiting.clear()  # vLLM does not start it
+    decode(engine, MAX_STEPS_OF_WAITING + 1)
+    assert num_lent(engine, "a") == 0
+
+
+def test_sizes_are_looked_at_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(80)
+    engine.add("a", list(range(6)), max_tokens=26)
+    engine.step()
+    calls = []
+    monkeypatch.setattr(engine.hot.spare, "_blocks_wanted", lambda *_: calls.append(1) or 0)
+    decode(engine, STEPS_PER_BALANCE)
+    assert len(calls) == 1
+
+
+def test_an_engine_with_fixed_buffers_lends_nothing() -> None:
+    engine = FakeEngine(80)
+    assert engine.hot.spare is None
+    engine.add("a", [1, 2, 3], max_tokens=1)
+    engine.step(2)
+    assert len(engine.hot.hot_blocks("a")) == 2
