@@ -444,5 +444,5 @@ class FakeEngine:
         for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
             assert not leftover
         assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
-        assert not ledger._hot_changed and not (self.hot.spare and self.hot.spare.lent)
+        assert not len(ledger.hot_tables) and not (self.hot.spare and self.hot.spare.lent)
         assert not self.worker.tables and not self.worker.hot_tables, "the worker was not told of released requests"

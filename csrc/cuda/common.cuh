@@ -45,7 +45,7 @@ struct StepTables {
     const int32_t* handles;        // [batch], handle_stride elements apart
     const int32_t* seq_lens;       // [batch]
     const int32_t* hot_tables;     // [num_states, num_hot_blocks], requests hot_table_stride elements apart
-    const int32_t* num_hot_rows;   // [num_states]
+    const int32_t* num_hot_rows;   // [num_states]; null where no hot rows are looked for
     const int32_t* host_tables;    // [num_states, num_host_blocks], requests host_table_stride elements apart
     int64_t handle_stride;
     int64_t hot_table_stride;
@@ -94,12 +94,13 @@ __device__ inline int lane_index() {
     return threadIdx.x % kWarpSize;
 }
 
-// State index of a request; -1 for padding. head_stride: parts of device blocks from one to the next (`KVHeads`).
+// State index of a request; -1 for padding, and for one without hot rows. head_stride: parts of device blocks from one to the next (`KVHeads`).
 __device__ inline int32_t find_state(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
     const int32_t part = tables.handles[batch_index * tables.handle_stride] * head_stride;
     const bool known = part >= 0 && part < tables.num_device_blocks && tables.seq_lens[batch_index] > 0;
     const int32_t state_index = known ? tables.state_indices[part] : -1;
-    return state_index < tables.num_states ? state_index : -1;
+    if (state_index < 0 || state_index >= tables.num_states) return -1;
+    return tables.num_hot_rows == nullptr || tables.num_hot_rows[state_index] > 0 ? state_index : -1;
 }
 
 // Flat id of row `row` of a paged table; -1 where its block is -1 or lies beyond the table.

@@ -6,7 +6,6 @@ namespace {
 constexpr int kRoundsAhead = 4;
 constexpr int kNumAges = kMaxAge + 2;  // the last one is of empty rows
 static_assert(kNumAges == kNumThreads, "one age per thread");
-constexpr size_t kMaxSharedBytes = 220 << 10;  // beside what the kernel declares
 
 // Two counts, which one 64-bit sum adds.
 struct Tally {
@@ -569,6 +568,15 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     resolve_evicting(residency, request, counts, out, columns, selected, scratch, shared);
 }
 
+// Dynamic shared memory that a thread block of the current device can have.
+cudaError_t max_shared_bytes(int* result) {
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    const cudaError_t error = cudaDeviceGetAttribute(result, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    *result -= static_cast<int>(sizeof(Shared));
+    return error;
+}
+
 using Kernel =
     void (*)(Residency, StepTables, const int32_t*, int64_t, HotRows, int64_t*, Resolved, Divisor, Divisor, int);
 
@@ -598,10 +606,12 @@ extern "C" cudaError_t hisparse_resolve(
     const Kernel kernel = choose_kernel(out->top_k);
     const int64_t num_hot_rows = static_cast<int64_t>(tables->num_hot_blocks) * hot->rows_per_block;
     const size_t num_bytes = Scratch::num_bytes(out->top_k, num_hot_rows);
-    if (kernel == nullptr || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
+    int max_bytes = 0;
+    if (const cudaError_t error = max_shared_bytes(&max_bytes)) return error;
+    if (kernel == nullptr || num_hot_rows > kMaxHotRows || num_bytes > static_cast<size_t>(max_bytes)) return cudaErrorInvalidValue;
     // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, kMaxSharedBytes)) return error;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, max_bytes)) return error;
     const Divisor rows_per_block(hot->rows_per_block), block_size(tables->block_size);
     const int bucket_bits = Scratch::bucket_bits(out->top_k);
     kernel<<<tables->batch, kNumThreads, num_bytes, stream>>>(

@@ -46,7 +46,7 @@ MODEL = (
 )  # its configuration only; no weights are read
 NUM_LAYERS = 2
 _LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches")
-_LEDGER += ("_changed", "_hot_changed", "_released", "_tail_saves")
+_LEDGER += ("_changed", "hot_tables", "_released", "_tail_saves")
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 
 init_none_hash(sha256)

@@ -11,6 +11,7 @@ from vllm_hisparse.kv_manager.scheduler import hot_block_manager
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
+from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
@@ -39,9 +40,15 @@ def early_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestLedger, "_publish", publish_early)
 
 
-def no_news_of_hot_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker does not hear which hot blocks a request has lost."""
-    monkeypatch.setattr(RequestLedger, "change_hot_blocks", lambda *args: None)
+def no_news_of_taken_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker does not hear at once which hot blocks a request has lost."""
+    take_back = SpareBlocks._take_back
+
+    def take_silently(self: SpareBlocks, ledger: RequestLedger, request_id: str, *args) -> None:
+        take_back(self, ledger, request_id, *args)
+        ledger.hot_tables._changed.pop(request_id)
+
+    monkeypatch.setattr(SpareBlocks, "_take_back", take_silently)
 
 
 def no_tail_save(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class World:
         """NOTE: where both pools are scarce, the host pool makes vLLM preempt long before the device does."""
         rng = self.rng
         is_host_scarce = rng.random() < 0.6
-        num_device_blocks = rng.randint(20, 48) if is_host_scarce else rng.randint(16, 24)
+        num_device_blocks = rng.randint(20, 48) if is_host_scarce else rng.randint(18, 26)
         if configuration.lends_blocks:
             num_device_blocks = 3 * num_device_blocks
         return Sizes(

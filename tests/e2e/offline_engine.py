@@ -148,22 +148,20 @@ def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
     return [completion(output) for output in outputs]
 
 
-def run_aborts(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
-    """Start all prompts, abort each after its own number of steps, finish the rest."""
-    engine = llm.llm_engine
-    steps_left = {str(i): steps for i, steps in enumerate(phase["abort_after"])}
-    internal_ids = {}
-    for name, prompt in zip(steps_left, phase["prompts"], strict=True):
-        internal_ids[name] = engine.add_request(name, {"prompt_token_ids": prompt}, sampling_params(phase))
-    finished = {}
-    step = 0
-    while engine.has_unfinished_requests():
+def run_script(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
+    """Start each prompt after its own number of steps, abort each after another (None: never), finish the rest."""
+    engine, num_prompts = llm.llm_engine, len(phase["prompts"])
+    arrivals, aborts = phase.get("arrive_after", [0] * num_prompts), phase["abort_after"]
+    finished, step = {}, 0
+    while step <= max(arrivals) or engine.has_unfinished_requests():
+        for index in [index for index, steps in enumerate(arrivals) if steps == step]:
+            engine.add_request(str(index), {"prompt_token_ids": phase["prompts"][index]}, sampling_params(phase))
         for output in engine.step():
             if output.finished:
                 finished[output.request_id] = completion(output)
         step += 1
-        engine.abort_request([name for name, steps in steps_left.items() if steps == step])
-    return [finished.get(name, {"tokens": None}) for name in steps_left]
+        engine.abort_request([str(index) for index, steps in enumerate(aborts) if steps == step])
+    return [finished.get(str(index), {"tokens": None}) for index in range(num_prompts)]
 
 
 def scheduler_core(llm: Any) -> Any:
@@ -307,7 +305,7 @@ class OfflineEngine:
 
     def run(self, phase: dict[str, Any]) -> dict[str, Any]:
         """One phase's record."""
-        run = run_aborts if "abort_after" in phase else run_phase
+        run = run_script if "abort_after" in phase else run_phase
         start = time.perf_counter()
         record: dict[str, Any] = {"completions": run(self.llm, phase), "seconds": time.perf_counter() - start}
         if self.recorder is not None:

@@ -324,7 +324,7 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
     assert torch.equal(simulation.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1))
 
 
-@pytest.mark.parametrize(("seq_len", "has_request"), [(0, True), (-3, True), (5, False)])
+@pytest.mark.parametrize(("seq_len", "has_request"), [(0, True), (-3, True), (5, False), (6, True)])
 def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     tables = StepTables(
@@ -333,6 +333,8 @@ def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
         torch.tensor([seq_len], dtype=torch.int32),
         *simulation.state_args,
     )
+    if seq_len == 6:
+        simulation.num_hot_rows[0] = 0
     out = torch.full((2,), 77)
     simulation.ops.newest_row_ids(tables, simulation.hot_rows, out)
     assert out.tolist() == [-1, 77]

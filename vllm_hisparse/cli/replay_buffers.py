@@ -43,23 +43,27 @@ class Buffer:
 class PrivateBuffer(Buffer):
     """The hot buffer of one request in one layer, as the plugin keeps it; a row id is a position.
 
-    While the sequence is no longer than the buffer, position p has slot p and nothing is evicted. At first, as many of
-    the prompt's last rows as fit are hot (`HotBuffer.seed`).
+    While the sequence fits, position p has slot p and nothing is evicted; the newest row may have a slot beyond the
+    buffer's. At first, as many of the prompt's last rows as fit are hot (`HotBuffer.seeds`).
     """
 
     def seed(self, prompt_tokens: int) -> None:
         """Start with a prompt of so many tokens."""
         num_slots = len(self.rows)
         positions = np.arange(max(prompt_tokens - num_slots, 0), prompt_tokens)
-        self.place(positions, np.arange(len(positions)))
+        self.place(positions, positions % num_slots)
+        self.policy.seed(positions % num_slots)
 
     def select(self, selection: Selection) -> np.ndarray:
-        if selection.newest >= len(self.rows):
+        if selection.newest > len(self.rows):
             return super().select(selection)
-        missed = selection.rows[self.slot_of[selection.rows] < 0]
+        slots = self.slot_of[selection.rows]
+        missed, hits = selection.rows[slots < 0], slots[slots >= 0]
+        filled = np.append(missed, selection.newest)
+        filled = filled[filled < len(self.rows)]
         self.policy.begin(selection)
-        for rows in (missed, np.array([selection.newest])):
-            self.place(rows, rows)
+        self.place(filled, filled)
+        self.policy.touch(hits, filled)
         return missed
 
 
@@ -144,7 +148,9 @@ def pooled_misses(
     pool = Buffer(pool_slots, num_rows, policy(pool_slots, first_uses(shifted, num_rows), num_levels))
     for sequence, steps in enumerate(traced):
         last = np.arange(max(steps[0].newest - num_slots, 0), steps[0].newest)
-        pool.place(sequence * num_positions + last, sequence * num_slots + np.arange(len(last)))
+        slots = sequence * num_slots + last % num_slots
+        pool.place(sequence * num_positions + last, slots)
+        pool.policy.seed(slots)
     for (sequence, step, _), selection, next_uses in zip(turns, shifted, uses, strict=True):
         yield sequence, step, pool.select(replace(selection, next_uses=next_uses)) - sequence * num_positions
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_hisparse.ops.base import MAX_AGE
+
 NEVER = np.iinfo(np.int64).max  # time of a use that does not come
 
 
@@ -42,6 +44,9 @@ class Policy(ABC):
 
     def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
         self.num_slots, self.num_rows = num_slots, len(first_uses) - 1
+
+    def seed(self, slots: np.ndarray) -> None:  # noqa: B027 (see `begin`)
+        """Slots that are filled before the first step, in this order: [n] int64."""
 
     def begin(self, selection: Selection) -> None:  # noqa: B027 (few policies look at a selection)
         """Called once per step and layer, before `victims`."""
@@ -81,6 +86,9 @@ class FIFO(Policy):
         super().__init__(num_slots, first_uses, num_levels)
         self.stamps, self.clock = np.arange(num_slots), num_slots
 
+    def seed(self, slots: np.ndarray) -> None:
+        self._stamp(slots)
+
     def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
         return smallest(self.stamps.copy(), hits, num_victims)
 
@@ -92,15 +100,29 @@ class FIFO(Policy):
         self.clock += len(slots)
 
 
-class LRU(FIFO):
-    """Evicts what was used least recently, in the order of the plugin (`SwapInOps.resolve`): in a step, filled slots
-    come before hits, each in their old order."""
+class LRU(Policy):
+    """Evicts what was used least recently, as the plugin does (`SwapInOps.resolve`): empty slots first, then by the
+    step of the last use, steps beyond `MAX_AGE` alike, then by number. Slots are filled in the order of their numbers.
+    """
 
     name = "lru"
 
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
+        super().__init__(num_slots, first_uses, num_levels)
+        self.stamps, self.clock = np.full(num_slots, -1), -1
+
+    def seed(self, slots: np.ndarray) -> None:
+        self.stamps[slots] = np.arange(-len(slots), 0)
+
+    def begin(self, selection: Selection) -> None:
+        self.clock += 1
+
+    def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
+        keys = np.where(rows < 0, -1, np.maximum(self.stamps - (self.clock - MAX_AGE), 0))
+        return np.sort(smallest(keys * self.num_slots + np.arange(self.num_slots), hits, num_victims))
+
     def touch(self, hits: np.ndarray, filled: np.ndarray) -> None:
-        self._stamp(filled)
-        self._stamp(hits[self.stamps[hits].argsort()])
+        self.stamps[hits] = self.stamps[filled] = self.clock
 
 
 class Clock(Policy):
@@ -133,8 +155,9 @@ class Clock(Policy):
         self.was_used[filled] = False
 
 
-class Score(LRU):
-    """Evicts what the indexer now ranks lowest, as far as the trace knows ranks; among equals, as LRU."""
+class Score(FIFO):
+    """Evicts what the indexer now ranks lowest, as far as the trace knows ranks; among equals, what was used least
+    recently, and of one step's rows those that were filled before hits."""
 
     name = "score"
 
@@ -152,6 +175,10 @@ class Score(LRU):
 
     def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
         return smallest(self.stamps - (self.levels[rows] << 48), hits, num_victims)
+
+    def touch(self, hits: np.ndarray, filled: np.ndarray) -> None:
+        self._stamp(filled)
+        self._stamp(hits[self.stamps[hits].argsort()])
 
 
 class Belady(Policy):

@@ -15,7 +15,9 @@ from vllm_hisparse.connector.request_log import RequestLog
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
+from vllm_hisparse.kv_manager.scheduler.hot_tables import HotTables
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -57,9 +59,8 @@ class HiSparseSchedulerConnector:
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
-        tracks_decodes = self.layout.num_kv_heads is not None  # a dense model
-        has_drafts = self.layout.max_query_len > 1
-        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, tracks_decodes, has_drafts)
+        decodes = self.layout.num_kv_heads is not None, self.layout.max_query_len > 1  # dense models; drafts
+        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, *decodes)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.tiers: Tiers | None = None
@@ -72,9 +73,9 @@ class HiSparseSchedulerConnector:
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         resident_id = self.groups.resident_group_id
         resident_blocks = None if resident_id is None else managers[resident_id].req_to_blocks
-        self.ledger.bind(resident_blocks, self.hot_manager.hot_blocks)
+        self.ledger.bind(resident_blocks, HotTables(self.hot_manager.hot_blocks))
         self.hot_manager.bind(self.host_pool, self.ledger, kv_cache_manager.max_model_len, resident_id)
-        self.hot_manager.lend_spare_blocks(self.max_num_batched_tokens, kv_cache_manager.watermark_blocks)
+        self.hot_manager.spare = SpareBlocks.make(kv_cache_manager, self.groups.hot_spec, self.max_num_batched_tokens)
 
     def on_new_request(self, request: Request) -> None:
         self.ledger.add(request)
@@ -106,7 +107,8 @@ class HiSparseSchedulerConnector:
         if num_external_tokens:
             self._plan_restore(request, num_external_tokens)
         if request.num_preemptions and request.status == RequestStatus.PREEMPTED:
-            self._record_resumption(request)
+            num_matched = self.ledger.admitted[request.request_id].num_matched_tokens
+            self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
         num_scheduled = scheduler_output.num_scheduled_tokens
@@ -182,16 +184,12 @@ class HiSparseSchedulerConnector:
         """Counters since the last call, and the pool's present state."""
         self.hot_manager.release_parked()
         stats = self.counts.take()
-        stats.set_gauges(
-            host_blocks_used=self.host_pool.num_used,
-            host_blocks_free=self.host_pool.num_free,
-            host_blocks_cached=self.host_pool.num_cached,
-            requests_waiting_for_host_memory=len(self.ledger.waiting_for_host),
-        )
+        pool = self.host_pool
+        stats.set_gauges(host_blocks_used=pool.num_used, host_blocks_free=pool.num_free)
+        stats.set_gauges(host_blocks_cached=pool.num_cached)
+        stats.set_gauges(requests_waiting_for_host_memory=len(self.ledger.waiting_for_host))
         if self.hot_manager.spare:
-            lent, wanted, taken_back = self.hot_manager.spare.take_row_counts()
-            stats.set_gauges(hot_rows_lent=lent, hot_rows_wanted=wanted)
-            stats.add(hot_rows_taken_back=taken_back)
+            self.hot_manager.spare.report(stats)
         if self.tiers:
             stats.add(**self.tiers.take_counters())
             stats.add_tiers(self.tiers.take_stats())
@@ -206,10 +204,8 @@ class HiSparseSchedulerConnector:
         return self.take_stats()
 
     def shutdown(self) -> None:
-        if self.tiers:
-            self.tiers.shutdown()
-        if self.transport:
-            self.transport.shutdown()
+        for part in filter(None, (self.tiers, self.transport)):
+            part.shutdown()
 
     def _find_match(self, request: Request) -> HostMatch:
         self.hot_manager.release_parked()
@@ -223,10 +219,6 @@ class HiSparseSchedulerConnector:
         for index, block in self.ledger.device_blocks(request_id, first, self.layout.num_blocks(num_matched)):
             self._restores.append((host_ids[index], block.block_id))
         self.counts.add(host_prefix_tokens=num_external_tokens)
-
-    def _record_resumption(self, request: Request) -> None:
-        num_matched = self.ledger.admitted[request.request_id].num_matched_tokens
-        self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def _start_transfer(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = request.request_id

@@ -97,7 +97,7 @@ class StepTables:
             too: vLLM pads a graph's batch so, and its handle may be stale.
         hot_tables: [num_states, max hot blocks] int32 device blocks of each request; what is beyond `num_hot_rows` is
             not read.
-        num_hot_rows: [num_states] int32 rows of these blocks that the request may use.
+        num_hot_rows: [num_states] int32 rows of these blocks that the request may use; without any, it is padding.
         host_tables: [num_states, max host blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
         query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`; None: one each.

@@ -74,7 +74,7 @@ class TorchSwapInOps(SwapInOps):
         batch = len(tables.seq_lens)
         live, states = _live_requests(tables, batch)
         row_ids = _newest_row_ids(tables, live, states, hot_rows)
-        by_request = out[: batch * tables.max_query_len].view(batch, -1)
+        by_request = out[: batch * tables.max_query_len].view(batch, tables.max_query_len)
         by_request[:] = -1
         by_request[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
 
@@ -167,7 +167,10 @@ class _Buffers(NamedTuple):
 
 def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Requests of the batch that are no padding: two [<= batch] int64, their batch indices and their state indices."""
-    return _find_live(tables.handles[:batch], tables.seq_lens[:batch], tables.state_indices, len(tables.host_tables))
+    num_states = len(tables.host_tables)
+    live, states = _find_live(tables.handles[:batch], tables.seq_lens[:batch], tables.state_indices, num_states)
+    has_rows = tables.num_hot_rows[states] > 0
+    return live[has_rows], states[has_rows]
 
 
 def _find_live(
@@ -284,9 +287,10 @@ def _oldest(ages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ages: [n, entries] int.
         counts: [n, 1] int.
     """
-    order = ages.argsort(dim=1, descending=True, stable=True)
-    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(ages.shape[1], device=ages.device).expand_as(order))
-    return ranks < counts
+    num_chosen, slots = int(counts.max()), torch.arange(ages.shape[1], device=ages.device)
+    chosen = (ages * len(slots) - slots).topk(num_chosen).indices  # no two entries are equal
+    is_one = (torch.arange(num_chosen, device=ages.device) < counts).expand_as(chosen)
+    return torch.zeros_like(ages, dtype=torch.bool).scatter_(1, chosen, is_one)
 
 
 def _write_resolved(

@@ -7,6 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.scheduler.hot_tables import HotTables
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestChanges, RequestLedger
 from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
 
@@ -18,9 +19,8 @@ def make_ledger(
 ) -> RequestLedger:
     pool = HostBlockPool(32, BLOCK_SIZE)
     ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, has_drafts=has_drafts)
-    ledger.bind(
-        None if is_dense else {}, lambda request_id: [SimpleNamespace(block_id=ledger.admitted[request_id].handle)]
-    )
+    hot_tables = HotTables(lambda name: [SimpleNamespace(block_id=ledger.admitted[name].handle)])
+    ledger.bind(None if is_dense else {}, hot_tables)
     return ledger
 
 
@@ -73,25 +73,21 @@ def test_a_prompt_in_chunks() -> None:
     assert step(ledger, (request, 1)) == RequestChanges()
 
 
-def test_hot_blocks_travel_from_the_first_that_changed() -> None:
-    """Also those of a request that does not run, if the worker knows it."""
+def test_hot_blocks_travel_of_requests_that_the_worker_knows() -> None:
+    """Also if they do not run; the whole table of one that it forgot."""
     ledger, blocks = make_ledger(), {"a": [7, 8], "b": [9]}
-    ledger.bind({}, lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]])
+    ledger.bind({}, HotTables(lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]]))
     first, second = arrive(ledger, "a", 10), arrive(ledger, "b", 10)
     admit(ledger, first, handle=7)
     admit(ledger, second, handle=9)
     assert step(ledger, (first, 3)).hot_tables == {7: (0, [7, 8])}
     for name, change in (("a", [7, 8, 5, 6]), ("b", [9, 10])):
         blocks[name] = change
-        ledger.change_hot_blocks(name)
+        ledger.hot_tables.change(name)
     assert ledger.take_changes({}).hot_tables == {7: (2, [5, 6])}
-    assert ledger.take_changes({}) == RequestChanges()
-    blocks["a"] = [7, 8, 6]
-    ledger.change_hot_blocks("a")
-    assert step(ledger, (second, 3)).hot_tables == {7: (2, [6]), 9: (0, [9, 10])}
-    blocks["a"] = [7, 8]
-    ledger.change_hot_blocks("a")
-    assert ledger.take_changes({}).hot_tables == {7: (2, [])}
+    assert step(ledger, (second, 3)).hot_tables == {9: (0, [9, 10])}
+    ledger._drop_state("a")
+    assert step(ledger, (first, 1)).hot_tables == {7: (0, [7, 8, 5, 6])}
 
 
 def test_blocks_are_published_in_the_step_that_saves_them() -> None:

@@ -67,8 +67,8 @@ def test_requests_share_what_is_free() -> None:
     assert lent[0] > 0 and abs(lent[0] - lent[1]) <= 1
     free = engine.kv.block_pool.get_num_free_blocks()
     assert free >= 2 * BLOCKS_PER_BLOCK, "a block that is needed next may be lent"
-    lent_rows, wanted_rows, _ = engine.hot.spare.take_row_counts()
-    assert lent_rows == sum(lent) * ROWS_PER_BLOCK < wanted_rows
+    gauges = engine.stats.data["gauges"]
+    assert gauges["hot_rows_lent"] == sum(lent) * ROWS_PER_BLOCK < gauges["hot_rows_wanted"]
 
 
 def test_blocks_come_back_before_a_request_waits() -> None:

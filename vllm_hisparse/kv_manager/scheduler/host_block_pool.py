@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from vllm_hisparse.kv_manager.scheduler.host_block_states import HostBlockStates, PrivateKey
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,22 @@ class HostBlockPool(HostBlockStates):
                 break
             block_ids.append(block_id)
         return HostMatch(block_ids, len(block_ids) * self.block_size)
+
+    def find_match(self, request: Request, enable_caching: bool) -> HostMatch:
+        """The most that is here of a request: what it left when it was preempted, or what others have published.
+
+        Args:
+            request: which one.
+            enable_caching: whether others' blocks count.
+        """
+        if request.skip_reading_prefix_cache:
+            return HostMatch()
+        # NOTE: the last token is always computed, for its logits.
+        match = self.retained_prefix(request.request_id, request.num_tokens - 1)
+        if not enable_caching:
+            return match
+        cached = self.cached_prefix(request.block_hashes, request.num_tokens - 1)
+        return max(match, cached, key=lambda found: found.num_tokens)
 
     def retained_prefix(self, request_id: str, max_tokens: int) -> HostMatch:
         """What is left of a preempted request's KV, at most `max_tokens` long."""

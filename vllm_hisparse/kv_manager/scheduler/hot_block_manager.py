@@ -60,17 +60,6 @@ class HotBlockManager(CircularBufferManager):
         if resident_group_id is not None:
             setattr(self.block_pool, _HOST_POOL, host_pool)
 
-    def lend_spare_blocks(self, max_num_batched_tokens: int, watermark_blocks: int) -> None:
-        """Lend free device blocks to requests, if hot buffers are elastic; called once, after `bind`.
-
-        Args:
-            max_num_batched_tokens: tokens of a step.
-            watermark_blocks: that vLLM leaves free when it admits a request.
-        """
-        if self.kv_cache_spec.elastic:
-            sizes = self.max_model_len, max_num_batched_tokens, watermark_blocks
-            self.spare = SpareBlocks(self.block_pool, self.kv_cache_spec, *sizes)
-
     @classmethod
     def find_longest_cache_hit(
         cls,
@@ -204,7 +193,7 @@ class HotBlockManager(CircularBufferManager):
             self.host_pool.allocate(request_id, self._num_reserved(request_id), self.ledger.match(request_id))
             self.ledger.admit(request_id, new_blocks[0].block_id)
         elif new_blocks:
-            self.ledger.change_hot_blocks(request_id)
+            self.ledger.hot_tables.change(request_id)
         return new_blocks
 
     def _is_preempted(self, request_id: str) -> bool:
@@ -214,7 +203,7 @@ class HotBlockManager(CircularBufferManager):
 
     def _preempt(self, request: Request, admitted: AdmittedRequest) -> None:
         if self.resident_group_id is not None:
-            self._forget_uncomputed(request, admitted)
+            _forget_uncomputed(self.block_pool, self.resident_group_id, request, admitted.num_tokens)
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         num_blocks, host_ids = -(-num_tokens // self.block_size), self.host_pool.block_ids(request.request_id)
         unsaved = {index: block_id for index, block_id in admitted.unsaved_blocks.items() if index < num_blocks}
@@ -226,21 +215,27 @@ class HotBlockManager(CircularBufferManager):
             num_tokens = min(unsaved) * self.block_size
         self.host_pool.preempt(request.request_id, num_tokens)
 
-    def _forget_uncomputed(self, request: Request, admitted: AdmittedRequest) -> None:
-        """Remove blocks from vLLM's prefix cache that the request was to fill in a step that does not compute it now.
-
-        NOTE: vLLM caches blocks when it schedules, and by priority may preempt what it has scheduled. Others with the
-        same tokens may leave, too; they come back from the host.
-        """
-        last = min(admitted.num_tokens // self.block_size, len(request.block_hashes))
-        for block_hash in request.block_hashes[request.num_computed_tokens // self.block_size : last]:
-            while blocks := self.block_pool.get_cached_block(block_hash, [self.resident_group_id]):
-                self.block_pool.evict_blocks({block.block_id for block in blocks})
-
     def _save_tail(self, device_id: int, host_id: int) -> None:
         """Have a block copied to the host, and keep both until that is done."""
         self.frees.after_next_step(self.block_pool.blocks[device_id], host_id)
         self.ledger.save_tail(device_id, host_id)
+
+
+def _forget_uncomputed(block_pool: BlockPool, group_id: int, request: Request, num_tokens: int) -> None:
+    """Remove blocks from vLLM's prefix cache that a request was to fill in a step that does not compute it now.
+
+    NOTE: vLLM caches blocks when it schedules, and by priority may preempt what it has scheduled. Others with the same
+    tokens may leave, too; they come back from the host.
+
+    Args:
+        group_id: of the blocks.
+        num_tokens: of the request, with that step.
+    """
+    block_size = block_pool.hash_block_size
+    last = min(num_tokens // block_size, len(request.block_hashes))
+    for block_hash in request.block_hashes[request.num_computed_tokens // block_size : last]:
+        while blocks := block_pool.get_cached_block(block_hash, [group_id]):
+            block_pool.evict_blocks({block.block_id for block in blocks})
 
 
 def register_hot_block_manager() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.scheduler.hot_tables import HotTables
 from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ class AdmittedRequest:
         num_tokens: tokens it was last given room for.
         next_event: number of tokens at which a block becomes full or a new one is begun.
         num_sent_blocks: host blocks the worker knows; 0 while the worker has no state of the request.
-        sent_hot_blocks: hot blocks the worker knows.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
         unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
@@ -37,7 +37,6 @@ class AdmittedRequest:
     num_tokens: int = 0
     next_event: int = 0
     num_sent_blocks: int = 0
-    sent_hot_blocks: list[int] = field(default_factory=list)
     num_saved_blocks: int = 0
     num_published_blocks: int = 0
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
@@ -89,6 +88,7 @@ class RequestLedger:
         sessions: ids of those that get their prompt in turns.
         admitted: request id -> what is known of a request that holds blocks.
         waiting_for_host: ids of requests that the host pool could not take.
+        hot_tables: told by whoever gives or takes hot blocks.
     """
 
     def __init__(
@@ -111,21 +111,11 @@ class RequestLedger:
         self._released: list[int] = []
         self._tail_saves: list[tuple[int, int]] = []
         self._device_blocks: Mapping[str, list[KVCacheBlock]] | None = None
-        self._hot_blocks: Callable[[str], list[KVCacheBlock]] = lambda _: []
-        self._hot_changed: dict[str, None] = {}
+        self.hot_tables = HotTables(lambda _: [])
 
-    def bind(
-        self,
-        device_blocks: Mapping[str, list[KVCacheBlock]] | None,
-        hot_blocks: Callable[[str], list[KVCacheBlock]],
-    ) -> None:
-        """Attach what says which blocks a request has.
-
-        Args:
-            device_blocks: those of device-resident KV, by request id; None where there is none.
-            hot_blocks: those of hot rows, of a request id.
-        """
-        self._device_blocks, self._hot_blocks = device_blocks, hot_blocks
+    def bind(self, device_blocks: Mapping[str, list[KVCacheBlock]] | None, hot_tables: HotTables) -> None:
+        """Attach vLLM's lists of blocks of device-resident KV (None: there is none), and what is known of hot ones."""
+        self._device_blocks, self.hot_tables = device_blocks, hot_tables
 
     # Arrival and end
 
@@ -154,14 +144,7 @@ class RequestLedger:
 
     def find_match(self, request: Request) -> HostMatch:
         """Look up what the host pool holds of a request that waits."""
-        match = HostMatch()
-        if not request.skip_reading_prefix_cache:
-            # NOTE: the last token is always computed, for its logits.
-            match = self.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
-            if self.enable_caching:
-                cached = self.host_pool.cached_prefix(request.block_hashes, request.num_tokens - 1)
-                match = max(match, cached, key=lambda found: found.num_tokens)
-        self._matches[request.request_id] = match
+        match = self._matches[request.request_id] = self.host_pool.find_match(request, self.enable_caching)
         return match
 
     def wait_for_host(self, request_id: str, waits: bool) -> None:
@@ -189,10 +172,6 @@ class RequestLedger:
             admitted.next_event = num_tokens + (self.block_size - tail if tail else 1)
         admitted.num_tokens = num_tokens
 
-    def change_hot_blocks(self, request_id: str) -> None:
-        """A request has got or lost hot blocks."""
-        self._hot_changed[request_id] = None
-
     def save_tail(self, device_id: int, host_id: int) -> None:
         """A block of a preempted request, such as its partial last one, is to be copied to the host."""
         self._tail_saves.append((device_id, host_id))
@@ -201,7 +180,7 @@ class RequestLedger:
         """A request has lost its blocks. Returns what was known of it; None if it had none."""
         self.waiting_for_host.discard(request_id)
         self._changed.pop(request_id, None)
-        self._hot_changed.pop(request_id, None)
+        self.hot_tables.forget(request_id)
         admitted = self.admitted.pop(request_id, None)
         if admitted and admitted.num_sent_blocks:
             self._released.append(admitted.handle)
@@ -225,15 +204,12 @@ class RequestLedger:
         for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
             del self._changed[request_id]
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
-        for request_id in self._hot_changed:
-            self._add_hot_blocks(changes, request_id, self.admitted[request_id])
-        self._hot_changed.clear()
-        self._drop_idle_states(num_scheduled)
-        if self.tracks_decodes:
-            for request_id, num_tokens in num_scheduled.items():
-                admitted, request = self.admitted[request_id], self.requests[request_id]
-                if admitted.note_step(num_tokens):
-                    changes.first_decodes.append((admitted.handle, request.num_computed_tokens))
+        changes.hot_tables = self.hot_tables.take_changes(self._known_handles())
+        for request_id in self._idle(num_scheduled):
+            self._drop_state(request_id)
+        for request_id, num_tokens in num_scheduled.items() if self.tracks_decodes else ():
+            if (admitted := self.admitted[request_id]).note_step(num_tokens):
+                changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
         changes.released, self._released = self._released, []
         changes.tail_saves, self._tail_saves = self._tail_saves, []
         return changes
@@ -247,7 +223,7 @@ class RequestLedger:
         if len(host_ids) > admitted.num_sent_blocks:
             changes.tables[admitted.handle] = (admitted.num_sent_blocks, host_ids[admitted.num_sent_blocks :])
             admitted.num_sent_blocks = len(host_ids)
-        self._hot_changed[request_id] = None
+        self.hot_tables.change(request_id)
         num_computed = request.num_computed_tokens + num_new_tokens
         # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
         num_certain = min(num_computed, request.num_tokens) if self.has_drafts else num_computed
@@ -262,37 +238,28 @@ class RequestLedger:
             self._changed[request_id] = None  # drafts fill a block, which is saved once its tokens are certain
         self._publish(request, admitted)
 
-    def _add_hot_blocks(self, changes: RequestChanges, request_id: str, admitted: AdmittedRequest) -> None:
-        """Add a request's hot blocks from the first one that the worker does not know, if it knows the request.
+    def _known_handles(self) -> dict[str, int]:
+        """Of the requests that the worker knows."""
+        return {name: admitted.handle for name, admitted in self.admitted.items() if admitted.num_sent_blocks}
 
-        NOTE: also if it does not run: another request may get what it lost.
-        """
-        block_ids, sent = [block.block_id for block in self._hot_blocks(request_id)], admitted.sent_hot_blocks
-        if admitted.num_sent_blocks and block_ids != sent:
-            pairs = enumerate(zip(block_ids, sent, strict=False))
-            first = next((index for index, (new, old) in pairs if new != old), min(len(block_ids), len(sent)))
-            changes.hot_tables[admitted.handle] = (first, block_ids[first:])
-            admitted.sent_hot_blocks = block_ids
-
-    def _drop_idle_states(self, num_scheduled: Mapping[str, int]) -> None:
-        """Make room on the worker for every request of this step: it forgets some that do not run.
+    def _idle(self, num_scheduled: Mapping[str, int]) -> list[str]:
+        """Requests that the worker forgets, to make room for every request of this step.
 
         NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
         request whose transfer has ended may be given the last place before it.
         """
-        known = [request_id for request_id, admitted in self.admitted.items() if admitted.num_sent_blocks]
-        if (num_excess := len(known) - self.max_num_running) > 0:
-            idle = [request_id for request_id in known if request_id not in num_scheduled]
-            idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
-            for request_id in idle[:num_excess]:
-                self._drop_state(request_id)
+        known = self._known_handles()
+        idle = [request_id for request_id in known if request_id not in num_scheduled]
+        idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
+        return idle[: max(len(known) - self.max_num_running, 0)]
 
     def _drop_state(self, request_id: str) -> None:
         """Let the worker forget a request; its table is sent again when it runs."""
         admitted = self.admitted[request_id]
         self._released.append(admitted.handle)
         self._changed[request_id] = None
-        admitted.num_sent_blocks, admitted.sent_hot_blocks, admitted.is_decoding = 0, [], False
+        self.hot_tables.forget(request_id)
+        admitted.num_sent_blocks, admitted.is_decoding = 0, False
 
     def _publish(self, request: Request, admitted: AdmittedRequest) -> None:
         """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.

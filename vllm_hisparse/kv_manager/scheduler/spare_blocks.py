@@ -11,8 +11,11 @@ from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
+
+    from vllm_hisparse.connector.metrics import HiSparseStats
 
 STEPS_PER_BALANCE = 16  # unless blocks are needed
 MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whatever was lent
@@ -54,12 +57,22 @@ class SpareBlocks:
         self._watermark_blocks = watermark_blocks
         self._steps_to_balance, self._num_known, self._steps_of_waiting = 0, 0, 0
 
-    def take_row_counts(self) -> tuple[int, int, int]:
-        """Hot rows lent, hot rows wanted when this was last looked at, and those taken back since the last call."""
-        num_blocks = sum(map(len, self.lent.values())), self._num_wanted, self._num_taken_back
+    @classmethod
+    def make(
+        cls, kv_cache_manager: KVCacheManager, spec: HotBufferSpec, max_num_batched_tokens: int
+    ) -> SpareBlocks | None:
+        """Of an engine; None where hot buffers are not elastic."""
+        if not spec.elastic:
+            return None
+        sizes = kv_cache_manager.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
+        return cls(kv_cache_manager.block_pool, spec, *sizes)
+
+    def report(self, stats: HiSparseStats) -> None:
+        """Hot rows lent, hot rows wanted when this was last looked at, and those taken back since the last report."""
+        rows_per_block, num_lent = self.spec.layout.rows_per_hot_block, sum(map(len, self.lent.values()))
+        stats.set_gauges(hot_rows_lent=num_lent * rows_per_block, hot_rows_wanted=self._num_wanted * rows_per_block)
+        stats.add(hot_rows_taken_back=self._num_taken_back * rows_per_block)
         self._num_taken_back = 0
-        lent, wanted, taken_back = (count * self.spec.layout.rows_per_hot_block for count in num_blocks)
-        return lent, wanted, taken_back
 
     def pop(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks of a request that ends or is preempted; the caller frees them."""
@@ -132,7 +145,7 @@ class SpareBlocks:
         num_blocks = min(num_blocks, self.block_pool.get_num_free_blocks())
         if num_blocks > 0:
             self.lent.setdefault(request_id, []).extend(self.block_pool.get_new_blocks(num_blocks))
-            ledger.change_hot_blocks(request_id)
+            ledger.hot_tables.change(request_id)
 
     def _take_back(self, ledger: RequestLedger, request_id: str, num_blocks: int, num_others: int) -> None:
         """Take the last blocks if the sequence fits into what is left, else the first, which hold its oldest rows.
@@ -150,4 +163,4 @@ class SpareBlocks:
             del self.lent[request_id]
         self._num_taken_back += len(taken)
         self.block_pool.free_blocks(taken)
-        ledger.change_hot_blocks(request_id)
+        ledger.hot_tables.change(request_id)

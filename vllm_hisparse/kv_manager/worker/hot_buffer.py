@@ -179,7 +179,7 @@ class HotBuffer(ABC):
 
     def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
         """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot
-        u if the tokens fit into the request's hot blocks (`SwapInOps`), else in slot `u % num_slots`.
+        u if a next token would fit into the request's hot blocks (`SwapInOps`), else in slot `u % num_slots`.
 
         Args:
             handle: [1] int32 first hot block of the request.
@@ -190,7 +190,7 @@ class HotBuffer(ABC):
         states, hot = self.requests.find_states(handle), self.layers[0].hot
         tables, num_rows = self.requests.hot_tables[states], self.requests.num_hot_rows[states, None]
         units = torch.arange(first_unit, last_unit, device=handle.device)
-        fits = -(-num_tokens // self.heads.tokens_per_unit) + self.shape.max_query_len - 1 <= num_rows
+        fits = -(-num_tokens // self.heads.tokens_per_unit) + self.shape.max_query_len <= num_rows
         slots = units.where(fits, units % self.num_slots)
         stale = torch.arange(self.num_slots, tables.shape[1] * hot.rows_per_block, device=handle.device)
         stale_entries = hot.entries(tables, stale.expand(len(tables), -1)) if first_unit else stale[None, :0]
@@ -232,14 +232,14 @@ class HotBuffer(ABC):
         return taken
 
     def check_integrity(self) -> None:
-        """Check the table of requests, and that no position of a request is in two hot rows. Waits for the device.
+        """Check the table of requests, and that hot rows hold positions. Waits for the device.
 
         Raises:
             AssertionError: the first violation.
         """
         self.requests.check_integrity()
+        num_positions = self.shape.max_blocks * self.shape.block_size // self.heads.tokens_per_unit
         for state in self.requests.states_in_use():
             num_blocks = int(self.requests.num_hot_rows[state]) // self._positions.shape[2]
-            for positions in self._positions[:, self.requests.hot_tables[state, :num_blocks].long()]:
-                hot = positions[positions >= 0]
-                assert len(hot.unique()) == len(hot), "a position is hot twice"
+            held = self._positions[:, self.requests.hot_tables[state, :num_blocks].long()]
+            assert ((held >= -1) & (held < num_positions)).all(), "a hot row holds no position"
