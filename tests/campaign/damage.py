@@ -86,7 +86,7 @@ def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps state of sessions that wait, beside as many requests as may run."""
-    monkeypatch.setattr(RequestLedger, "_drop_idle_states", lambda self, num_scheduled: None)
+    monkeypatch.setattr(RequestLedger, "_idle", lambda *args: [])
 
 
 def damaged_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
