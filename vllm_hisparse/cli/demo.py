@@ -71,7 +71,9 @@ def demo_command(
     model continues. The tokens are compared with those of full KV.
     """
     console = Console(highlight=False)
-    connector = hisparse_connector(host_pool_gib=HOST_POOL_GIB, device_buffer_size=HOT_ROWS, log_request_stats=True)
+    # Buffers that grow would hold these few prompts as a whole: nothing would come from the host.
+    sizes = {"host_pool_gib": HOST_POOL_GIB, "device_buffer_size": HOT_ROWS, "elastic": False}
+    connector = hisparse_connector(**sizes, log_request_stats=True)
     options = DemoOptions(requests, max_tokens, model_dir, seed, connector)
     try:
         report = run_demo(options, Stages(console))
