@@ -108,7 +108,7 @@ def in_vllm(model_dir: str, windows: list[Window], hot_rows: int | None) -> tupl
     """
     from vllm import LLM, SamplingParams
 
-    options = {"host_pool_gib": 4.0, "device_buffer_size": hot_rows}
+    options = {"host_pool_gib": 4.0, "device_buffer_size": hot_rows, "elastic": False}
     connector = {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
     llm = LLM(
         model_dir,

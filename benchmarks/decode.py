@@ -131,7 +131,7 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
         }
         args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
     elif system == "ours":
-        options = {"host_pool_gib": job["host_pool_gib"], "device_buffer_size": job["device_buffer_size"]}
+        options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic")}
         if job["architecture"] == "llama":
             options |= {"algorithm": "quest", "top_k": job["top_k"], "full_kv_layers": []}
             args["kv_cache_memory_bytes"] -= quest_state_bytes(args, job["num_layers"])
@@ -270,7 +270,7 @@ def take_turns(engines: list[Engine], cases: list[tuple[int, int]], repeats: int
 
 
 def describe(system: str, job: dict[str, Any], context: int, requests: int) -> dict[str, Any]:
-    names = ("model_class", "kv_dtype", "device_kv_gib", "device_buffer_size", "max_tokens")
+    names = ("model_class", "kv_dtype", "device_kv_gib", "device_buffer_size", "elastic", "max_tokens")
     return {"system": system, "model": job["model_name"], "context": context, "requests": requests} | {
         name: job[name] for name in names
     }
@@ -315,6 +315,7 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV.")] = 24.0,
     top_k: Annotated[int, typer.Option(help="Budget of Quest; a DSA model's is 2048.")] = 2048,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
+    elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each case with one request.")] = 5,
     num_layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
@@ -340,6 +341,7 @@ def run(
         "host_pool_gib": host_pool_gib,
         "top_k": top_k,
         "device_buffer_size": device_buffer_size,
+        "elastic": elastic,
         "max_tokens": max_tokens,
         "device_share": DEVICE_SHARE / len(system),
     }

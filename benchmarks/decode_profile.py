@@ -116,6 +116,7 @@ def run(
         "device_kv_gib": 1.0,
         "host_pool_gib": 2.0,
         "device_buffer_size": device_buffer_size,
+        "elastic": True,
         "contexts": [context],
         "max_num_seqs": 2,
         "max_tokens": WARM_UP_STEPS + 2 * NUM_STEPS + 32,
