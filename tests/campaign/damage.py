@@ -46,7 +46,7 @@ def no_news_of_taken_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def take_silently(self: SpareBlocks, ledger: RequestLedger, request_id: str, *args) -> None:
         take_back(self, ledger, request_id, *args)
-        ledger.hot_tables._changed.pop(request_id)
+        ledger.hot_tables.changed.pop(request_id)
 
     monkeypatch.setattr(SpareBlocks, "_take_back", take_silently)
 

@@ -40,7 +40,12 @@ class Policy(ABC):
         num_slots: of the buffer. Slots are empty at first.
         first_uses: [num_rows + 1] int64 time of each row's first use, or `NEVER`; the last entry is of an empty slot.
         num_levels: groups of ranks.
+
+    Attributes:
+        num_sequences: that share the buffer and take turns in a step.
     """
+
+    num_sequences = 1
 
     def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
         self.num_slots, self.num_rows = num_slots, len(first_uses) - 1
@@ -118,7 +123,8 @@ class LRU(Policy):
         self.clock += 1
 
     def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
-        keys = np.where(rows < 0, -1, np.maximum(self.stamps - (self.clock - MAX_AGE), 0))
+        max_age = MAX_AGE * self.num_sequences
+        keys = np.where(rows < 0, -1, np.maximum(self.stamps - (self.clock - max_age), 0))
         return np.sort(smallest(keys * self.num_slots + np.arange(self.num_slots), hits, num_victims))
 
     def touch(self, hits: np.ndarray, filled: np.ndarray) -> None:

@@ -90,6 +90,20 @@ def test_hot_blocks_travel_of_requests_that_the_worker_knows() -> None:
     assert step(ledger, (first, 1)).hot_tables == {7: (0, [7, 8, 5, 6])}
 
 
+def test_hot_blocks_do_not_travel_of_a_request_that_the_worker_forgets_in_this_step() -> None:
+    ledger, blocks = make_ledger(max_num_running=1), {"a": [7, 8], "b": [9]}
+    ledger.bind({}, HotTables(lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]]))
+    first, second = arrive(ledger, "a", 10), arrive(ledger, "b", 10)
+    admit(ledger, first, handle=7)
+    step(ledger, (first, 3))
+    admit(ledger, second, handle=9)
+    blocks["a"] = [7]
+    ledger.hot_tables.change("a")
+    changes = step(ledger, (second, 3))
+    assert (changes.released, changes.hot_tables) == ([7], {9: (0, [9])})
+    assert step(ledger, (first, 1)).hot_tables == {7: (0, [7])}
+
+
 def test_blocks_are_published_in_the_step_that_saves_them() -> None:
     ledger = make_ledger()
     request = arrive(ledger, "a", 10)

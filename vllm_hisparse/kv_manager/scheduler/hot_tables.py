@@ -14,24 +14,27 @@ class HotTables:
 
     Args:
         blocks: all hot blocks of a request, by its id.
+
+    Attributes:
+        changed: ids of requests that the worker may have to be told of.
     """
 
     def __init__(self, blocks: Callable[[str], list[KVCacheBlock]]):
         self._blocks = blocks
         self._sent: dict[str, list[int]] = {}
-        self._changed: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
 
     def __len__(self) -> int:
         """Requests that something is known of."""
-        return len(self._sent.keys() | self._changed.keys())
+        return len(self._sent.keys() | self.changed.keys())
 
     def change(self, request_id: str) -> None:
         """A request has got or lost hot blocks, or the worker hears of it for the first time."""
-        self._changed[request_id] = None
+        self.changed[request_id] = None
 
     def forget(self, request_id: str) -> None:
         """The worker forgets a request."""
-        self._changed.pop(request_id, None)
+        self.changed.pop(request_id, None)
         self._sent.pop(request_id, None)
 
     def take_changes(self, handles: Mapping[str, int]) -> dict[int, tuple[int, list[int]]]:
@@ -42,7 +45,7 @@ class HotTables:
         Args:
             handles: of the requests that the worker knows, by their ids.
         """
-        changed, self._changed = self._changed, {}
+        changed, self.changed = self.changed, {}
         found = {}
         for request_id in changed:
             block_ids, sent = [block.block_id for block in self._blocks(request_id)], self._sent.get(request_id, [])

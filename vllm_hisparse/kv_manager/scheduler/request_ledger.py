@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -204,9 +204,9 @@ class RequestLedger:
         for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
             del self._changed[request_id]
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
-        changes.hot_tables = self.hot_tables.take_changes(self._known_handles())
         for request_id in self._idle(num_scheduled):
             self._drop_state(request_id)
+        changes.hot_tables = self.hot_tables.take_changes(self._known_handles(self.hot_tables.changed))
         for request_id, num_tokens in num_scheduled.items() if self.tracks_decodes else ():
             if (admitted := self.admitted[request_id]).note_step(num_tokens):
                 changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
@@ -238,9 +238,9 @@ class RequestLedger:
             self._changed[request_id] = None  # drafts fill a block, which is saved once its tokens are certain
         self._publish(request, admitted)
 
-    def _known_handles(self) -> dict[str, int]:
-        """Of the requests that the worker knows."""
-        return {name: admitted.handle for name, admitted in self.admitted.items() if admitted.num_sent_blocks}
+    def _known_handles(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """Of those of some requests that the worker knows."""
+        return {name: self.admitted[name].handle for name in request_ids if self.admitted[name].num_sent_blocks}
 
     def _idle(self, num_scheduled: Mapping[str, int]) -> list[str]:
         """Requests that the worker forgets, to make room for every request of this step.
@@ -248,7 +248,7 @@ class RequestLedger:
         NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
         request whose transfer has ended may be given the last place before it.
         """
-        known = self._known_handles()
+        known = self._known_handles(self.admitted)
         idle = [request_id for request_id in known if request_id not in num_scheduled]
         idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
         return idle[: max(len(known) - self.max_num_running, 0)]
