@@ -185,11 +185,13 @@ class HiSparseSchedulerConnector:
         self.hot_manager.release_parked()
         stats = self.counts.take()
         pool = self.host_pool
-        stats.set_gauges(host_blocks_used=pool.num_used, host_blocks_free=pool.num_free)
-        stats.set_gauges(host_blocks_cached=pool.num_cached)
+        stats.set_gauges(
+            host_blocks_used=pool.num_used, host_blocks_free=pool.num_free, host_blocks_cached=pool.num_cached
+        )
         stats.set_gauges(requests_waiting_for_host_memory=len(self.ledger.waiting_for_host))
-        if self.hot_manager.spare:
-            self.hot_manager.spare.report(stats)
+        if spare := self.hot_manager.spare:
+            stats.set_gauges(**spare.row_counts())
+            stats.add(hot_rows_taken_back=spare.take_rows_taken_back())
         if self.tiers:
             stats.add(**self.tiers.take_counters())
             stats.add_tiers(self.tiers.take_stats())

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from vllm_hisparse.connector.metrics import HiSparseStats
-
 STEPS_PER_BALANCE = 16  # unless blocks are needed
 MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whatever was lent
 MIN_CHANGE = 1 / 16  # of what a request wants, unless it gets all or blocks are needed
@@ -67,12 +65,15 @@ class SpareBlocks:
         sizes = kv_cache_manager.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
         return cls(kv_cache_manager.block_pool, spec, *sizes)
 
-    def report(self, stats: HiSparseStats) -> None:
-        """Hot rows lent, hot rows wanted when this was last looked at, and those taken back since the last report."""
+    def row_counts(self) -> dict[str, int]:
+        """Hot rows lent, and those wanted when this was last looked at."""
         rows_per_block, num_lent = self.spec.layout.rows_per_hot_block, sum(map(len, self.lent.values()))
-        stats.set_gauges(hot_rows_lent=num_lent * rows_per_block, hot_rows_wanted=self._num_wanted * rows_per_block)
-        stats.add(hot_rows_taken_back=self._num_taken_back * rows_per_block)
-        self._num_taken_back = 0
+        return {"hot_rows_lent": num_lent * rows_per_block, "hot_rows_wanted": self._num_wanted * rows_per_block}
+
+    def take_rows_taken_back(self) -> int:
+        """Hot rows taken back since the last call."""
+        num_blocks, self._num_taken_back = self._num_taken_back, 0
+        return num_blocks * self.spec.layout.rows_per_hot_block
 
     def pop(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks of a request that ends or is preempted; the caller frees them."""
