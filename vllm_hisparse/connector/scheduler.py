@@ -184,10 +184,7 @@ class HiSparseSchedulerConnector:
         """Counters since the last call, and the pool's present state."""
         self.hot_manager.release_parked()
         stats = self.counts.take()
-        pool = self.host_pool
-        stats.set_gauges(
-            host_blocks_used=pool.num_used, host_blocks_free=pool.num_free, host_blocks_cached=pool.num_cached
-        )
+        stats.set_gauges(**self.host_pool.block_counts())
         stats.set_gauges(requests_waiting_for_host_memory=len(self.ledger.waiting_for_host))
         if spare := self.hot_manager.spare:
             stats.set_gauges(**spare.row_counts())

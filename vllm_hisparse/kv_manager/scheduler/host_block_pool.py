@@ -67,6 +67,11 @@ class HostBlockPool(HostBlockStates):
             block_ids.append(block_id)
         return HostMatch(block_ids, len(block_ids) * self.block_size)
 
+    def block_counts(self) -> dict[str, int]:
+        """Host blocks used, free and cached."""
+        counts = {"used": self.num_used, "free": self.num_free, "cached": self.num_cached}
+        return {f"host_blocks_{name}": count for name, count in counts.items()}
+
     def find_match(self, request: Request, enable_caching: bool) -> HostMatch:
         """The most that is here of a request: what it left when it was preempted, or what others have published.
 
