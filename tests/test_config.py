@@ -136,6 +136,8 @@ def test_refuses_unknown_options(name: str) -> None:
         ("top_k", 0, "greater than 0"),
         ("device_buffer_size", [512], "a valid integer"),
         ("device_buffer_size", -1, "greater than 0"),
+        ("elastic", 1, "a valid boolean"),
+        ("elastic", "no", "a valid boolean"),
         ("host_pool_gib", "2", "a valid number"),
         ("host_pool_gib", 0, "greater than 0"),
         ("host_pool_gib", float("nan"), "finite number"),

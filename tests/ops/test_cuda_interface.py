@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_hisparse.layout import MAX_HOT_ROWS
 from vllm_hisparse.ops import cuda_ops
 from vllm_hisparse.ops.base import MAX_AGE, UnitTables
 from vllm_hisparse.ops.kv_heads import KVHeads
@@ -64,8 +65,8 @@ def test_constants(name: str, python_name: str) -> None:
     assert getattr(cuda_ops, python_name) == c_constant(name)
 
 
-def test_highest_age() -> None:
-    assert c_constant("kMaxAge") == MAX_AGE
+def test_constants_of_every_device() -> None:
+    assert (c_constant("kMaxAge"), c_constant("kMaxHotRows")) == (MAX_AGE, MAX_HOT_ROWS)
 
 
 @pytest.mark.parametrize("struct", STRUCTS)

@@ -90,17 +90,19 @@ class HotBufferSpec(AttentionSpec):
         num_blocks = self.layout.num_hot_blocks(self.device_buffer_size)
         return max(num_blocks, self.num_whole_blocks(max_model_len)) if self.elastic else num_blocks
 
-    def request_bytes(self, num_tokens: int, is_whole: bool = False) -> int:
-        """Device bytes of a request of `num_tokens` in all layers, device-resident KV included.
+    def num_request_blocks(self, num_tokens: int, is_whole: bool = False) -> int:
+        """Device blocks of a request of `num_tokens`, those of device-resident KV included.
 
         Args:
             num_tokens: of the request.
             is_whole: whether all its rows are hot, or as many as it has at least.
         """
-        layout = self.layout
         num_blocks = max(self.num_blocks(num_tokens), self.num_whole_blocks(num_tokens) if is_whole else 0)
-        num_resident = layout.num_blocks(num_tokens) if layout.num_resident_layers else 0
-        return (num_blocks + num_resident) * layout.device_block_bytes
+        return num_blocks + (self.layout.num_blocks(num_tokens) if self.layout.num_resident_layers else 0)
+
+    def request_bytes(self, num_tokens: int, is_whole: bool = False) -> int:
+        """Device bytes of a request in all layers, as `num_request_blocks`."""
+        return self.num_request_blocks(num_tokens, is_whole) * self.layout.device_block_bytes
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.num_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

@@ -117,7 +117,7 @@ class SpareBlocks:
         self._steps_of_waiting = self._steps_of_waiting + 1 if waiting else 0
         if self._steps_of_waiting > MAX_STEPS_OF_WAITING:
             return self.block_pool.num_gpu_blocks
-        needs = (self._num_blocks(request.num_tokens) + self._blocks_per_block for request in waiting)
+        needs = (self.spec.num_request_blocks(request.num_tokens) + self._blocks_per_block for request in waiting)
         return num_reserved + sum(needs) + (self._watermark_blocks if waiting else 0)
 
     def _waiting(self, ledger: RequestLedger) -> list[Request]:
@@ -127,11 +127,6 @@ class SpareBlocks:
             return []
         has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
         return list(islice(compress(ledger.requests.values(), has_none), num_seats))
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request needs to start."""
-        layout = self.spec.layout
-        return self.spec.num_blocks(num_tokens) + (layout.num_blocks(num_tokens) if layout.num_resident_layers else 0)
 
     def _blocks_wanted(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> int:
         """Blocks that would hold the sequence, also until the next balance; none before the others are complete."""
