@@ -176,9 +176,8 @@ class Ours:
         self.seq_lens = torch.arange(num_outputs, dtype=torch.int32, device=DEVICE)[:, None] + case.context
         self.seq_lens = self.seq_lens.repeat(1, case.batch)
         self.tables = [StepTables(state_indices, hot_tables[:, 0], x, *by_state, BLOCK_SIZE) for x in self.seq_lens]
-        positions = torch.full((size[0] * rows_per_block,), -1, dtype=torch.int32, device=DEVICE)
-        self.residency = Residency(positions, torch.zeros_like(positions))
-        self.state = [self.hot.rows, self.residency.positions, self.residency.last_uses]
+        self.residency = Residency.allocate(size[0] * rows_per_block, DEVICE)
+        self.state = [self.hot.rows, self.residency.entries]
         self.counts = torch.zeros(case.batch, 2, dtype=torch.int64, device=DEVICE)
         self.outputs = [Resolved.allocate(case.batch, case.top_k, DEVICE) for _ in range(num_outputs)]
 

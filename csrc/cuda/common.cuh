@@ -36,8 +36,7 @@ struct HostRows {
 
 // Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
 struct Residency {
-    int32_t* positions;  // [num_entries], -1 where a row is empty
-    int32_t* last_uses;  // [num_entries]
+    int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
 };
 
 struct StepTables {

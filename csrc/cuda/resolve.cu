@@ -1,9 +1,12 @@
+#include <algorithm>
+
 #include "resolve.cuh"
 
 namespace hisparse {
 namespace {
 
 constexpr int kRoundsAhead = 4;
+constexpr int32_t kMaxKeptAges = 10240;  // slots whose ages are kept in shared memory; those of others are found again
 constexpr int kNumAges = kMaxAge + 2;  // the last one is of empty rows
 static_assert(kNumAges == kNumThreads, "one age per thread");
 
@@ -34,9 +37,10 @@ struct Scratch {
     int32_t* victims;   // [top_k] flat hot row id that each takes
     uint32_t* hits;     // [slots / kWarpSize, rounded up] a bit per slot
     int16_t* next;      // [top_k] next column of the chain, or kEnd
+    uint16_t* ages;     // [slots, or kMaxKeptAges] of slots that are no hits
     int num_buckets;
 
-    __device__ Scratch(int32_t* memory, int top_k, int bucket_bits)
+    __device__ Scratch(int32_t* memory, int top_k, int bucket_bits, int32_t num_hot_rows)
         : heads(memory),
           num_aged(memory + (1 << bucket_bits)),
           selected(num_aged + kNumAges),
@@ -45,6 +49,7 @@ struct Scratch {
           victims(missed + top_k),
           hits(reinterpret_cast<uint32_t*>(victims + top_k + (top_k + 1) / 2)),
           next(reinterpret_cast<int16_t*>(victims + top_k)),
+          ages(reinterpret_cast<uint16_t*>(hits + (num_hot_rows + kWarpSize - 1) / kWarpSize)),
           num_buckets(1 << bucket_bits) {}
 
     static int bucket_bits(int top_k) {
@@ -55,7 +60,8 @@ struct Scratch {
     static size_t num_bytes(int top_k, int64_t num_hot_rows) {
         const size_t num_columns = 4 * static_cast<size_t>(top_k) + (top_k + 1) / 2;
         const size_t num_words = (num_hot_rows + kWarpSize - 1) / kWarpSize;
-        return sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
+        const size_t num_bytes = sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
+        return num_bytes + sizeof(uint16_t) * std::min<size_t>(num_hot_rows, kMaxKeptAges);
     }
 
     __device__ void clear(int32_t num_slots) const {
@@ -172,6 +178,17 @@ __device__ __forceinline__ void load_selection(
     for (int i = 0; i < kColumnRounds; ++i) selected[i] = columns.has(i) ? __ldg(top_k + columns.at(i)) : -1;
 }
 
+// host_row_ids: of the thread's columns; -1 where none is wanted.
+template <int kColumnRounds>
+__device__ __forceinline__ void load_host_row_ids(
+    const Request& request, const int32_t (&selected)[kColumnRounds], int64_t (&host_row_ids)[kColumnRounds]
+) {
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        host_row_ids[i] = request.wants(selected[i]) ? request.host_row_id(selected[i]) : -1;
+    }
+}
+
 // Fill the hash table: each wanted position with its column. Returns one more than the warp's last valid column, or 0.
 template <int kColumnRounds>
 __device__ __forceinline__ int32_t map_columns(
@@ -198,34 +215,51 @@ __device__ __forceinline__ int32_t age_of(const Request& request, int32_t positi
 
 // What a thread finds in one of its slots.
 struct Held {
-    int32_t slot;      // -1 where there is none
-    int32_t position;  // of no column where there is no slot
-    int32_t last_use;
+    int32_t slot;   // -1 where there is none
+    int32_t entry;  // in the residency
+    int2 content;   // of the entry: of no column where there is no slot
 };
 
-__device__ __forceinline__ Held load_held(
-    const Residency& residency, const Request& request, int32_t slot, int32_t num_slots
-) {
-    if (slot >= num_slots) return {-1, -1, 0};
-    const int32_t entry = request.place(slot).entry;
-    return {slot, residency.positions[entry], residency.last_uses[entry]};
-}
+// The slots that a thread looks at together: their loads are under way at the same time.
+struct HeldSlots {
+    Held held[kRoundsAhead];
 
-// Give the column of a hit its slot, or count the slot by age; a warp handles neighbouring slots together. Of slots with
-// the same position, the lowest is the hit; the others become empty.
+    // first: round of the first one.
+    __device__ __forceinline__ void load(
+        const Residency& residency, const Request& request, int first, int32_t num_slots
+    ) {
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            const int32_t slot = (first + i) * kNumThreads + threadIdx.x;
+            held[i] = {-1, 0, {-1, 0}};
+            if (slot >= num_slots) continue;
+            const int32_t entry = request.place(slot).entry;
+            held[i] = {slot, entry, residency.entries[entry]};
+        }
+    }
+};
+
+// Give the column of a hit its slot, which is used now, or note the slot's age; a warp handles neighbouring slots
+// together. Of slots with the same position, the lowest is the hit; the others become empty.
 __device__ __forceinline__ void find_hit(
     const Residency& residency, const Scratch& scratch, const Request& request, const Held& held
 ) {
     const int32_t slot = held.slot;
-    const int column = request.wants(held.position) ? scratch.find(held.position) : -1;
+    const int column = request.wants(held.content.x) ? scratch.find(held.content.x) : -1;
     const int32_t other = column >= 0 ? atomicMin(scratch.chosen + column, slot) : -1;
     const bool is_twice = column >= 0 && other != Scratch::kNone;
-    if (is_twice) residency.positions[request.place(max(slot, other)).entry] = -1;
-    int32_t age = -1;  // of the slot that is no hit, if there is one
-    if (is_twice) age = kNumAges - 1;
-    else if (slot >= 0 && column < 0) age = age_of(request, held.position, held.last_use);
-    const uint32_t peers = __match_any_sync(kAllLanes, age);
-    if (age >= 0 && lane_index() == __ffs(peers) - 1) atomicAdd(scratch.num_aged + age, __popc(peers));
+    if (column >= 0) residency.entries[held.entry].y = request.newest;
+    int32_t empty_or_aged = slot, age = kNumAges - 1;  // the slot that is no hit, if there is one
+    if (is_twice) {
+        empty_or_aged = max(slot, other);
+        residency.entries[request.place(empty_or_aged).entry].x = -1;
+    } else if (column < 0) {
+        age = age_of(request, held.content.x, held.content.y);
+    }
+    if (slot >= 0 && (column < 0 || is_twice)) {
+        atomicAdd(scratch.num_aged + age, 1);
+        if (empty_or_aged < kMaxKeptAges) scratch.ages[empty_or_aged] = static_cast<uint16_t>(age);
+    }
     // NOTE: by exclusive or, so that it does not matter who comes first.
     const bool is_hit = column >= 0 && other > slot;
     const uint32_t hits = __ballot_sync(kAllLanes, is_hit);
@@ -233,33 +267,29 @@ __device__ __forceinline__ void find_hit(
     if (is_hit && is_twice) atomicXor(scratch.hits + other / kWarpSize, 1u << other % kWarpSize);
 }
 
-// Find the hits, and the ages of the others.
+// Find the hits, and the ages of the others. ahead: of the first rounds.
 __device__ __forceinline__ void find_hits(
-    const Residency& residency, const Scratch& scratch, const Request& request, int32_t num_slots
+    const Residency& residency, const Scratch& scratch, const Request& request, int32_t num_slots, HeldSlots& ahead
 ) {
     const int num_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
     for (int first = 0; first < num_rounds; first += kRoundsAhead) {
-        Held held[kRoundsAhead];  // loaded together: the atomics below would keep loads in order
+        const HeldSlots slots = ahead;
+        if (first + kRoundsAhead < num_rounds) ahead.load(residency, request, first + kRoundsAhead, num_slots);
 #pragma unroll
         for (int i = 0; i < kRoundsAhead; ++i) {
-            held[i] = load_held(residency, request, (first + i) * kNumThreads + threadIdx.x, num_slots);
-        }
-#pragma unroll
-        for (int i = 0; i < kRoundsAhead; ++i) {
-            if (first + i < num_rounds) find_hit(residency, scratch, request, held[i]);
+            if (first + i < num_rounds) find_hit(residency, scratch, request, slots.held[i]);
         }
     }
 }
 
-// Count the warp's hits and misses among the columns, and look host rows up. Returns the thread's rounds with a miss as
-// bits. sum: {hits, misses}.
+// Count the warp's hits and misses among the columns. Returns the thread's rounds with a miss as bits. sum: {hits,
+// misses}.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t find_misses(
     const Scratch& scratch,
     const Request& request,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
-    int64_t (&host_row_ids)[kColumnRounds],
     Tally& sum
 ) {
     uint32_t miss_bits = 0;
@@ -267,7 +297,6 @@ __device__ __forceinline__ uint32_t find_misses(
     for (int i = 0; i < kColumnRounds; ++i) {
         const bool wanted = request.wants(selected[i]);
         const bool missed = wanted && scratch.chosen[columns.at(i)] == Scratch::kNone;
-        host_row_ids[i] = missed ? request.host_row_id(selected[i]) : -1;
         miss_bits |= missed << i;
         sum.first += __popc(__ballot_sync(kAllLanes, wanted && !missed));
         sum.second += __popc(__ballot_sync(kAllLanes, missed));
@@ -324,8 +353,9 @@ __device__ __forceinline__ void fill_victims(
     const auto age_at = [&](int round) -> int32_t {  // -1 for a hit, and for no slot
         const int32_t slot = slots.at(round);
         if (slot >= num_slots || scratch.hits[slot / kWarpSize] >> lane_index() & 1) return -1;
-        const int32_t entry = request.place(slot).entry;
-        return age_of(request, residency.positions[entry], residency.last_uses[entry]);
+        if (slot < kMaxKeptAges) return scratch.ages[slot];
+        const int2 held = residency.entries[request.place(slot).entry];
+        return age_of(request, held.x, held.y);
     };
     Tally sum{0, 0}, before, total;
 #pragma unroll 4
@@ -345,17 +375,15 @@ __device__ __forceinline__ void fill_victims(
         const int rank = take_rank(is_victim, lane_index(), victims_before);
         if (!is_victim) continue;
         const Place place = request.place(slots.at(round));
-        residency.positions[place.entry] = scratch.missed[rank];
-        residency.last_uses[place.entry] = request.newest;
+        residency.entries[place.entry] = {scratch.missed[rank], request.newest};
         scratch.victims[rank] = place.row_id;
     }
 }
 
-// Write where each selected row is, and the misses, both in the order of `top_k`; hits are used now.
+// Write where each selected row is, and the misses, both in the order of `top_k`.
 template <int kColumnRounds>
 __device__ __forceinline__ void write_columns(
     const Resolved& out,
-    const Residency& residency,
     const Scratch& scratch,
     const Request& request,
     const Share& columns,
@@ -374,11 +402,7 @@ __device__ __forceinline__ void write_columns(
         if (!columns.has(i)) continue;
         int32_t hot_row_id = selected[i] == request.newest ? newest_row_id : -1;
         if (missed) hot_row_id = scratch.victims[rank];
-        else if (request.wants(selected[i])) {
-            const Place place = request.place(scratch.chosen[column]);
-            residency.last_uses[place.entry] = request.newest;
-            hot_row_id = place.row_id;
-        }
+        else if (request.wants(selected[i])) hot_row_id = request.place(scratch.chosen[column]).row_id;
         write_column(out, first_out + column, first_out + rank, hot_row_id, missed, host_row_ids[i]);
     }
 }
@@ -413,7 +437,7 @@ __device__ __forceinline__ uint32_t find_fitting_misses(
         const bool valid = selected[i] >= 0 && selected[i] <= request.newest;
         places[i] = valid ? request.place(selected[i]) : Place{-1, -1};
         const bool wanted = request.wants(selected[i]);
-        const bool hit = wanted && residency.positions[places[i].entry] == selected[i];
+        const bool hit = wanted && residency.entries[places[i].entry].x == selected[i];
         if (valid) last_valid = columns.at(i) + 1;
         miss_bits |= (wanted && !hit) << i;
         sum.first += __popc(__ballot_sync(kAllLanes, hit));
@@ -444,8 +468,8 @@ __device__ __forceinline__ void write_fitting_columns(
         if (!columns.has(i)) continue;
         const int64_t host_row_id = missed ? request.host_row_id(selected[i]) : -1;
         write_column(out, first_out + column, first_out + rank, places[i].row_id, missed, host_row_id);
-        if (missed) residency.positions[places[i].entry] = selected[i];
-        if (places[i].entry >= 0) residency.last_uses[places[i].entry] = request.newest;
+        if (missed) residency.entries[places[i].entry].x = selected[i];
+        if (places[i].entry >= 0) residency.entries[places[i].entry].y = request.newest;
     }
 }
 
@@ -473,8 +497,7 @@ __device__ __forceinline__ void resolve_fitting(
     write_fitting_columns(out, residency, request, columns, selected, places, miss_bits, before.second);
     __syncthreads();
     if (threadIdx.x != 0) return;
-    const int32_t entry = request.place(request.newest).entry;
-    residency.positions[entry] = residency.last_uses[entry] = request.newest;
+    residency.entries[request.place(request.newest).entry] = {request.newest, request.newest};
     report(counts, request, total, *num_valid, out);
 }
 
@@ -498,6 +521,10 @@ __device__ __forceinline__ void resolve_evicting(
     Shared& shared
 ) {
     const int32_t num_slots = request.num_hot_rows - 1;
+    HeldSlots ahead;
+    ahead.load(residency, request, 0, num_slots);
+    int64_t host_row_ids[kColumnRounds];
+    load_host_row_ids(request, selected, host_row_ids);
     scratch.clear(num_slots);
     __syncthreads();
 
@@ -505,12 +532,11 @@ __device__ __forceinline__ void resolve_evicting(
     __syncthreads();
     if (lane_index() == 0 && last_valid > 0) atomicMax(&shared.num_valid, last_valid);
 
-    find_hits(residency, scratch, request, num_slots);
+    find_hits(residency, scratch, request, num_slots, ahead);
     __syncthreads();
 
     Tally sum{0, 0}, before, total;
-    int64_t host_row_ids[kColumnRounds];
-    const uint32_t miss_bits = find_misses(scratch, request, columns, selected, host_row_ids, sum);
+    const uint32_t miss_bits = find_misses(scratch, request, columns, selected, sum);
     if (lane_index() == 0) shared.warp_sums[0][warp_index()] = sum.pack();
     __syncthreads();
     scan_warps(shared.warp_sums[0], warp_index(), lane_index(), before, total);
@@ -522,9 +548,9 @@ __device__ __forceinline__ void resolve_evicting(
         fill_victims(residency, scratch, request, num_slots, shared.cut, shared.warp_sums[2]);
         __syncthreads();
     }
-    write_columns(out, residency, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
+    write_columns(out, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
     if (threadIdx.x != 0) return;
-    residency.positions[request.place(num_slots).entry] = -1;  // the newest row has taken its place
+    residency.entries[request.place(num_slots).entry].x = -1;  // the newest row has taken its place
     report(counts, request, total, shared.num_valid, out);
 }
 
@@ -547,7 +573,8 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     __shared__ Shared shared;
     launch_dependents();
     const int batch_index = blockIdx.x;
-    const Scratch scratch(memory, out.top_k, bucket_bits);
+    const int32_t max_hot_rows = tables.num_hot_blocks * rows_per_block.divisor;
+    const Scratch scratch(memory, out.top_k, bucket_bits, max_hot_rows);
     const Share columns(out.top_k);
 
     int32_t selected[kColumnRounds];

@@ -68,11 +68,9 @@ class ReferenceOp:
     """One request in `TorchSwapInOps.resolve`, seeded as `HotBuffer.seed` does."""
 
     def __init__(self, num_slots: int, top_k: int, prompt_tokens: int):
-        positions = torch.full((num_slots + 1,), -1, dtype=torch.int32)
         last = torch.arange(max(prompt_tokens - num_slots, 0), prompt_tokens, dtype=torch.int32)
-        last_uses = torch.zeros_like(positions)
-        positions[(last % num_slots).long()] = last_uses[(last % num_slots).long()] = last
-        self.residency = Residency(positions, last_uses)
+        self.residency = Residency.allocate(num_slots + 1, torch.device("cpu"))
+        self.residency.entries[(last % num_slots).long()] = last[:, None]
         self.counts = torch.zeros(1, 2, dtype=torch.int64)
         self.hot = HotRows.from_cache(torch.zeros(1, num_slots + 1, 1))
         self.out, self.top_k = Resolved.allocate(1, top_k, torch.device("cpu")), top_k

@@ -126,7 +126,8 @@ class State:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What must be equal, on the CPU."""
         named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_row_ids")}
-        named |= {"positions": self.residency.positions, "last_uses": self.residency.last_uses}
+        positions, last_uses = self.residency.positions, self.residency.last_uses
+        named |= {"positions": positions, "last_uses": last_uses.where(positions >= 0, -7)}
         named |= {name: getattr(self.out, name) for name in ("hot_row_ids", "num_valid", "num_misses")}
         columns = torch.arange(self.out.hot_row_ids.shape[1], device=self.out.num_misses.device)
         counted = columns < self.out.num_misses[:, None]
@@ -141,7 +142,7 @@ class State:
         return State(
             self.host_rows.clone().pin_memory(),
             move(self.hot_storage),
-            Residency(move(self.residency.positions), move(self.residency.last_uses)),
+            Residency(move(self.residency.entries)),
             move(self.state_indices),
             move(self.hot_tables),
             move(self.num_hot_rows),
@@ -186,7 +187,7 @@ class Scenario:
         state = State(
             host_rows,
             hot,
-            Residency(positions, last_uses),
+            Residency(torch.stack((positions, last_uses), 1)),
             state_indices,
             torch.full_like(self.hot_blocks, -1),
             torch.zeros(case.batch, dtype=torch.int32),

@@ -43,8 +43,7 @@ class Simulation:
         self.state_indices = torch.full((len(cache),), -1, dtype=torch.int32)
         self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
         self.num_hot_rows = torch.full((NUM_REQUESTS,), self.num_slots + query_len, dtype=torch.int32)
-        positions = torch.full((len(cache) * ROWS_PER_BLOCK,), -1, dtype=torch.int32)
-        self.residency = Residency(positions, torch.zeros_like(positions))
+        self.residency = Residency.allocate(len(cache) * ROWS_PER_BLOCK, torch.device("cpu"))
         self.counts = torch.zeros(NUM_REQUESTS, 2, dtype=torch.int64)
         self.out = Resolved.allocate(NUM_REQUESTS, query_len * top_k, torch.device("cpu"))
 

@@ -77,12 +77,26 @@ class Residency:
     that position has been computed again.
 
     Attributes:
-        positions: [num_entries] int32 position, or -1 where the row is empty.
-        last_uses: [num_entries] int32 first new position of the request's step that last selected the row.
+        entries: [num_entries, 2] int32: position, or -1 where the row is empty; and last use, which is the first new
+            position of the request's step that last selected the row.
     """
 
-    positions: torch.Tensor
-    last_uses: torch.Tensor
+    entries: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_entries: int, device: torch.device) -> Residency:
+        """All rows are empty."""
+        return cls(torch.tensor([[-1, 0]], dtype=torch.int32, device=device).repeat(num_entries, 1))
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[num_entries] int32."""
+        return self.entries[:, 0]
+
+    @property
+    def last_uses(self) -> torch.Tensor:
+        """[num_entries] int32."""
+        return self.entries[:, 1]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class _HostRows(Structure):
 
 
 class _Residency(Structure):
-    _fields_ = [("positions", c_void_p), ("last_uses", c_void_p)]
+    _fields_ = [("entries", c_void_p)]
 
 
 class _StepTables(Structure):
@@ -322,9 +322,8 @@ def _host_rows(rows: torch.Tensor) -> _HostRows:
 
 
 def _residency(residency: Residency) -> _Residency:
-    positions, last_uses = residency.positions, residency.last_uses
-    assert positions.is_contiguous() and last_uses.is_contiguous(), "the residency must be contiguous"
-    return _Residency(positions.data_ptr(), last_uses.data_ptr())
+    assert residency.entries.is_contiguous(), "the residency must be contiguous"
+    return _Residency(residency.entries.data_ptr())
 
 
 def _step_tables(tables: StepTables) -> _StepTables:

@@ -106,12 +106,9 @@ class HotBuffer(ABC):
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device)
         self.layers: list[LayerRows] = []
         num_parts = shape.num_device_blocks * heads.head_stride
-        self._positions = torch.full(
-            (shape.num_layers, num_parts, units_per_block), -1, dtype=torch.int32, device=device
-        )
-        last_uses = torch.zeros_like(self._positions)
-        pairs = zip(self._positions.flatten(1), last_uses.flatten(1), strict=True)
-        self.residency = [Residency(*pair) for pair in pairs]
+        every_layer = Residency.allocate(shape.num_layers * num_parts * units_per_block, device)
+        self._positions = every_layer.positions.view(shape.num_layers, num_parts, units_per_block)
+        self.residency = [Residency(entries) for entries in every_layer.entries.chunk(shape.num_layers)]
         self.counts = HitCounts(shape.num_requests, heads, device)
         self.staged_bytes = 0
         self._staging: torch.Tensor | None = None

@@ -1,0 +1,457 @@
+"""Decode at full depth on GPUs: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
+
+The model has the layers of DeepSeek-V3.2 and as many experts as one rank of a wide expert-parallel fleet; its weights are
+dummies. Prompts are not computed: full KV is filled by vLLM's `DecodeBenchConnector`, the others take it to be in host
+memory (`benchmarks.prefilled_connectors`). The indexer runs, and its selection is then overwritten
+(`benchmarks.forced_selections`): by one that moves on independently of everything, or by a recorded trace.
+
+Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests at
+once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.common import RESULTS, gpu_hardware, show, write_result
+from benchmarks.decode import counters, moved
+
+app = typer.Typer(add_completion=False)
+
+System = StrEnum("System", ["full", "vllm_native", "ours"])
+Selection = StrEnum("Selection", ["independent", "trace", "model"])
+
+V32 = {  # config.json of DeepSeek-V3.2, but for the number of experts and their size
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1 << 18,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
+MAX_BATCHED_TOKENS = 1024  # prompts are not computed
+TRACES = Path(__file__).parent / "traces"
+TRACE_FILES = {35_064: "code-dsa-4096.trace", 67_832: "code-dsa-8192.trace"}  # context -> trace, see `scaled_trace`
+STOP_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of an engine.
+
+    Attributes:
+        context: tokens of a prompt; 0: the mixed case.
+        requests: prompts; in the mixed case, requests per minute.
+        selection: how positions are selected.
+        overlap: probability that a position stays in an independent selection for a step.
+    """
+
+    context: int
+    requests: int
+    selection: Selection
+    overlap: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From `<context>x<requests>`, `mixed x<per minute>`, with `:<overlap>`, `:trace` or `:model` behind."""
+        size, _, selection = text.partition(":")
+        context, _, requests = size.rpartition("x")
+        try:
+            number = 0 if context == "mixed" else int(context)
+            if selection in (Selection.trace, Selection.model):
+                return cls(number, int(requests), Selection(selection))
+            return cls(number, int(requests), Selection.independent, float(selection or 0.87))
+        except ValueError:
+            expected = "<context>x<requests>[:<overlap>|:trace|:model] or mixedx<requests per minute>[:<overlap>]"
+            raise typer.BadParameter(f"got {text!r}, expected {expected}", param_hint="--case") from None
+
+
+@dataclass
+class Clock:
+    """Times the steps of an engine.
+
+    Attributes:
+        ends: time of each step's output, and its number of tokens.
+    """
+
+    ends: list[tuple[float, int]] = field(default_factory=list)
+
+    def attach(self, scheduler: Any) -> None:
+        """Replace a method of the scheduler by one that also notes the time."""
+        update = scheduler.update_from_output
+
+        def timed(scheduler_output: Any, model_output: Any) -> Any:
+            self.ends.append((time.perf_counter(), scheduler_output.total_num_scheduled_tokens))
+            return update(scheduler_output, model_output)
+
+        scheduler.update_from_output = timed
+
+    def summary(self, first: int) -> dict[str, float | int | None]:
+        """Throughput and inter-token latency over the steps from `first` on."""
+        times, tokens = (np.array(part) for part in zip(*self.ends[max(first - 1, 0) :], strict=True))
+        seconds, tokens = np.diff(times), tokens[1:]
+        has_tokens = tokens > 0
+        if not has_tokens.any():
+            return {"tokens_per_s": None, "itl_ms_p50": None, "itl_ms_p99": None, "running_max": 0, "steps": 0}
+        p50, p99 = np.percentile(np.repeat(seconds * 1e3, tokens), (50, 99)).round(3).tolist()
+        return {
+            "tokens_per_s": round(float(tokens.sum() / seconds.sum()), 1),
+            "itl_ms_p50": p50,
+            "itl_ms_p99": p99,
+            "running_max": int(tokens.max()),
+            "steps": int(has_tokens.sum()),
+        }
+
+
+def write_config(path: Path, num_layers: int, num_experts: int, expert_size: int, shared_indexers: int) -> Path:
+    """Write a model's config.json; returns its directory.
+
+    Args:
+        path: the directory.
+        num_layers: layers.
+        num_experts: of a layer; every token goes to up to 8 of them.
+        expert_size: hidden size of an expert.
+        shared_indexers: layers that share an indexer.
+    """
+    experts = {"n_routed_experts": num_experts, "num_experts_per_tok": min(num_experts, 8)}
+    sharing = {"index_topk_freq": shared_indexers} if shared_indexers > 1 else {}
+    sizes = {"num_hidden_layers": num_layers, "moe_intermediate_size": expert_size}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(V32 | experts | sharing | sizes, indent=2))
+    return path
+
+
+def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; systems differ only in where KV is stored."""
+    sizes = sorted({*(size for size in GRAPH_SIZES if size <= job["max_num_seqs"]), *job["graph_sizes"]})
+    args: dict[str, Any] = {
+        "model": job["model"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": job["max_model_len"],
+        "dtype": "bfloat16",
+        "kv_cache_dtype": {"bfloat16": "auto", "fp8": "fp8"}[job["kv_dtype"]],
+        "kv_cache_memory_bytes": int(job["device_kv_gib"] * 2**30),
+        "gpu_memory_utilization": 0.95,
+        "max_num_seqs": job["max_num_seqs"],
+        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, job["max_num_seqs"]),
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+        "tensor_parallel_size": job["tensor_parallel"],
+        "enable_expert_parallel": job["data_parallel"] > 1,
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
+    }
+    if job["forces_selections"]:
+        args["worker_extension_cls"] = "benchmarks.forced_selections.ForcedSelectionsExtension"
+    connector = {"kv_role": "kv_both", "kv_connector_module_path": "benchmarks.prefilled_connectors"}
+    if system == System.full:
+        args["kv_transfer_config"] = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+    elif system == System.vllm_native:
+        options = {"host_pool_gib": job["host_pool_gib"]}
+        args["kv_transfer_config"] = connector | {
+            "kv_connector": "HiSparseConnector",
+            "kv_connector_extra_config": options,
+        }
+        args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
+    else:
+        options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic")}
+        args["kv_transfer_config"] = connector | {
+            "kv_connector": "HiSparseHostConnector",
+            "kv_connector_extra_config": options,
+        }
+    return args
+
+
+class Loaded:
+    """An engine in this process, which measures cases.
+
+    Args:
+        llm: vLLM's `LLM`, whose engine runs in this process.
+        settle: steps before those that are timed.
+        steps: steps that are timed.
+    """
+
+    def __init__(self, llm: Any, settle: int, steps: int):
+        self.llm, self.engine, self.settle, self.steps = llm, llm.llm_engine, settle, steps
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self._num_added = 0
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Measure one case; no request is left after it."""
+        self._select(case)
+        clock, update = Clock(), self.scheduler.update_from_output
+        clock.attach(self.scheduler)
+        try:
+            return self._run_mixed(case, clock) if case.context == 0 else self._run_steady(case, clock)
+        finally:
+            self.scheduler.update_from_output = update
+            self._drain()
+
+    def _select(self, case: Case) -> None:
+        if case.selection == Selection.independent:
+            self.llm.collective_rpc("use_independent", args=(case.overlap,))
+        elif case.selection == Selection.trace:
+            self.llm.collective_rpc("use_trace", args=(scaled_trace(case.context), case.context))
+
+    def _add(self, context: int, max_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        source = random.Random(self._num_added)
+        prompt = {"prompt_token_ids": source.choices(range(3, 500), k=context)}
+        self.engine.add_request(f"request-{self._num_added}", prompt, params)
+        self._num_added += 1
+
+    def _run_steady(self, case: Case, clock: Clock) -> dict[str, Any]:
+        for _ in range(case.requests):
+            self._add(case.context, self.settle + self.steps + 16)
+        self._step_until(clock, self.settle)
+        before, first = counters(), len(clock.ends)
+        self._step_until(clock, first + self.steps)
+        return clock.summary(first) | moved(before, counters())
+
+    def _run_mixed(self, case: Case, clock: Clock) -> dict[str, Any]:
+        """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K, each with 64 to 256 tokens to
+        generate. Times are stretched: `settle` and `steps` count tenths of a second here."""
+        source = random.Random(1)
+        settle_s, end_s = self.settle / 10, (self.settle + self.steps) / 10
+        start, next_s, first, before = time.perf_counter(), 0.0, None, counters()
+        while (now := time.perf_counter() - start) < end_s:
+            while next_s <= now:
+                low, high = (500, 2000) if source.random() < 0.7 else (32_768, 65_536)
+                self._add(source.randint(low, high), source.randint(64, 256))
+                next_s += source.expovariate(case.requests / 60)
+            if first is None and now >= settle_s:
+                first, before = len(clock.ends), counters()
+            if self.engine.has_unfinished_requests():
+                self.engine.step()
+            else:
+                time.sleep(0.001)
+        waiting = len(self.scheduler.waiting)
+        return clock.summary(first or 0) | moved(before, counters()) | {"waiting_at_end": waiting}
+
+    def _step_until(self, clock: Clock, num_steps: int) -> None:
+        while len(clock.ends) < num_steps:
+            self.engine.step()
+
+    def _drain(self) -> None:
+        self.engine.abort_request([f"request-{index}" for index in range(self._num_added)])
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+def scaled_trace(context: int) -> np.ndarray:
+    """The trace for a context, [requests, layers, steps, top-k] int32: a position of it stands for eight neighbouring
+    ones, so that its top-k of 256 becomes one of 2048, and 4,383 positions become 35,064."""
+    from vllm_hisparse.trace import Trace
+
+    trace = Trace.read(TRACES / TRACE_FILES[context])
+    num_steps = min(request.num_steps for request in trace.requests)
+    return np.stack([request.positions[:, :num_steps, : trace.top_k] for request in trace.requests])
+
+
+def serve(connection: Connection, system: System, job: dict[str, Any], rank: int) -> None:
+    """Load one rank of a system in this process and measure the cases that it receives. It sends None when ready; None
+    ends it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the scheduler can be measured
+    if job["data_parallel"] > 1:
+        names = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": job["data_parallel"], "MASTER_IP": "127.0.0.1"}
+        os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in (names | {"MASTER_PORT": job["port"]}).items()}
+    from vllm import LLM
+
+    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"])
+    connection.send(None)
+    for case in iter(connection.recv, None):
+        connection.send(loaded.measure(case))
+
+
+class Ranks:
+    """The data parallel ranks of a system, each in a process of its own."""
+
+    def __init__(self, system: System, job: dict[str, Any]):
+        context = get_context("spawn")
+        self.system, self._connections, self._processes = system, [], []
+        for rank in range(job["data_parallel"]):
+            connection, other = context.Pipe()
+            process = context.Process(target=serve, args=(other, system, job, rank))
+            process.start()
+            other.close()
+            self._connections.append(connection)
+            self._processes.append(process)
+
+    def wait(self) -> list[dict[str, Any]]:
+        """The next message of every rank.
+
+        Raises:
+            RuntimeError: one has ended.
+        """
+        try:
+            return [connection.recv() for connection in self._connections]
+        except EOFError:
+            raise RuntimeError(f"an engine of {self.system} has ended") from None
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Measure a case, whose requests are divided among the ranks."""
+        share = replace(case, requests=case.requests // len(self._connections))
+        for connection in self._connections:
+            connection.send(share)
+        return merged(self.wait())
+
+    def stop(self) -> None:
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if process.is_alive():
+                connection.send(None)
+        for process in self._processes:
+            process.join(STOP_TIMEOUT_S)
+            process.kill()
+            process.join()
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of all ranks' results: sums of what adds up, means of the rest."""
+    sums = {"tokens_per_s", "running_max", "h2d_bytes", "waiting_at_end"}
+    merged = {}
+    for name in results[0]:
+        values = [result[name] for result in results]
+        if None in values:
+            merged[name] = None
+        else:
+            merged[name] = sum(values) if name in sums else round(sum(values) / len(values), 4)
+    return merged
+
+
+def measure_all(system: System, job: dict[str, Any], cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """Rows of one system; it ends with the first case that fails."""
+    ranks = Ranks(system, job)
+    start = time.perf_counter()
+    try:
+        ranks.wait()
+        typer.echo(f"{system}: loaded in {time.perf_counter() - start:.0f} s", err=True)
+        for case in cases:
+            row = describe(system, job, case) | ranks.measure(case)
+            typer.echo(json.dumps(row), err=True)
+            yield row
+    except RuntimeError as error:
+        typer.echo(str(error), err=True)
+    finally:
+        ranks.stop()
+
+
+def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
+    names = ("layers", "kv_dtype", "device_kv_gib", "device_buffer_size", "elastic", "shared_indexers", "experts")
+    parallel = ("tensor_parallel", "data_parallel")
+    context = case.context or "mixed"
+    described = {"system": str(system), "model": "DeepSeek-V3.2", "context": context, "requests": case.requests}
+    described |= {"selection": str(case.selection), "overlap": case.overlap}
+    return described | {name: job[name] for name in (*names, *parallel)}
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    case: Annotated[
+        list[str], typer.Option(help="<context>x<requests>[:<overlap>|:trace], mixedx<requests per minute>; repeatable.")
+    ] = ["500x400", "32768x16", "32768x56", "65536x28", "35064x56:trace", "67832x28:trace"],  # noqa: B006
+    system: Annotated[list[System], typer.Option(help="Repeatable.")] = list(System),  # noqa: B006
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 61,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of a layer.")] = 8,
+    expert_size: Annotated[int, typer.Option(min=1, help="Hidden size of an expert.")] = 1024,
+    shared_indexers: Annotated[int, typer.Option(min=1, help="Layers that share an indexer.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "fp8",
+    device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV, per GPU.")] = 24.0,
+    host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV, per data parallel rank.")] = 88.0,
+    device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
+    elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
+    settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 128,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 1,
+    data_parallel_size: Annotated[int, typer.Option(min=1, help="With expert parallelism.")] = 1,
+    port: Annotated[int, typer.Option(help="Where data parallel ranks meet.")] = 29601,
+    model_dir: Annotated[Path, typer.Option(help="Where the model's configuration is written.")] = Path(
+        "build/models/full-depth"
+    ),
+    output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "full_depth.json",
+) -> None:
+    """Measure the cases with each system."""
+    cases = [Case.parse(text) for text in case]
+    longest = max(65_536 if each.context == 0 else each.context for each in cases)
+    numbers = [each.requests // data_parallel_size for each in cases if each.context]
+    job = {
+        "model": str(write_config(model_dir, layers, experts, expert_size, shared_indexers)),
+        "layers": layers,
+        "experts": experts,
+        "shared_indexers": shared_indexers,
+        "kv_dtype": kv_dtype,
+        "device_kv_gib": device_kv_gib,
+        "host_pool_gib": host_pool_gib,
+        "device_buffer_size": device_buffer_size,
+        "elastic": elastic,
+        "settle": settle,
+        "steps": steps,
+        "tensor_parallel": tensor_parallel_size,
+        "data_parallel": data_parallel_size,
+        "port": port,
+        "max_model_len": -(-(longest + settle + steps + 320) // 64) * 64,
+        "max_num_seqs": max([*numbers, 64 if any(each.context == 0 for each in cases) else 1]),
+        "graph_sizes": numbers,
+        "forces_selections": any(each.selection != Selection.model for each in cases),
+    }
+    rows: list[dict[str, Any]] = []
+    for name in system:
+        for row in measure_all(name, job, cases):
+            rows.append(row)
+            write_result(output, ctx, "benchmarks.full_depth run", rows, gpu_hardware())
+    columns = ("system", "context", "requests", "selection", "overlap", "tokens_per_s", "itl_ms_p50", "running_max")
+    show("Full depth", [{name: row.get(name) for name in (*columns, "hit_rate")} for row in rows])
+
+
+@app.callback()
+def main() -> None:
+    """Decode at full depth."""
+
+
+if __name__ == "__main__":
+    app()
