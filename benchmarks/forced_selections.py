@@ -53,7 +53,7 @@ def _select(
 ):  # fmt: skip
     """Write the selection of one request.
 
-    settings: [6] int32: mode, threshold of the coins (of 2^24), trace's requests, steps, top-k, and its prompt's tokens.
+    settings: [6] int32: mode, threshold of the coins (of 2^24), the trace's requests, steps, top-k and prompt's tokens.
     """
     request, column = tl.program_id(0), tl.program_id(1) * columns + tl.arange(0, columns)
     length = tl.load(seq_lens + request)

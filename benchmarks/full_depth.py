@@ -1,12 +1,13 @@
 """Decode at full depth on GPUs: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
 
-The model has the layers of DeepSeek-V3.2 and as many experts as one rank of a wide expert-parallel fleet; its weights are
-dummies. Prompts are not computed: full KV is filled by vLLM's `DecodeBenchConnector`, the others take it to be in host
-memory (`benchmarks.prefilled_connectors`). The indexer runs, and its selection is then overwritten
+The model has the layers of DeepSeek-V3.2 and as many experts as one rank of a wide expert-parallel fleet; its weights
+are dummies. Prompts are not computed: full KV is filled by vLLM's `DecodeBenchConnector`, the others take it to be in
+host memory (`benchmarks.prefilled_connectors`). The indexer runs, and its selection is then overwritten
 (`benchmarks.forced_selections`): by one that moves on independently of everything, or by a recorded trace.
 
-Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests at
-once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and end.
+Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests
+at once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and
+end.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
 def run(
     ctx: typer.Context,
     case: Annotated[
-        list[str], typer.Option(help="<context>x<requests>[:<overlap>|:trace], mixedx<requests per minute>; repeatable.")
+        list[str], typer.Option(help="<context>x<requests>[:<overlap>|:trace] or mixedx<per minute>; repeatable.")
     ] = ["500x400", "32768x16", "32768x56", "65536x28", "35064x56:trace", "67832x28:trace"],  # noqa: B006
     system: Annotated[list[System], typer.Option(help="Repeatable.")] = list(System),  # noqa: B006
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 61,

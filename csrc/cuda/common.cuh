@@ -36,7 +36,8 @@ struct HostRows {
 
 // Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
 struct Residency {
-    int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
+    int2* entries;       // [num_entries]: x is the position, -1 where the row is empty; y the last use
+    int32_t num_layers;  // that have this residency
 };
 
 struct StepTables {

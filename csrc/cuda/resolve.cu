@@ -407,15 +407,20 @@ __device__ __forceinline__ void write_columns(
     }
 }
 
-// Counts of one request, by one thread. total: {hits, misses}.
+// Counts of one request, by one thread. total: {hits, misses} of one layer.
 __device__ __forceinline__ void report(
-    int64_t* counts, const Request& request, const Tally& total, int32_t num_valid, const Resolved& out
+    int64_t* counts,
+    int32_t num_layers,
+    const Request& request,
+    const Tally& total,
+    int32_t num_valid,
+    const Resolved& out
 ) {
     out.num_valid[request.batch_index] = num_valid;
     out.num_misses[request.batch_index] = total.second;
     const auto own_counts = reinterpret_cast<unsigned long long*>(counts) + 2 * request.state_index;
-    atomicAdd(own_counts, total.first);
-    atomicAdd(own_counts + 1, total.second);
+    atomicAdd(own_counts, static_cast<unsigned long long>(total.first) * num_layers);
+    atomicAdd(own_counts + 1, static_cast<unsigned long long>(total.second) * num_layers);
 }
 
 // Find the place of each selected position of a sequence that fits, and count the warp's hits and misses. Returns the
@@ -498,7 +503,7 @@ __device__ __forceinline__ void resolve_fitting(
     __syncthreads();
     if (threadIdx.x != 0) return;
     residency.entries[request.place(request.newest).entry] = {request.newest, request.newest};
-    report(counts, request, total, *num_valid, out);
+    report(counts, residency.num_layers, request, total, *num_valid, out);
 }
 
 // What the warps of a thread block tell each other.
@@ -551,7 +556,7 @@ __device__ __forceinline__ void resolve_evicting(
     write_columns(out, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
     if (threadIdx.x != 0) return;
     residency.entries[request.place(num_slots).entry].x = -1;  // the newest row has taken its place
-    report(counts, request, total, shared.num_valid, out);
+    report(counts, residency.num_layers, request, total, shared.num_valid, out);
 }
 
 // One thread block per request. Each warp takes a run of columns and, where victims are chosen, a run of slots,

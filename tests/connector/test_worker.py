@@ -66,7 +66,7 @@ def make_worker(
     model = SimpleNamespace(model="models/some", **sizes)
     vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(
-            static_forward_context={name: SimpleNamespace(impl=Impl()) for name in HOT_LAYERS}
+            static_forward_context={name: SimpleNamespace(impl=Impl(), indexer=object()) for name in HOT_LAYERS}
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         model_config=model,

@@ -69,7 +69,7 @@ class HotRows:
 
 @dataclass(frozen=True)
 class Residency:
-    """Which position each hot row of one layer holds, and when it was last used.
+    """Which position each hot row of a layer holds, and when it was last used.
 
     Row `offset` of device block `block` has entry `block * rows_per_block + offset`, whoever owns the block. While a
     sequence fits (`SwapInOps`), a position is looked for in the slot of its own number only, and nothing is evicted.
@@ -79,9 +79,11 @@ class Residency:
     Attributes:
         entries: [num_entries, 2] int32: position, or -1 where the row is empty; and last use, which is the first new
             position of the request's step that last selected the row.
+        num_layers: layers that make the same selections and so have the same residency.
     """
 
     entries: torch.Tensor
+    num_layers: int = 1
 
     @classmethod
     def allocate(cls, num_entries: int, device: torch.device) -> Residency:
@@ -166,6 +168,11 @@ class Resolved:
             torch.zeros(matrix, dtype=torch.int32, device=device),
             torch.zeros(vector, dtype=torch.int32, device=device),
         )
+
+    def of(self, requests: slice) -> Resolved:
+        """That of some requests of the batch; views."""
+        tensors = self.hot_row_ids, self.num_valid, self.miss_host_row_ids, self.miss_hot_row_ids, self.num_misses
+        return Resolved(*(tensor[requests] for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -253,7 +260,8 @@ class SwapInOps(ABC):
             top_k: [batch, columns] int32 selections of the new tokens of each request side by side, each of distinct
                 positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
             hot_rows: of the layer; only its sizes are used.
-            counts: [num_states, 2] int64 hits and misses, added to; a position that several tokens select counts once.
+            counts: [num_states, 2] int64 hits and misses of all layers, added to; a position that several tokens select
+                counts once.
             out: written for the first `batch` requests; padding gets -1, 0 valid entries and no misses.
         """
 
@@ -277,12 +285,14 @@ class SwapInOps(ABC):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
+        num_copied: int | None = None,
     ) -> None:
         """`resolve`, then `gather`.
 
         Args:
             residency, tables, top_k, hot_rows, counts, out: as in `resolve`.
             host_rows: as in `gather`.
+            num_copied: requests whose rows are copied, the first of the batch; None: all.
         """
 
     @abstractmethod

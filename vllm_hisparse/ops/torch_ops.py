@@ -48,7 +48,8 @@ class TorchSwapInOps(SwapInOps):
             buffers = _Buffers.of(tables, live[part], states[part], hot_rows)
             selected = top_k[live[part]]
             choice = choose(residency, buffers, selected)
-            counts[states[part]] += torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
+            found = torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
+            counts[states[part]] += residency.num_layers * found
             _write_resolved(tables, hot_rows, live[part], states[part], selected, choice, out)
 
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
@@ -66,9 +67,10 @@ class TorchSwapInOps(SwapInOps):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
+        num_copied: int | None = None,
     ) -> None:
         self.resolve(residency, tables, top_k, hot_rows, counts, out)
-        self.gather(host_rows, hot_rows, out, len(top_k))
+        self.gather(host_rows, hot_rows, out, len(top_k) if num_copied is None else num_copied)
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)

@@ -7,6 +7,9 @@ and the start of the buffer of selections.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -93,7 +96,9 @@ def model(
     return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
 
 
-def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Model:
+def make_cuda_model(
+    name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch, selects: tuple[bool, ...] | None = None
+) -> Model:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for vllm_class in (backend.FlashMLASparseImpl, backend.FlashAttnMLASparseImpl):
         monkeypatch.setattr(vllm_class, "forward_mqa", stock_forward)
@@ -111,16 +116,52 @@ def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPa
             "build",
             lambda _self, _prefix, common: SimpleNamespace(common=common, req_id_per_token=common.seq_lens),
         )
-    return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"))
+    return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"), selects)
+
+
+class LazyStreams:
+    """Stands for `torch.cuda`'s streams: what is copied on a second stream happens when someone waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.copies: list[Callable[[], None]] = []
+        self.num_waits, self._on_second = 0, False
+        copy_missed = MLAHotBuffer.copy_missed
+
+        def copy_later(buffer: MLAHotBuffer, layer_index: int, requests: slice) -> None:
+            assert self._on_second, "a copy that could be hidden is waited for"
+            self.copies.append(partial(copy_missed, buffer, layer_index, requests))
+
+        monkeypatch.setattr(MLAHotBuffer, "copy_missed", copy_later)
+        stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=self._wait)
+        for name, value in (("Stream", lambda _: stream), ("current_stream", lambda: stream), ("Event", self._event)):
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "stream", self._second)
+
+    @contextmanager
+    def _second(self, _stream: Any) -> Iterator[None]:
+        self._on_second = True
+        yield
+        self._on_second = False
+
+    def _event(self) -> SimpleNamespace:
+        event = SimpleNamespace(num_copies=0)
+        event.record = lambda: setattr(event, "num_copies", len(self.copies))
+        return event
+
+    def _wait(self, event: SimpleNamespace) -> None:
+        self.num_waits += 1
+        for index, copy in enumerate(self.copies[: event.num_copies]):
+            copy()
+            self.copies[index] = lambda: None
 
 
 class Model:
     """All layers of a model with their builder; hot rows start as NaN."""
 
-    def __init__(self, impl_class: type, builder_class: type):
+    def __init__(self, impl_class: type, builder_class: type, selects: tuple[bool, ...] | None = None):
         sizes = 3, 4, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
         shape = HotBufferShape(*sizes, HOT_BLOCKS, ROWS_PER_BLOCK)
-        self.buffer = MLAHotBuffer(shape, torch.device("cpu"))
+        self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects)
         self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))
         self.device = torch.full((NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH), float("nan"))
         self.top_k = torch.full((64, TOP_K), -1, dtype=torch.int32)
@@ -224,6 +265,42 @@ def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
         model.check_host(request)
     hits, misses = model.buffer.counts.take()
     assert hits > 0 and misses > 0
+
+
+@pytest.mark.parametrize("selects", [(True, True), (True, False)])
+@pytest.mark.parametrize("smallest", [2, 24])
+@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
+def test_rows_that_are_copied_while_others_attend(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, smallest: int, selects: tuple
+) -> None:
+    """The batch in halves, and a layer that shares the selection of the one before it."""
+    backend = cuda_modules["backend"]
+    monkeypatch.setattr(backend, "MIN_REQUESTS_IN_HALVES", smallest)
+    streams, model = LazyStreams(monkeypatch), make_cuda_model(name, backend, monkeypatch, selects)
+    requests = [Request(1 + 7 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
+    for request in requests:
+        model.start(request)
+        model.step((request, 9))
+    for _ in range(20):
+        model.step(*((request, 1) for request in requests))
+    for request in requests:
+        model.check_host(request)
+    hits, misses = model.buffer.counts.take()
+    assert hits + misses == NUM_LAYERS * 20 * 3 * (TOP_K - 1)
+    assert streams.num_waits == 20 * ((smallest == 2) * sum(selects) + selects.count(False))
+
+
+def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> None:
+    """On the CPU: one residency, rows of their own."""
+    model = Model(HotMLACpuImpl, HotMLACpuMetadataBuilder, (True, False))
+    assert model.buffer.residency[0] is model.buffer.residency[1]
+    request = Request(1, list(range(10)), 0)
+    model.start(request)
+    model.step((request, 9))
+    for _ in range(20):
+        model.step((request, 1))
+    model.check_host(request)
+    assert sum(model.buffer.counts.take()) == NUM_LAYERS * 20 * (TOP_K - 1)
 
 
 def test_groups_that_share_the_staging_memory(model: Model) -> None:

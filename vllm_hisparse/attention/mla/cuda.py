@@ -1,12 +1,14 @@
 """Sparse MLA on CUDA over hot buffers, with vLLM's own kernels: FlashMLA and FlashAttention.
 
-A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A
-request with several query tokens attends over a staged copy of its history, through vLLM's unchanged backend.
+A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A large
+batch attends in two halves: while the first one does, the rows of the second are copied (`RowCopies`). A request with
+several query tokens attends over a staged copy of its history, through vLLM's unchanged backend.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +29,26 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
+from vllm_hisparse.attention.mla.row_copies_cuda import RowCopies
 from vllm_hisparse.compat import OneTokenDecodes, SelectionHook, attend_to_flat_rows, key_scale
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
 from vllm_hisparse.layout import BLOCK_SIZE
+
+MIN_REQUESTS_IN_HALVES = 24  # of fewer, a second launch of the attention kernel costs more than it can hide
+
+
+@dataclass(frozen=True)
+class DecodePart:
+    """Decoding requests of a step that attend together.
+
+    Attributes:
+        requests: in the batch; each has one token.
+        metadata: vLLM's.
+    """
+
+    requests: slice
+    metadata: Any
 
 
 @dataclass
@@ -40,7 +58,8 @@ class HotMLAMetadata(AttentionMetadata):
     Attributes:
         num_actual_tokens, num_decodes, num_decode_tokens, num_prefills: as in vLLM's sparse MLA metadata.
         prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
-        decode: vLLM's metadata of the decoding requests, or None.
+        decodes: the decoding requests as one part; empty if there is none.
+        halves: the same in two parts, or in one.
         prefill_groups: the prefilling requests.
     """
 
@@ -48,7 +67,8 @@ class HotMLAMetadata(AttentionMetadata):
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int
-    decode: Any = None
+    decodes: list[DecodePart] = field(default_factory=list)
+    halves: list[DecodePart] = field(default_factory=list)
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
     prefill: None = None
 
@@ -73,8 +93,10 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         handles = common.block_table_tensor[:num_decodes, 0]
         self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes])
         if num_decodes:
-            metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
-            metadata.decode.block_size = self.impl.decode_block_size
+            metadata.decodes = metadata.halves = [self._build_decodes(common, 0, num_decodes)]
+        if num_decodes >= MIN_REQUESTS_IN_HALVES:
+            half = num_decodes // 2
+            metadata.halves = [self._build_decodes(common, *ends) for ends in ((0, half), (half, num_decodes))]
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
@@ -83,6 +105,11 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         if common.max_query_len == 1:
             return self._one_token_each[: common.num_actual_tokens]
         return super().request_of_token(common)
+
+    def _build_decodes(self, common: CommonAttentionMetadata, first: int, last: int) -> DecodePart:
+        metadata = super().build(0, slice_requests(common, first, last))
+        metadata.block_size = self.impl.decode_block_size
+        return DecodePart(slice(first, last), metadata)
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
@@ -97,8 +124,10 @@ class HotMLACudaImpl(HotMLAImpl):
 
     Attributes:
         decode_block_size: block size under which the implementation reads `decode_cache`.
+        requests: those that the running call attends for.
         decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
         staging: where prefilling requests' history is staged, shared by all layers.
+        copies: of the rows that decoding requests miss, shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
     """
 
@@ -108,6 +137,7 @@ class HotMLACudaImpl(HotMLAImpl):
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         super().bind(hot_buffer, layer_index, host_rows, cache)
         self.staging, self.decode_cache = PrefillStaging(hot_buffer), self._decode_cache()
+        self.copies = row_copies(hot_buffer, cache.device)
 
     def record_logical_topk_ready(self) -> None:
         """Nothing to do: the stream that selects is the one that reads the selection.
@@ -126,7 +156,7 @@ class HotMLACudaImpl(HotMLAImpl):
             return self._decode_step(q, attn_metadata, layer), None
         num_tokens, query = attn_metadata.num_actual_tokens, q if isinstance(q, tuple) else (q,)
         out = query[0].new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
-        if attn_metadata.decode is not None:
+        if attn_metadata.decodes:
             tokens = slice(0, attn_metadata.num_decode_tokens)
             out[tokens] = self._decode_step(_slice_query(q, tokens), attn_metadata, layer)
         for group in attn_metadata.prefill_groups:
@@ -154,8 +184,21 @@ class HotMLACudaImpl(HotMLAImpl):
         return out
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        """Attend over hot rows; `locate_selection` swaps them in on the way."""
-        return super().forward_mqa(q, self.decode_cache, metadata.decode, layer)[0]
+        """Attend over hot rows, part by part. Where another layer selects, all rows are on their way already."""
+        selects = self.hot_buffer.selects[self.layer_index]
+        parts = metadata.halves if selects else metadata.decodes
+        self.copies.start(self.layer_index, self.topk_indices_buffer[: metadata.num_decodes], parts[0].requests.stop)
+        out = []
+        for part in parts:
+            if part.requests.start or not selects:
+                self.copies.wait(self.layer_index)
+            out.append(self._attend(_slice_query(q, part.requests), part, layer))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _attend(self, q: Any, part: DecodePart, layer: torch.nn.Module) -> torch.Tensor:
+        """Attend over hot rows for a part of the step; vLLM asks `locate_selection` where they are."""
+        self.requests = part.requests
+        return super().forward_mqa(q, self.decode_cache, part.metadata, layer)[0]
 
     def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
         """Complete the staged history with the new rows, bring those to the host, attend over the staged rows."""
@@ -181,9 +224,9 @@ class HotMLACudaImpl(HotMLAImpl):
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
     def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the selection hot; returns the flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
-        resolved = self.hot_buffer.swap_in(self.layer_index, top_k)
-        return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
+        """The flat hot rows of the part that attends, [requests, top_k] int32, and how many lead, [requests] int32."""
+        resolved = self.hot_buffer.step.resolved
+        return resolved.hot_row_ids[self.requests], resolved.num_valid[self.requests]
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)
@@ -210,8 +253,9 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
 class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
     vllm_class = FlashAttnMLASparseImpl
 
-    def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        selection = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
+    def _attend(self, q: Any, part: DecodePart, layer: torch.nn.Module) -> torch.Tensor:
+        resolved = self.hot_buffer.step.resolved.of(part.requests)
+        selection = resolved.hot_row_ids, resolved.num_valid
         return attend_to_flat_rows(self, q, self.hot.rows, selection, self.decode_block_size)
 
 
@@ -261,6 +305,12 @@ class HotFlashAttnMLABackend(HotMLABackend, FlashAttnMLASparseBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         return HotFlashAttnMLAMetadataBuilder
+
+
+@cache
+def row_copies(hot_buffer: MLAHotBuffer, device: torch.device) -> RowCopies:
+    """Those of all layers of a hot buffer."""
+    return RowCopies(hot_buffer, device)
 
 
 HOT_BACKENDS = {

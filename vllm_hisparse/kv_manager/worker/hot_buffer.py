@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -83,12 +84,15 @@ class HotBuffer(ABC):
         shape: sizes.
         heads: KV heads that select for themselves, each with a residency.
         device: where the hot rows are.
+        selects: of each layer, whether it selects; one that does not has the selections, and so the residency, of the
+            last one before it that does. None: all do.
 
     Attributes:
         ops: swap-in operations of the device.
         requests: the running requests.
         layers: where each layer keeps its rows, in order; `add_layer` fills it.
         residency: of each layer.
+        selects: of each layer.
         num_slots: hot units that a long sequence has at least, the newest one's slot not counted.
         counts: hits and misses.
         staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
@@ -97,8 +101,11 @@ class HotBuffer(ABC):
 
     step: DecodeStep
 
-    def __init__(self, shape: HotBufferShape, heads: KVHeads, device: torch.device):
+    def __init__(
+        self, shape: HotBufferShape, heads: KVHeads, device: torch.device, selects: Sequence[bool] | None = None
+    ):
         self.shape, self.heads, self.device = shape, heads, device
+        self.selects = [True] * shape.num_layers if selects is None else list(selects)
         self.num_slots = shape.num_slots // heads.tokens_per_unit
         self.ops = swap_in_ops(device)
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
@@ -106,9 +113,12 @@ class HotBuffer(ABC):
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device)
         self.layers: list[LayerRows] = []
         num_parts = shape.num_device_blocks * heads.head_stride
-        every_layer = Residency.allocate(shape.num_layers * num_parts * units_per_block, device)
-        self._positions = every_layer.positions.view(shape.num_layers, num_parts, units_per_block)
-        self.residency = [Residency(entries) for entries in every_layer.entries.chunk(shape.num_layers)]
+        groups = [index for index, selects in enumerate(self.selects) if selects] + [shape.num_layers]
+        every_group = Residency.allocate((len(groups) - 1) * num_parts * units_per_block, device)
+        self._positions = every_group.positions.view(len(groups) - 1, num_parts, units_per_block)
+        self.residency: list[Residency] = []
+        for entries, (first, end) in zip(every_group.entries.chunk(len(groups) - 1), pairwise(groups), strict=True):
+            self.residency += [Residency(entries, end - first)] * (end - first)
         self.counts = HitCounts(shape.num_requests, heads, device)
         self.staged_bytes = 0
         self._staging: torch.Tensor | None = None
@@ -160,19 +170,29 @@ class HotBuffer(ABC):
         parts = self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten()
         self._positions.index_fill_(1, self.requests.to_device(parts), -1)
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
+    def swap_in(self, layer_index: int, top_k: torch.Tensor, num_copied: int | None = None) -> Resolved:
         """Make one layer's selection hot.
 
         Args:
-            layer_index: of the layer.
+            layer_index: of the layer. If it does not select, its selection has been resolved, and rows are copied.
             top_k: [batch, num_selected * max_query_len] int32 positions of the decoding requests, padding included; of
                 a dense model units, and a batch entry per KV head.
+            num_copied: requests whose rows are copied, the first of the batch; None: all.
         """
+        num_copied = len(top_k) if num_copied is None else num_copied
+        if not self.selects[layer_index]:
+            self.copy_missed(layer_index, slice(0, num_copied))
+            return self.step.resolved
         residency, step, layer = self.residency[layer_index], self.step, self.layers[layer_index]
         assert step.tables is not None
         counts, resolved = self.counts.by_state, step.resolved
-        self.ops.swap_in(residency, step.tables, top_k, layer.host, layer.hot, counts, resolved)
+        self.ops.swap_in(residency, step.tables, top_k, layer.host, layer.hot, counts, resolved, num_copied)
         return resolved
+
+    def copy_missed(self, layer_index: int, requests: slice) -> None:
+        """Copy the rows that some requests of the step miss in a layer, whose selection has been resolved."""
+        layer, resolved = self.layers[layer_index], self.step.resolved.of(requests)
+        self.ops.gather(layer.host, layer.hot, resolved, requests.stop - requests.start)
 
     def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
         """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot

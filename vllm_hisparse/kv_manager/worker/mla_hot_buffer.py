@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_hisparse.kv_manager.worker.decode_step import MLADecodeStep
@@ -13,13 +15,13 @@ class MLAHotBuffer(HotBuffer):
     """A `HotBuffer` whose newest rows go to the host at the end of a step, those of all layers at once.
 
     Args:
-        shape, device: as in `HotBuffer`.
+        shape, device, selects: as in `HotBuffer`.
     """
 
     step: MLADecodeStep
 
-    def __init__(self, shape: HotBufferShape, device: torch.device):
-        super().__init__(shape, KVHeads(), device)
+    def __init__(self, shape: HotBufferShape, device: torch.device, selects: Sequence[bool] | None = None):
+        super().__init__(shape, KVHeads(), device, selects)
         self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
 
     def _start(self, request_index: int) -> None:
