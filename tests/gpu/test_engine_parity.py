@@ -19,8 +19,10 @@ from engines import EngineRun, assert_pools_empty, assert_same_but_ties, differe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = [1, 63, 64, 65, 2047, 2048, 2049, 4094, 4097, 6000, 8191, 12000, 16384, 20001, 26000, 32000]
+MORE_LENGTHS = [100, 300, 700, 1500, 2500, 3000, 3500, 4500, 5000, 5500, 7000, 9000]  # so many attend in halves
 MAX_TOKENS = 128
-PHASE = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
+PHASE = {"prompts": [make_prompt(length) for length in LENGTHS + MORE_LENGTHS], "max_tokens": MAX_TOKENS}
+NUM_REQUESTS = len(LENGTHS + MORE_LENGTHS)
 ROW_CHECK = {"every": 40, "corrupt": False}
 GENERIC_CLASS = {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 1 << 18}
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -57,11 +59,11 @@ def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     directory, started = tmp_path_factory.mktemp("runs"), {}
     tests = [item for item in request.session.items if "runs" in item.fixturenames and "name" in item.callspec.params]
     for name in dict.fromkeys(item.callspec.params["name"] for item in tests):
-        reference = REFERENCES.get(name, {})
+        reference, sizes = REFERENCES.get(name, {}), {"max_num_seqs": NUM_REQUESTS}
         kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-            "full": (engine_args(model, **reference, **backend(name)), {}),
-            "hot": (hot_args(model, **backend(name)), {"row_check": ROW_CHECK}),
-            "chunks": (engine_args(model, max_num_batched_tokens=4096, **reference, **backend(name)), {}),
+            "full": (engine_args(model, **sizes, **reference, **backend(name)), {}),
+            "hot": (hot_args(model, **sizes, **backend(name)), {"row_check": ROW_CHECK}),
+            "chunks": (engine_args(model, max_num_batched_tokens=4096, **sizes, **reference, **backend(name)), {}),
         }
         for kind, (engine, options) in kinds.items():
             label = f"{name}_{kind}"
@@ -126,6 +128,23 @@ def test_glm_architectures_eager(tmp_path: Path, name: str, kv_cache_dtype: str)
     expected, got = full.phases()[0], hot.phases()[0]
     report(f"{name}_{kv_cache_dtype}", {"hot": got}, expected)
     assert_same_but_ties(got["completions"], expected["completions"])
+    assert got["wrong_rows"] == 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_shared_indexers_with_cuda_graphs(tmp_path: Path, kv_cache_dtype: str) -> None:
+    """Rows of layers without an indexer travel while the layer that selects attends; a large batch, in halves."""
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    glm = make_model("glm52", tmp_path / "glm52", num_layers=6, num_heads=64, index_n_heads=32, index_topk=2048)
+    phase = {"prompts": [make_prompt(length, seed) for seed in range(2) for length in MORE_LENGTHS], "max_tokens": 64}
+    options = {"kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 24}
+    full = EngineRun.start(tmp_path, "full", engine_args(glm, **options), [phase])
+    hot = EngineRun.start(tmp_path, "hot", hot_args(glm, **options), [phase], row_check=ROW_CHECK)
+    expected, got = full.phases()[0], hot.phases()[0]
+    report(f"glm52_graphs_{kv_cache_dtype}", {"hot": got}, expected)
+    assert_same_but_ties(got["completions"], expected["completions"])
+    assert got["counters"]["cache_misses"] > 0
     assert got["wrong_rows"] == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
 
-from vllm_hisparse.kv_manager.scheduler.spare_blocks import MAX_STEPS_OF_WAITING, STEPS_PER_BALANCE
+from vllm_hisparse.kv_manager.scheduler.spare_blocks import MAX_STEPS_OF_WAITING, STEPS_PER_BALANCE, divide
 
 ROWS_PER_BLOCK, BUFFER = 3, 5  # `HotBufferSpec` of `fake_engine`: 2 blocks in any case
 BLOCKS_PER_BLOCK = 2 + 1  # hot and resident ones, of 4 tokens
@@ -57,14 +57,22 @@ def test_a_short_sequence_has_no_more_than_its_rows() -> None:
     assert sizes[13] == (15, 0), "complete: from now on it may be lent more"
 
 
+def test_what_is_free_goes_first_to_those_that_want_least() -> None:
+    assert divide({"a": 5, "b": 3, "c": 0}, 8) == {"a": 5, "b": 3, "c": 0}
+    assert divide({"a": 5, "b": 3, "c": 5}, 9) == {"b": 3, "a": 5, "c": 1}
+    assert divide({"a": 9, "b": 9, "c": 2}, 8) == {"c": 2, "a": 3, "b": 3}
+    assert divide({"a": 9, "b": 9}, 0) == {"a": 0, "b": 0}
+    assert divide({}, 5) == {}
+
+
 def test_requests_share_what_is_free() -> None:
-    """Beyond what stays free; all get the same part of what they want."""
+    """Beyond what stays free."""
     engine = make_engine(1 + 44)
     for name in "ab":
         engine.add(name, [ord(name) + i for i in range(20)], max_tokens=12)
     decode(engine, 8)
     lent = num_lent(engine, "a"), num_lent(engine, "b")
-    assert lent[0] > 0 and abs(lent[0] - lent[1]) <= 1
+    assert lent[0] > 0 and abs(lent[0] - lent[1]) <= 1, "not enough for one of them"
     free = engine.kv.block_pool.get_num_free_blocks()
     assert free >= 2 * BLOCKS_PER_BLOCK, "a block that is needed next may be lent"
     gauges = engine.stats.data["gauges"]

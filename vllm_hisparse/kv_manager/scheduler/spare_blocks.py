@@ -20,11 +20,27 @@ MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whate
 MIN_CHANGE = 1 / 16  # of what a request wants, unless it gets all or blocks are needed
 
 
+def divide(wanted: Mapping[str, int], num_blocks: int) -> dict[str, int]:
+    """How many blocks each request gets.
+
+    Args:
+        wanted: request id -> blocks that it wants.
+        num_blocks: blocks to divide.
+    """
+    given, num_left = {}, num_blocks
+    # NOTE: by name where requests want the same, so that the same ones get all the next time.
+    for number, name in enumerate(sorted(wanted, key=lambda name: (wanted[name], name))):
+        given[name] = wanted[name] if wanted[name] <= num_left else num_left // (len(wanted) - number)
+        num_left -= given[name]
+    return given
+
+
 class SpareBlocks:
     """Lends vLLM's free blocks to running requests, and takes them back before vLLM runs out of blocks.
 
-    All requests get the same share of what they want, the hot rows that would hold the whole sequence. What running
-    requests may need in their next steps stays free, and what waiting requests need to start.
+    A request wants the hot rows that would hold its whole sequence. Those that want least get all of it, as long as
+    there is enough; what is left is divided equally among the others. What running requests may need in their next
+    steps stays free, and what waiting requests need to start.
 
     Args:
         block_pool: vLLM's.
@@ -100,13 +116,18 @@ class SpareBlocks:
         wanted = {name: self._blocks_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
         self._num_wanted = sum(wanted.values())
         num_lent = sum(map(len, self.lent.values()))
-        share = min(max(num_available + num_lent, 0) / max(self._num_wanted, 1), 1.0)
-        for request_id, num_wanted in wanted.items():
-            num_given, target = len(self.lent.get(request_id, ())), int(num_wanted * share)
-            if target < num_given and (is_short or share == 1 or num_given - target > MIN_CHANGE * num_wanted):
-                self._take_back(ledger, request_id, num_given - target, len(blocks[request_id]))
-            elif target > num_given and (share == 1 or target - num_given > MIN_CHANGE * num_wanted):
-                self._lend(ledger, request_id, target - num_given)
+        targets = divide(wanted, max(num_available + num_lent, 0))
+        changes = {name: target - len(self.lent.get(name, ())) for name, target in targets.items()}
+        is_worth_it = {
+            name: is_short or targets[name] == wanted[name] or abs(change) > MIN_CHANGE * wanted[name]
+            for name, change in changes.items()
+        }
+        for request_id, change in changes.items():
+            if change < 0 and is_worth_it[request_id]:
+                self._take_back(ledger, request_id, -change, len(blocks[request_id]))
+        for request_id, change in changes.items():
+            if change > 0 and is_worth_it[request_id]:
+                self._lend(ledger, request_id, change)
 
     def _num_reserved(self, ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> int:
         """Blocks that running requests may need in their next steps, and that waiting ones need."""
