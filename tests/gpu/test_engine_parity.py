@@ -19,7 +19,7 @@ from engines import EngineRun, assert_pools_empty, assert_same_but_ties, differe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = [1, 63, 64, 65, 2047, 2048, 2049, 4094, 4097, 6000, 8191, 12000, 16384, 20001, 26000, 32000]
-MORE_LENGTHS = [100, 300, 700, 1500, 2500, 3000, 3500, 4500, 5000, 5500, 7000, 9000]  # so many attend in halves
+MORE_LENGTHS = [100, 300, 700, 1500, 2500, 3000, 3500, 4500, 5000, 5500, 7000, 9000]
 MAX_TOKENS = 128
 PHASE = {"prompts": [make_prompt(length) for length in LENGTHS + MORE_LENGTHS], "max_tokens": MAX_TOKENS}
 NUM_REQUESTS = len(LENGTHS + MORE_LENGTHS)
@@ -133,7 +133,7 @@ def test_glm_architectures_eager(tmp_path: Path, name: str, kv_cache_dtype: str)
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_shared_indexers_with_cuda_graphs(tmp_path: Path, kv_cache_dtype: str) -> None:
-    """Rows of layers without an indexer travel while the layer that selects attends; a large batch, in halves."""
+    """Rows of layers without an indexer travel while the layer that selects attends."""
     from vllm_hisparse.cli.tiny_model import make_model
 
     glm = make_model("glm52", tmp_path / "glm52", num_layers=6, num_heads=64, index_n_heads=32, index_topk=2048)

@@ -169,11 +169,6 @@ class Resolved:
             torch.zeros(vector, dtype=torch.int32, device=device),
         )
 
-    def of(self, requests: slice) -> Resolved:
-        """That of some requests of the batch; views."""
-        tensors = self.hot_row_ids, self.num_valid, self.miss_host_row_ids, self.miss_hot_row_ids, self.num_misses
-        return Resolved(*(tensor[requests] for tensor in tensors))
-
 
 @dataclass(frozen=True)
 class UnitTables:
@@ -285,14 +280,12 @@ class SwapInOps(ABC):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
-        num_copied: int | None = None,
     ) -> None:
         """`resolve`, then `gather`.
 
         Args:
             residency, tables, top_k, hot_rows, counts, out: as in `resolve`.
             host_rows: as in `gather`.
-            num_copied: requests whose rows are copied, the first of the batch; None: all.
         """
 
     @abstractmethod

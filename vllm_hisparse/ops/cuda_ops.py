@@ -118,7 +118,7 @@ _UNITS, _TOKENS, _BOUNDS = POINTER(_UnitTables), POINTER(_NewTokens), POINTER(Pa
 _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool),
-    "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED, c_int32),
+    "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED),
     "newest_row_ids": (_TABLES, _HOT, c_void_p),
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
@@ -229,7 +229,6 @@ class CudaSwapInOps(SwapInOps):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
-        num_copied: int | None = None,
     ) -> None:
         launch(
             "swap_in",
@@ -237,7 +236,6 @@ class CudaSwapInOps(SwapInOps):
             *self._rows(host_rows, hot_rows),
             counts.data_ptr(),
             self._resolved(out),
-            len(top_k) if num_copied is None else num_copied,
         )
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:

@@ -67,10 +67,9 @@ class TorchSwapInOps(SwapInOps):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
-        num_copied: int | None = None,
     ) -> None:
         self.resolve(residency, tables, top_k, hot_rows, counts, out)
-        self.gather(host_rows, hot_rows, out, len(top_k) if num_copied is None else num_copied)
+        self.gather(host_rows, hot_rows, out, len(top_k))
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)

@@ -125,13 +125,14 @@ class LazyStreams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.copies: list[Callable[[], None]] = []
         self.num_waits, self._on_second = 0, False
-        copy_missed = MLAHotBuffer.copy_missed
+        swap_in = MLAHotBuffer.swap_in
 
-        def copy_later(buffer: MLAHotBuffer, layer_index: int, requests: slice) -> None:
-            assert self._on_second, "a copy that could be hidden is waited for"
-            self.copies.append(partial(copy_missed, buffer, layer_index, requests))
+        def swap_in_later(buffer: MLAHotBuffer, layer_index: int, top_k: torch.Tensor) -> None:
+            assert buffer.selects[layer_index] != self._on_second
+            copy = partial(swap_in, buffer, layer_index, top_k)
+            self.copies.append(copy) if self._on_second else copy()
 
-        monkeypatch.setattr(MLAHotBuffer, "copy_missed", copy_later)
+        monkeypatch.setattr(MLAHotBuffer, "swap_in", swap_in_later)
         stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=self._wait)
         for name, value in (("Stream", lambda _: stream), ("current_stream", lambda: stream), ("Event", self._event)):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -267,16 +268,15 @@ def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
     assert hits > 0 and misses > 0
 
 
-@pytest.mark.parametrize("selects", [(True, True), (True, False)])
-@pytest.mark.parametrize("smallest", [2, 24])
 @pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
-def test_rows_that_are_copied_while_others_attend(
-    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, smallest: int, selects: tuple
+def test_rows_that_are_copied_while_another_layer_attends(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The batch in halves, and a layer that shares the selection of the one before it."""
-    backend = cuda_modules["backend"]
-    monkeypatch.setattr(backend, "MIN_REQUESTS_IN_HALVES", smallest)
-    streams, model = LazyStreams(monkeypatch), make_cuda_model(name, backend, monkeypatch, selects)
+    """Those of a layer that shares the selection of the one before it."""
+    streams, model = (
+        LazyStreams(monkeypatch),
+        make_cuda_model(name, cuda_modules["backend"], monkeypatch, (True, False)),
+    )
     requests = [Request(1 + 7 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
     for request in requests:
         model.start(request)
@@ -287,7 +287,7 @@ def test_rows_that_are_copied_while_others_attend(
         model.check_host(request)
     hits, misses = model.buffer.counts.take()
     assert hits + misses == NUM_LAYERS * 20 * 3 * (TOP_K - 1)
-    assert streams.num_waits == 20 * ((smallest == 2) * sum(selects) + selects.count(False))
+    assert streams.num_waits == 20
 
 
 def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> None:

@@ -1,8 +1,7 @@
 """Sparse MLA on CUDA over hot buffers, with vLLM's own kernels: FlashMLA and FlashAttention.
 
-A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A large
-batch attends in two halves: while the first one does, the rows of the second are copied (`RowCopies`). A request with
-several query tokens attends over a staged copy of its history, through vLLM's unchanged backend.
+A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A
+request with several query tokens attends over a staged copy of its history, through vLLM's unchanged backend.
 """
 
 from __future__ import annotations
@@ -35,21 +34,6 @@ from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
 from vllm_hisparse.layout import BLOCK_SIZE
 
-MIN_REQUESTS_IN_HALVES = 24  # of fewer, a second launch of the attention kernel costs more than it can hide
-
-
-@dataclass(frozen=True)
-class DecodePart:
-    """Decoding requests of a step that attend together.
-
-    Attributes:
-        requests: in the batch; each has one token.
-        metadata: vLLM's.
-    """
-
-    requests: slice
-    metadata: Any
-
 
 @dataclass
 class HotMLAMetadata(AttentionMetadata):
@@ -58,8 +42,7 @@ class HotMLAMetadata(AttentionMetadata):
     Attributes:
         num_actual_tokens, num_decodes, num_decode_tokens, num_prefills: as in vLLM's sparse MLA metadata.
         prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
-        decodes: the decoding requests as one part; empty if there is none.
-        halves: the same in two parts, or in one.
+        decode: vLLM's metadata of the decoding requests, or None.
         prefill_groups: the prefilling requests.
     """
 
@@ -67,8 +50,7 @@ class HotMLAMetadata(AttentionMetadata):
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int
-    decodes: list[DecodePart] = field(default_factory=list)
-    halves: list[DecodePart] = field(default_factory=list)
+    decode: Any = None
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
     prefill: None = None
 
@@ -93,10 +75,8 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         handles = common.block_table_tensor[:num_decodes, 0]
         self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes])
         if num_decodes:
-            metadata.decodes = metadata.halves = [self._build_decodes(common, 0, num_decodes)]
-        if num_decodes >= MIN_REQUESTS_IN_HALVES:
-            half = num_decodes // 2
-            metadata.halves = [self._build_decodes(common, *ends) for ends in ((0, half), (half, num_decodes))]
+            metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
+            metadata.decode.block_size = self.impl.decode_block_size
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
@@ -105,11 +85,6 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
         if common.max_query_len == 1:
             return self._one_token_each[: common.num_actual_tokens]
         return super().request_of_token(common)
-
-    def _build_decodes(self, common: CommonAttentionMetadata, first: int, last: int) -> DecodePart:
-        metadata = super().build(0, slice_requests(common, first, last))
-        metadata.block_size = self.impl.decode_block_size
-        return DecodePart(slice(first, last), metadata)
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
@@ -124,7 +99,6 @@ class HotMLACudaImpl(HotMLAImpl):
 
     Attributes:
         decode_block_size: block size under which the implementation reads `decode_cache`.
-        requests: those that the running call attends for.
         decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
         staging: where prefilling requests' history is staged, shared by all layers.
         copies: of the rows that decoding requests miss, shared by all layers.
@@ -156,7 +130,7 @@ class HotMLACudaImpl(HotMLAImpl):
             return self._decode_step(q, attn_metadata, layer), None
         num_tokens, query = attn_metadata.num_actual_tokens, q if isinstance(q, tuple) else (q,)
         out = query[0].new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
-        if attn_metadata.decodes:
+        if attn_metadata.decode is not None:
             tokens = slice(0, attn_metadata.num_decode_tokens)
             out[tokens] = self._decode_step(_slice_query(q, tokens), attn_metadata, layer)
         for group in attn_metadata.prefill_groups:
@@ -184,21 +158,8 @@ class HotMLACudaImpl(HotMLAImpl):
         return out
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        """Attend over hot rows, part by part. Where another layer selects, all rows are on their way already."""
-        selects = self.hot_buffer.selects[self.layer_index]
-        parts = metadata.halves if selects else metadata.decodes
-        self.copies.start(self.layer_index, self.topk_indices_buffer[: metadata.num_decodes], parts[0].requests.stop)
-        out = []
-        for part in parts:
-            if part.requests.start or not selects:
-                self.copies.wait(self.layer_index)
-            out.append(self._attend(_slice_query(q, part.requests), part, layer))
-        return out[0] if len(out) == 1 else torch.cat(out)
-
-    def _attend(self, q: Any, part: DecodePart, layer: torch.nn.Module) -> torch.Tensor:
-        """Attend over hot rows for a part of the step; vLLM asks `locate_selection` where they are."""
-        self.requests = part.requests
-        return super().forward_mqa(q, self.decode_cache, part.metadata, layer)[0]
+        """Attend over hot rows; `locate_selection` swaps them in on the way."""
+        return super().forward_mqa(q, self.decode_cache, metadata.decode, layer)[0]
 
     def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
         """Complete the staged history with the new rows, bring those to the host, attend over the staged rows."""
@@ -224,9 +185,10 @@ class HotMLACudaImpl(HotMLAImpl):
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
     def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The flat hot rows of the part that attends, [requests, top_k] int32, and how many lead, [requests] int32."""
+        """Make the selection hot; returns the flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
+        self.copies.swap_in(self.layer_index, top_k)
         resolved = self.hot_buffer.step.resolved
-        return resolved.hot_row_ids[self.requests], resolved.num_valid[self.requests]
+        return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)
@@ -253,9 +215,8 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
 class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
     vllm_class = FlashAttnMLASparseImpl
 
-    def _attend(self, q: Any, part: DecodePart, layer: torch.nn.Module) -> torch.Tensor:
-        resolved = self.hot_buffer.step.resolved.of(part.requests)
-        selection = resolved.hot_row_ids, resolved.num_valid
+    def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        selection = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
         return attend_to_flat_rows(self, q, self.hot.rows, selection, self.decode_block_size)
 
 

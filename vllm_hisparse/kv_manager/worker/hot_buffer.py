@@ -170,29 +170,22 @@ class HotBuffer(ABC):
         parts = self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten()
         self._positions.index_fill_(1, self.requests.to_device(parts), -1)
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor, num_copied: int | None = None) -> Resolved:
+    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
         """Make one layer's selection hot.
 
         Args:
             layer_index: of the layer. If it does not select, its selection has been resolved, and rows are copied.
             top_k: [batch, num_selected * max_query_len] int32 positions of the decoding requests, padding included; of
                 a dense model units, and a batch entry per KV head.
-            num_copied: requests whose rows are copied, the first of the batch; None: all.
         """
-        num_copied = len(top_k) if num_copied is None else num_copied
-        if not self.selects[layer_index]:
-            self.copy_missed(layer_index, slice(0, num_copied))
-            return self.step.resolved
         residency, step, layer = self.residency[layer_index], self.step, self.layers[layer_index]
         assert step.tables is not None
         counts, resolved = self.counts.by_state, step.resolved
-        self.ops.swap_in(residency, step.tables, top_k, layer.host, layer.hot, counts, resolved, num_copied)
+        if self.selects[layer_index]:
+            self.ops.swap_in(residency, step.tables, top_k, layer.host, layer.hot, counts, resolved)
+        else:
+            self.ops.gather(layer.host, layer.hot, resolved, len(top_k))
         return resolved
-
-    def copy_missed(self, layer_index: int, requests: slice) -> None:
-        """Copy the rows that some requests of the step miss in a layer, whose selection has been resolved."""
-        layer, resolved = self.layers[layer_index], self.step.resolved.of(requests)
-        self.ops.gather(layer.host, layer.hot, resolved, requests.stop - requests.start)
 
     def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
         """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot

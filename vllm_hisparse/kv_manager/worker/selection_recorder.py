@@ -128,7 +128,7 @@ class RecordingHotBuffer(MLAHotBuffer):
         self.recorder = recorder
         self._selected = np.empty((shape.num_layers, 0, shape.top_k), np.int32)
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor, num_copied: int | None = None) -> Resolved:
+    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
         if layer_index == 0:
             self._selected = np.empty((self.shape.num_layers, *top_k.shape), np.int32)
         self._selected[layer_index] = top_k.numpy()
@@ -137,7 +137,7 @@ class RecordingHotBuffer(MLAHotBuffer):
             requests, newest = self.requests.find(tables.handles), tables.seq_lens - 1
             known = requests < self.requests.num_requests
             self.recorder.add_step(requests[known].tolist(), newest[known].tolist(), self._selected[:, known.numpy()])
-        return super().swap_in(layer_index, top_k, num_copied)
+        return super().swap_in(layer_index, top_k)
 
     def release(self, handle: int) -> None:
         self.recorder.end(self.requests.index_of(handle))
