@@ -87,25 +87,30 @@ class Case:
         requests: prompts; in the mixed case, requests per minute.
         selection: how positions are selected.
         overlap: probability that a position stays in an independent selection for a step.
+        settle: steps before those that are timed; None: the job's.
     """
 
     context: int
     requests: int
     selection: Selection
     overlap: float | None = None
+    settle: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `<context>x<requests>`, `mixed x<per minute>`, with `:<overlap>`, `:trace` or `:model` behind."""
-        size, _, selection = text.partition(":")
-        context, _, requests = size.rpartition("x")
+        """From `<context>x<requests>`, or `mixed` for the context, with `+<settle>` and then `:<overlap>`, `:trace` or
+        `:model` behind."""
+        sizes, _, selection = text.partition(":")
+        sizes, _, settle = sizes.partition("+")
+        context, _, requests = sizes.rpartition("x")
         try:
-            number = 0 if context == "mixed" else int(context)
+            size = 0 if context == "mixed" else int(context), int(requests)
+            steps = int(settle) if settle else None
             if selection in (Selection.trace, Selection.model):
-                return cls(number, int(requests), Selection(selection))
-            return cls(number, int(requests), Selection.independent, float(selection or 0.87))
+                return cls(*size, Selection(selection), None, steps)
+            return cls(*size, Selection.independent, float(selection or 0.87), steps)
         except ValueError:
-            expected = "<context>x<requests>[:<overlap>|:trace|:model] or mixedx<requests per minute>[:<overlap>]"
+            expected = "<context>x<requests> or mixedx<requests per minute>, and [+<settle>][:<overlap>|:trace|:model]"
             raise typer.BadParameter(f"got {text!r}, expected {expected}", param_hint="--case") from None
 
 
@@ -183,6 +188,7 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
         "seed": 0,
         "tensor_parallel_size": job["tensor_parallel"],
         "enable_expert_parallel": job["data_parallel"] > 1,
+        "kernel_config": {"enable_flashinfer_autotune": False},
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
     }
     if job["forces_selections"]:
@@ -247,9 +253,10 @@ class Loaded:
         self._num_added += 1
 
     def _run_steady(self, case: Case, clock: Clock) -> dict[str, Any]:
+        settle = self.settle if case.settle is None else case.settle
         for _ in range(case.requests):
-            self._add(case.context, self.settle + self.steps + 16)
-        self._step_until(clock, self.settle)
+            self._add(case.context, settle + self.steps + 16)
+        self._step_until(clock, settle)
         before, first = counters(), len(clock.ends)
         self._step_until(clock, first + self.steps)
         return clock.summary(first) | moved(before, counters())
@@ -298,6 +305,7 @@ def serve(connection: Connection, system: System, job: dict[str, Any], rank: int
     """Load one rank of a system in this process and measure the cases that it receives. It sends None when ready; None
     ends it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the scheduler can be measured
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled for a minute, and tokens are greedy
     if job["data_parallel"] > 1:
         names = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": job["data_parallel"], "MASTER_IP": "127.0.0.1"}
         os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in (names | {"MASTER_PORT": job["port"]}).items()}
@@ -387,6 +395,7 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     context = case.context or "mixed"
     described = {"system": str(system), "model": "DeepSeek-V3.2", "context": context, "requests": case.requests}
     described |= {"selection": str(case.selection), "overlap": case.overlap}
+    described["settle"] = job["settle"] if case.settle is None else case.settle
     return described | {name: job[name] for name in (*names, *parallel)}
 
 
@@ -394,8 +403,9 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
 def run(
     ctx: typer.Context,
     case: Annotated[
-        list[str], typer.Option(help="<context>x<requests>[:<overlap>|:trace] or mixedx<per minute>; repeatable.")
-    ] = ["500x400", "32768x16", "32768x56", "65536x28", "35064x56:trace", "67832x28:trace"],  # noqa: B006
+        list[str],
+        typer.Option(help="<context>x<requests>[+<settle>][:<overlap>|:trace]; mixedx<per minute>; repeatable."),
+    ] = ["500x400", "32768x16+560", "32768x56", "65536x28", "35064x56:trace", "67832x28:trace", "mixedx900"],  # noqa: B006
     system: Annotated[list[System], typer.Option(help="Repeatable.")] = list(System),  # noqa: B006
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 61,
     experts: Annotated[int, typer.Option(min=1, help="Experts of a layer.")] = 8,
@@ -435,7 +445,7 @@ def run(
         "tensor_parallel": tensor_parallel_size,
         "data_parallel": data_parallel_size,
         "port": port,
-        "max_model_len": -(-(longest + settle + steps + 320) // 64) * 64,
+        "max_model_len": -(-(longest + max(settle, *(each.settle or 0 for each in cases)) + steps + 320) // 64) * 64,
         "max_num_seqs": max([*numbers, 64 if any(each.context == 0 for each in cases) else 1]),
         "graph_sizes": numbers,
         "forces_selections": any(each.selection != Selection.model for each in cases),

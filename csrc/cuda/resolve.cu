@@ -6,7 +6,7 @@ namespace hisparse {
 namespace {
 
 constexpr int kRoundsAhead = 4;
-constexpr int32_t kMaxKeptAges = 10240;  // slots whose ages are kept in shared memory; those of others are found again
+constexpr int32_t kMaxKeptAges = 32768;  // slots whose ages are kept in shared memory, if there is room
 constexpr int kNumAges = kMaxAge + 2;  // the last one is of empty rows
 static_assert(kNumAges == kNumThreads, "one age per thread");
 
@@ -37,10 +37,11 @@ struct Scratch {
     int32_t* victims;   // [top_k] flat hot row id that each takes
     uint32_t* hits;     // [slots / kWarpSize, rounded up] a bit per slot
     int16_t* next;      // [top_k] next column of the chain, or kEnd
-    uint16_t* ages;     // [slots, or kMaxKeptAges] of slots that are no hits
+    uint16_t* ages;     // [num_kept] of slots that are no hits; those of later slots are found again
     int num_buckets;
+    int32_t num_kept;
 
-    __device__ Scratch(int32_t* memory, int top_k, int bucket_bits, int32_t num_hot_rows)
+    __device__ Scratch(int32_t* memory, int top_k, int bucket_bits, int32_t num_hot_rows, int32_t num_kept)
         : heads(memory),
           num_aged(memory + (1 << bucket_bits)),
           selected(num_aged + kNumAges),
@@ -50,18 +51,19 @@ struct Scratch {
           hits(reinterpret_cast<uint32_t*>(victims + top_k + (top_k + 1) / 2)),
           next(reinterpret_cast<int16_t*>(victims + top_k)),
           ages(reinterpret_cast<uint16_t*>(hits + (num_hot_rows + kWarpSize - 1) / kWarpSize)),
-          num_buckets(1 << bucket_bits) {}
+          num_buckets(1 << bucket_bits),
+          num_kept(num_kept) {}
 
     static int bucket_bits(int top_k) {
         int bits = 2;
         while (1 << bits < kBucketsPerColumn * top_k) ++bits;
         return bits;
     }
+    // Without `ages`.
     static size_t num_bytes(int top_k, int64_t num_hot_rows) {
         const size_t num_columns = 4 * static_cast<size_t>(top_k) + (top_k + 1) / 2;
         const size_t num_words = (num_hot_rows + kWarpSize - 1) / kWarpSize;
-        const size_t num_bytes = sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
-        return num_bytes + sizeof(uint16_t) * std::min<size_t>(num_hot_rows, kMaxKeptAges);
+        return sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
     }
 
     __device__ void clear(int32_t num_slots) const {
@@ -76,8 +78,9 @@ struct Scratch {
     __device__ void insert(int32_t position, int column) const {
         next[column] = static_cast<int16_t>(atomicExch(head(position), column));
     }
-    __device__ int find(int32_t position) const {
-        int column = *head(position);
+    // Column that wants a position, or kEnd. first: of the chain.
+    __device__ int find(int32_t position, int first) const {
+        int column = first;
         while (column != kEnd && selected[column] != position) column = next[column];
         return column;
     }
@@ -213,16 +216,12 @@ __device__ __forceinline__ int32_t age_of(const Request& request, int32_t positi
     return request.wants(position) ? max(0, min(request.newest - last_use, kMaxAge)) : kNumAges - 1;
 }
 
-// What a thread finds in one of its slots.
-struct Held {
-    int32_t slot;   // -1 where there is none
-    int32_t entry;  // in the residency
-    int2 content;   // of the entry: of no column where there is no slot
-};
-
-// The slots that a thread looks at together: their loads are under way at the same time.
+// The slots that a thread looks at together, so that their loads are under way at the same time; a warp looks at
+// neighbouring ones.
 struct HeldSlots {
-    Held held[kRoundsAhead];
+    int32_t slots[kRoundsAhead];    // -1 where there is none
+    int32_t entries[kRoundsAhead];  // in the residency
+    int2 held[kRoundsAhead];        // what is there: of no column where there is no slot
 
     // first: round of the first one.
     __device__ __forceinline__ void load(
@@ -231,37 +230,43 @@ struct HeldSlots {
 #pragma unroll
         for (int i = 0; i < kRoundsAhead; ++i) {
             const int32_t slot = (first + i) * kNumThreads + threadIdx.x;
-            held[i] = {-1, 0, {-1, 0}};
-            if (slot >= num_slots) continue;
-            const int32_t entry = request.place(slot).entry;
-            held[i] = {slot, entry, residency.entries[entry]};
+            slots[i] = slot < num_slots ? slot : -1;
+            entries[i] = slot < num_slots ? request.place(slot).entry : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            held[i] = slots[i] >= 0 ? residency.entries[entries[i]] : int2{-1, 0};
         }
     }
 };
 
-// Give the column of a hit its slot, which is used now, or note the slot's age; a warp handles neighbouring slots
-// together. Of slots with the same position, the lowest is the hit; the others become empty.
-__device__ __forceinline__ void find_hit(
-    const Residency& residency, const Scratch& scratch, const Request& request, const Held& held
+// Give the column of a hit its slot, which is used now, or note the slot's age. Of slots with the same position, the
+// lowest is the hit; the others become empty. column: that wants what the slot holds, or kEnd. other: the column's slot
+// so far, if there is a column.
+__device__ __forceinline__ void note_slot(
+    const Residency& residency,
+    const Scratch& scratch,
+    const Request& request,
+    int32_t slot,
+    int32_t entry,
+    const int2& held,
+    int column,
+    int32_t other
 ) {
-    const int32_t slot = held.slot;
-    const int column = request.wants(held.content.x) ? scratch.find(held.content.x) : -1;
-    const int32_t other = column >= 0 ? atomicMin(scratch.chosen + column, slot) : -1;
-    const bool is_twice = column >= 0 && other != Scratch::kNone;
-    if (column >= 0) residency.entries[held.entry].y = request.newest;
+    const bool is_found = column != Scratch::kEnd, is_twice = is_found && other != Scratch::kNone;
     int32_t empty_or_aged = slot, age = kNumAges - 1;  // the slot that is no hit, if there is one
+    if (is_found) residency.entries[entry].y = request.newest;
+    else age = age_of(request, held.x, held.y);
     if (is_twice) {
         empty_or_aged = max(slot, other);
         residency.entries[request.place(empty_or_aged).entry].x = -1;
-    } else if (column < 0) {
-        age = age_of(request, held.content.x, held.content.y);
     }
-    if (slot >= 0 && (column < 0 || is_twice)) {
+    if (slot >= 0 && (!is_found || is_twice)) {
         atomicAdd(scratch.num_aged + age, 1);
-        if (empty_or_aged < kMaxKeptAges) scratch.ages[empty_or_aged] = static_cast<uint16_t>(age);
+        if (empty_or_aged < scratch.num_kept) scratch.ages[empty_or_aged] = static_cast<uint16_t>(age);
     }
     // NOTE: by exclusive or, so that it does not matter who comes first.
-    const bool is_hit = column >= 0 && other > slot;
+    const bool is_hit = is_found && other > slot;
     const uint32_t hits = __ballot_sync(kAllLanes, is_hit);
     if (lane_index() == 0 && hits != 0) atomicXor(scratch.hits + slot / kWarpSize, hits);
     if (is_hit && is_twice) atomicXor(scratch.hits + other / kWarpSize, 1u << other % kWarpSize);
@@ -273,11 +278,25 @@ __device__ __forceinline__ void find_hits(
 ) {
     const int num_rounds = (num_slots + kNumThreads - 1) / kNumThreads;
     for (int first = 0; first < num_rounds; first += kRoundsAhead) {
-        const HeldSlots slots = ahead;
+        const HeldSlots now = ahead;
         if (first + kRoundsAhead < num_rounds) ahead.load(residency, request, first + kRoundsAhead, num_slots);
+        int columns[kRoundsAhead];
+        int32_t others[kRoundsAhead];
 #pragma unroll
         for (int i = 0; i < kRoundsAhead; ++i) {
-            if (first + i < num_rounds) find_hit(residency, scratch, request, slots.held[i]);
+            columns[i] = request.wants(now.held[i].x) ? *scratch.head(now.held[i].x) : Scratch::kEnd;
+        }
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) columns[i] = scratch.find(now.held[i].x, columns[i]);
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            others[i] = columns[i] != Scratch::kEnd ? atomicMin(scratch.chosen + columns[i], now.slots[i]) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            note_slot(
+                residency, scratch, request, now.slots[i], now.entries[i], now.held[i], columns[i], others[i]
+            );
         }
     }
 }
@@ -340,6 +359,29 @@ __device__ __forceinline__ void find_cut(const Scratch& scratch, int32_t num_vic
     if (older < num_victims && num_victims <= older + count) *cut = {age, num_victims - older};
 }
 
+// Ages of a few rounds of a warp's slots; -1 for a hit, and for no slot.
+__device__ __forceinline__ void load_ages(
+    const Residency& residency,
+    const Scratch& scratch,
+    const Request& request,
+    const Share& slots,
+    int first,
+    int32_t (&ages)[kRoundsAhead]
+) {
+#pragma unroll
+    for (int i = 0; i < kRoundsAhead; ++i) {
+        const int32_t slot = slots.at(first + i);
+        const bool exists = slots.has(first + i), is_kept = slot < scratch.num_kept;
+        const uint32_t hits = exists ? scratch.hits[slot / kWarpSize] : kAllLanes;
+        ages[i] = scratch.ages[exists && is_kept ? slot : 0];
+        if (exists && !is_kept) {
+            const int2 held = residency.entries[request.place(slot).entry];
+            ages[i] = age_of(request, held.x, held.y);
+        }
+        if (hits >> lane_index() & 1) ages[i] = -1;
+    }
+}
+
 // Put the misses into their victims, in the order of their slots.
 __device__ __forceinline__ void fill_victims(
     const Residency& residency,
@@ -350,33 +392,38 @@ __device__ __forceinline__ void fill_victims(
     uint64_t* warp_sums
 ) {
     const Share slots(num_slots);
-    const auto age_at = [&](int round) -> int32_t {  // -1 for a hit, and for no slot
-        const int32_t slot = slots.at(round);
-        if (slot >= num_slots || scratch.hits[slot / kWarpSize] >> lane_index() & 1) return -1;
-        if (slot < kMaxKeptAges) return scratch.ages[slot];
-        const int2 held = residency.entries[request.place(slot).entry];
-        return age_of(request, held.x, held.y);
-    };
     Tally sum{0, 0}, before, total;
-#pragma unroll 4
-    for (int round = 0; round < slots.rounds; ++round) {
-        const int32_t age = age_at(round);
-        sum.first += __popc(__ballot_sync(kAllLanes, age > cut.age));
-        sum.second += __popc(__ballot_sync(kAllLanes, age == cut.age));
+    int32_t ages[kRoundsAhead];
+    for (int first = 0; first < slots.rounds; first += kRoundsAhead) {
+        load_ages(residency, scratch, request, slots, first, ages);
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            sum.first += __popc(__ballot_sync(kAllLanes, ages[i] > cut.age));
+            sum.second += __popc(__ballot_sync(kAllLanes, ages[i] == cut.age));
+        }
     }
     if (lane_index() == 0) warp_sums[warp_index()] = sum.pack();
     __syncthreads();
     scan_warps(warp_sums, warp_index(), lane_index(), before, total);
     int victims_before = before.first + min(before.second, cut.num_of_age);
-    for (int round = 0; round < slots.rounds; ++round) {
-        const int32_t age = age_at(round);
-        const int equal_rank = take_rank(age == cut.age, lane_index(), before.second);
-        const bool is_victim = age > cut.age || (age == cut.age && equal_rank < cut.num_of_age);
-        const int rank = take_rank(is_victim, lane_index(), victims_before);
-        if (!is_victim) continue;
-        const Place place = request.place(slots.at(round));
-        residency.entries[place.entry] = {scratch.missed[rank], request.newest};
-        scratch.victims[rank] = place.row_id;
+    for (int first = 0; first < slots.rounds; first += kRoundsAhead) {
+        if (slots.rounds > kRoundsAhead) load_ages(residency, scratch, request, slots, first, ages);
+        int ranks[kRoundsAhead];  // -1 where a slot is no victim
+        Place places[kRoundsAhead];
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            const int equal_rank = take_rank(ages[i] == cut.age, lane_index(), before.second);
+            const bool is_victim = ages[i] > cut.age || (ages[i] == cut.age && equal_rank < cut.num_of_age);
+            const int rank = take_rank(is_victim, lane_index(), victims_before);
+            ranks[i] = is_victim ? rank : -1;
+            if (is_victim) places[i] = request.place(slots.at(first + i));
+        }
+#pragma unroll
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            if (ranks[i] < 0) continue;
+            residency.entries[places[i].entry] = {scratch.missed[ranks[i]], request.newest};
+            scratch.victims[ranks[i]] = places[i].row_id;
+        }
     }
 }
 
@@ -528,12 +575,12 @@ __device__ __forceinline__ void resolve_evicting(
     const int32_t num_slots = request.num_hot_rows - 1;
     HeldSlots ahead;
     ahead.load(residency, request, 0, num_slots);
-    int64_t host_row_ids[kColumnRounds];
-    load_host_row_ids(request, selected, host_row_ids);
     scratch.clear(num_slots);
     __syncthreads();
 
     const int32_t last_valid = map_columns(scratch, request, columns, selected);
+    int64_t host_row_ids[kColumnRounds];
+    load_host_row_ids(request, selected, host_row_ids);
     __syncthreads();
     if (lane_index() == 0 && last_valid > 0) atomicMax(&shared.num_valid, last_valid);
 
@@ -572,14 +619,15 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Resolved out,
     const Divisor rows_per_block,
     const Divisor block_size,
-    const int bucket_bits
+    const int bucket_bits,
+    const int32_t num_kept_ages
 ) {
     extern __shared__ int32_t memory[];
     __shared__ Shared shared;
     launch_dependents();
     const int batch_index = blockIdx.x;
     const int32_t max_hot_rows = tables.num_hot_blocks * rows_per_block.divisor;
-    const Scratch scratch(memory, out.top_k, bucket_bits, max_hot_rows);
+    const Scratch scratch(memory, out.top_k, bucket_bits, max_hot_rows, num_kept_ages);
     const Share columns(out.top_k);
 
     int32_t selected[kColumnRounds];
@@ -609,8 +657,7 @@ cudaError_t max_shared_bytes(int* result) {
     return error;
 }
 
-using Kernel =
-    void (*)(Residency, StepTables, const int32_t*, int64_t, HotRows, int64_t*, Resolved, Divisor, Divisor, int);
+using Kernel = decltype(&resolve_kernel<2>);
 
 // The smallest kernel whose rounds cover a selection; null where none does.
 Kernel choose_kernel(int top_k) {
@@ -637,17 +684,20 @@ extern "C" cudaError_t hisparse_resolve(
     if (tables->batch == 0) return cudaSuccess;
     const Kernel kernel = choose_kernel(out->top_k);
     const int64_t num_hot_rows = static_cast<int64_t>(tables->num_hot_blocks) * hot->rows_per_block;
-    const size_t num_bytes = Scratch::num_bytes(out->top_k, num_hot_rows);
     int max_bytes = 0;
     if (const cudaError_t error = max_shared_bytes(&max_bytes)) return error;
-    if (kernel == nullptr || num_hot_rows > kMaxHotRows || num_bytes > static_cast<size_t>(max_bytes)) return cudaErrorInvalidValue;
+    const int64_t num_bytes = Scratch::num_bytes(out->top_k, num_hot_rows);
+    const int64_t room = (max_bytes - num_bytes) / static_cast<int64_t>(sizeof(uint16_t));
+    if (kernel == nullptr || num_hot_rows > kMaxHotRows || room < 1) return cudaErrorInvalidValue;
+    const auto num_kept_ages = static_cast<int32_t>(std::min<int64_t>({num_hot_rows, room, kMaxKeptAges}));
     // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, max_bytes)) return error;
     const Divisor rows_per_block(hot->rows_per_block), block_size(tables->block_size);
     const int bucket_bits = Scratch::bucket_bits(out->top_k);
-    kernel<<<tables->batch, kNumThreads, num_bytes, stream>>>(
-        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, rows_per_block, block_size, bucket_bits
+    kernel<<<tables->batch, kNumThreads, num_bytes + num_kept_ages * sizeof(uint16_t), stream>>>(
+        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, rows_per_block, block_size, bucket_bits,
+        num_kept_ages
     );
     return cudaGetLastError();
 }
