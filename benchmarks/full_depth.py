@@ -262,15 +262,16 @@ class Loaded:
         return clock.summary(first) | moved(before, counters())
 
     def _run_mixed(self, case: Case, clock: Clock) -> dict[str, Any]:
-        """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K, each with 64 to 256 tokens to
-        generate. Times are stretched: `settle` and `steps` count tenths of a second here."""
+        """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K (or what the engine takes at
+        most), each with 64 to 256 tokens to generate. `settle` and `steps` count tenths of a second here."""
         source = random.Random(1)
         settle_s, end_s = self.settle / 10, (self.settle + self.steps) / 10
+        longest = self.scheduler.max_model_len - 256
         start, next_s, first, before = time.perf_counter(), 0.0, None, counters()
         while (now := time.perf_counter() - start) < end_s:
             while next_s <= now:
                 low, high = (500, 2000) if source.random() < 0.7 else (32_768, 65_536)
-                self._add(source.randint(low, high), source.randint(64, 256))
+                self._add(min(source.randint(low, high), longest), source.randint(64, 256))
                 next_s += source.expovariate(case.requests / 60)
             if first is None and now >= settle_s:
                 first, before = len(clock.ends), counters()

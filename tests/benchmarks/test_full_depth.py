@@ -1,0 +1,73 @@
+"""`benchmarks.full_depth` without an engine: cases, clocks, the model's configuration and traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import typer
+
+from benchmarks import full_depth
+from benchmarks.full_depth import Case, Clock, Selection, merged, scaled_trace, write_config
+
+
+def test_cases_are_parsed() -> None:
+    assert Case.parse("500x400") == Case(500, 400, Selection.independent, 0.87)
+    assert Case.parse("32768x16+560:0.95") == Case(32768, 16, Selection.independent, 0.95, 560)
+    assert Case.parse("35064x56:trace") == Case(35064, 56, Selection.trace)
+    assert Case.parse("mixedx900") == Case(0, 900, Selection.independent, 0.87)
+
+
+@pytest.mark.parametrize("text", ["500", "x", "500x", "500x4+", "500x4+a", "500x4:often", "mixed"])
+def test_cases_that_are_refused(text: str) -> None:
+    if text == "500x4+":  # nothing behind the sign: the job's
+        assert Case.parse(text).settle is None
+        return
+    with pytest.raises(typer.BadParameter, match="expected <context>x<requests>"):
+        Case.parse(text)
+
+
+def test_a_clock_times_steps_from_the_first_that_counts() -> None:
+    clock = Clock([(0.0, 4), (1.0, 4), (3.0, 2), (3.5, 0), (4.0, 2)])
+    summary = clock.summary(2)
+    assert summary == {
+        "tokens_per_s": round(4 / 3, 1),
+        "itl_ms_p50": 1250.0,
+        "itl_ms_p99": 2000.0,
+        "running_max": 2,
+        "steps": 2,
+    }
+    assert Clock([(0.0, 4), (1.0, 0)]).summary(1)["tokens_per_s"] is None
+
+
+def test_a_clock_notes_the_steps_of_a_scheduler() -> None:
+    scheduler = SimpleNamespace(update_from_output=lambda scheduled, output: output)
+    clock = Clock()
+    clock.attach(scheduler)
+    assert scheduler.update_from_output(SimpleNamespace(total_num_scheduled_tokens=3), "output") == "output"
+    assert [tokens for _, tokens in clock.ends] == [3]
+
+
+def test_ranks_are_merged() -> None:
+    rows = [{"tokens_per_s": 10.0, "itl_ms_p50": 2.0, "hit_rate": None}, {"tokens_per_s": 30.0, "itl_ms_p50": 4.0}]
+    rows[1]["hit_rate"] = 0.5
+    assert merged(rows) == {"tokens_per_s": 40.0, "itl_ms_p50": 3.0, "hit_rate": None}
+
+
+def test_the_model_is_as_asked_for(tmp_path: Path) -> None:
+    config = json.loads((write_config(tmp_path / "model", 5, 4, 96, 4) / "config.json").read_text())
+    assert config["num_hidden_layers"] == 5 and config["moe_intermediate_size"] == 96
+    assert config["n_routed_experts"] == config["num_experts_per_tok"] == 4 and config["index_topk_freq"] == 4
+    assert "index_topk_freq" not in json.loads((write_config(tmp_path, 5, 4, 96, 1) / "config.json").read_text())
+
+
+@pytest.mark.parametrize("context", list(full_depth.TRACE_FILES))
+def test_traces_fit_their_contexts(context: int) -> None:
+    """A position of a trace stands for eight of the prompt, so that none is beyond it."""
+    positions = scaled_trace(context)
+    repeat = full_depth.V32["index_topk"] // positions.shape[-1]
+    assert positions.dtype == np.int32 and positions.shape[1] == 8
+    assert context - 16 * repeat < (positions.max() + 1) * repeat <= context
