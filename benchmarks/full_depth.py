@@ -460,9 +460,49 @@ def run(
     show("Full depth", [{name: row.get(name) for name in (*columns, "hit_rate")} for row in rows])
 
 
-@app.callback()
-def main() -> None:
-    """Decode at full depth."""
+@app.command()
+def plot(
+    result: Annotated[
+        list[Path],
+        typer.Option(help="Result file of `run`; repeatable. A row of a later one replaces an earlier one's."),
+    ] = [RESULTS / "h200" / "full_depth.json", RESULTS / "h200" / "full_depth_ours.json"],  # noqa: B006
+    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/full_depth.png"),
+) -> None:
+    """Plot results: tokens per second of each system, case by case."""
+    import matplotlib.pyplot as plt
+
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for path in result for row in json.loads(path.read_text())["rows"]):
+        found[row["system"], title(row)] = row
+    cases = list(dict.fromkeys(case for _, case in found))
+    systems = [system for system in System if any(system == name for name, _ in found)]
+    figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
+    for index, system in enumerate(systems):
+        places = [place + 0.8 / len(systems) * (index - (len(systems) - 1) / 2) for place in range(len(cases))]
+        shares = [relative(found, system, case) for case in cases]
+        bars = axis.bar(places, shares, width=0.75 / len(systems), label=system)
+        axis.bar_label(bars, [f"{share:.2f}" if share else "" for share in shares], fontsize=8)
+    axis.set(ylabel="tokens/s, full KV = 1", xticks=range(len(cases)))
+    axis.set_xticklabels(cases, fontsize=8)
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=120)
+
+
+def title(row: dict[str, Any]) -> str:
+    """Of a case, in two lines."""
+    if row["context"] == "mixed":
+        return f"mixed,\n{row['requests']} a minute"
+    size = row["context"] if row["context"] < 1024 else f"{row['context'] / 1024:.0f}K"
+    selection = "trace" if row["selection"] == Selection.trace else f"{row['overlap']:.0%} kept"
+    return f"{row['requests']} x {size},\n{selection}"
+
+
+def relative(found: dict[tuple[str, str], dict[str, Any]], system: str, case: str) -> float:
+    """A system's tokens/s over those of full KV; 0 if it was not measured."""
+    row, full = found.get((system, case)), found[System.full, case]
+    return row["tokens_per_s"] / full["tokens_per_s"] if row else 0.0
 
 
 if __name__ == "__main__":
