@@ -23,6 +23,7 @@ MAX_MODEL_LEN = 4096
 MODEL = "glm52"  # layers share indexers; tests/e2e/test_cluster.py has one per layer
 BLOCK, ROW_BYTES = 64, 4 * 576 * 4  # of all layers
 NUM_HOST_BLOCKS = 66  # of the decode server: few enough for four requests to outgrow them
+NUM_DEVICE_BLOCKS = 1000  # of a decode server: enough for a prompt of 1,500 tokens as a whole, or for several at least
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
 SMALL_POOL = {**OPTIONS, "host_pool_gib": NUM_HOST_BLOCKS * BLOCK * (ROW_BYTES + 132) / 2**30}
 TOLERANCE = 1e-4
@@ -65,7 +66,7 @@ class Cluster:
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
         else:
-            args += ["--max-model-len", str(MAX_MODEL_LEN)]
+            args += ["--max-model-len", str(MAX_MODEL_LEN), "--num-gpu-blocks-override", str(NUM_DEVICE_BLOCKS)]
         process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, side_port, [core], args)
         return DecodeServer(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
@@ -189,6 +190,23 @@ def test_preempted_requests_resume(cluster: Cluster):
     assert preempted >= resumed >= 1
     assert received == 4 * 16 * BLOCK * ROW_BYTES
     cluster.decode.wait_empty()
+
+
+def test_lent_blocks_come_back_while_prompts_arrive(cluster: Cluster):
+    """One request is hot as a whole; blocks that it gives back are written by transfers of others."""
+    decode, lengths, max_tokens = cluster.decode, (1400, 700, 720, 740), (150, 24, 24, 24)
+    prompts = [make_prompt(length, seed=12) for length in lengths]
+    expected = [completion(cluster.prefill.complete(*call)) for call in zip(prompts, max_tokens, strict=True)]
+    calls = list(zip(prompts, max_tokens, map(cluster.prefilled, prompts), strict=True))
+    before = decode.metric("hisparse_hot_rows_taken_back")
+    with ThreadPoolExecutor(len(calls)) as executor:
+        first = executor.submit(decode.complete, *calls[0])
+        wait_for(lambda: first.done() or decode.metric("hisparse_hot_rows_lent") > 900)
+        others = [executor.submit(decode.complete, *call) for call in calls[1:]]
+        assert not first.done(), "it was to run on while the others arrive"
+        assert_same_but_rounding([completion(future.result()) for future in (first, *others)], expected)
+    assert decode.metric("hisparse_hot_rows_taken_back") > before
+    decode.wait_empty()
 
 
 def with_tokens(prompts: list[list[int]], max_tokens: int, transfers: list[dict]) -> list[tuple]:
