@@ -145,7 +145,10 @@ class HotKV:
     def __init__(self, case: Case, rows: torch.Tensor):
         self.groups = device_groups(case.num_layers, 2 * case.top_k, case.dtype)
         self.impls = [make_impl(HotMLACpuImpl, case) for _ in rows]
-        layers = {name: SimpleNamespace(impl=impl) for name, impl in zip(self._names, self.impls, strict=True)}
+        layers = {
+            name: SimpleNamespace(impl=impl, indexer=object())
+            for name, impl in zip(self._names, self.impls, strict=True)
+        }
         vllm_config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=layers),
             scheduler_config=SimpleNamespace(max_num_seqs=case.batch),

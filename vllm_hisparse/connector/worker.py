@@ -179,13 +179,12 @@ class HiSparseWorkerConnector:
     def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
         """One that records selections, if that is wanted; all tensor parallel ranks select the same."""
         directory, model = self.config.selection_trace_dir, self.vllm_config.model_config
-        layers = self.vllm_config.compilation_config.static_forward_context
-        selects = [layers[name].indexer is not None for name in self.groups.hot_group.layer_names]
+        names, layers = self.groups.hot_group.layer_names, self.vllm_config.compilation_config.static_forward_context
+        selects = [layers[name].indexer is not None for name in names]
         if directory is None or not self.reports_requests:
             return MLAHotBuffer(shape, device, selects)
-        rank, layers = self.vllm_config.parallel_config.data_parallel_index, self.groups.hot_group.layer_names
-        name, sizes = Path(model.model).name, (shape.top_k, self.layout.row_bytes)
-        self._recorder = SelectionRecorder(Path(directory), rank, name, *sizes, layers)
+        rank, model_name = self.vllm_config.parallel_config.data_parallel_index, Path(model.model).name
+        self._recorder = SelectionRecorder(Path(directory), rank, model_name, shape.top_k, self.layout.row_bytes, names)
         return RecordingHotBuffer(shape, device, self._recorder, selects)
 
     def _make_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
+from types import SimpleNamespace
 
-from vllm_hisparse.kv_manager.scheduler.spare_blocks import MAX_STEPS_OF_WAITING, STEPS_PER_BALANCE, divide
+import pytest
+import torch
+from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.scheduler.spare_blocks import (
+    MAX_STEPS_OF_WAITING,
+    STEPS_PER_BALANCE,
+    SpareBlocks,
+    divide,
+)
+from vllm_hisparse.layout import KVLayout
 
 ROWS_PER_BLOCK, BUFFER = 3, 5  # `HotBufferSpec` of `fake_engine`: 2 blocks in any case
 BLOCKS_PER_BLOCK = 2 + 1  # hot and resident ones, of 4 tokens
@@ -58,11 +69,12 @@ def test_a_short_sequence_has_no_more_than_its_rows() -> None:
 
 
 def test_what_is_free_goes_first_to_those_that_want_least() -> None:
-    assert divide({"a": 5, "b": 3, "c": 0}, 8) == {"a": 5, "b": 3, "c": 0}
-    assert divide({"a": 5, "b": 3, "c": 5}, 9) == {"b": 3, "a": 5, "c": 1}
-    assert divide({"a": 9, "b": 9, "c": 2}, 8) == {"c": 2, "a": 3, "b": 3}
-    assert divide({"a": 9, "b": 9}, 0) == {"a": 0, "b": 0}
-    assert divide({}, 5) == {}
+    assert divide({"a": 5, "b": 3, "c": 0}, set(), 8) == {"a": 5, "b": 3, "c": 0}
+    assert divide({"a": 5, "b": 3, "c": 5}, set(), 9) == {"b": 3, "a": 5, "c": 1}
+    assert divide({"a": 9, "b": 9, "c": 2}, set(), 8) == {"c": 2, "a": 3, "b": 3}
+    assert divide({"a": 9, "b": 9}, set(), 0) == {"a": 0, "b": 0}
+    assert divide({"a": 5, "b": 6, "c": 2}, {"b"}, 8) == {"b": 6, "c": 2, "a": 0}, "who has all keeps it"
+    assert divide({}, set(), 5) == {}
 
 
 def test_requests_share_what_is_free() -> None:
@@ -135,3 +147,78 @@ def test_an_engine_with_fixed_buffers_lends_nothing() -> None:
     engine.add("a", [1, 2, 3], max_tokens=1)
     engine.step(2)
     assert len(engine.hot.hot_blocks("a")) == 2
+
+
+class World:
+    """A block pool of 24 GiB and requests that decode: 61 layers in fp8, blocks of 64 tokens."""
+
+    LAYOUT = KVLayout(656, 132, 61, 61)
+
+    def __init__(self, lengths: dict[str, int], num_blocks: int = 49_978):
+        self.num_free = num_blocks
+        admitted = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
+        requests = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
+        tables = SimpleNamespace(change=self.note_change)
+        self.ledger = SimpleNamespace(
+            admitted=admitted, requests=requests, hot_tables=tables, max_num_running=999, waiting_for_host=set()
+        )
+        self.changes: list[str] = []
+        self.num_tokens = dict.fromkeys(lengths, 0)
+        pool = SimpleNamespace(
+            get_num_free_blocks=lambda: self.num_free,
+            get_new_blocks=self.take,
+            free_blocks=lambda blocks: self.take(-len(blocks)),
+            num_gpu_blocks=num_blocks,
+        )
+        mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=656, dtype=torch.uint8)
+        self.spec = HotBufferSpec.from_mla_spec(mla, self.LAYOUT, 4096, elastic=True)
+        self.spare = SpareBlocks(pool, self.spec, 65_536, 1024, 0)
+        self.blocks = {name: range(self.spec.num_blocks(length)) for name, length in lengths.items()}
+        self.num_balances = 0
+        blocks_wanted = self.spare._blocks_wanted
+        first = next(iter(lengths))
+
+        def counted(ledger: SimpleNamespace, name: str, num_blocks: int) -> int:
+            self.num_balances += name == first
+            return blocks_wanted(ledger, name, num_blocks)
+
+        self.spare._blocks_wanted = counted
+
+    def take(self, num_blocks: int) -> range:
+        self.num_free -= num_blocks
+        assert self.num_free >= 0, "more is lent than is free"
+        return range(max(num_blocks, 0))
+
+    def note_change(self, name: str) -> None:
+        self.changes.append(name)
+
+    def step(self) -> None:
+        for name, request in self.ledger.requests.items():
+            request.num_tokens += bool(self.num_tokens[name])
+            self.ledger.admitted[name].num_tokens = request.num_tokens
+            last, self.num_tokens[name] = self.num_tokens[name], request.num_tokens
+            num_resident = [-(-tokens // 64) for tokens in (last, request.num_tokens)]
+            num_hot = [self.spec.num_blocks(tokens) * bool(tokens) for tokens in (last, request.num_tokens)]
+            self.take(num_resident[1] - num_resident[0] + num_hot[1] - num_hot[0])
+        self.spare.balance(self.ledger, self.blocks, dict.fromkeys(self.num_tokens, 1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_blocks"),
+    [([32_768 + 63 - i % 64 for i in range(24)], 49_978), ([4_000 + 30 * i for i in range(100)], 60_000)],
+)
+def test_requests_of_nearly_equal_lengths_do_not_take_turns(lengths: list[int], num_blocks: int) -> None:
+    """Names order them one way, lengths the other. Blocks that they need as they grow come from the same few."""
+    world = World({f"{i:03}": length for i, length in enumerate(lengths)}, num_blocks)
+    for _ in range(20):
+        world.step()
+    before, world.num_balances = sum(map(len, world.spare.lent.values())), 0
+    world.changes.clear()
+    world.spare.take_rows_taken_back()
+    for _ in range(320):
+        world.step()
+    num_taken_back = world.spare.take_rows_taken_back() // World.LAYOUT.rows_per_hot_block
+    num_grown = len(lengths) * 320 // 64 * 7
+    assert num_taken_back <= num_grown + before // 10
+    assert world.num_balances <= 2 * 320 // STEPS_PER_BALANCE
+    assert len(world.changes) <= 320 // STEPS_PER_BALANCE * len(lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import compress, islice
 from typing import TYPE_CHECKING
 
@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 STEPS_PER_BALANCE = 16  # unless blocks are needed
 MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whatever was lent
-MIN_CHANGE = 1 / 16  # of what a request wants, unless it gets all or blocks are needed
+MIN_CHANGE = 1 / 16  # of what a request has or gets, unless it gets all or blocks are needed
+SLACK_SHARE = 1 / 4  # of the reserve; so much more stays free, so that it lasts until the next balance
 
 
-def divide(wanted: Mapping[str, int], num_blocks: int) -> dict[str, int]:
+def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[str, int]:
     """How many blocks each request gets.
 
     Args:
         wanted: request id -> blocks that it wants.
+        whole: ids of those that are hot as a whole; they come first, so that requests that want nearly the same do not
+            take turns.
         num_blocks: blocks to divide.
     """
     given, num_left = {}, num_blocks
-    # NOTE: by name where requests want the same, so that the same ones get all the next time.
-    for number, name in enumerate(sorted(wanted, key=lambda name: (wanted[name], name))):
+    order = sorted(wanted, key=lambda name: (name not in whole, wanted[name], name))
+    for number, name in enumerate(order):
         given[name] = wanted[name] if wanted[name] <= num_left else num_left // (len(wanted) - number)
         num_left -= given[name]
     return given
@@ -38,9 +41,9 @@ def divide(wanted: Mapping[str, int], num_blocks: int) -> dict[str, int]:
 class SpareBlocks:
     """Lends vLLM's free blocks to running requests, and takes them back before vLLM runs out of blocks.
 
-    A request wants the hot rows that would hold its whole sequence. Those that want least get all of it, as long as
-    there is enough; what is left is divided equally among the others. What running requests may need in their next
-    steps stays free, and what waiting requests need to start.
+    A request wants the hot rows that would hold its whole sequence. Those that have them keep them, those that want
+    least get them, as long as there is enough; what is left is divided equally among the others. What running requests
+    may need in their next steps stays free, and what waiting requests need to start.
 
     Args:
         block_pool: vLLM's.
@@ -115,19 +118,23 @@ class SpareBlocks:
         self._steps_to_balance = STEPS_PER_BALANCE
         wanted = {name: self._blocks_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
         self._num_wanted = sum(wanted.values())
-        num_lent = sum(map(len, self.lent.values()))
-        targets = divide(wanted, max(num_available + num_lent, 0))
-        changes = {name: target - len(self.lent.get(name, ())) for name, target in targets.items()}
-        is_worth_it = {
-            name: is_short or targets[name] == wanted[name] or abs(change) > MIN_CHANGE * wanted[name]
-            for name, change in changes.items()
-        }
-        for request_id, change in changes.items():
-            if change < 0 and is_worth_it[request_id]:
+        given = {name: len(self.lent.get(name, ())) for name in wanted}
+        whole = {name for name in wanted if self._is_whole(ledger, name, len(blocks[name]) + given[name])}
+        num_slack = int(SLACK_SHARE * len(wanted) * self._blocks_per_block)
+        targets = divide(wanted, whole, max(num_available + sum(given.values()) - num_slack, 0))
+        for request_id, target in targets.items():
+            change, gets_all = target - given[request_id], target == wanted[request_id]
+            is_large = gets_all or abs(change) > MIN_CHANGE * max(target, given[request_id])
+            if change < 0 and (is_short or is_large):
                 self._take_back(ledger, request_id, -change, len(blocks[request_id]))
-        for request_id, change in changes.items():
-            if change > 0 and is_worth_it[request_id]:
+        for request_id, target in targets.items():
+            change, gets_all = target - given[request_id], target == wanted[request_id]
+            if change > 0 and (gets_all or change > MIN_CHANGE * target):
                 self._lend(ledger, request_id, change)
+
+    def _is_whole(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> bool:
+        """Whether a request's hot blocks hold its sequence."""
+        return num_blocks >= self.spec.num_whole_blocks(ledger.admitted[request_id].num_tokens)
 
     def _num_reserved(self, ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> int:
         """Blocks that running requests may need in their next steps, and that waiting ones need."""
@@ -172,7 +179,7 @@ class SpareBlocks:
         """
         lent = self.lent[request_id]
         num_left = num_others + len(lent) - num_blocks
-        fits = num_left >= self.spec.num_whole_blocks(ledger.admitted[request_id].num_tokens)
+        fits = self._is_whole(ledger, request_id, num_left)
         part = slice(len(lent) - num_blocks, None) if fits else slice(0, num_blocks)
         taken = lent[part]
         del lent[part]
