@@ -69,7 +69,7 @@ def _select(
         width, first = tl.load(settings + 4), tl.load(settings + 5)
         repeat = top_k // width
         step = tl.minimum(tl.maximum(length - first, 0), num_steps - 1)
-        row = (((name % num_requests) * trace_layers + layer % trace_layers) * num_steps + step).to(tl.int64)
+        row = (((request % num_requests) * trace_layers + layer % trace_layers) * num_steps + step).to(tl.int64)
         held = tl.load(trace + row * width + column // repeat, mask=column < top_k, other=-1)
         position = tl.where(held < 0, -1, held * repeat + column % repeat)
     position = tl.where(position < length, position, -1)

@@ -1,9 +1,9 @@
 """Decode at full depth on GPUs: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
 
-The model has the layers of DeepSeek-V3.2 and as many experts as one rank of a wide expert-parallel fleet; its weights
-are dummies. Prompts are not computed: full KV is filled by vLLM's `DecodeBenchConnector`, the others take it to be in
-host memory (`benchmarks.prefilled_connectors`). The indexer runs, and its selection is then overwritten
-(`benchmarks.forced_selections`): by one that moves on independently of everything, or by a recorded trace.
+The model has the layers of DeepSeek-V3.2 and what one rank of a wide expert-parallel fleet has of its experts: 8 of
+half the size. Its weights are dummies. Prompts are not computed: full KV is filled by vLLM's `DecodeBenchConnector`,
+the others take it to be in host memory (`benchmarks.prefilled_connectors`). The indexer runs, and its selection is then
+overwritten (`benchmarks.forced_selections`): by one that moves on independently of everything, or by a recorded trace.
 
 Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests
 at once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,11 +106,14 @@ class Case:
         try:
             size = 0 if context == "mixed" else int(context), int(requests)
             steps = int(settle) if settle else None
+            if selection == Selection.trace and size[0] not in TRACE_FILES:
+                raise ValueError("no trace of this context")
             if selection in (Selection.trace, Selection.model):
                 return cls(*size, Selection(selection), None, steps)
             return cls(*size, Selection.independent, float(selection or 0.87), steps)
         except ValueError:
             expected = "<context>x<requests> or mixedx<requests per minute>, and [+<settle>][:<overlap>|:trace|:model]"
+            expected += f"; traces have contexts of {' and '.join(map(str, TRACE_FILES))}"
             raise typer.BadParameter(f"got {text!r}, expected {expected}", param_hint="--case") from None
 
 
@@ -195,7 +198,11 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
         args["worker_extension_cls"] = "benchmarks.forced_selections.ForcedSelectionsExtension"
     connector = {"kv_role": "kv_both", "kv_connector_module_path": "benchmarks.prefilled_connectors"}
     if system == System.full:
-        args["kv_transfer_config"] = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
+        args["kv_transfer_config"] = {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"startup_fill": True},  # not in a step that is timed
+        }
     elif system == System.vllm_native:
         options = {"host_pool_gib": job["host_pool_gib"]}
         args["kv_transfer_config"] = connector | {
@@ -219,10 +226,11 @@ class Loaded:
         llm: vLLM's `LLM`, whose engine runs in this process.
         settle: steps before those that are timed.
         steps: steps that are timed.
+        rank: data parallel rank, whose requests arrive at times of their own.
     """
 
-    def __init__(self, llm: Any, settle: int, steps: int):
-        self.llm, self.engine, self.settle, self.steps = llm, llm.llm_engine, settle, steps
+    def __init__(self, llm: Any, settle: int, steps: int, rank: int = 0):
+        self.llm, self.engine, self.settle, self.steps, self.rank = llm, llm.llm_engine, settle, steps, rank
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self._num_added = 0
 
@@ -264,7 +272,7 @@ class Loaded:
     def _run_mixed(self, case: Case, clock: Clock) -> dict[str, Any]:
         """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K (or what the engine takes at
         most), each with 64 to 256 tokens to generate. `settle` and `steps` count tenths of a second here."""
-        source = random.Random(1)
+        source = random.Random(self.rank)
         settle_s, end_s = self.settle / 10, (self.settle + self.steps) / 10
         longest = self.scheduler.max_model_len - 256
         start, next_s, first, before = time.perf_counter(), 0.0, None, counters()
@@ -312,7 +320,7 @@ def serve(connection: Connection, system: System, job: dict[str, Any], rank: int
         os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in (names | {"MASTER_PORT": job["port"]}).items()}
     from vllm import LLM
 
-    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"])
+    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"], rank)
     connection.send(None)
     for case in iter(connection.recv, None):
         connection.send(loaded.measure(case))
@@ -338,10 +346,14 @@ class Ranks:
         Raises:
             RuntimeError: one has ended.
         """
-        try:
-            return [connection.recv() for connection in self._connections]
-        except EOFError:
-            raise RuntimeError(f"an engine of {self.system} has ended") from None
+        answers: dict[Connection, Any] = {}
+        while len(answers) < len(self._connections):  # whichever comes first: ranks wait for one that has ended
+            for connection in wait([each for each in self._connections if each not in answers]):
+                try:
+                    answers[connection] = connection.recv()
+                except EOFError:
+                    raise RuntimeError(f"an engine of {self.system} has ended") from None
+        return [answers[connection] for connection in self._connections]
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Measure a case, whose requests are divided among the ranks."""
@@ -405,7 +417,7 @@ def run(
     ctx: typer.Context,
     case: Annotated[
         list[str],
-        typer.Option(help="<context>x<requests>[+<settle>][:<overlap>|:trace]; mixedx<per minute>; repeatable."),
+        typer.Option(help="<context>x<requests>[+<settle>][:<overlap>|:trace|:model], mixedx<per minute>; repeatable."),
     ] = ["500x400", "32768x16+560", "32768x56", "65536x28", "35064x56:trace", "67832x28:trace", "mixedx900"],  # noqa: B006
     system: Annotated[list[System], typer.Option(help="Repeatable.")] = list(System),  # noqa: B006
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 61,
@@ -429,6 +441,7 @@ def run(
 ) -> None:
     """Measure the cases with each system."""
     cases = [Case.parse(text) for text in case]
+    check(cases, data_parallel_size)
     longest = max(65_536 if each.context == 0 else each.context for each in cases)
     numbers = [each.requests // data_parallel_size for each in cases if each.context]
     job = {
@@ -458,6 +471,25 @@ def run(
             write_result(output, ctx, "benchmarks.full_depth run", rows, gpu_hardware())
     columns = ("system", "context", "requests", "selection", "overlap", "tokens_per_s", "itl_ms_p50", "running_max")
     show("Full depth", [{name: row.get(name) for name in (*columns, "hit_rate")} for row in rows])
+
+
+def check(cases: list[Case], num_ranks: int) -> None:
+    """Refuse cases that cannot be measured together, or not by so many data parallel ranks.
+
+    Raises:
+        BadParameter: with what to do.
+    """
+    if len({case.selection == Selection.model for case in cases}) > 1:
+        raise typer.BadParameter(
+            "got cases with the model's own selections beside others, expected one kind: run them apart",
+            param_hint="--case",
+        )
+    for case in cases:
+        if case.requests % num_ranks or not case.requests:
+            raise typer.BadParameter(
+                f"got {case.requests} requests, expected a multiple of the {num_ranks} data parallel ranks",
+                param_hint="--case",
+            )
 
 
 @app.command()
@@ -495,14 +527,14 @@ def title(row: dict[str, Any]) -> str:
     if row["context"] == "mixed":
         return f"mixed,\n{row['requests']} a minute"
     size = row["context"] if row["context"] < 1024 else f"{row['context'] / 1024:.0f}K"
-    selection = "trace" if row["selection"] == Selection.trace else f"{row['overlap']:.0%} kept"
+    selection = row["selection"] if row["overlap"] is None else f"{row['overlap']:.0%} kept"
     return f"{row['requests']} x {size},\n{selection}"
 
 
 def relative(found: dict[tuple[str, str], dict[str, Any]], system: str, case: str) -> float:
     """A system's tokens/s over those of full KV; 0 if it was not measured."""
-    row, full = found.get((system, case)), found[System.full, case]
-    return row["tokens_per_s"] / full["tokens_per_s"] if row else 0.0
+    row, full = found.get((system, case)), found.get((System.full, case))
+    return row["tokens_per_s"] / full["tokens_per_s"] if row and full else 0.0
 
 
 if __name__ == "__main__":

@@ -21,13 +21,18 @@ def test_cases_are_parsed() -> None:
     assert Case.parse("mixedx900") == Case(0, 900, Selection.independent, 0.87)
 
 
-@pytest.mark.parametrize("text", ["500", "x", "500x", "500x4+", "500x4+a", "500x4:often", "mixed"])
+@pytest.mark.parametrize(
+    "text", ["500", "x", "500x", "500x4+a", "500x4:often", "mixed", "500x4:trace", "mixedx9:trace"]
+)
 def test_cases_that_are_refused(text: str) -> None:
-    if text == "500x4+":  # nothing behind the sign: the job's
-        assert Case.parse(text).settle is None
-        return
     with pytest.raises(typer.BadParameter, match="expected <context>x<requests>"):
         Case.parse(text)
+
+
+@pytest.mark.parametrize(("texts", "ranks"), [(["500x4", "500x4:model"], 1), (["500x5"], 2), (["500x0"], 1)])
+def test_cases_that_do_not_go_together(texts: list[str], ranks: int) -> None:
+    with pytest.raises(typer.BadParameter, match="expected"):
+        full_depth.check([Case.parse(text) for text in texts], ranks)
 
 
 def test_a_clock_times_steps_from_the_first_that_counts() -> None:

@@ -7,7 +7,6 @@ request with several query tokens attends over a staged copy of its history, thr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +27,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
-from vllm_hisparse.attention.mla.row_copies_cuda import RowCopies
 from vllm_hisparse.compat import OneTokenDecodes, SelectionHook, attend_to_flat_rows, key_scale
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
@@ -101,7 +99,6 @@ class HotMLACudaImpl(HotMLAImpl):
         decode_block_size: block size under which the implementation reads `decode_cache`.
         decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
         staging: where prefilling requests' history is staged, shared by all layers.
-        copies: of the rows that decoding requests miss, shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
     """
 
@@ -111,7 +108,6 @@ class HotMLACudaImpl(HotMLAImpl):
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         super().bind(hot_buffer, layer_index, host_rows, cache)
         self.staging, self.decode_cache = PrefillStaging(hot_buffer), self._decode_cache()
-        self.copies = row_copies(hot_buffer, cache.device)
 
     def record_logical_topk_ready(self) -> None:
         """Nothing to do: the stream that selects is the one that reads the selection.
@@ -186,7 +182,7 @@ class HotMLACudaImpl(HotMLAImpl):
 
     def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the selection hot; returns the flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
-        self.copies.swap_in(self.layer_index, top_k)
+        self.hot_buffer.copies.swap_in(self.layer_index, top_k)
         resolved = self.hot_buffer.step.resolved
         return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
 
@@ -266,12 +262,6 @@ class HotFlashAttnMLABackend(HotMLABackend, FlashAttnMLASparseBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         return HotFlashAttnMLAMetadataBuilder
-
-
-@cache
-def row_copies(hot_buffer: MLAHotBuffer, device: torch.device) -> RowCopies:
-    """Those of all layers of a hot buffer."""
-    return RowCopies(hot_buffer, device)
 
 
 HOT_BACKENDS = {

@@ -113,6 +113,7 @@ class HotBuffer(ABC):
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device)
         self.layers: list[LayerRows] = []
         num_parts = shape.num_device_blocks * heads.head_stride
+        assert self.selects[0], "the first layer has nobody to share a selection with"
         groups = [index for index, selects in enumerate(self.selects) if selects] + [shape.num_layers]
         every_group = Residency.allocate((len(groups) - 1) * num_parts * units_per_block, device)
         self._positions = every_group.positions.view(len(groups) - 1, num_parts, units_per_block)

@@ -8,6 +8,7 @@ import torch
 
 from vllm_hisparse.kv_manager.worker.decode_step import MLADecodeStep
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.worker.row_copies import RowCopies
 from vllm_hisparse.ops.kv_heads import KVHeads
 
 
@@ -16,12 +17,16 @@ class MLAHotBuffer(HotBuffer):
 
     Args:
         shape, device, selects: as in `HotBuffer`.
+
+    Attributes:
+        copies: swap-in on CUDA, where rows of layers that share a selection are copied ahead.
     """
 
     step: MLADecodeStep
 
     def __init__(self, shape: HotBufferShape, device: torch.device, selects: Sequence[bool] | None = None):
         super().__init__(shape, KVHeads(), device, selects)
+        self.copies = RowCopies(self)
         self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
 
     def _start(self, request_index: int) -> None:

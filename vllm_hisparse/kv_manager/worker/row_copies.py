@@ -1,12 +1,14 @@
-"""Copies of missed rows on a stream of their own, while other layers run."""
+"""Copies of missed rows on a CUDA stream of their own, while other layers run."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+if TYPE_CHECKING:
+    from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 
 
 class RowCopies:
@@ -18,11 +20,10 @@ class RowCopies:
 
     Args:
         hot_buffer: of the rows.
-        device: where they are.
     """
 
-    def __init__(self, hot_buffer: MLAHotBuffer, device: torch.device):
-        self.hot_buffer, self.device = hot_buffer, device
+    def __init__(self, hot_buffer: MLAHotBuffer):
+        self.hot_buffer = hot_buffer
 
     def swap_in(self, layer_index: int, top_k: torch.Tensor) -> None:
         """Make a layer's selection hot, as `HotBuffer.swap_in`."""
@@ -41,7 +42,7 @@ class RowCopies:
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.hot_buffer.device)
 
     @cached_property
     def _copied(self) -> list[torch.cuda.Event]:
