@@ -223,7 +223,6 @@ def test_a_decode_replica_is_killed(app: RayApp):
         engine_of(victim).suspend()
         futures = [executor.submit(app.stream, make_prompt(300 + index, seed=3), NUM_TOKENS) for index in range(6)]
         try:
-            wait_for(lambda: (app.metric_of(prefill, "kv_cache_usage_perc") or 0) > idle_usage, SETTLE_TIMEOUT_S)
             wait_for(lambda: app.metric_of(prefill, "request_success_total") == num_computed + 6, SETTLE_TIMEOUT_S)
         finally:
             victim.kill()
