@@ -1,4 +1,4 @@
-"""Selections that do not depend on the model: each step of an engine selects what a model of locality says.
+"""Selections that do not depend on the model: each step of an engine selects what a trace or a random process says.
 
 An extension of vLLM's worker (`worker_extension_cls`). The indexer runs as always, and then a kernel overwrites what it
 selected, inside the CUDA graph and for every system alike. Importing this module is what installs it: vLLM imports a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -130,14 +131,10 @@ class ForcedSelections:
         )  # fmt: skip
 
 
-_forced: list[ForcedSelections] = []
-
-
+@cache
 def forced() -> ForcedSelections:
     """Those of this process; made when first asked for, on the current device."""
-    if not _forced:
-        _forced.append(ForcedSelections.allocate(TRACE_LAYERS))
-    return _forced[0]
+    return ForcedSelections.allocate(TRACE_LAYERS)
 
 
 class ForcedSelectionsExtension:

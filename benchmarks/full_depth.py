@@ -17,6 +17,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing import get_context
@@ -119,7 +120,7 @@ class Case:
 
 @dataclass
 class Clock:
-    """Times the steps of an engine.
+    """Times the steps of an engine. Unlike in `benchmarks.decode`, time in which nothing is computed counts.
 
     Attributes:
         ends: time of each step's output, and its number of tokens.
@@ -226,11 +227,13 @@ class Loaded:
         llm: vLLM's `LLM`, whose engine runs in this process.
         settle: steps before those that are timed.
         steps: steps that are timed.
+        mixed_s: seconds of a mixed case, of which the second half is timed.
         rank: data parallel rank, whose requests arrive at times of their own.
     """
 
-    def __init__(self, llm: Any, settle: int, steps: int, rank: int = 0):
-        self.llm, self.engine, self.settle, self.steps, self.rank = llm, llm.llm_engine, settle, steps, rank
+    def __init__(self, llm: Any, settle: int, steps: int, mixed_s: float, rank: int = 0):
+        self.llm, self.engine, self.settle, self.steps = llm, llm.llm_engine, settle, steps
+        self.mixed_s, self.rank = mixed_s, rank
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self._num_added = 0
 
@@ -271,17 +274,16 @@ class Loaded:
 
     def _run_mixed(self, case: Case, clock: Clock) -> dict[str, Any]:
         """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K (or what the engine takes at
-        most), each with 64 to 256 tokens to generate. `settle` and `steps` count tenths of a second here."""
+        most), each with 64 to 256 tokens to generate."""
         source = random.Random(self.rank)
-        settle_s, end_s = self.settle / 10, (self.settle + self.steps) / 10
         longest = self.scheduler.max_model_len - 256
         start, next_s, first, before = time.perf_counter(), 0.0, None, counters()
-        while (now := time.perf_counter() - start) < end_s:
+        while (now := time.perf_counter() - start) < self.mixed_s:
             while next_s <= now:
                 low, high = (500, 2000) if source.random() < 0.7 else (32_768, 65_536)
                 self._add(min(source.randint(low, high), longest), source.randint(64, 256))
                 next_s += source.expovariate(case.requests / 60)
-            if first is None and now >= settle_s:
+            if first is None and now >= self.mixed_s / 2:
                 first, before = len(clock.ends), counters()
             if self.engine.has_unfinished_requests():
                 self.engine.step()
@@ -320,7 +322,7 @@ def serve(connection: Connection, system: System, job: dict[str, Any], rank: int
         os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in (names | {"MASTER_PORT": job["port"]}).items()}
     from vllm import LLM
 
-    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"], rank)
+    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"], job["mixed_s"], rank)
     connection.send(None)
     for case in iter(connection.recv, None):
         connection.send(loaded.measure(case))
@@ -365,7 +367,8 @@ class Ranks:
     def stop(self) -> None:
         for connection, process in zip(self._connections, self._processes, strict=True):
             if process.is_alive():
-                connection.send(None)
+                with suppress(OSError):
+                    connection.send(None)
         for process in self._processes:
             process.join(STOP_TIMEOUT_S)
             process.kill()
@@ -408,7 +411,8 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     context = case.context or "mixed"
     described = {"system": str(system), "model": "DeepSeek-V3.2", "context": context, "requests": case.requests}
     described |= {"selection": str(case.selection), "overlap": case.overlap}
-    described["settle"] = job["settle"] if case.settle is None else case.settle
+    if case.context:
+        described["settle"] = job["settle"] if case.settle is None else case.settle
     return described | {name: job[name] for name in (*names, *parallel)}
 
 
@@ -431,6 +435,7 @@ def run(
     elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 128,
+    mixed_s: Annotated[float, typer.Option(help="Seconds of a mixed case; its second half is timed.")] = 20.0,
     tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="With expert parallelism.")] = 1,
     port: Annotated[int, typer.Option(help="Where data parallel ranks meet.")] = 29601,
@@ -456,6 +461,7 @@ def run(
         "elastic": elastic,
         "settle": settle,
         "steps": steps,
+        "mixed_s": mixed_s,
         "tensor_parallel": tensor_parallel_size,
         "data_parallel": data_parallel_size,
         "port": port,

@@ -273,10 +273,8 @@ def test_rows_that_are_copied_while_another_layer_attends(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Those of a layer that shares the selection of the one before it."""
-    streams, model = (
-        LazyStreams(monkeypatch),
-        make_cuda_model(name, cuda_modules["backend"], monkeypatch, (True, False)),
-    )
+    streams = LazyStreams(monkeypatch)
+    model = make_cuda_model(name, cuda_modules["backend"], monkeypatch, (True, False))
     requests = [Request(1 + 7 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
     for request in requests:
         model.start(request)
