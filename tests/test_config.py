@@ -249,7 +249,11 @@ def drafts(method: str = "ngram", num_speculative_tokens: int = 3) -> dict[str, 
     [
         ("mtp", {}, "ngram with a DSA model on cpu in this release"),
         ("eagle3", {}, "ngram with a DSA model on cpu in this release"),
-        ("ngram", {"device_config__device_type": "cuda"}, "none with a DSA model on cuda in this release"),
+        (
+            "medusa",
+            {"device_config__device_type": "cuda"},
+            "ngram or ngram_gpu with a DSA model on cuda in this release",
+        ),
     ],
 )
 def test_refuses_drafts_that_it_cannot_verify(method: str, changes: dict[str, Any], expected: str) -> None:

@@ -182,8 +182,8 @@ class SelectionHook:
         return (row_ids, num_valid) if return_valid_counts else row_ids
 
 
-class OneTokenDecodes:
-    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has one query token in the step."""
+class ShortDecodes:
+    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has one query token, and those drafted."""
 
     def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Batch index of each token's request, [tokens] int32; vLLM launches a kernel to find it."""
@@ -193,7 +193,7 @@ class OneTokenDecodes:
         return self.request_of_token(common_attn_metadata)
 
     def _init_reorder_batch_threshold(self, *args: Any, **kwargs: Any) -> None:
-        super()._init_reorder_batch_threshold(1)
+        super()._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
 
 def wraps_indexer_and_attention(layer_class: Layer) -> Layer:

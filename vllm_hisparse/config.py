@@ -31,7 +31,7 @@ CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
-DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ()}  # of `--speculative-config`, by device; DSA models
+DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # of `--speculative-config`; DSA models
 
 # Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(
@@ -236,10 +236,11 @@ class HiSparseConfig(BaseModel):
         if vllm_config.speculative_config is not None:
             _check_drafts(self, vllm_config)
         top_k, unit = updates["top_k"], self.tokens_per_unit
-        rows = _num_rows(self, top_k, max_query_len(vllm_config))
+        query_len = max_query_len(vllm_config)
+        rows = _num_rows(self, top_k, query_len)
         if vllm_config.device_config.device_type == "cuda":
             _check_model_class(model)
-            _check_kernel_limits(top_k, rows, unit)
+            _check_kernel_limits(top_k, rows, unit, query_len)
         tp_size = _prefill_tp_size(self, vllm_config.parallel_config.tensor_parallel_size)
         return self.model_copy(update={**updates, "device_buffer_size": rows, "prefill_tp_size": tp_size})
 
@@ -456,12 +457,17 @@ def _check_model_class(model: ModelConfig) -> None:
         )
 
 
-def _check_kernel_limits(top_k: int, rows: int, unit: int) -> None:
+def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> None:
     """Refuse sizes that exceed the limits of the CUDA kernels."""
-    from vllm_hisparse.ops.cuda_ops import MAX_TOP_K
+    from vllm_hisparse.ops.cuda_ops import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
 
     max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # with room for those that are reserved
-    for option, value, most in (("top_k", top_k, MAX_TOP_K * unit), ("device_buffer_size", rows, max_rows * unit)):
+    max_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS // top_k) - 1
+    for option, value, most in (
+        ("top_k", top_k, MAX_TOP_K * unit),
+        ("device_buffer_size", rows, max_rows * unit),
+        ("--speculative-config num_speculative_tokens", query_len - 1, max(max_drafts, 0)),
+    ):
         if value > most:
             raise HiSparseConfigError(option, value, f"at most {most} on cuda", "Lower it.")
 

@@ -47,6 +47,7 @@ struct StepTables {
     const int32_t* hot_tables;     // [num_states, num_hot_blocks], requests hot_table_stride elements apart
     const int32_t* num_hot_rows;   // [num_states]; null where no hot rows are looked for
     const int32_t* host_tables;    // [num_states, num_host_blocks], requests host_table_stride elements apart
+    const int32_t* query_lens;     // [batch]; null: one each
     int64_t handle_stride;
     int64_t hot_table_stride;
     int64_t host_table_stride;
@@ -56,15 +57,16 @@ struct StepTables {
     int32_t num_host_blocks;
     int32_t batch;
     int32_t block_size;
+    int32_t max_query_len;
 };
 
 struct Resolved {
-    int32_t* hot_row_ids;        // [>= batch, top_k]
-    int32_t* num_valid;          // [>= batch]
-    int64_t* miss_host_row_ids;  // [>= batch, top_k]
-    int32_t* miss_hot_row_ids;   // [>= batch, top_k]
+    int32_t* hot_row_ids;        // [>= batch, num_columns]
+    int32_t* num_valid;          // [>= batch, max_query_len]
+    int64_t* miss_host_row_ids;  // [>= batch, num_columns]
+    int32_t* miss_hot_row_ids;   // [>= batch, num_columns]
     int32_t* num_misses;         // [>= batch]
-    int32_t top_k;
+    int32_t num_columns;         // max_query_len selections side by side
 };
 
 // Divides non-negative numbers by the same divisor without a division.
@@ -133,10 +135,22 @@ __device__ inline int64_t flat_host_row_id(
     return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 
-// Hot slot of the newest position: of its own number while the sequence fits, else the last one, which is reserved.
-__device__ inline int32_t newest_slot(int32_t newest, int32_t num_hot_rows) {
-    return newest < num_hot_rows ? newest : num_hot_rows - 1;
-}
+// The new positions of a request, [first, end), and their hot slots: of their own numbers while the sequence fits, else
+// the last ones, which are reserved.
+struct NewPositions {
+    int32_t first;
+    int32_t end;
+    bool fits;
+    int32_t first_slot;
+
+    __device__ NewPositions(const StepTables& tables, int batch_index, int32_t num_hot_rows)
+        : end(tables.seq_lens[batch_index]) {
+        first = end - (tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index]);
+        fits = first + tables.max_query_len <= num_hot_rows;
+        first_slot = fits ? first : num_hot_rows - tables.max_query_len;
+    }
+    __device__ int32_t slot(int32_t position) const { return first_slot + position - first; }
+};
 
 __device__ inline bool in_range(int64_t row, int64_t num_rows) {
     return row >= 0 && row < num_rows;

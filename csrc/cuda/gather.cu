@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kNumThreads, 2) gather_kernel(
     scan_misses(resolved.num_misses, batch, starts);
     for (int miss = warp * gridDim.x + blockIdx.x; miss < starts[batch]; miss += kNumWarps * gridDim.x) {
         const int request = request_of(starts, batch, miss);
-        const int64_t at = static_cast<int64_t>(request) * resolved.top_k + miss - starts[request];
+        const int64_t at = static_cast<int64_t>(request) * resolved.num_columns + miss - starts[request];
         const int64_t source = resolved.miss_host_row_ids[at], target = resolved.miss_hot_row_ids[at];
         if (!in_range(source, host.num_rows) || !in_range(target, hot.num_rows)) continue;
         copy_row<true>(hot.rows + target * hot.row_bytes, host.rows + source * hot.row_bytes, hot.row_bytes, lane);
@@ -81,8 +81,8 @@ extern "C" cudaError_t hisparse_gather(
         const int32_t size = batch - first < kNumThreads ? batch - first : kNumThreads;
         if (const cudaError_t error = cudaLaunchKernelEx(&config, gather_kernel, *host, *hot, part, size)) return error;
         part.num_misses += kNumThreads;
-        part.miss_host_row_ids += static_cast<int64_t>(kNumThreads) * part.top_k;
-        part.miss_hot_row_ids += static_cast<int64_t>(kNumThreads) * part.top_k;
+        part.miss_host_row_ids += static_cast<int64_t>(kNumThreads) * part.num_columns;
+        part.miss_hot_row_ids += static_cast<int64_t>(kNumThreads) * part.num_columns;
     }
     return cudaSuccess;
 }

@@ -8,6 +8,7 @@ namespace {
 constexpr int kRoundsAhead = 4;
 constexpr int32_t kMaxKeptAges = 32768;  // slots whose ages are kept in shared memory, if there is room
 constexpr int kNumAges = kMaxAge + 2;  // the last one is of empty rows
+constexpr int32_t kClaim = 1 << 30;    // a last use below 0: the column that claims the row, less this
 static_assert(kNumAges == kNumThreads, "one age per thread");
 
 // Two counts, which one 64-bit sum adds.
@@ -25,45 +26,47 @@ struct Tally {
 
 // Shared memory of one request: a hash table of the wanted columns, chained; its hits, misses and victims.
 struct Scratch {
-    static constexpr int kBucketsPerColumn = 4;  // at least
+    static constexpr int kBucketsPerColumn = 4;  // at least, where there is room
     static constexpr int kEnd = -1;              // of a chain
     static constexpr int32_t kNone = INT32_MAX;  // no slot
 
     int32_t* heads;     // [2^bucket_bits] column whose position falls in the bucket, or kEnd
     int32_t* num_aged;  // [kNumAges] slots of each age that are no hits
-    int32_t* selected;  // [top_k]
-    int32_t* chosen;    // [top_k] slot of a hit, else kNone
-    int32_t* missed;    // [top_k] position of each miss, in the order of `top_k`
-    int32_t* victims;   // [top_k] flat hot row id that each takes
+    int32_t* selected;  // [columns]
+    int32_t* chosen;    // [columns] slot of a hit, else kNone; with drafts, ~n of the n-th miss
+    int32_t* missed;    // [columns] position of each miss, in the order of `top_k`
+    int32_t* victims;   // [columns] flat hot row id that each takes
     uint32_t* hits;     // [slots / kWarpSize, rounded up] a bit per slot
-    int16_t* next;      // [top_k] next column of the chain, or kEnd
+    int16_t* next;      // [columns] next column of the chain, or kEnd
     uint16_t* ages;     // [num_kept] of slots that are no hits; those of later slots are found again
     int num_buckets;
     int32_t num_kept;
 
-    __device__ Scratch(int32_t* memory, int top_k, int bucket_bits, int32_t num_hot_rows, int32_t num_kept)
+    __device__ Scratch(int32_t* memory, int num_columns, int bucket_bits, int32_t num_hot_rows, int32_t num_kept)
         : heads(memory),
           num_aged(memory + (1 << bucket_bits)),
           selected(num_aged + kNumAges),
-          chosen(selected + top_k),
-          missed(chosen + top_k),
-          victims(missed + top_k),
-          hits(reinterpret_cast<uint32_t*>(victims + top_k + (top_k + 1) / 2)),
-          next(reinterpret_cast<int16_t*>(victims + top_k)),
+          chosen(selected + num_columns),
+          missed(chosen + num_columns),
+          victims(missed + num_columns),
+          hits(reinterpret_cast<uint32_t*>(victims + num_columns + (num_columns + 1) / 2)),
+          next(reinterpret_cast<int16_t*>(victims + num_columns)),
           ages(reinterpret_cast<uint16_t*>(hits + (num_hot_rows + kWarpSize - 1) / kWarpSize)),
           num_buckets(1 << bucket_bits),
           num_kept(num_kept) {}
 
-    static int bucket_bits(int top_k) {
+    // Of the largest table that fits into `max_bytes` with all but `ages`; 0 where none does.
+    static int bucket_bits(int num_columns, int64_t num_hot_rows, size_t max_bytes) {
         int bits = 2;
-        while (1 << bits < kBucketsPerColumn * top_k) ++bits;
-        return bits;
+        while (1 << bits < kBucketsPerColumn * num_columns) ++bits;
+        while (bits > 0 && num_bytes(num_columns, bits, num_hot_rows) > max_bytes) --bits;
+        return bits < 2 ? 0 : bits;  // `clear` writes four buckets at a time
     }
     // Without `ages`.
-    static size_t num_bytes(int top_k, int64_t num_hot_rows) {
-        const size_t num_columns = 4 * static_cast<size_t>(top_k) + (top_k + 1) / 2;
-        const size_t num_words = (num_hot_rows + kWarpSize - 1) / kWarpSize;
-        return sizeof(int32_t) * ((size_t{1} << bucket_bits(top_k)) + kNumAges + num_columns + num_words);
+    static size_t num_bytes(int num_columns, int bucket_bits, int64_t num_hot_rows) {
+        const size_t num_column_words = 4 * static_cast<size_t>(num_columns) + (num_columns + 1) / 2;
+        const size_t num_slot_words = (num_hot_rows + kWarpSize - 1) / kWarpSize;
+        return sizeof(int32_t) * ((size_t{1} << bucket_bits) + kNumAges + num_column_words + num_slot_words);
     }
 
     __device__ void clear(int32_t num_slots) const {
@@ -78,10 +81,17 @@ struct Scratch {
     __device__ void insert(int32_t position, int column) const {
         next[column] = static_cast<int16_t>(atomicExch(head(position), column));
     }
-    // Column that wants a position, or kEnd. first: of the chain.
+    // Column that wants a position, the first of several, or kEnd. first: of the chain.
+    template <bool kHasDrafts>
     __device__ int find(int32_t position, int first) const {
         int column = first;
         while (column != kEnd && selected[column] != position) column = next[column];
+        if constexpr (kHasDrafts) {
+            if (column == kEnd) return kEnd;
+            for (int other = next[column]; other != kEnd; other = next[other]) {
+                if (selected[other] == position) column = min(column, other);
+            }
+        }
         return column;
     }
 };
@@ -131,8 +141,7 @@ struct Request {
     const Divisor& block_size;
     int batch_index;
     int32_t state_index;
-    int32_t newest;        // position
-    int32_t num_hot_rows;  // the reserved one included
+    NewPositions added;
 
     // slot: within the request's hot rows.
     __device__ Place place(int32_t slot) const {
@@ -145,7 +154,8 @@ struct Request {
     __device__ int64_t host_row_id(int32_t position) const {
         return flat_host_row_id(tables, block_size, state_index, position);
     }
-    __device__ bool wants(int32_t position) const { return position >= 0 && position < newest; }
+    __device__ bool wants(int32_t position) const { return position >= 0 && position < added.first; }
+    __device__ bool is_valid(int32_t position) const { return position >= 0 && position < added.end; }
 };
 
 // What a thread handles of `size` columns or entries: each warp has a run of them and takes kWarpSize of it per round.
@@ -165,11 +175,12 @@ struct Share {
 };
 
 // Padding: nothing is valid, nothing is missed.
-__device__ __forceinline__ void resolve_padding(const Resolved& out, int batch_index) {
-    for (int column = threadIdx.x; column < out.top_k; column += kNumThreads) {
-        out.hot_row_ids[static_cast<int64_t>(batch_index) * out.top_k + column] = -1;
+__device__ __forceinline__ void resolve_padding(const Resolved& out, int batch_index, int max_query_len) {
+    for (int column = threadIdx.x; column < out.num_columns; column += kNumThreads) {
+        out.hot_row_ids[static_cast<int64_t>(batch_index) * out.num_columns + column] = -1;
     }
-    if (threadIdx.x == 0) out.num_valid[batch_index] = out.num_misses[batch_index] = 0;
+    if (threadIdx.x < max_query_len) out.num_valid[batch_index * max_query_len + threadIdx.x] = 0;
+    if (threadIdx.x == 0) out.num_misses[batch_index] = 0;
 }
 
 // selected: positions of the thread's columns; -1 beyond.
@@ -192,12 +203,42 @@ __device__ __forceinline__ void load_host_row_ids(
     }
 }
 
-// Fill the hash table: each wanted position with its column. Returns one more than the warp's last valid column, or 0.
-template <int kColumnRounds>
-__device__ __forceinline__ int32_t map_columns(
-    const Scratch& scratch, const Request& request, const Share& columns, const int32_t (&selected)[kColumnRounds]
+// Note how many leading columns of each selection contain every valid one.
+// top_k: columns of a selection. num_valid: [max_query_len] in shared memory.
+template <int kColumnRounds, bool kHasDrafts>
+__device__ __forceinline__ void note_valid(
+    const Request& request,
+    const Share& columns,
+    const int32_t (&selected)[kColumnRounds],
+    const Divisor& top_k,
+    int32_t* num_valid
 ) {
     int32_t last_valid = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = columns.at(i);
+        const bool valid = request.is_valid(selected[i]);
+        if constexpr (!kHasDrafts) {
+            if (valid) last_valid = column + 1;
+            continue;
+        }
+        const int selection = column / top_k, last = __shfl_sync(kAllLanes, selection, kWarpSize - 1);
+        for (int of = __shfl_sync(kAllLanes, selection, 0); of <= last; ++of) {
+            const int32_t count = valid && selection == of ? column % top_k + 1 : 0;
+            const int32_t most = __reduce_max_sync(kAllLanes, count);
+            if (lane_index() == 0 && most > 0) atomicMax(num_valid + of, most);
+        }
+    }
+    if constexpr (kHasDrafts) return;
+    last_valid = __reduce_max_sync(kAllLanes, last_valid);
+    if (lane_index() == 0 && last_valid > 0) atomicMax(num_valid, last_valid);
+}
+
+// Fill the hash table: each wanted position with its column.
+template <int kColumnRounds>
+__device__ __forceinline__ void map_columns(
+    const Scratch& scratch, const Request& request, const Share& columns, const int32_t (&selected)[kColumnRounds]
+) {
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const int column = columns.at(i);
@@ -206,14 +247,29 @@ __device__ __forceinline__ int32_t map_columns(
         scratch.chosen[column] = Scratch::kNone;
         scratch.victims[column] = -1;
         if (request.wants(selected[i])) scratch.insert(selected[i], column);
-        if (selected[i] >= 0 && selected[i] <= request.newest) last_valid = column + 1;
     }
-    return __reduce_max_sync(kAllLanes, last_valid);
+}
+
+// leads: of each of the thread's columns the first one of the same position, or kEnd where none is wanted.
+template <int kColumnRounds, bool kHasDrafts>
+__device__ __forceinline__ void find_leads(
+    const Scratch& scratch,
+    const Request& request,
+    const Share& columns,
+    const int32_t (&selected)[kColumnRounds],
+    int (&leads)[kColumnRounds]
+) {
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const bool wanted = request.wants(selected[i]);
+        leads[i] = wanted ? columns.at(i) : Scratch::kEnd;
+        if (kHasDrafts && wanted) leads[i] = scratch.find<kHasDrafts>(selected[i], *scratch.head(selected[i]));
+    }
 }
 
 // Age of a row that is no hit: higher ages are evicted first.
 __device__ __forceinline__ int32_t age_of(const Request& request, int32_t position, int32_t last_use) {
-    return request.wants(position) ? max(0, min(request.newest - last_use, kMaxAge)) : kNumAges - 1;
+    return request.wants(position) ? max(0, min(request.added.first - last_use, kMaxAge)) : kNumAges - 1;
 }
 
 // The slots that a thread looks at together, so that their loads are under way at the same time; a warp looks at
@@ -255,7 +311,7 @@ __device__ __forceinline__ void note_slot(
 ) {
     const bool is_found = column != Scratch::kEnd, is_twice = is_found && other != Scratch::kNone;
     int32_t empty_or_aged = slot, age = kNumAges - 1;  // the slot that is no hit, if there is one
-    if (is_found) residency.entries[entry].y = request.newest;
+    if (is_found) residency.entries[entry].y = request.added.first;
     else age = age_of(request, held.x, held.y);
     if (is_twice) {
         empty_or_aged = max(slot, other);
@@ -273,6 +329,7 @@ __device__ __forceinline__ void note_slot(
 }
 
 // Find the hits, and the ages of the others. ahead: of the first rounds.
+template <bool kHasDrafts>
 __device__ __forceinline__ void find_hits(
     const Residency& residency, const Scratch& scratch, const Request& request, int32_t num_slots, HeldSlots& ahead
 ) {
@@ -287,7 +344,9 @@ __device__ __forceinline__ void find_hits(
             columns[i] = request.wants(now.held[i].x) ? *scratch.head(now.held[i].x) : Scratch::kEnd;
         }
 #pragma unroll
-        for (int i = 0; i < kRoundsAhead; ++i) columns[i] = scratch.find(now.held[i].x, columns[i]);
+        for (int i = 0; i < kRoundsAhead; ++i) {
+            columns[i] = scratch.find<kHasDrafts>(now.held[i].x, columns[i]);
+        }
 #pragma unroll
         for (int i = 0; i < kRoundsAhead; ++i) {
             others[i] = columns[i] != Scratch::kEnd ? atomicMin(scratch.chosen + columns[i], now.slots[i]) : 0;
@@ -301,38 +360,40 @@ __device__ __forceinline__ void find_hits(
     }
 }
 
-// Count the warp's hits and misses among the columns. Returns the thread's rounds with a miss as bits. sum: {hits,
-// misses}.
+// Count the warp's hits and misses among the columns, each position once. Returns the thread's rounds with a miss as
+// bits. sum: {hits, misses}.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t find_misses(
-    const Scratch& scratch,
-    const Request& request,
-    const Share& columns,
-    const int32_t (&selected)[kColumnRounds],
-    Tally& sum
+    const Scratch& scratch, const Share& columns, const int (&leads)[kColumnRounds], Tally& sum
 ) {
     uint32_t miss_bits = 0;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
-        const bool wanted = request.wants(selected[i]);
-        const bool missed = wanted && scratch.chosen[columns.at(i)] == Scratch::kNone;
+        const bool leads_others = leads[i] == columns.at(i);
+        const bool missed = leads_others && scratch.chosen[leads[i]] == Scratch::kNone;
         miss_bits |= missed << i;
-        sum.first += __popc(__ballot_sync(kAllLanes, wanted && !missed));
+        sum.first += __popc(__ballot_sync(kAllLanes, leads_others && !missed));
         sum.second += __popc(__ballot_sync(kAllLanes, missed));
     }
     return miss_bits;
 }
 
 // List the misses in the order of `top_k`.
-template <int kColumnRounds>
+template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void list_misses(
-    const Scratch& scratch, const int32_t (&selected)[kColumnRounds], uint32_t miss_bits, int misses_before
+    const Scratch& scratch,
+    const Share& columns,
+    const int32_t (&selected)[kColumnRounds],
+    uint32_t miss_bits,
+    int misses_before
 ) {
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const bool missed = miss_bits >> i & 1;
         const int rank = take_rank(missed, lane_index(), misses_before);
-        if (missed) scratch.missed[rank] = selected[i];
+        if (!missed) continue;
+        scratch.missed[rank] = selected[i];
+        if (kHasDrafts) scratch.chosen[columns.at(i)] = ~rank;
     }
 }
 
@@ -421,82 +482,112 @@ __device__ __forceinline__ void fill_victims(
 #pragma unroll
         for (int i = 0; i < kRoundsAhead; ++i) {
             if (ranks[i] < 0) continue;
-            residency.entries[places[i].entry] = {scratch.missed[ranks[i]], request.newest};
+            residency.entries[places[i].entry] = {scratch.missed[ranks[i]], request.added.first};
             scratch.victims[ranks[i]] = places[i].row_id;
         }
     }
 }
 
 // Write where each selected row is, and the misses, both in the order of `top_k`.
-template <int kColumnRounds>
+template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void write_columns(
     const Resolved& out,
     const Scratch& scratch,
     const Request& request,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
+    const int (&leads)[kColumnRounds],
     const int64_t (&host_row_ids)[kColumnRounds],
     uint32_t miss_bits,
     int misses_before
 ) {
-    const int64_t first_out = static_cast<int64_t>(request.batch_index) * out.top_k;
-    const int32_t newest_row_id = request.place(request.num_hot_rows - 1).row_id;
+    const int64_t first_out = static_cast<int64_t>(request.batch_index) * out.num_columns;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
-        const int column = columns.at(i);
         const bool missed = miss_bits >> i & 1;
         const int rank = take_rank(missed, lane_index(), misses_before);
         if (!columns.has(i)) continue;
-        int32_t hot_row_id = selected[i] == request.newest ? newest_row_id : -1;
+        int32_t hot_row_id = -1, slot = -1;
         if (missed) hot_row_id = scratch.victims[rank];
-        else if (request.wants(selected[i])) hot_row_id = request.place(scratch.chosen[column]).row_id;
-        write_column(out, first_out + column, first_out + rank, hot_row_id, missed, host_row_ids[i]);
+        else if (leads[i] != Scratch::kEnd) slot = scratch.chosen[leads[i]];
+        else if (request.is_valid(selected[i])) slot = request.added.slot(selected[i]);
+        if (slot >= 0) hot_row_id = request.place(slot).row_id;
+        else if (kHasDrafts && !missed && leads[i] != Scratch::kEnd) hot_row_id = scratch.victims[~slot];
+        write_column(out, first_out + columns.at(i), first_out + rank, hot_row_id, missed, host_row_ids[i]);
     }
 }
 
-// Counts of one request, by one thread. total: {hits, misses} of one layer.
+// What the warps of a thread block tell each other.
+struct alignas(16) Shared {
+    uint64_t warp_sums[3][kNumWarps];
+    Cut cut;
+    int32_t num_valid[kMaxQueryLen];
+};
+
+// Counts of one request. total: {hits, misses} of one layer. num_valid: [max_query_len] in shared memory.
 __device__ __forceinline__ void report(
     int64_t* counts,
     int32_t num_layers,
     const Request& request,
     const Tally& total,
-    int32_t num_valid,
+    const int32_t* num_valid,
     const Resolved& out
 ) {
-    out.num_valid[request.batch_index] = num_valid;
+    const int max_query_len = request.tables.max_query_len;
+    if (threadIdx.x < max_query_len) {
+        out.num_valid[request.batch_index * max_query_len + threadIdx.x] = num_valid[threadIdx.x];
+    }
+    if (threadIdx.x != 0) return;
     out.num_misses[request.batch_index] = total.second;
     const auto own_counts = reinterpret_cast<unsigned long long*>(counts) + 2 * request.state_index;
     atomicAdd(own_counts, static_cast<unsigned long long>(total.first) * num_layers);
     atomicAdd(own_counts + 1, static_cast<unsigned long long>(total.second) * num_layers);
 }
 
-// Find the place of each selected position of a sequence that fits, and count the warp's hits and misses. Returns the
-// thread's rounds with a miss as bits. sum: {hits, misses}. last_valid: one more than the warp's last valid column, or 0.
+// Find the place of each selected position of a sequence that fits. Returns the thread's rounds with a hit as bits.
 template <int kColumnRounds>
-__device__ __forceinline__ uint32_t find_fitting_misses(
+__device__ __forceinline__ uint32_t find_fitting_hits(
+    const Residency& residency,
+    const Request& request,
+    const int32_t (&selected)[kColumnRounds],
+    Place (&places)[kColumnRounds]
+) {
+    uint32_t hit_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        places[i] = request.is_valid(selected[i]) ? request.place(selected[i]) : Place{-1, -1};
+        const bool hit = request.wants(selected[i]) && residency.entries[places[i].entry].x == selected[i];
+        hit_bits |= hit << i;
+    }
+    return hit_bits;
+}
+
+// Which of the thread's columns are wanted, as bits; of columns with the same position only the first.
+template <int kColumnRounds, bool kHasDrafts>
+__device__ __forceinline__ uint32_t find_fitting_leads(
     const Residency& residency,
     const Request& request,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
-    Place (&places)[kColumnRounds],
-    Tally& sum,
-    int32_t& last_valid
+    const Place (&places)[kColumnRounds]
 ) {
-    uint32_t miss_bits = 0;
-    last_valid = 0;
+    uint32_t lead_bits = 0;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
-        const bool valid = selected[i] >= 0 && selected[i] <= request.newest;
-        places[i] = valid ? request.place(selected[i]) : Place{-1, -1};
         const bool wanted = request.wants(selected[i]);
-        const bool hit = wanted && residency.entries[places[i].entry].x == selected[i];
-        if (valid) last_valid = columns.at(i) + 1;
-        miss_bits |= (wanted && !hit) << i;
-        sum.first += __popc(__ballot_sync(kAllLanes, hit));
-        sum.second += __popc(__ballot_sync(kAllLanes, wanted && !hit));
+        lead_bits |= wanted << i;
+        if (kHasDrafts && wanted) atomicMin(&residency.entries[places[i].entry].y, columns.at(i) - kClaim);
     }
-    last_valid = __reduce_max_sync(kAllLanes, last_valid);
-    return miss_bits;
+    if constexpr (!kHasDrafts) return lead_bits;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        if (!(lead_bits >> i & 1)) continue;
+        // NOTE: past the L1 cache, which atomics do not write.
+        const bool leads = __ldcg(&residency.entries[places[i].entry].y) == columns.at(i) - kClaim;
+        if (!leads) lead_bits &= ~(1u << i);
+    }
+    return lead_bits;
 }
 
 // Write where each selected row is, and the misses, both in the order of `top_k`; a miss takes the slot of its number.
@@ -511,7 +602,7 @@ __device__ __forceinline__ void write_fitting_columns(
     uint32_t miss_bits,
     int misses_before
 ) {
-    const int64_t first_out = static_cast<int64_t>(request.batch_index) * out.top_k;
+    const int64_t first_out = static_cast<int64_t>(request.batch_index) * out.num_columns;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const int column = columns.at(i);
@@ -521,12 +612,12 @@ __device__ __forceinline__ void write_fitting_columns(
         const int64_t host_row_id = missed ? request.host_row_id(selected[i]) : -1;
         write_column(out, first_out + column, first_out + rank, places[i].row_id, missed, host_row_id);
         if (missed) residency.entries[places[i].entry].x = selected[i];
-        if (places[i].entry >= 0) residency.entries[places[i].entry].y = request.newest;
+        if (places[i].entry >= 0) residency.entries[places[i].entry].y = request.added.first;
     }
 }
 
 // A sequence that fits: position p is hot if slot p holds it. Nothing is searched for, nothing is evicted.
-template <int kColumnRounds>
+template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void resolve_fitting(
     const Residency& residency,
     const Request& request,
@@ -534,34 +625,35 @@ __device__ __forceinline__ void resolve_fitting(
     const Resolved& out,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
-    uint64_t* warp_sums,
-    int32_t* num_valid
+    const Divisor& top_k,
+    Shared& shared
 ) {
     Tally sum{0, 0}, before, total;
     Place places[kColumnRounds];
-    int32_t last_valid;
-    const uint32_t miss_bits =
-        find_fitting_misses(residency, request, columns, selected, places, sum, last_valid);
-    if (lane_index() == 0) warp_sums[warp_index()] = sum.pack();
+    const uint32_t hit_bits = find_fitting_hits(residency, request, selected, places);
+    const uint32_t lead_bits =
+        find_fitting_leads<kColumnRounds, kHasDrafts>(residency, request, columns, selected, places);
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        sum.first += __popc(__ballot_sync(kAllLanes, (lead_bits & hit_bits) >> i & 1));
+        sum.second += __popc(__ballot_sync(kAllLanes, (lead_bits & ~hit_bits) >> i & 1));
+    }
+    if (lane_index() == 0) shared.warp_sums[0][warp_index()] = sum.pack();
     __syncthreads();
-    if (lane_index() == 0 && last_valid > 0) atomicMax(num_valid, last_valid);
-    scan_warps(warp_sums, warp_index(), lane_index(), before, total);
+    note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, top_k, shared.num_valid);
+    scan_warps(shared.warp_sums[0], warp_index(), lane_index(), before, total);
+    const uint32_t miss_bits = lead_bits & ~hit_bits;
     write_fitting_columns(out, residency, request, columns, selected, places, miss_bits, before.second);
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    residency.entries[request.place(request.newest).entry] = {request.newest, request.newest};
-    report(counts, residency.num_layers, request, total, *num_valid, out);
+    const int32_t position = request.added.first + threadIdx.x;
+    if (position < request.added.end) {
+        residency.entries[request.place(position).entry] = {position, request.added.first};
+    }
+    report(counts, residency.num_layers, request, total, shared.num_valid, out);
 }
 
-// What the warps of a thread block tell each other.
-struct Shared {
-    uint64_t warp_sums[3][kNumWarps];
-    Cut cut;
-    int32_t num_valid;
-};
-
 // A sequence that has outgrown its buffer: hits by hash table, victims by age.
-template <int kColumnRounds>
+template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void resolve_evicting(
     const Residency& residency,
     const Request& request,
@@ -569,56 +661,64 @@ __device__ __forceinline__ void resolve_evicting(
     const Resolved& out,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
+    const Divisor& top_k,
     const Scratch& scratch,
     Shared& shared
 ) {
-    const int32_t num_slots = request.num_hot_rows - 1;
+    const int32_t num_slots = request.added.first_slot;
     HeldSlots ahead;
     ahead.load(residency, request, 0, num_slots);
     scratch.clear(num_slots);
     __syncthreads();
 
-    const int32_t last_valid = map_columns(scratch, request, columns, selected);
+    map_columns(scratch, request, columns, selected);
     int64_t host_row_ids[kColumnRounds];
     load_host_row_ids(request, selected, host_row_ids);
     __syncthreads();
-    if (lane_index() == 0 && last_valid > 0) atomicMax(&shared.num_valid, last_valid);
+    note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, top_k, shared.num_valid);
 
-    find_hits(residency, scratch, request, num_slots, ahead);
+    find_hits<kHasDrafts>(residency, scratch, request, num_slots, ahead);
+    int leads[kColumnRounds];
+    find_leads<kColumnRounds, kHasDrafts>(scratch, request, columns, selected, leads);
     __syncthreads();
 
     Tally sum{0, 0}, before, total;
-    const uint32_t miss_bits = find_misses(scratch, request, columns, selected, sum);
+    const uint32_t miss_bits = find_misses(scratch, columns, leads, sum);
     if (lane_index() == 0) shared.warp_sums[0][warp_index()] = sum.pack();
     __syncthreads();
     scan_warps(shared.warp_sums[0], warp_index(), lane_index(), before, total);
 
     if (total.second > 0) {
-        list_misses(scratch, selected, miss_bits, before.second);
+        list_misses<kColumnRounds, kHasDrafts>(scratch, columns, selected, miss_bits, before.second);
         find_cut(scratch, total.second, shared.warp_sums[1], &shared.cut);
         __syncthreads();
         fill_victims(residency, scratch, request, num_slots, shared.cut, shared.warp_sums[2]);
         __syncthreads();
     }
-    write_columns(out, scratch, request, columns, selected, host_row_ids, miss_bits, before.second);
-    if (threadIdx.x != 0) return;
-    residency.entries[request.place(num_slots).entry].x = -1;  // the newest row has taken its place
+    write_columns<kColumnRounds, kHasDrafts>(
+        out, scratch, request, columns, selected, leads, host_row_ids, miss_bits, before.second
+    );
+    // The new rows take the places of what the reserved slots held.
+    if (threadIdx.x < request.tables.max_query_len) {
+        residency.entries[request.place(num_slots + threadIdx.x).entry].x = -1;
+    }
     report(counts, residency.num_layers, request, total, shared.num_valid, out);
 }
 
 // One thread block per request. Each warp takes a run of columns and, where victims are chosen, a run of slots,
 // kWarpSize at a time, so that ballots give every order: nothing is sorted.
-template <int kColumnRounds>
+template <int kColumnRounds, bool kHasDrafts>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
     const StepTables tables,
-    const int32_t* __restrict__ top_k,  // [batch, out.top_k], requests top_k_stride elements apart
-    const int64_t top_k_stride,
+    const int32_t* __restrict__ columns_of_requests,  // [batch, out.num_columns], requests column_stride elements apart
+    const int64_t column_stride,
     const HotRows hot,
     int64_t* counts,  // [num_states, 2]
     const Resolved out,
     const Divisor rows_per_block,
     const Divisor block_size,
+    const Divisor top_k,
     const int bucket_bits,
     const int32_t num_kept_ages
 ) {
@@ -627,25 +727,26 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     launch_dependents();
     const int batch_index = blockIdx.x;
     const int32_t max_hot_rows = tables.num_hot_blocks * rows_per_block.divisor;
-    const Scratch scratch(memory, out.top_k, bucket_bits, max_hot_rows, num_kept_ages);
-    const Share columns(out.top_k);
+    const Scratch scratch(memory, out.num_columns, bucket_bits, max_hot_rows, num_kept_ages);
+    const Share columns(out.num_columns);
 
     int32_t selected[kColumnRounds];
-    load_selection(top_k + batch_index * top_k_stride, columns, selected);
-    if (threadIdx.x == 0) {
-        shared.num_valid = 0;
-        shared.cut = {-1, 0};
-    }
+    load_selection(columns_of_requests + batch_index * column_stride, columns, selected);
+    if (threadIdx.x < kMaxQueryLen) shared.num_valid[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.cut = {-1, 0};
     const int32_t state_index = find_state(tables, batch_index);
-    if (state_index < 0) return resolve_padding(out, batch_index);
+    if (state_index < 0) return resolve_padding(out, batch_index, tables.max_query_len);
 
-    const int32_t newest = tables.seq_lens[batch_index] - 1, num_hot_rows = tables.num_hot_rows[state_index];
-    const Request request{tables, hot, rows_per_block, block_size, batch_index, state_index, newest, num_hot_rows};
-    if (newest < num_hot_rows) {
-        const auto warp_sums = shared.warp_sums[0];
-        return resolve_fitting(residency, request, counts, out, columns, selected, warp_sums, &shared.num_valid);
+    const NewPositions added(tables, batch_index, tables.num_hot_rows[state_index]);
+    const Request request{tables, hot, rows_per_block, block_size, batch_index, state_index, added};
+    if (added.fits) {
+        return resolve_fitting<kColumnRounds, kHasDrafts>(
+            residency, request, counts, out, columns, selected, top_k, shared
+        );
     }
-    resolve_evicting(residency, request, counts, out, columns, selected, scratch, shared);
+    resolve_evicting<kColumnRounds, kHasDrafts>(
+        residency, request, counts, out, columns, selected, top_k, scratch, shared
+    );
 }
 
 // Dynamic shared memory that a thread block of the current device can have.
@@ -657,13 +758,16 @@ cudaError_t max_shared_bytes(int* result) {
     return error;
 }
 
-using Kernel = decltype(&resolve_kernel<2>);
+using Kernel = decltype(&resolve_kernel<2, false>);
 
-// The smallest kernel whose rounds cover a selection; null where none does.
-Kernel choose_kernel(int top_k) {
-    if (top_k <= 2 * kNumThreads) return resolve_kernel<2>;
-    if (top_k <= kMaxTopK) return resolve_kernel<kMaxTopK / kNumThreads>;
-    return nullptr;
+// The smallest kernel whose rounds cover the columns of a request; null where none does.
+Kernel choose_kernel(int num_columns, int max_query_len) {
+    if (max_query_len < 1 || max_query_len > kMaxQueryLen || num_columns % max_query_len != 0) return nullptr;
+    if (num_columns > (max_query_len > 1 ? kMaxColumns : kMaxTopK)) return nullptr;
+    const bool has_drafts = max_query_len > 1;
+    if (num_columns <= 2 * kNumThreads) return has_drafts ? resolve_kernel<2, true> : resolve_kernel<2, false>;
+    if (num_columns <= 4 * kNumThreads) return has_drafts ? resolve_kernel<4, true> : resolve_kernel<4, false>;
+    return resolve_kernel<kMaxColumns / kNumThreads, true>;
 }
 
 }  // namespace
@@ -682,22 +786,25 @@ extern "C" cudaError_t hisparse_resolve(
     cudaStream_t stream
 ) {
     if (tables->batch == 0) return cudaSuccess;
-    const Kernel kernel = choose_kernel(out->top_k);
+    const int num_columns = out->num_columns;
+    const Kernel kernel = choose_kernel(num_columns, tables->max_query_len);
     const int64_t num_hot_rows = static_cast<int64_t>(tables->num_hot_blocks) * hot->rows_per_block;
+    if (kernel == nullptr || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
     int max_bytes = 0;
     if (const cudaError_t error = max_shared_bytes(&max_bytes)) return error;
-    const int64_t num_bytes = Scratch::num_bytes(out->top_k, num_hot_rows);
-    const int64_t room = (max_bytes - num_bytes) / static_cast<int64_t>(sizeof(uint16_t));
-    if (kernel == nullptr || num_hot_rows > kMaxHotRows || room < 1) return cudaErrorInvalidValue;
+    const int bucket_bits = Scratch::bucket_bits(num_columns, num_hot_rows, max_bytes - sizeof(uint16_t));
+    if (bucket_bits == 0) return cudaErrorInvalidValue;
+    const size_t num_bytes = Scratch::num_bytes(num_columns, bucket_bits, num_hot_rows);
+    const auto room = static_cast<int64_t>((max_bytes - num_bytes) / sizeof(uint16_t));
     const auto num_kept_ages = static_cast<int32_t>(std::min<int64_t>({num_hot_rows, room, kMaxKeptAges}));
     // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, max_bytes)) return error;
     const Divisor rows_per_block(hot->rows_per_block), block_size(tables->block_size);
-    const int bucket_bits = Scratch::bucket_bits(out->top_k);
+    const Divisor selection_size(num_columns / tables->max_query_len);
     kernel<<<tables->batch, kNumThreads, num_bytes + num_kept_ages * sizeof(uint16_t), stream>>>(
-        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, rows_per_block, block_size, bucket_bits,
-        num_kept_ages
+        *residency, *tables, top_k, top_k_stride, *hot, counts, *out, rows_per_block, block_size, selection_size,
+        bucket_bits, num_kept_ages
     );
     return cudaGetLastError();
 }

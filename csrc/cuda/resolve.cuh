@@ -4,16 +4,17 @@
 
 namespace hisparse {
 
-constexpr int kMaxTopK = 4096;         // selected positions of a request
-constexpr int kMaxHotRows = 524288;    // of a request, the reserved one included
+constexpr int kMaxTopK = 4096;       // positions of a selection
+constexpr int kMaxQueryLen = 8;      // selections of a request
+constexpr int kMaxColumns = 8192;    // of several selections
+constexpr int kMaxHotRows = 524288;  // of a request, the reserved ones included
 
 }  // namespace hisparse
 
 // Find hits, choose victims and update the residency: `SwapInOps.resolve`.
 //
-// top_k: [batch, out->top_k], requests top_k_stride elements apart. hot: hot->rows is not read and may be null.
-// counts: [num_states, 2]. Returns cudaErrorInvalidValue beyond kMaxTopK selected positions
-// or kMaxHotRows hot rows of a request.
+// top_k: [batch, out->num_columns], requests top_k_stride elements apart. hot: hot->rows is not read and may be null.
+// counts: [num_states, 2]. Returns cudaErrorInvalidValue beyond these numbers.
 extern "C" cudaError_t hisparse_resolve(
     const hisparse::Residency* residency,
     const hisparse::StepTables* tables,

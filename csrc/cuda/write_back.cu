@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kMaxBlocks = 32;  // the link is busy with these; the step's own kernels keep the rest
 
-// One thread block per request at a time, one warp per layer.
+// One thread block per new position at a time, one warp per layer.
 __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const __grid_constant__ LayerRows layers,
     const int32_t num_layers,
@@ -23,13 +23,15 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const StepTables tables
 ) {
     const int warp = warp_index(), lane = lane_index();
-    for (int batch_index = blockIdx.x; batch_index < tables.batch; batch_index += gridDim.x) {
+    for (int index = blockIdx.x; index < tables.batch * tables.max_query_len; index += gridDim.x) {
+        const int batch_index = index / tables.max_query_len;
         const int32_t state_index = find_state(tables, batch_index);
         if (state_index < 0) continue;
-        const int32_t newest = tables.seq_lens[batch_index] - 1;
-        const int32_t slot = newest_slot(newest, tables.num_hot_rows[state_index]);
-        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, slot);
-        const int64_t target = flat_host_row_id(tables, tables.block_size, state_index, newest);
+        const NewPositions added(tables, batch_index, tables.num_hot_rows[state_index]);
+        const int32_t position = added.first + index % tables.max_query_len;
+        if (position >= added.end) continue;
+        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, added.slot(position));
+        const int64_t target = flat_host_row_id(tables, tables.block_size, state_index, position);
         if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
             const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
 
 using namespace hisparse;
 
-// Copy each request's newest row of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
+// Copy each request's new rows of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
 //
 // hot: sizes of every layer; hot->rows is not read and may be null.
 extern "C" cudaError_t hisparse_write_back(
@@ -56,7 +58,8 @@ extern "C" cudaError_t hisparse_write_back(
 ) {
     if (tables->batch == 0) return cudaSuccess;
     if (num_layers > kMaxLayers) return cudaErrorInvalidValue;
-    const int num_blocks = tables->batch < kMaxBlocks ? tables->batch : kMaxBlocks;
+    const int num_rows = tables->batch * tables->max_query_len;
+    const int num_blocks = num_rows < kMaxBlocks ? num_rows : kMaxBlocks;
     write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
         *layers, num_layers, *hot, num_host_rows, *tables
     );

@@ -31,10 +31,9 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
     if (head_index >= tables.batch) return;
     const int32_t state_index = find_state(tables, head_index);
     if (state_index < 0) return;
-    const int32_t newest = tables.seq_lens[head_index] - 1;
-    const int32_t slot = newest_slot(newest, tables.num_hot_rows[state_index]);
-    const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, slot);
-    const int64_t home = flat_host_row_id(tables, tables.block_size, state_index, newest);
+    const NewPositions added(tables, head_index, tables.num_hot_rows[state_index]);
+    const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, added.first_slot);
+    const int64_t home = flat_host_row_id(tables, tables.block_size, state_index, added.first);
     if (!in_range(target, hot.num_rows) || !in_range(home, host.num_rows)) return;
 
     const int batch_index = head_index / tokens.num_heads, head = head_index % tokens.num_heads;

@@ -27,11 +27,11 @@ class Case:
 
     Attributes:
         batch, top_k, row_bytes: of the operations.
-        num_slots: hot slots that a long request has at least, the reserved one not counted; `max_slots` are the most.
+        num_slots: hot slots that a long request has at least, reserved ones not counted; `max_slots` are the most.
         block_size: tokens of a host block. rows_per_block: rows of a hot block. gap: rows between two hot blocks.
         shortest, longest: tokens of the requests before the first step.
         seeded: the buffers hold some rows before the first step.
-        steps: decode steps, one token each.
+        steps: decode steps, of up to `query_len` tokens each, of which some are rejected.
     """
 
     batch: int
@@ -46,14 +46,15 @@ class Case:
     seeded: bool = True
     steps: int = 6
     max_slots: int = 0  # `num_slots` if that is more
+    query_len: int = 1
 
     @property
     def num_host_blocks(self) -> int:
-        return -(-(self.longest + self.steps) // self.block_size)
+        return -(-(self.longest + self.steps * self.query_len) // self.block_size)
 
     @property
     def max_hot_rows(self) -> int:
-        return max(self.num_slots, self.max_slots) + 1
+        return max(self.num_slots, self.max_slots) + self.query_len
 
     @property
     def num_hot_blocks(self) -> int:
@@ -163,7 +164,7 @@ class Scenario:
         self.hot_blocks = self.disjoint(case.num_hot_blocks)
         self.lengths = [self.random.randint(case.shortest, case.longest) for _ in range(case.batch)]
         self.lengths[0], self.lengths[-1] = case.longest, case.shortest
-        self.final_lengths = [length + case.steps for length in self.lengths]
+        self.final_lengths = [length + case.steps * case.query_len for length in self.lengths]
         self.padding = {batch_index for batch_index in range(1, case.batch) if self.random.random() < 0.15}
         self.last = [torch.zeros(0, dtype=torch.int32)] * case.batch
         self.state = self.initial_state()
@@ -193,8 +194,8 @@ class Scenario:
             torch.zeros(case.batch, dtype=torch.int32),
             torch.full_like(host_tables, -1),
             torch.zeros(case.batch, 2, dtype=torch.int64),
-            Resolved.allocate(case.batch + 1, case.top_k, torch.device("cpu")),
-            torch.full((case.batch + 1,), -5),
+            Resolved.allocate(case.batch + 1, case.top_k * case.query_len, torch.device("cpu"), case.query_len),
+            torch.full(((case.batch + 1) * case.query_len,), -5),
             case.rows_per_block,
         )
         for batch_index, length in enumerate(self.lengths):
@@ -212,11 +213,12 @@ class Scenario:
 
     def least_rows(self, batch_index: int) -> int:
         """Hot rows that a request needs: all that it will have, or enough for a selection."""
-        return min(self.case.num_slots + 1, self.final_lengths[batch_index])
+        return min(self.case.num_slots + self.case.query_len, self.final_lengths[batch_index])
 
     def some_num_rows(self, batch_index: int) -> int:
         """As few hot rows as possible, as many, as many as the next step needs to fit, or any number."""
-        least, most, fits = self.least_rows(batch_index), self.case.max_hot_rows, self.lengths[batch_index] + 1
+        least, most = self.least_rows(batch_index), self.case.max_hot_rows
+        fits = self.lengths[batch_index] + self.case.query_len
         num_rows = self.random.choice([least, most, fits, fits + 4, self.random.randint(least, max(least, most))])
         return max(min(num_rows, most), least)
 
@@ -264,32 +266,45 @@ class Scenario:
         blocks = self.hot_blocks[batch_index, slots // self.case.rows_per_block].long()
         return blocks * block_stride + slots % self.case.rows_per_block
 
-    def selection(self, batch_index: int) -> torch.Tensor:
+    def selections(self, batch_index: int, query_len: int) -> torch.Tensor:
+        """Of the new tokens side by side; of those that the step has not, nothing."""
+        found = [self.selection(batch_index, offset) for offset in range(query_len)]
+        none = torch.full(((self.case.query_len - query_len) * self.case.top_k,), -1, dtype=torch.int32)
+        return torch.cat([*found, none])
+
+    def selection(self, batch_index: int, offset: int) -> torch.Tensor:
         """Part of the last selection, other positions, most often the newest; invalid ids in any place."""
-        newest, top_k = self.lengths[batch_index], self.case.top_k
+        newest, top_k = self.lengths[batch_index] + offset, self.case.top_k
         last = self.last[batch_index]
         kept = last[torch.rand(len(last), generator=self.generator) < self.random.choice([0.0, 0.5, 0.85, 1.0])]
         fresh = torch.randperm(newest + 1, generator=self.generator)[:top_k].int()
         parts = [torch.tensor([newest], dtype=torch.int32)] * (self.random.random() < 0.8) + [kept, fresh]
         ordered = list(dict.fromkeys(torch.cat(parts).tolist()))[: self.random.choice([top_k, top_k // 2, top_k, 0])]
         self.last[batch_index] = torch.tensor(ordered, dtype=torch.int32)
-        invalid = (*INVALID, newest + 1, newest + 100)
+        invalid = (*INVALID, newest + self.case.query_len, newest + 100)
         ordered += [self.random.choice(invalid) for _ in range(top_k - len(ordered))]
         self.random.shuffle(ordered)
         return torch.tensor(ordered, dtype=torch.int32)
 
-    def next_step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Block tables as vLLM has them, sequence lengths and selections of the next step, padding among them."""
+    def next_step(self) -> tuple[torch.Tensor, ...]:
+        """Block tables as vLLM has them, sequence lengths, selections and numbers of new tokens of the next step.
+
+        Padding is among them.
+        """
         block_tables = self.hot_blocks[:, :3].clone()
-        top_k = torch.stack([self.selection(batch_index) for batch_index in range(self.case.batch)])
-        seq_lens = torch.tensor([length + 1 for length in self.lengths], dtype=torch.int32)
+        most = self.case.query_len
+        num_new = [self.random.choice([most, self.random.randint(1, most)]) for _ in self.lengths]
+        top_k = torch.stack([self.selections(*pair) for pair in enumerate(num_new)])
+        query_lens = torch.tensor(num_new, dtype=torch.int32)
+        seq_lens = torch.tensor(self.lengths, dtype=torch.int32) + query_lens
         for batch_index in self.padding:
             if self.random.random() < 0.5:
                 seq_lens[batch_index] = self.random.choice([0, -4])
             else:
                 block_tables[batch_index, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
-        self.lengths = [length + (batch_index not in self.padding) for batch_index, length in enumerate(self.lengths)]
-        return block_tables, seq_lens, top_k
+        for batch_index in set(range(self.case.batch)) - self.padding:
+            self.lengths[batch_index] += self.random.randint(1, num_new[batch_index])
+        return block_tables, seq_lens, top_k, query_lens
 
 
 def assert_same(expected: State, found: State) -> None:
@@ -304,19 +319,22 @@ def reset_out(out: Resolved) -> None:
         getattr(out, name).fill_(-9)
 
 
-def tables_of(state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> StepTables:
+def tables_of(
+    state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor
+) -> StepTables:
     by_state = state.hot_tables, state.num_hot_rows, state.host_tables
-    return StepTables(state.state_indices, block_tables[:, 0], seq_lens, *by_state, case.block_size)
+    drafts = (query_lens, case.query_len) if case.query_len > 1 else ()
+    return StepTables(state.state_indices, block_tables[:, 0], seq_lens, *by_state, case.block_size, *drafts)
 
 
 def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
     """All operations of a decode step: newest rows, swap-in, write-back."""
-    block_tables, seq_lens, top_k = inputs
-    tables = tables_of(state, case, block_tables, seq_lens)
+    block_tables, seq_lens, top_k, query_lens = inputs
+    tables = tables_of(state, case, block_tables, seq_lens, query_lens)
     ops.newest_row_ids(tables, state.hot, state.newest_row_ids)
     # Rows without a newest row overwrite one that no request owns.
     spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
-    newest = state.newest_row_ids[: case.batch]
+    newest = state.newest_row_ids[: case.batch * case.query_len]
     state.hot.rows[newest.where(newest >= 0, spare)] = new_rows
     state.hot.rows[spare] = 0
     if fused:
@@ -349,7 +367,7 @@ def compare(case: Case, seed: int = 0, resizes: bool = False) -> None:
     for step in range(case.steps):
         if resizes:
             resize_some(scenario, reference, found)
-        inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+        inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch * case.query_len)
         reset_out(reference.out)
         reset_out(found.out)
         run_step(torch_ops, reference, case, inputs, new_rows, fused=True)
@@ -376,6 +394,36 @@ def test_a_selection_resolved_twice_hits(longest: int) -> None:
             run_step(swap_in_ops(torch.device("cuda")), found, case, moved, moved_rows, fused=True)
             assert_same(reference, found)
         assert not reference.out.num_misses[: case.batch].any()
+
+
+DRAFT_CASES = [
+    Case(3, 128, 256, query_len=2, longest=1),
+    Case(
+        5, 200, 900, row_bytes=656, rows_per_block=12, gap=5, query_len=4, shortest=880, longest=899
+    ),  # fits, then not
+    Case(64, 256, 1024, row_bytes=48, rows_per_block=5, gap=1, query_len=3, seeded=False),
+    Case(9, 33, 200, rows_per_block=3, query_len=6, longest=900, max_slots=700, steps=9),  # selections begin anywhere
+    Case(4, 2048, 4096, row_bytes=32, rows_per_block=12, query_len=2, shortest=4090, longest=20000),
+    Case(2, 2048, 8192, row_bytes=32, query_len=4, shortest=8190, longest=30000),
+    Case(2, 2048, 8192, row_bytes=32, query_len=4, shortest=8000, longest=39990, max_slots=39999),  # partly hot
+    Case(2, 1024, 8192, query_len=8, shortest=9000, longest=20000),
+]
+
+
+@pytest.mark.parametrize("case", DRAFT_CASES, ids=str)
+def test_steps_with_drafts_agree(case: Case) -> None:
+    """Positions that several tokens select, and what was rejected."""
+    compare(case)
+    compare(replace(case, steps=9), seed=1, resizes=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps_with_drafts_agree(seed: int) -> None:
+    case, query_len = random_case(seed), 2 + seed % 4
+    num_slots = query_len * case.top_k + seed
+    longest = num_slots + random.Random(seed).choice([-2, 3, 2000])
+    sizes = {"num_slots": num_slots, "max_slots": longest + 7, "shortest": longest // 3, "longest": longest}
+    compare(replace(case, query_len=query_len, **sizes), seed, resizes=True)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -412,16 +460,16 @@ def test_no_output_depends_on_what_was_there() -> None:
         tensor.view(-1)[-1] = value
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_graph_replays_agree_with_eager_steps(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "query_len"), [(1, 1), (64, 1), (17, 3)])
+def test_graph_replays_agree_with_eager_steps(batch: int, query_len: int) -> None:
     sizes = {"row_bytes": 656, "rows_per_block": 12, "gap": 3, "shortest": 1000, "longest": 1100, "max_slots": 1200}
-    case = Case(batch, 512, 1024, **sizes, steps=8)
+    case = Case(batch, 512 // query_len, 1024, **sizes, steps=8, query_len=query_len)
     scenario = Scenario(case)
     scenario.padding = set()
     reference, found = scenario.state, scenario.state.to_cuda()
     ops, torch_ops = swap_in_ops(torch.device("cuda")), TorchSwapInOps()
     inputs = scenario.next_step()
-    static, static_rows = tuple(x.cuda() for x in inputs), scenario.bytes(batch)
+    static, static_rows = tuple(x.cuda() for x in inputs), scenario.bytes(batch * query_len)
     static_new = static_rows.cuda()
     untouched = found.tensors()
     graph = torch.cuda.CUDAGraph()
@@ -434,7 +482,7 @@ def test_graph_replays_agree_with_eager_steps(batch: int) -> None:
         graph.replay()
         assert_same(reference, found)
         resize_some(scenario, reference, found)
-        inputs, static_rows = scenario.next_step(), scenario.bytes(batch)
+        inputs, static_rows = scenario.next_step(), scenario.bytes(batch * query_len)
         static_new.copy_(static_rows)
         for target, source in zip(static, inputs, strict=True):
             target.copy_(source)
@@ -475,8 +523,8 @@ def test_a_step_without_requests_does_nothing() -> None:
     case = Case(2, 128, 256, row_bytes=64, longest=600, steps=1)
     scenario = Scenario(case)
     found = scenario.state.to_cuda()
-    block_tables, seq_lens, top_k = (tensor[:0].cuda() for tensor in scenario.next_step())
-    tables, ops = tables_of(found, case, block_tables, seq_lens), swap_in_ops(torch.device("cuda"))
+    block_tables, seq_lens, top_k, query_lens = (tensor[:0].cuda() for tensor in scenario.next_step())
+    tables, ops = tables_of(found, case, block_tables, seq_lens, query_lens), swap_in_ops(torch.device("cuda"))
     ops.newest_row_ids(tables, found.hot, found.newest_row_ids)
     ops.swap_in(found.residency, tables, top_k, found.host_rows, found.hot, found.counts, found.out)
     ops.gather(found.host_rows, found.hot, found.out, 0)
@@ -489,9 +537,8 @@ def test_positions_given_twice_touch_no_memory_outside() -> None:
     scenario = Scenario(case)
     scenario.padding = set()
     before, found = scenario.state.tensors(), scenario.state.to_cuda()
-    block_tables, seq_lens, top_k = scenario.next_step()
-    top_k[:] = 5
-    inputs = tuple(x.cuda() for x in (block_tables, seq_lens, top_k))
+    inputs = tuple(x.cuda() for x in scenario.next_step())
+    inputs[2][:] = 5
     for _ in range(2):
         run_step(swap_in_ops(torch.device("cuda")), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
     torch.cuda.synchronize()
@@ -514,16 +561,16 @@ def test_positions_given_twice_touch_no_memory_outside() -> None:
 def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
     case = Case(batch, 128, 128, row_bytes=656, block_size=16, rows_per_block=12, gap=2, longest=300)
     scenarios = [Scenario(case) for _ in range(num_layers)]
-    block_tables, seq_lens, _ = scenarios[0].next_step()
+    block_tables, seq_lens, _, query_lens = scenarios[0].next_step()
     references = [scenario.state for scenario in scenarios]
     for layer, state in enumerate(references):
         state.hot_storage.copy_(torch.randint(0, 255, state.hot_storage.shape, dtype=torch.uint8))
         state.hot_storage[0, 0, 0] = layer
     found = [state.to_cuda() for state in references]
-    moved = block_tables.cuda(), seq_lens.cuda()
+    batch_tables = block_tables, seq_lens, query_lens
     for ops, states, given in (
-        (TorchSwapInOps(), references, (block_tables, seq_lens)),
-        (swap_in_ops(torch.device("cuda")), found, moved),
+        (TorchSwapInOps(), references, batch_tables),
+        (swap_in_ops(torch.device("cuda")), found, [tensor.cuda() for tensor in batch_tables]),
     ):
         hots, hosts = [state.hot for state in states], [state.host_rows for state in states]
         tables = tables_of(states[0], case, *given)
@@ -556,23 +603,27 @@ def test_stage_and_save(row_bytes: int, num_rows: int, block_size: int) -> None:
     assert torch.equal(host, pinned)
 
 
-@pytest.mark.parametrize(("top_k", "num_hot_rows"), [(4097, 5001), (128, MAX_HOT_ROWS + 1)])
-def test_sizes_beyond_the_kernels_are_refused(top_k: int, num_hot_rows: int) -> None:
-    """Too large a selection, and a table of more hot rows than a request may have."""
-    case = Case(1, top_k, 5000, rows_per_block=1, longest=200)
+@pytest.mark.parametrize(
+    ("top_k", "query_len", "num_hot_rows"),
+    [(4097, 1, 5001), (2049, 4, 9001), (128, 9, 6001), (128, 1, MAX_HOT_ROWS + 1)],
+)
+def test_sizes_beyond_the_kernels_are_refused(top_k: int, query_len: int, num_hot_rows: int) -> None:
+    """Too large a selection, too many, and a table of more hot rows than a request may have."""
+    case = Case(1, top_k, 5000, rows_per_block=1, longest=200, query_len=query_len)
     scenario = Scenario(case)
     state = widened(scenario.state.to_cuda(), num_hot_rows)
-    inputs, new_rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(1).cuda()
+    inputs, new_rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(query_len).cuda()
     with pytest.raises(RuntimeError, match="hisparse_swap_in failed: invalid argument"):
         run_step(swap_in_ops(torch.device("cuda")), state, case, inputs, new_rows, fused=True)
 
 
-@pytest.mark.parametrize("top_k", [128, 2048, 4096])
-def test_the_widest_tables(top_k: int) -> None:
-    case = Case(3, top_k, 5000, rows_per_block=32, shortest=5500, longest=7000, steps=1, max_slots=6000)
+@pytest.mark.parametrize(("top_k", "query_len"), [(128, 1), (2048, 1), (4096, 1), (2048, 4)])
+def test_the_widest_tables(top_k: int, query_len: int) -> None:
+    sizes = {"rows_per_block": 32, "shortest": 8500, "longest": 9000, "steps": 1, "max_slots": 8400}
+    case = Case(3, top_k, 8192, **sizes, query_len=query_len)
     scenario = Scenario(case)
     reference, found = scenario.state, widened(scenario.state.to_cuda(), MAX_HOT_ROWS)
-    inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
+    inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch * query_len)
     run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
     moved = tuple(x.cuda() for x in inputs)
     run_step(swap_in_ops(torch.device("cuda")), found, case, moved, new_rows.cuda(), fused=True)
@@ -592,7 +643,7 @@ def test_every_operation_is_launched_in_microseconds() -> None:
     scenario = Scenario(case)
     state, ops = scenario.state.to_cuda(), swap_in_ops(torch.device("cuda"))
     inputs, rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(4).cuda()
-    tables = tables_of(state, case, *inputs[:2])
+    tables = tables_of(state, case, inputs[0], inputs[1], inputs[3])
     staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")
     calls: list[Callable[[], None]] = [
         lambda: ops.newest_row_ids(tables, state.hot, state.newest_row_ids),

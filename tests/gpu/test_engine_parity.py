@@ -36,6 +36,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
         "hf_overrides": GENERIC_CLASS,
     },
 }
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; the reference is not compiled.
 REFERENCES = {name: {"enforce_eager": True} for name in BACKENDS if name.endswith("_generic")}
 
@@ -158,6 +159,35 @@ def test_one_request_at_a_time(model: Path, tmp_path: Path) -> None:
     report("one_request", {"hot": got}, expected)
     assert_same_but_ties(got["completions"], expected["completions"])
     assert got["wrong_rows"] == got["counters"]["cache_misses"] == 0
+
+
+def repeating(num_tokens: int) -> list[int]:
+    """A prompt in which drafts are found; the model's replies follow some of them."""
+    pattern = make_prompt(17, num_tokens)
+    return (pattern * (num_tokens // len(pattern) + 1))[:num_tokens]
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16_flashmla", "bf16_flash_attn"])
+def test_drafts_with_cuda_graphs(model: Path, tmp_path: Path, name: str) -> None:
+    """Full KV's tokens without drafts, and its rate of accepted ones."""
+    lengths = [1, 63, 2049, 4097, 8190, 8193, 9000, 12000, 16384, 20001]
+    phase = {"prompts": [*map(repeating, lengths), *map(make_prompt, lengths)], "max_tokens": 96}
+    options, drafts = {"max_num_seqs": 20}, {"speculative_config": NGRAM, "disable_log_stats": False}
+    rows = {"device_buffer_size": 4 * 2048}
+    engines = {
+        "full": (engine_args(model, **options, **backend(name)), {}),
+        "full_drafts": (engine_args(model, **options, **drafts, **backend(name)), {}),
+        "hot": (hot_args(model, rows, **options, **drafts, **backend(name)), {"row_check": ROW_CHECK}),
+    }
+    started = {kind: EngineRun.start(tmp_path, kind, args, [phase], **rest) for kind, (args, rest) in engines.items()}
+    full, full_drafts, hot = (started[kind].phases()[0] for kind in engines)
+    report(f"ngram_{name}", {"hot": hot, "full_drafts": full_drafts}, full)
+    assert_same_but_ties(hot["completions"], full["completions"], full_drafts["completions"])
+    assert_pools_empty(hot)
+    assert hot["counters"]["cache_misses"] > 0
+    assert hot["wrong_rows"] == 0 < hot["checked_rows"]
+    rates = [run["drafts"]["accepted"] / run["drafts"]["drafted"] for run in (hot, full_drafts)]
+    assert rates[0] == pytest.approx(rates[1], abs=0.08) and rates[0] > 0
 
 
 def report(name: str, runs: dict[str, dict[str, Any]], full: dict[str, Any]) -> None:

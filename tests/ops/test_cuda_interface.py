@@ -18,6 +18,8 @@ SOURCE = "\n".join(path.read_text() for path in sorted((Path(__file__).parents[2
 CODE = re.sub(r"//[^\n]*", "", SOURCE).replace("hisparse::", "")
 CONSTANTS = {
     "kMaxTopK": "MAX_TOP_K",
+    "kMaxQueryLen": "MAX_QUERY_LEN",
+    "kMaxColumns": "MAX_COLUMNS",
     "kMaxLayers": "MAX_LAYERS",
     "kVectorBytes": "VECTOR_BYTES",
 }

@@ -45,7 +45,7 @@ class Simulation:
         self.num_hot_rows = torch.full((NUM_REQUESTS,), self.num_slots + query_len, dtype=torch.int32)
         self.residency = Residency.allocate(len(cache) * ROWS_PER_BLOCK, torch.device("cpu"))
         self.counts = torch.zeros(NUM_REQUESTS, 2, dtype=torch.int64)
-        self.out = Resolved.allocate(NUM_REQUESTS, query_len * top_k, torch.device("cpu"))
+        self.out = Resolved.allocate(NUM_REQUESTS, query_len * top_k, torch.device("cpu"), query_len)
 
     def _tables(self, num_blocks: int) -> torch.Tensor:
         blocks = self.random.sample(range(NUM_REQUESTS * num_blocks), NUM_REQUESTS * num_blocks)
@@ -122,6 +122,9 @@ class Simulation:
             if is_position:
                 assert self.hot_rows.rows[hot_id].tolist() == self._row(request, position).tolist()
         assert self.out.num_misses[row] == len(missed)
+        by_token = torch.tensor(hot_ids).view(self.query_len, -1)
+        for index, num_valid in enumerate(self.out.num_valid.view(-1, self.query_len)[row].tolist()):
+            assert (by_token[index, num_valid:] == -1).all() and (num_valid == 0 or by_token[index, num_valid - 1] >= 0)
         homes = self.out.miss_host_row_ids[row, : len(missed)].tolist()
         assert homes == [self._host_id(request, position) for position in missed]
         entries = [self._hot_id(request, slot) for slot in range(len(buffer.positions))]  # no rows between blocks

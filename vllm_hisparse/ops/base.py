@@ -139,7 +139,7 @@ class Resolved:
 
     Attributes:
         hot_row_ids: [max_batch, columns] int32 hot row of each selected position; -1 where there is none.
-        num_valid: [max_batch] int32 leading entries of `hot_row_ids` that contain every valid one.
+        num_valid: [max_batch * max_query_len] int32 leading entries of each selection that contain every valid one.
         miss_host_row_ids: [max_batch, columns] int64 host rows to copy; the first `num_misses` count.
         miss_hot_row_ids: [max_batch, columns] int32 hot rows to copy them to.
         num_misses: [max_batch] int32 rows to copy.
@@ -152,18 +152,19 @@ class Resolved:
     num_misses: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_batch: int, num_columns: int, device: torch.device) -> Resolved:
+    def allocate(cls, max_batch: int, num_columns: int, device: torch.device, max_query_len: int = 1) -> Resolved:
         """Buffers in which nothing is valid.
 
         Args:
             max_batch: requests of the largest batch, padding included; or their KV heads where each selects for itself.
             num_columns: entries of the selections of all new tokens of a request.
             device: where the hot rows are.
+            max_query_len: as in `StepTables`.
         """
         matrix, vector = (max_batch, num_columns), (max_batch,)
         return cls(
             torch.full(matrix, -1, dtype=torch.int32, device=device),
-            torch.zeros(vector, dtype=torch.int32, device=device),
+            torch.zeros(max_batch * max_query_len, dtype=torch.int32, device=device),
             torch.zeros(matrix, dtype=torch.int64, device=device),
             torch.zeros(matrix, dtype=torch.int32, device=device),
             torch.zeros(vector, dtype=torch.int32, device=device),

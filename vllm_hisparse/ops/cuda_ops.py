@@ -17,7 +17,9 @@ LIBRARY = Path(__file__).parents[1] / "_kernels.so"
 
 # NOTE: constants, structs and signatures are those of csrc/cuda, which documents shapes and meaning; a wheel has no
 # sources to read them from. tests/ops/test_cuda_interface.py compares the two.
-MAX_TOP_K = 4096  # of a request in `resolve`
+MAX_TOP_K = 4096  # positions of a selection in `resolve`
+MAX_QUERY_LEN = 8  # selections of a request
+MAX_COLUMNS = 8192  # of several selections
 MAX_LAYERS = 128  # of one launch of `write_back`
 VECTOR_BYTES = 16  # row sizes and head sizes are multiples
 
@@ -48,6 +50,7 @@ class _StepTables(Structure):
         ("hot_tables", c_void_p),
         ("num_hot_rows", c_void_p),
         ("host_tables", c_void_p),
+        ("query_lens", c_void_p),
         ("handle_stride", c_int64),
         ("hot_table_stride", c_int64),
         ("host_table_stride", c_int64),
@@ -57,6 +60,7 @@ class _StepTables(Structure):
         ("num_host_blocks", c_int32),
         ("batch", c_int32),
         ("block_size", c_int32),
+        ("max_query_len", c_int32),
     ]
 
 
@@ -67,7 +71,7 @@ class _Resolved(Structure):
         ("miss_host_row_ids", c_void_p),
         ("miss_hot_row_ids", c_void_p),
         ("num_misses", c_void_p),
-        ("top_k", c_int32),
+        ("num_columns", c_int32),
     ]
 
 
@@ -239,7 +243,8 @@ class CudaSwapInOps(SwapInOps):
         )
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
-        assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= len(tables.seq_lens)
+        num_rows = len(tables.seq_lens) * tables.max_query_len
+        assert out.dtype == torch.int64 and out.is_contiguous() and len(out) >= num_rows
         launch("newest_row_ids", self._tables(tables), self._hot_rows(hot_rows), out.data_ptr())
 
     def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
@@ -286,7 +291,7 @@ class CudaSwapInOps(SwapInOps):
         step = self._tables(tables)
         (batch, width), row_stride = top_k.shape, top_k.stride(0)
         assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"
-        assert len(out.hot_row_ids) >= batch == step.batch and self._resolved(out).top_k == width, "sizes differ"
+        assert len(out.hot_row_ids) >= batch == step.batch and self._resolved(out).num_columns == width, "sizes differ"
         return self._residency(residency), step, top_k.data_ptr(), row_stride
 
     def _rows(self, host_rows: torch.Tensor, hot_rows: HotRows) -> tuple[_HostRows, _HotRows]:
@@ -328,7 +333,8 @@ def _residency(residency: Residency) -> _Residency:
 
 def _step_tables(tables: StepTables) -> _StepTables:
     hot_tables, host_tables = tables.hot_tables, tables.host_tables
-    assert tables.query_lens is None, "the kernels take one new token of each request"
+    query_lens = tables.query_lens
+    assert query_lens is None or (query_lens.dtype == torch.int32 and query_lens.is_contiguous())
     assert hot_tables.stride(1) == host_tables.stride(1) == 1, "block tables must have contiguous rows"
     return _StepTables(
         tables.state_indices.data_ptr(),
@@ -337,6 +343,7 @@ def _step_tables(tables: StepTables) -> _StepTables:
         hot_tables.data_ptr(),
         tables.num_hot_rows.data_ptr(),
         host_tables.data_ptr(),
+        None if query_lens is None else query_lens.data_ptr(),
         tables.handles.stride(0),
         hot_tables.stride(0),
         host_tables.stride(0),
@@ -345,6 +352,7 @@ def _step_tables(tables: StepTables) -> _StepTables:
         *host_tables.shape,
         len(tables.seq_lens),
         tables.block_size,
+        tables.max_query_len,
     )
 
 

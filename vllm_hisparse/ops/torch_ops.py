@@ -39,7 +39,8 @@ class TorchSwapInOps(SwapInOps):
         out: Resolved,
     ) -> None:
         batch = len(top_k)
-        out.hot_row_ids[:batch], out.num_valid[:batch], out.num_misses[:batch] = -1, 0, 0
+        out.hot_row_ids[:batch], out.num_misses[:batch] = -1, 0
+        out.num_valid[: batch * tables.max_query_len] = 0
         live, states = _live_requests(tables, batch)
         fits = _fits(tables, live, states)
         for part, choose in ((fits, _choose_fitting), (~fits, _choose_evicting)):
@@ -314,9 +315,10 @@ def _write_resolved(
     blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
     hot_ids = _flat_row_ids(tables.hot_tables[states], choice.slots, *blocks)
     host_ids = _flat_row_ids(tables.host_tables[states], selected.where(choice.missed, -1), tables.block_size)
-    columns = torch.arange(1, selected.shape[1] + 1, dtype=torch.int32, device=selected.device)
+    by_token = choice.slots.unflatten(1, (tables.max_query_len, -1))
+    columns = torch.arange(1, by_token.shape[2] + 1, dtype=torch.int32, device=selected.device)
     out.hot_row_ids[live] = hot_ids.int()
-    out.num_valid[live] = torch.where(choice.slots >= 0, columns, 0).amax(1)
+    out.num_valid.view(-1, tables.max_query_len)[live] = torch.where(by_token >= 0, columns, 0).amax(2)
     out.num_misses[live] = choice.missed.sum(1).int()
     requests, missed_columns = choice.missed.nonzero(as_tuple=True)
     places = live[requests], choice.missed.cumsum(1)[requests, missed_columns] - 1

@@ -21,18 +21,18 @@ def layers(cuda_modules: dict[str, ModuleType]) -> ModuleType:
 
 
 class Impl(HotMLAImpl):
-    def begin_decode(self, num_decodes: int) -> tuple[str, str]:
-        return "hot rows", f"slots of {num_decodes}"
+    def begin_decode(self, num_decode_tokens: int) -> tuple[str, str]:
+        return "hot rows", f"slots of {num_decode_tokens}"
 
 
 def run_layer(
-    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, num_decodes: int | None
+    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, num_decode_tokens: int | None
 ) -> tuple[Any, Any, Any]:
     """One forward of three tokens: the kernel's cache and slots, and the rows that the backend is to write."""
     found: list[Any] = []
     slot_mapping = {KEYS: "indexer's slots"}
     context = SimpleNamespace(slot_mapping=slot_mapping, cudagraph_runtime_mode=mode)
-    metadata = None if num_decodes is None else SimpleNamespace(num_decodes=num_decodes)
+    metadata = None if num_decode_tokens is None else SimpleNamespace(num_decode_tokens=num_decode_tokens)
 
     def forward(layer: Any, positions: torch.Tensor, _hidden_states: torch.Tensor) -> None:
         found.extend((layer.kv_cache, slot_mapping[PREFIX]))
@@ -62,7 +62,7 @@ def test_the_kernel_writes_where_every_token_decodes(
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_decodes"),
+    ("mode", "num_decode_tokens"),
     [
         (CUDAGraphMode.PIECEWISE, 3),  # replayed for other batches
         (CUDAGraphMode.NONE, 2),  # a prefill, or padding
@@ -71,8 +71,8 @@ def test_the_kernel_writes_where_every_token_decodes(
     ],
 )
 def test_the_backend_writes_otherwise(
-    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, num_decodes: int | None
+    layers: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, num_decode_tokens: int | None
 ) -> None:
-    cache, slots, rows = run_layer(layers, monkeypatch, mode, num_decodes)
+    cache, slots, rows = run_layer(layers, monkeypatch, mode, num_decode_tokens)
     assert (cache, slots) == (None, "indexer's slots")
     assert (rows.kv_c is ROWS[0]) and (rows.k_pe is ROWS[1])

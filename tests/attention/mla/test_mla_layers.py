@@ -25,8 +25,7 @@ from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 LATENT, ROPE, NUM_HEADS, SCALE = 6, 2, 3, 0.4
 WIDTH = LATENT + ROPE
 NUM_LAYERS, TOP_K, NUM_SLOTS, BLOCK_SIZE, ROWS_PER_BLOCK = 2, 5, 8, 4, 3
-MAX_TOKENS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 40, 30, 40
-HOT_BLOCKS = -(-(NUM_SLOTS + 1) // ROWS_PER_BLOCK)
+MAX_TOKENS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, MAX_BATCH_TOKENS = 40, 30, 40, 64
 
 
 class Request:
@@ -37,6 +36,11 @@ class Request:
         self.rows = torch.randn(NUM_LAYERS, MAX_TOKENS, WIDTH, generator=generator)
         self.query = torch.randn(NUM_LAYERS, MAX_TOKENS, NUM_HEADS, WIDTH, generator=generator)
         self.handle, self.host_ids, self.num_computed = handle, host_ids, 0
+
+    def reject(self, first: int) -> None:
+        """Other tokens will be computed from a position on."""
+        for values in (self.rows, self.query):
+            values[:, first:] = torch.randn(values[:, first:].shape)
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -96,9 +100,7 @@ def model(
     return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
 
 
-def make_cuda_model(
-    name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch, selects: tuple[bool, ...] | None = None
-) -> Model:
+def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Model:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for vllm_class in (backend.FlashMLASparseImpl, backend.FlashAttnMLASparseImpl):
         monkeypatch.setattr(vllm_class, "forward_mqa", stock_forward)
@@ -116,7 +118,7 @@ def make_cuda_model(
             "build",
             lambda _self, _prefix, common: SimpleNamespace(common=common, req_id_per_token=common.seq_lens),
         )
-    return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"), selects)
+    return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"), **options)
 
 
 class LazyStreams:
@@ -159,13 +161,21 @@ class LazyStreams:
 class Model:
     """All layers of a model with their builder; hot rows start as NaN."""
 
-    def __init__(self, impl_class: type, builder_class: type, selects: tuple[bool, ...] | None = None):
-        sizes = 3, 4, NUM_SLOTS, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
-        shape = HotBufferShape(*sizes, HOT_BLOCKS, ROWS_PER_BLOCK)
+    def __init__(
+        self,
+        impl_class: type,
+        builder_class: type,
+        selects: tuple[bool, ...] | None = None,
+        query_len: int = 1,
+    ):
+        num_slots = NUM_SLOTS + (query_len - 1) * TOP_K
+        self.hot_blocks = -(-(num_slots + query_len) // ROWS_PER_BLOCK)
+        sizes = 3, 4, num_slots, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, query_len)
         self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects)
         self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))
         self.device = torch.full((NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH), float("nan"))
-        self.top_k = torch.full((64, TOP_K), -1, dtype=torch.int32)
+        self.top_k = torch.full((MAX_BATCH_TOKENS, TOP_K), -1, dtype=torch.int32)
         self.random = random.Random(0)
         self.impls = [self._make_impl(impl_class, index) for index in range(NUM_LAYERS)]
         self.builder = object.__new__(builder_class)
@@ -173,7 +183,10 @@ class Model:
         self.builder.__dict__.update(
             layer_names=["0"],
             vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
+            device=torch.device("cpu"),
         )
+        if builder_class is not HotMLACpuMetadataBuilder:
+            self.builder.allocate(query_len, MAX_BATCH_TOKENS)
 
     def _make_impl(self, impl_class: type, index: int) -> Any:
         impl = object.__new__(impl_class)
@@ -186,10 +199,10 @@ class Model:
 
     def start(self, request: Request) -> None:
         self.buffer.extend_table(request.handle, 0, request.host_ids)
-        self.buffer.change_hot_table(request.handle, 0, range(request.handle, request.handle + HOT_BLOCKS))
+        self.buffer.change_hot_table(request.handle, 0, range(request.handle, request.handle + self.hot_blocks))
 
     def step(self, *batch: tuple[Request, int], layer_writes: bool = False, expect_zeros: bool = False) -> None:
-        """Compute tokens of each request, those with one token first, and compare every layer with the formula.
+        """Compute tokens of each request, those with the fewest first, and compare every layer with the formula.
 
         Args:
             batch: requests and how many tokens.
@@ -235,7 +248,7 @@ class Model:
         seq_lens = torch.tensor([span.stop for _, span in spans], dtype=torch.int32)
         tables = torch.zeros(len(spans), 12, dtype=torch.int32)
         for i, (request, _) in enumerate(spans):
-            tables[i, :HOT_BLOCKS] = torch.arange(request.handle, request.handle + HOT_BLOCKS)
+            tables[i, 0] = request.handle
         return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
@@ -274,7 +287,7 @@ def test_rows_that_are_copied_while_another_layer_attends(
 ) -> None:
     """Those of a layer that shares the selection of the one before it."""
     streams = LazyStreams(monkeypatch)
-    model = make_cuda_model(name, cuda_modules["backend"], monkeypatch, (True, False))
+    model = make_cuda_model(name, cuda_modules["backend"], monkeypatch, selects=(True, False))
     requests = [Request(1 + 7 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
     for request in requests:
         model.start(request)
@@ -299,6 +312,37 @@ def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> N
         model.step((request, 1))
     model.check_host(request)
     assert sum(model.buffer.counts.take()) == NUM_LAYERS * 20 * (TOP_K - 1)
+
+
+@pytest.mark.parametrize("name", ["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.mark.parametrize("layer_writes", [False, True])
+def test_drafts(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, layer_writes: bool
+) -> None:
+    """Each request computes one token, or some drafts too, of which some are rejected, beside others that prefill."""
+    if name == "HotMLACpu":
+        model = Model(HotMLACpuImpl, HotMLACpuMetadataBuilder, query_len=3)
+    else:
+        model = make_cuda_model(name, cuda_modules["backend"], monkeypatch, query_len=3)
+    choice, requests = random.Random(1), [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
+    for i, request in enumerate(requests[:2]):
+        model.start(request)
+        model.step((request, 5 + 9 * i))
+    for index in range(16):
+        lengths = sorted(choice.choice([3, 3, choice.randint(1, 3)]) for _ in requests[:2])
+        batch = list(zip(choice.sample(requests[:2], 2), lengths, strict=True))
+        if index == 6:
+            model.start(requests[2])
+            batch.append((requests[2], 12))
+        model.step(*batch, layer_writes=layer_writes and name != "HotMLACpu" and index != 6)
+        for request, length in batch[:2]:
+            request.num_computed -= choice.randint(0, length - 1)
+            request.num_computed -= 2 * (request.num_computed > 30)
+            request.reject(request.num_computed)
+    for request in requests:
+        model.check_host(request)
+    hits, misses = model.buffer.counts.take()
+    assert hits > 0 and misses > 0
 
 
 def test_groups_that_share_the_staging_memory(model: Model) -> None:

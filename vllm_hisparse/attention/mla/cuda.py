@@ -27,7 +27,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
-from vllm_hisparse.compat import OneTokenDecodes, SelectionHook, attend_to_flat_rows, key_scale
+from vllm_hisparse.compat import SelectionHook, ShortDecodes, attend_to_flat_rows, key_scale, replace_batch
+from vllm_hisparse.config import max_query_len
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
 from vllm_hisparse.layout import BLOCK_SIZE
@@ -38,9 +39,10 @@ class HotMLAMetadata(AttentionMetadata):
     """One step's batch: decoding requests first, then groups of prefilling ones.
 
     Attributes:
-        num_actual_tokens, num_decodes, num_decode_tokens, num_prefills: as in vLLM's sparse MLA metadata.
+        num_actual_tokens, num_decodes, num_prefills: as in vLLM's sparse MLA metadata.
+        num_decode_tokens: of the decoding requests, graph padding included.
         prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
-        decode: vLLM's metadata of the decoding requests, or None.
+        decode: vLLM's metadata of the decoding requests' tokens, each as if it were a request; or None.
         prefill_groups: the prefilling requests.
     """
 
@@ -53,27 +55,37 @@ class HotMLAMetadata(AttentionMetadata):
     prefill: None = None
 
 
-class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
+class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
     """Mixin of a sparse MLA metadata builder."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._one_token_each = torch.arange(
-            len(self.req_id_per_token_buffer), dtype=torch.int32, device=self.req_id_per_token_buffer.device
-        )
+        self.allocate(max_query_len(self.vllm_config), len(self.req_id_per_token_buffer))
+
+    def allocate(self, max_query_len: int, max_tokens: int) -> None:
+        """Make what does not change from step to step, and what a CUDA graph reads.
+
+        Args:
+            max_query_len: tokens that a decoding request computes in a step.
+            max_tokens: of a step.
+        """
+        self._max_query_len = max_query_len
+        self._counted_cpu = torch.arange(max_tokens + 1, dtype=torch.int32)
+        self._counted = self._counted_cpu.to(self.device)
+        self._query_lens = torch.zeros(max_tokens, dtype=torch.int32, device=self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotMLAMetadata | None:
         if self.impl.hot_buffer is None:
             return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
-        common = common_attn_metadata
-        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, num_prefills)
+        common, threshold = common_attn_metadata, self._max_query_len
+        num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
+        metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_tokens, num_prefills)
         handles = common.block_table_tensor[:num_decodes, 0]
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes])
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], *self._drafts(common, num_decodes))
         if num_decodes:
-            metadata.decode = super().build(0, slice_requests(common, 0, num_decodes))
+            metadata.decode = super().build(0, self._by_token(slice_requests(common, 0, num_decodes)))
             metadata.decode.block_size = self.impl.decode_block_size
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
@@ -81,8 +93,37 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, OneTokenDecodes):
 
     def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
         if common.max_query_len == 1:
-            return self._one_token_each[: common.num_actual_tokens]
+            return self._counted[: common.num_actual_tokens]
         return super().request_of_token(common)
+
+    def _drafts(
+        self, common: CommonAttentionMetadata, num_decodes: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What `MLADecodeStep.plan` has to know of the decoding requests' drafts: `query_lens`, `places`."""
+        if self._max_query_len == 1:
+            return None, None
+        query_lens, starts = self._query_lens[:num_decodes], common.query_start_loc
+        torch.sub(starts[1 : num_decodes + 1], starts[:num_decodes], out=query_lens)  # a graph reads it
+        starts = common.query_start_loc_cpu[: num_decodes + 1]
+        lens = torch.diff(starts)
+        if ((lens == self._max_query_len) | (lens == 0)).all():
+            return query_lens, None
+        moved = torch.arange(num_decodes) * self._max_query_len - starts[:-1]
+        places = torch.arange(int(starts[-1])) + moved.repeat_interleave(lens)
+        return query_lens, places.to(self.device, non_blocking=True)
+
+    def _by_token(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """A batch in which every token is a request: a kernel that is given its rows reads nothing else."""
+        num_tokens = common.num_actual_tokens
+        if num_tokens == common.num_reqs:
+            return common
+        return replace_batch(
+            common,
+            query_start_loc=self._counted[: num_tokens + 1],
+            query_start_loc_cpu=self._counted_cpu[: num_tokens + 1],
+            num_reqs=num_tokens,
+            max_query_len=1,
+        )
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
@@ -133,21 +174,21 @@ class HotMLACudaImpl(HotMLAImpl):
             out[group.tokens] = self._prefill(_slice_query(q, group.tokens), group, layer)
         return out, None
 
-    def begin_decode(self, num_decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin_decode(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin the layer's part of a decode step, before anyone writes its new rows; called once per layer and step.
 
         Returns:
             Where they go: hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it,
-            [num_decodes] int64, -1 for padding.
+            [num_tokens] int64, -1 for padding.
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        return self.hot.rows.unsqueeze(1), step.newest_row_ids[:num_decodes]
+        return self.hot.rows.unsqueeze(1), step.by_token(step.newest_row_ids, num_tokens)
 
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         """Write the new rows, attend, and bring the rows of all layers to the host after the last one."""
         if self.new_rows is not None:  # or the layer has begun, and written them
-            cache, slots = self.begin_decode(metadata.num_decodes)
+            cache, slots = self.begin_decode(metadata.num_decode_tokens)
             self._write(self.new_rows, cache, slots, layer)
         out = self._decode(q, metadata, layer)
         self.hot_buffer.step.finish(self.layer_index)
@@ -181,10 +222,15 @@ class HotMLACudaImpl(HotMLAImpl):
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
     def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the selection hot; returns the flat hot rows, [batch, top_k] int32, and how many lead, [batch] int32."""
-        self.hot_buffer.copies.swap_in(self.layer_index, top_k)
-        resolved = self.hot_buffer.step.resolved
-        return resolved.hot_row_ids[: len(top_k)], resolved.num_valid[: len(top_k)]
+        """Make the tokens' selections, [tokens, top_k] int32, hot.
+
+        Returns:
+            Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
+        """
+        step = self.hot_buffer.step
+        self.hot_buffer.copies.swap_in(self.layer_index, step.by_request(top_k))
+        hot_row_ids = step.resolved.hot_row_ids.view(-1, top_k.shape[1])
+        return tuple(step.by_token(values, len(top_k)) for values in (hot_row_ids, step.resolved.num_valid))
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)
@@ -217,7 +263,11 @@ class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
 
 
 class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):
-    pass
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # NOTE: vLLM has an entry per request in them, and here every token of a decoding request is one.
+        self.max_model_len_tensor = self.max_model_len_tensor.repeat(self._max_query_len)
+        self.dummy_block_table = self.dummy_block_table.repeat(self._max_query_len, 1)
 
 
 class HotFlashAttnMLAMetadataBuilder(HotMLAMetadataBuilder, FlashAttnMLASparseMetadataBuilder):

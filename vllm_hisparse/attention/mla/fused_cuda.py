@@ -50,13 +50,13 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:
-        """Whether the fused kernel writes the rows of a step of so many tokens: each is the only one of its request.
+        """Whether the fused kernel writes the rows of a step of so many tokens: all are of requests that decode.
 
         NOTE: never in a piecewise graph, which replays the kernel as it was captured for any batch of its size.
         """
         metadata, *_ = get_attention_context(self.layer_name)
         is_piecewise = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-        return metadata is not None and metadata.num_decodes == num_tokens and not is_piecewise
+        return metadata is not None and metadata.num_decode_tokens == num_tokens and not is_piecewise
 
 
 HOT_LAYERS = {DeepseekV32Attention: HotDeepseekV32Attention, MLAAttention: HotMLAAttention}

@@ -72,7 +72,7 @@ class DecodeStep(ABC):
         self.tables: StepTables | None = None
         num_new_rows, num_columns = shape.max_batch * shape.max_query_len, shape.num_selected * shape.max_query_len
         self.newest_row_ids = torch.full((num_new_rows,), -1, dtype=torch.int64, device=device)
-        self.resolved = Resolved.allocate(shape.max_batch, num_columns, device)
+        self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
 
     @abstractmethod
     def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
@@ -125,10 +125,42 @@ class DecodeStep(ABC):
 
 
 class MLADecodeStep(DecodeStep):
-    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
+    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer.
 
-    def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
-        self.tables = self._make_tables(handles, seq_lens, query_lens)
+    What the operations work on has `max_query_len` places for each request, request by request; `by_request` and
+    `by_token` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
+    """
+
+    _places: torch.Tensor | None = None
+
+    def plan(
+        self,
+        handles: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        """As `DecodeStep.plan`.
+
+        Args:
+            handles, seq_lens, query_lens: as there.
+            places: [tokens] int64 place of each token; None: every request has `max_query_len`.
+        """
+        self.tables, self._places = self._make_tables(handles, seq_lens, query_lens), places
+
+    def by_request(self, selections: torch.Tensor) -> torch.Tensor:
+        """Selections of a step's tokens, [tokens, num_selected] int32, as `swap_in` takes them."""
+        assert self.tables is not None
+        if self._places is not None:
+            num_places = len(self.tables.seq_lens) * self.shape.max_query_len
+            selections = selections.new_full((num_places, selections.shape[1]), -1).index_copy(
+                0, self._places, selections
+            )
+        return selections.view(-1, self.shape.max_query_len * selections.shape[1])
+
+    def by_token(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Of values with a place each, [places, ...], those of a step's tokens: [num_tokens, ...]."""
+        return values[:num_tokens] if self._places is None else values[self._places]
 
     def _begin(self) -> None:
         self._find_newest_rows()
