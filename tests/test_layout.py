@@ -11,6 +11,7 @@ LAYOUTS = st.builds(
     num_layers=st.integers(1, 70),
     num_resident_layers=st.integers(1, 70),
     block_size=st.sampled_from([1, 3, 64]),
+    draft_row_bytes=st.sampled_from([0, 788]),
 )
 
 
@@ -77,7 +78,7 @@ def test_a_device_block_fits_either_group(layout: KVLayout) -> None:
 
 @given(layout=LAYOUTS, num_tokens=st.integers(0, 10000))
 def test_host_bytes_cover_every_token(layout: KVLayout, num_tokens: int) -> None:
-    per_token = layout.num_layers * layout.row_bytes + layout.num_resident_layers * layout.resident_row_bytes
+    per_token = layout.num_layers * layout.row_bytes + layout.resident_token_bytes
     assert layout.host_block_bytes == layout.block_size * per_token
     excess = layout.host_request_bytes(num_tokens) - num_tokens * per_token
     assert 0 <= excess < layout.host_block_bytes

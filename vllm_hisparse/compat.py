@@ -44,6 +44,13 @@ def is_dsa_model(vllm_config: VllmConfig) -> bool:
     return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
 
 
+def is_draft_layer(layer_name: str, vllm_config: VllmConfig) -> bool:
+    """Whether a layer of a DSA model is one that drafts: vLLM numbers these after the model's own."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return extract_layer_index(layer_name) >= vllm_config.model_config.hf_text_config.num_hidden_layers
+
+
 def register_connector(name: str, module: str, class_name: str) -> None:
     """Register a KV connector, unless it is."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

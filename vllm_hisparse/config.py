@@ -31,7 +31,7 @@ CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
-DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # of `--speculative-config`; DSA models
+DRAFT_METHODS = {"cpu": ("mtp", "ngram"), "cuda": ("mtp", "ngram", "ngram_gpu")}  # `--speculative-config`; DSA models
 
 # Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(

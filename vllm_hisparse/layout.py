@@ -29,18 +29,19 @@ def indexer_row_bytes(index_head_dim: int) -> int:
 class KVLayout:
     """Sizes of a model's KV on host and device.
 
-    Device-resident KV is what the device keeps of every token beside the hot rows: the indexer keys of a DSA model, the
-    KV of a dense model's `full_kv_layers`.
+    Device-resident KV is what the device keeps of every token beside the hot rows: the indexer keys of a DSA model and
+    the KV of its draft layers, the KV of a dense model's `full_kv_layers`.
 
     Args:
         row_bytes: one token's main KV in one layer.
-        resident_row_bytes: one token's device-resident KV in one layer.
+        resident_row_bytes: one token's device-resident KV in one layer, draft layers aside.
         num_layers: layers with main KV.
-        num_resident_layers: layers with device-resident KV; may be 0.
+        num_resident_layers: layers with device-resident KV, draft layers aside; may be 0.
         block_size: tokens per host block and per device block of device-resident KV.
         tokens_per_unit: consecutive rows that are selected, copied and evicted together; divides `block_size`.
         num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
         max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
+        draft_row_bytes: one token's KV in all layers that draft.
     """
 
     row_bytes: int
@@ -51,6 +52,7 @@ class KVLayout:
     tokens_per_unit: int = 1
     num_kv_heads: int | None = None
     max_query_len: int = 1
+    draft_row_bytes: int = 0
 
     @property
     def rows_per_hot_block(self) -> int:
@@ -61,7 +63,7 @@ class KVLayout:
         """
         if not self.num_resident_layers:
             return self.block_size
-        block_bytes = self.block_size * self.resident_row_bytes * self.num_resident_layers
+        block_bytes = self.resident_block_bytes
         unit_bytes = self.row_bytes * self.num_layers * self.tokens_per_unit
         num_units, unused_bytes = divmod(block_bytes, unit_bytes)
         if unused_bytes > max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2):
@@ -84,7 +86,7 @@ class KVLayout:
     def device_block_bytes(self) -> int:
         """Stride in bytes between blocks of vLLM's device pool."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
-        widest = max(hot, self.num_resident_layers * self.block_size * self.resident_row_bytes)
+        widest = max(hot, self.resident_block_bytes)
         return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
 
     @property
@@ -100,9 +102,14 @@ class KVLayout:
         return self.num_layers * self.block_size * self.row_bytes
 
     @property
+    def resident_token_bytes(self) -> int:
+        """Bytes of one token's device-resident KV, all layers."""
+        return self.num_resident_layers * self.resident_row_bytes + self.draft_row_bytes
+
+    @property
     def resident_block_bytes(self) -> int:
         """Bytes of the device-resident KV of one block's tokens, all layers."""
-        return self.num_resident_layers * self.block_size * self.resident_row_bytes
+        return self.block_size * self.resident_token_bytes
 
     @property
     def host_block_bytes(self) -> int:

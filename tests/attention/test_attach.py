@@ -15,6 +15,8 @@ from vllm_hisparse.attention import attach
 from vllm_hisparse.attention.gqa.base import HotGQAAttention
 from vllm_hisparse.attention.gqa.cpu import HotGQACpuBackend, HotGQACpuImpl
 from vllm_hisparse.attention.mla.base import HotMLAAttention
+from vllm_hisparse.attention.mla.cpu import HotMLACpuBackend, HotMLACpuImpl
+from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuImpl
 from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpu, IndexerCpuCache
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
@@ -29,7 +31,7 @@ def make(cls: type, **attributes: Any) -> Any:
 
 
 def vllm_config(connector: str | None = "HiSparseHostConnector", is_dsa: bool = False, **layers: Any) -> Any:
-    text_config = SimpleNamespace(index_topk=64) if is_dsa else SimpleNamespace()
+    text_config = SimpleNamespace(num_hidden_layers=4, **({"index_topk": 64} if is_dsa else {}))
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
         model_config=SimpleNamespace(use_mla=is_dsa, hf_text_config=text_config),
@@ -146,19 +148,31 @@ def test_layers_of_a_dense_model_on_cuda_that_are_refused(
         attach.attach_hot_buffers(SimpleNamespace(modules=lambda: layers), vllm_config())
 
 
+def mla_wrapper(index: int = 0, indexer: Any = None, is_sparse: bool = True) -> SimpleNamespace:
+    """vLLM's outer layer with an attention layer of full KV."""
+    impl = make(SparseMLACpuImpl, num_heads=3)
+    layer = make(MLAAttention, layer_name=f"model.layers.{index}.self_attn.attn", attn_backend=None, impl=impl)
+    return SimpleNamespace(indexer=indexer, is_sparse=is_sparse, mla_attn=layer)
+
+
 @pytest.mark.parametrize(
-    ("connector", "layer_class"), [(None, MLAAttention), ("HiSparseHostConnector", HotMLAAttention)]
+    ("connector", "index", "is_hot"),
+    [(None, 3, False), ("HiSparseHostConnector", 3, True), ("HiSparseHostConnector", 4, False)],
 )
-def test_mla_layers_on_the_cpu(connector: str | None, layer_class: type) -> None:
-    wrapper = SimpleNamespace(indexer=make(Indexer), is_sparse=True, mla_attn=make(MLAAttention))
+def test_mla_layers_on_the_cpu(connector: str | None, index: int, is_hot: bool) -> None:
+    """Those of the model, whose KV is on the host; the fifth one drafts."""
+    wrapper = mla_wrapper(index, make(Indexer))
     attach.attach_mla_cpu(wrapper, vllm_config(connector, is_dsa=True))
-    assert type(wrapper.indexer) is IndexerCpu and type(wrapper.mla_attn) is layer_class
+    layer = wrapper.mla_attn
+    assert type(wrapper.indexer) is IndexerCpu and layer.impl.num_heads == 3
+    kinds = (HotMLAAttention, HotMLACpuImpl) if is_hot else (MLAAttention, SparseMLACpuImpl)
+    assert (type(layer), type(layer.impl)) == kinds
+    assert (layer.attn_backend is HotMLACpuBackend) == is_hot
 
 
 def test_mla_layers_without_an_indexer_on_the_cpu() -> None:
     """A layer that shares another's indexer is sparse, too; one of a model without indexers is left alone."""
-    shared = SimpleNamespace(indexer=None, is_sparse=True, mla_attn=make(MLAAttention))
-    plain = SimpleNamespace(indexer=None, is_sparse=False, mla_attn=make(MLAAttention))
+    shared, plain = mla_wrapper(), mla_wrapper(is_sparse=False)
     for wrapper in (shared, plain):
         attach.attach_mla_cpu(wrapper, vllm_config())
     assert type(shared.mla_attn) is HotMLAAttention and type(plain.mla_attn) is MLAAttention

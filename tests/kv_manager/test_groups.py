@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -40,11 +41,29 @@ def test_a_dsa_model_in_either_order(hot_id: int) -> None:
     both = [(["m0", "m1", "m2"], HOT_MLA), (["k0", "k2"], KEYS)]
     groups = DeviceGroups.from_config(plan(*(both if hot_id == 0 else reversed(both))))
     assert (groups.hot_group_id, groups.resident_group_id) == (hot_id, 1 - hot_id)
-    assert (groups.hot_spec, groups.resident_spec) == (HOT_MLA, KEYS)
+    assert groups.hot_spec == HOT_MLA
     assert groups.hot_group.layer_names == ["m0", "m1", "m2"]
     assert groups.resident_layers == ["k0", "k2"]
     assert groups.device_kv_bytes == 5 << 20
     assert groups.layout == MLA_LAYOUT
+
+
+DRAFT_LAYOUT = KVLayout(1152, 132, 3, 2, block_size=64, draft_row_bytes=1152 + 132)
+HOT_BESIDE_DRAFTS = HotBufferSpec.from_mla_spec(MLA, DRAFT_LAYOUT, 4096, elastic=True)
+
+
+def test_a_dsa_model_whose_draft_layer_is_device_resident() -> None:
+    """vLLM puts its rows beside the indexer keys; in the scheduler's process it names one layer's spec for all."""
+    names = ["k0", "k2", "m3", "k3"]
+    specs = UniformTypeKVCacheSpecs(
+        block_size=64, kv_cache_specs={name: MLA if name == "m3" else KEYS for name in names}
+    )
+    for resident in (specs, KEYS):
+        groups = DeviceGroups.from_config(plan((["m0", "m1", "m2"], HOT_BESIDE_DRAFTS), (names, resident)))
+        assert groups.layout.resident_token_bytes == 3 * 132 + 1152
+    short = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs={"k0": KEYS, "m3": MLA})
+    with pytest.raises(ValueError, match="resident_token_bytes of the KV cache: vLLM planned 1284, the layers 1548"):
+        DeviceGroups.from_config(plan((["m0", "m1", "m2"], HOT_BESIDE_DRAFTS), (["k0", "m3"], short)))
 
 
 def test_a_dense_model_beside_its_full_kv_layers() -> None:
@@ -57,7 +76,7 @@ def test_a_dense_model_without_full_kv_layers() -> None:
     layout = KVLayout(512, 512, 2, 0, block_size=128, tokens_per_unit=16, num_kv_heads=2)
     hot = HotBufferSpec.from_full_spec(FULL_GQA, layout, device_buffer_size=2048)
     groups = DeviceGroups.from_config(plan((["h0", "h1"], hot)))
-    assert (groups.hot_group_id, groups.resident_group_id, groups.resident_spec) == (0, None, None)
+    assert (groups.hot_group_id, groups.resident_group_id) == (0, None)
     assert groups.resident_layers == [] and groups.layout.resident_block_bytes == 0
 
 
@@ -85,12 +104,12 @@ WIDE_KEYS = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=264, dtype
     ("hot_layers", "resident_layers", "keys", "message"),
     [
         (["m0", "m1"], ["k0", "k2"], KEYS, "num_layers of the KV cache: vLLM planned 2, the layers 3"),
-        (["m0", "m1", "m2"], ["k0"], KEYS, "num_resident_layers of the KV cache: vLLM planned 1, the layers 2"),
+        (["m0", "m1", "m2"], ["k0"], KEYS, "resident_token_bytes of the KV cache: vLLM planned 132, the layers 264"),
         (
             ["m0", "m1", "m2"],
             ["k0", "k2"],
             WIDE_KEYS,
-            "resident_row_bytes of the KV cache: vLLM planned 264, the layers",
+            "resident_token_bytes of the KV cache: vLLM planned 528, the layers 264",
         ),
     ],
 )

@@ -6,7 +6,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_hisparse.compat import is_dsa_model, uses_host_connector
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfigError
 from vllm_hisparse.platform import cpu
-from vllm_hisparse.platform.cpu import DENSE_MODEL_BACKEND, FULL_KV_BACKEND, HOT_BUFFER_BACKEND, HiSparseCpuPlatform
+from vllm_hisparse.platform.cpu import DENSE_MODEL_BACKEND, FULL_KV_BACKEND, HiSparseCpuPlatform
 
 
 def engine(connector: str | None = None, dsa: bool = True, custom_ops: tuple[str, ...] = ()) -> SimpleNamespace:
@@ -36,16 +36,13 @@ def vllms_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(lambda *args: "vllm's own"))
 
 
-@pytest.mark.parametrize(
-    ("connector", "backend"),
-    [(None, FULL_KV_BACKEND), ("NixlConnector", FULL_KV_BACKEND), (CONNECTOR_NAME, HOT_BUFFER_BACKEND)],
-)
-def test_sparse_mla_backend_depends_on_the_connector(
-    monkeypatch: pytest.MonkeyPatch, connector: str | None, backend: str
+@pytest.mark.parametrize("connector", [None, "NixlConnector", CONNECTOR_NAME])
+def test_sparse_mla_layers_have_full_kv_until_they_are_attached(
+    monkeypatch: pytest.MonkeyPatch, connector: str | None
 ) -> None:
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: engine(connector))
     selector = SimpleNamespace(use_sparse=True, use_mla=True)
-    assert HiSparseCpuPlatform.get_attn_backend_cls(None, selector, 8) == backend
+    assert HiSparseCpuPlatform.get_attn_backend_cls(None, selector, 8) == FULL_KV_BACKEND
 
 
 @pytest.mark.parametrize(("use_sparse", "use_mla"), [(False, True), (True, False), (False, False)])
@@ -92,7 +89,7 @@ def test_refuses_bad_options_before_the_model_loads() -> None:
 
 
 def test_backends_exist() -> None:
-    for path in (FULL_KV_BACKEND, HOT_BUFFER_BACKEND, DENSE_MODEL_BACKEND):
+    for path in (FULL_KV_BACKEND, DENSE_MODEL_BACKEND):
         module, _, name = path.rpartition(".")
         assert hasattr(__import__(module, fromlist=[name]), name)
     assert cpu.BLOCK_SIZE == 64

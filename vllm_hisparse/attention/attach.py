@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from vllm_hisparse.compat import disable_dense_prefill, is_dsa_model, uses_host_connector
+from vllm_hisparse.compat import disable_dense_prefill, is_draft_layer, is_dsa_model, uses_host_connector
 from vllm_hisparse.config import HiSparseConfigError
 
 if TYPE_CHECKING:
@@ -87,14 +87,20 @@ def _with_class(impl: Any, cls: type) -> Any:
 
 
 def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmConfig) -> None:
-    """Give vLLM's outer MLA layer our indexer, and its attention layer a hot buffer where the connector runs."""
+    """Give vLLM's outer MLA layer our indexer, and its attention layer a hot buffer where the connector runs.
+
+    NOTE: a layer that drafts keeps its KV on the device: it attends when the step's forward is over, and several times.
+    """
     from vllm_hisparse.attention.mla.base import HotMLAAttention
+    from vllm_hisparse.attention.mla.cpu import HotMLACpuBackend
     from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpu
 
     if wrapper.indexer is not None:
         wrapper.indexer.__class__ = IndexerCpu
-    if wrapper.is_sparse and uses_host_connector(vllm_config):
-        wrapper.mla_attn.__class__ = HotMLAAttention
+    layer = wrapper.mla_attn
+    if wrapper.is_sparse and uses_host_connector(vllm_config) and not is_draft_layer(layer.layer_name, vllm_config):
+        layer.__class__, layer.attn_backend = HotMLAAttention, HotMLACpuBackend
+        layer.impl = _with_class(layer.impl, HotMLACpuBackend.get_impl_cls())
 
 
 def attach_indexer_cache_cpu(cache: DeepseekV32IndexerCache) -> None:

@@ -75,7 +75,6 @@ DSA_CONFIG: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "index_head_dim": 128,
-    "num_nextn_predict_layers": 0,
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -136,6 +135,7 @@ def make_model(
     num_heads: int = 8,
     index_n_heads: int = 8,
     index_topk: int = 256,
+    draft_layers: int = 0,
     dtype: str = "bfloat16",
     seed: int = 0,
 ) -> Path:
@@ -144,8 +144,10 @@ def make_model(
         raise ValueError(f"variant is {variant!r}, expected one of {', '.join(VARIANTS)}")
     if dtype not in list(Dtype):
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(Dtype)}")
+    if draft_layers and variant in DENSE_VARIANTS:
+        raise ValueError(f"draft_layers is {draft_layers}, expected 0 with the dense variant {variant!r}")
     out_dir = Path(out_dir)
-    config = model_config(variant, num_layers, num_heads, index_n_heads, index_topk, dtype)
+    config = model_config(variant, num_layers, num_heads, index_n_heads, index_topk, draft_layers, dtype)
     manifest = {"variant": variant, "seed": seed, "dtype": dtype, "key": model_key(config, seed)}
     if read_manifest(out_dir) == manifest:
         return out_dir
@@ -159,7 +161,7 @@ def make_model(
 
 
 def model_config(
-    variant: str, num_layers: int, num_heads: int, index_n_heads: int, index_topk: int, dtype: str
+    variant: str, num_layers: int, num_heads: int, index_n_heads: int, index_topk: int, draft_layers: int, dtype: str
 ) -> dict[str, Any]:
     config = {
         **VARIANTS[variant],
@@ -170,7 +172,12 @@ def model_config(
     }
     if variant in DENSE_VARIANTS:
         return {**config, "num_key_value_heads": max(num_heads // HEADS_PER_KV_HEAD, 1)}
-    sizes = {"num_key_value_heads": num_heads, "index_n_heads": index_n_heads, "index_topk": index_topk}
+    sizes = {
+        "num_key_value_heads": num_heads,
+        "index_n_heads": index_n_heads,
+        "index_topk": index_topk,
+        "num_nextn_predict_layers": draft_layers,
+    }
     return {**config, **DSA_CONFIG, **sizes}
 
 
@@ -224,22 +231,36 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
     """Names and shapes of the checkpoint, in a fixed order."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
-    for layer in range(config["num_hidden_layers"]):
+    num_layers = config["num_hidden_layers"]
+    for layer in range(num_layers + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}"
+        if layer >= num_layers:
+            yield from draft_weights(config, prefix)
         yield f"{prefix}.input_layernorm.weight", Weight((hidden,), constant=1.0)
         yield f"{prefix}.post_attention_layernorm.weight", Weight((hidden,), constant=1.0)
         if "index_topk" in config:
             yield from attention_weights(config, f"{prefix}.self_attn")
-            if has_indexer(config, layer):
+            if has_indexer(config, layer) or layer >= num_layers:
                 yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
         else:
             yield from gqa_weights(config, f"{prefix}.self_attn")
-        if layer < config.get("first_k_dense_replace", config["num_hidden_layers"]):
+        if layer < config.get("first_k_dense_replace", num_layers):
             yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
         else:
             yield from moe_weights(config, f"{prefix}.mlp")
     yield "model.norm.weight", Weight((hidden,), constant=1.0)
     yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
+
+
+def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    """What a layer that drafts has beside a layer of the model (vLLM's deepseek_mtp.py)."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield f"{prefix}.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
+    yield f"{prefix}.enorm.weight", Weight((hidden,), constant=1.0)
+    yield f"{prefix}.hnorm.weight", Weight((hidden,), constant=1.0)
+    yield f"{prefix}.eh_proj.weight", Weight((hidden, 2 * hidden))
+    yield f"{prefix}.shared_head.norm.weight", Weight((hidden,), constant=1.0)
+    yield f"{prefix}.shared_head.head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
 
 
 def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
@@ -340,6 +361,7 @@ def make_model_command(
     heads: Annotated[int, typer.Option(min=1, help="Attention heads; four share a KV head in a dense model.")] = 8,
     index_heads: Annotated[int, typer.Option(min=1, help="Indexer heads.")] = 8,
     index_topk: Annotated[int, typer.Option(min=1, help="Positions selected per step.")] = 256,
+    draft_layers: Annotated[int, typer.Option(min=0, max=1, help="Layers of a DSA model that draft tokens (MTP).")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Data type of the weights.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
@@ -351,6 +373,7 @@ def make_model_command(
         num_heads=heads,
         index_n_heads=index_heads,
         index_topk=index_topk,
+        draft_layers=draft_layers,
         dtype=dtype.value,
         seed=seed,
     )

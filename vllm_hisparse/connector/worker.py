@@ -245,9 +245,10 @@ def _block_view(caches: list[torch.Tensor], any_cache: torch.Tensor) -> torch.Te
     """
     if not caches:
         return torch.empty(len(any_cache), 0, dtype=torch.uint8, device=any_cache.device)
-    caches = [cache.view(torch.uint8) for cache in caches]
-    first, layer_bytes = caches[0], caches[0][0].numel()
-    for index, cache in enumerate(caches):
-        assert cache.data_ptr() == first.data_ptr() + index * layer_bytes, "layers do not lie side by side in a block"
-    size = (len(first), len(caches) * layer_bytes)
-    return first.as_strided(size, (first.stride(0), 1))
+    caches = sorted((cache.view(torch.uint8) for cache in caches), key=torch.Tensor.data_ptr)
+    first, num_bytes = caches[0], 0
+    for cache in caches:
+        assert cache.data_ptr() == first.data_ptr() + num_bytes, "layers do not lie side by side in a block"
+        assert cache.stride(0) == first.stride(0), "layers are in different blocks"
+        num_bytes += cache[0].numel()
+    return first.as_strided((len(first), num_bytes), (first.stride(0), 1))

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class DeviceGroups:
     """Where vLLM put hot rows and device-resident KV.
 
-    Device-resident KV is what the device keeps of every token: the indexer keys of a DSA model or the KV of a dense
-    model's full-KV layers. A dense model without full-KV layers has none.
+    Device-resident KV is what the device keeps of every token: the indexer keys of a DSA model and the KV of its draft
+    layers, or the KV of a dense model's full-KV layers. A dense model without full-KV layers has none.
 
     Attributes:
         hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
         hot_group, resident_group: the groups, or None; their layers run in model order.
-        hot_spec, resident_spec: the spec of one layer, or None.
+        hot_spec: of one layer.
         device_kv_bytes: bytes of the device KV cache.
     """
 
@@ -33,7 +33,6 @@ class DeviceGroups:
     hot_group: KVCacheGroupSpec
     resident_group: KVCacheGroupSpec | None
     hot_spec: HotBufferSpec
-    resident_spec: AttentionSpec | None
     device_kv_bytes: int
 
     @classmethod
@@ -61,7 +60,6 @@ class DeviceGroups:
             groups[hot_id],
             None if resident_id is None else groups[resident_id],
             specs[hot_id],
-            None if resident_id is None else specs[resident_id],
             max(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
         )
         found._check_layout()
@@ -80,11 +78,19 @@ class DeviceGroups:
         layout = self.layout
         planned = {
             "num_layers": len(self.hot_group.layer_names),
-            "num_resident_layers": len(self.resident_layers),
             "block_size": self.hot_spec.block_size,
         }
-        if self.resident_spec is not None:
-            planned["resident_row_bytes"] = self.resident_spec.unpadded_page_size_bytes // self.resident_spec.block_size
+        specs = _layer_specs(self.resident_group)
+        # NOTE: vLLM tells the scheduler the spec of one layer alone.
+        if len(specs) == len(self.resident_layers) or not layout.draft_row_bytes:
+            num_layers_each = len(self.resident_layers) // max(len(specs), 1)
+            token_bytes = sum(spec.unpadded_page_size_bytes // spec.block_size for spec in specs)
+            planned["resident_token_bytes"] = num_layers_each * token_bytes
         for name, value in planned.items():
             if value != getattr(layout, name):
                 raise ValueError(f"{name} of the KV cache: vLLM planned {value}, the layers {getattr(layout, name)}")
+
+
+def _layer_specs(group: KVCacheGroupSpec | None) -> list[AttentionSpec]:
+    """Of each layer of a group, or the one that all of them have."""
+    return list(iter_layer_specs(group.kv_cache_spec)) if group else []

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 FULL_KV_BACKEND = "vllm_hisparse.attention.mla.full_kv_cpu.SparseMLACpuBackend"
 DENSE_MODEL_BACKEND = "vllm_hisparse.attention.gqa.full_kv_cpu.FullKVGQACpuBackend"
-HOT_BUFFER_BACKEND = "vllm_hisparse.attention.mla.cpu.HotMLACpuBackend"
 
 
 class HiSparseCpuPlatform(CpuPlatform):
@@ -33,7 +32,7 @@ class HiSparseCpuPlatform(CpuPlatform):
 
         has_hot_buffers = uses_host_connector(get_current_vllm_config())
         if attn_selector_config.use_sparse and attn_selector_config.use_mla:
-            return HOT_BUFFER_BACKEND if has_hot_buffers else FULL_KV_BACKEND
+            return FULL_KV_BACKEND  # layers with hot buffers get theirs when they are built (attach.py)
         if has_hot_buffers and not attn_selector_config.use_mla:
             return DENSE_MODEL_BACKEND
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)

@@ -33,3 +33,24 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     assert spec.page_size_bytes == rows * 1152
     assert (spec.layout.num_layers, spec.layout.num_resident_layers) == (num_layers, num_indexers)
     assert spec.max_blocks_per_request(1) == -(-4097 // rows)
+    assert spec.layout.draft_row_bytes == 0
+
+
+def test_layers_that_draft_keep_their_kv_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows and keys count where the widths of device blocks are chosen."""
+    full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096, elastic=True))
+    layers = [object.__new__(HotMLAAttention) for _ in range(61)] + [object.__new__(MLAAttention)]
+    for layer in layers:
+        layer.__dict__["indexer"] = object()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=128)),
+        speculative_config=SimpleNamespace(num_speculative_tokens=2),
+        compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
+    )
+    layout = layers[0].get_kv_cache_spec(config).layout
+    assert (layout.num_layers, layout.num_resident_layers, layout.max_query_len) == (61, 61, 3)
+    assert layout.draft_row_bytes == 1152 + 132
+    assert layout.resident_block_bytes == 64 * (62 * 132 + 1152)
+    assert layout.rows_per_hot_block == 8  # 7 without a draft layer

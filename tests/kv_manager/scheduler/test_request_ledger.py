@@ -15,10 +15,10 @@ BLOCK_SIZE = 4
 
 
 def make_ledger(
-    max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False, has_drafts: bool = False
+    max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False, **options: bool
 ) -> RequestLedger:
     pool = HostBlockPool(32, BLOCK_SIZE)
-    ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, has_drafts=has_drafts)
+    ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, **options)
     hot_tables = HotTables(lambda name: [SimpleNamespace(block_id=ledger.admitted[name].handle)])
     ledger.bind(None if is_dense else {}, hot_tables)
     return ledger
@@ -258,3 +258,16 @@ def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> Non
     session.append_output_token_ids(5)
     session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
     assert session.num_computed_tokens == 4, "the last token is discarded, and the drafts with it"
+
+
+def test_a_block_is_saved_when_the_draft_layer_has_written_it() -> None:
+    """It writes the rows of a step's tokens after the forward, when the step's saves have been enqueued."""
+    ledger = make_ledger(has_drafts=True, has_draft_layers=True)
+    request = arrive(ledger, "a", 6)
+    admit(ledger, request, handle=7)
+    host_ids = ledger.host_pool.block_ids("a")
+    assert step(ledger, (request, 6)).saves == []
+    assert ledger.admitted["a"].unsaved_blocks == {0: 100, 1: 101}
+    request.num_tokens = 7
+    assert step(ledger, (request, 1)).saves == [(100, host_ids[0])]
+    assert ledger.admitted["a"].unsaved_blocks == {1: 101}

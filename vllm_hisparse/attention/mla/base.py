@@ -49,10 +49,23 @@ class HotBufferLayer:
         config = HiSparseConfig.from_vllm_config(vllm_config)
         key_bytes = indexer_row_bytes(vllm_config.model_config.hf_text_config.index_head_dim)
         # NOTE: layers may share an indexer; the more do, the fewer hot rows are as wide as its keys.
-        layers = vllm_config.compilation_config.static_forward_context.values()
+        layers = [
+            layer
+            for layer in vllm_config.compilation_config.static_forward_context.values()
+            if isinstance(layer, MLAAttention)
+        ]
         has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
-        sizes = len(has_indexer), sum(has_indexer), spec.block_size
-        layout = KVLayout(spec.state_content_size_bytes, key_bytes, *sizes, max_query_len=max_query_len(vllm_config))
+        drafting = [layer for layer in layers if not isinstance(layer, HotBufferLayer)]
+        draft_rows = [layer.get_kv_cache_spec(vllm_config).state_content_size_bytes for layer in drafting]
+        layout = KVLayout(
+            spec.state_content_size_bytes,
+            key_bytes,
+            len(has_indexer),
+            sum(has_indexer),
+            spec.block_size,
+            max_query_len=max_query_len(vllm_config),
+            draft_row_bytes=sum(draft_rows) + key_bytes * sum(layer.indexer is not None for layer in drafting),
+        )
         return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)
 
 

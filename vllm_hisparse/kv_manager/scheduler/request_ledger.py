@@ -82,6 +82,7 @@ class RequestLedger:
         enable_caching: whether full blocks are published in the host prefix cache.
         tracks_decodes: whether the worker is told when a request begins to decode.
         has_drafts: whether steps compute tokens that may be rejected.
+        has_draft_layers: whether layers draft, whose KV of a step's tokens is written when its forward is over.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.
@@ -98,10 +99,11 @@ class RequestLedger:
         enable_caching: bool,
         tracks_decodes: bool,
         has_drafts: bool = False,
+        has_draft_layers: bool = False,
     ):
         self.host_pool, self.block_size = host_pool, host_pool.block_size
         self.max_num_running, self.enable_caching = max_num_running, enable_caching
-        self.tracks_decodes, self.has_drafts = tracks_decodes, has_drafts
+        self.tracks_decodes, self.has_drafts, self.has_draft_layers = tracks_decodes, has_drafts, has_draft_layers
         self.requests: dict[str, Request] = {}
         self.sessions: set[str] = set()
         self.admitted: dict[str, AdmittedRequest] = {}
@@ -225,9 +227,10 @@ class RequestLedger:
             admitted.num_sent_blocks = len(host_ids)
         self.hot_tables.change(request_id)
         num_computed = request.num_computed_tokens + num_new_tokens
-        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
-        num_certain = min(num_computed, request.num_tokens) if self.has_drafts else num_computed
-        num_full = num_certain // self.block_size
+        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected. And not what this step
+        # computes, if layers draft: theirs is written after the step's saves.
+        num_written = request.num_computed_tokens if self.has_draft_layers else num_computed
+        num_full = (min(num_written, request.num_tokens) if self.has_drafts else num_written) // self.block_size
         admitted.keep_saved(request.num_computed_tokens // self.block_size)
         for index, block in self.device_blocks(request_id, admitted.num_saved_blocks, num_full):
             changes.saves.append((block.block_id, host_ids[index]))
