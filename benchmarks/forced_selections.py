@@ -49,15 +49,16 @@ def _last_move(step, key, threshold, stay: tl.constexpr):
 
 @triton.jit
 def _select(
-    out, out_stride, top_k, seq_lens, names, names_stride, settings, trace, layer, trace_layers,
+    out, out_stride, top_k, seq_lens, tokens_per_name, names, names_stride, settings, trace, layer, trace_layers,
     columns: tl.constexpr, stay: tl.constexpr,
 ):  # fmt: skip
-    """Write the selection of one request.
+    """Write the selection of one token.
 
     settings: [6] int32: mode, threshold of the coins (of 2^24), the trace's requests, steps, top-k and prompt's tokens.
     """
-    request, column = tl.program_id(0), tl.program_id(1) * columns + tl.arange(0, columns)
-    length = tl.load(seq_lens + request)
+    token, column = tl.program_id(0), tl.program_id(1) * columns + tl.arange(0, columns)
+    request = token // tokens_per_name
+    length = tl.load(seq_lens + token)
     name = tl.load(names + request.to(tl.int64) * names_stride)
     if tl.load(settings) == 0:
         key = ((name * 61 + layer) * 4096 + column) & 0x7FFFFFFF
@@ -74,7 +75,7 @@ def _select(
         held = tl.load(trace + row * width + column // repeat, mask=column < top_k, other=-1)
         position = tl.where(held < 0, -1, held * repeat + column % repeat)
     position = tl.where(position < length, position, -1)
-    tl.store(out + request.to(tl.int64) * out_stride + column, position, mask=column < top_k)
+    tl.store(out + token.to(tl.int64) * out_stride + column, position, mask=column < top_k)
 
 
 @dataclass
@@ -123,11 +124,11 @@ class ForcedSelections:
             layer: index of the layer.
         """
         seq_lens, top_k = decode.seq_lens.flatten(), out.shape[1]
-        names = decode.block_table  # [requests, blocks]: the first block names a request
+        names = decode.block_table  # [requests, blocks], or as many as tokens: the first block names a request
         grid = (len(seq_lens), triton.cdiv(top_k, COLUMNS_PER_PROGRAM))
         _select[grid](
-            out, out.stride(0), top_k, seq_lens, names, names.stride(0), self.settings, self.trace, layer,
-            self.trace_layers, COLUMNS_PER_PROGRAM, LONGEST_STAY,
+            out, out.stride(0), top_k, seq_lens, max(len(seq_lens) // len(names), 1), names, names.stride(0),
+            self.settings, self.trace, layer, self.trace_layers, COLUMNS_PER_PROGRAM, LONGEST_STAY,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ overwritten (`benchmarks.forced_selections`): by one that moves on independently
 
 Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests
 at once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and
-end.
+end. With drafts, the model has a draft layer, and vLLM accepts them with a given probability, whatever they are.
 """
 
 from __future__ import annotations
@@ -123,39 +123,45 @@ class Clock:
     """Times the steps of an engine. Unlike in `benchmarks.decode`, time in which nothing is computed counts.
 
     Attributes:
-        ends: time of each step's output, and its number of tokens.
+        ends: time of each step's output, its number of requests and of new tokens, rejected drafts not counted.
     """
 
-    ends: list[tuple[float, int]] = field(default_factory=list)
+    ends: list[tuple[float, int, int]] = field(default_factory=list)
 
     def attach(self, scheduler: Any) -> None:
         """Replace a method of the scheduler by one that also notes the time."""
         update = scheduler.update_from_output
 
         def timed(scheduler_output: Any, model_output: Any) -> Any:
-            self.ends.append((time.perf_counter(), scheduler_output.total_num_scheduled_tokens))
+            num_tokens = sum(map(len, model_output.sampled_token_ids))
+            self.ends.append((time.perf_counter(), len(scheduler_output.num_scheduled_tokens), num_tokens))
             return update(scheduler_output, model_output)
 
         scheduler.update_from_output = timed
 
     def summary(self, first: int) -> dict[str, float | int | None]:
         """Throughput and inter-token latency over the steps from `first` on."""
-        times, tokens = (np.array(part) for part in zip(*self.ends[max(first - 1, 0) :], strict=True))
-        seconds, tokens = np.diff(times), tokens[1:]
+        times, requests, tokens = (np.array(part) for part in zip(*self.ends[max(first - 1, 0) :], strict=True))
+        seconds, requests, tokens = np.diff(times), requests[1:], tokens[1:]
         has_tokens = tokens > 0
         if not has_tokens.any():
-            return {"tokens_per_s": None, "itl_ms_p50": None, "itl_ms_p99": None, "running_max": 0, "steps": 0}
-        p50, p99 = np.percentile(np.repeat(seconds * 1e3, tokens), (50, 99)).round(3).tolist()
+            empty = dict.fromkeys(("tokens_per_s", "itl_ms_p50", "itl_ms_p99", "tokens_per_step"))
+            return {**empty, "running_max": 0, "steps": 0}
+        latencies = seconds[has_tokens] * 1e3 * requests[has_tokens] / tokens[has_tokens]
+        p50, p99 = np.percentile(np.repeat(latencies, tokens[has_tokens]), (50, 99)).round(3).tolist()
         return {
             "tokens_per_s": round(float(tokens.sum() / seconds.sum()), 1),
             "itl_ms_p50": p50,
             "itl_ms_p99": p99,
-            "running_max": int(tokens.max()),
+            "tokens_per_step": round(float(tokens.sum() / requests.sum()), 3),
+            "running_max": int(requests.max()),
             "steps": int(has_tokens.sum()),
         }
 
 
-def write_config(path: Path, num_layers: int, num_experts: int, expert_size: int, shared_indexers: int) -> Path:
+def write_config(
+    path: Path, num_layers: int, num_experts: int, expert_size: int, shared_indexers: int, has_drafts: bool
+) -> Path:
     """Write a model's config.json; returns its directory.
 
     Args:
@@ -164,10 +170,12 @@ def write_config(path: Path, num_layers: int, num_experts: int, expert_size: int
         num_experts: of a layer; every token goes to up to 8 of them.
         expert_size: hidden size of an expert.
         shared_indexers: layers that share an indexer.
+        has_drafts: whether there is a draft layer.
     """
     experts = {"n_routed_experts": num_experts, "num_experts_per_tok": min(num_experts, 8)}
     sharing = {"index_topk_freq": shared_indexers} if shared_indexers > 1 else {}
     sizes = {"num_hidden_layers": num_layers, "moe_intermediate_size": expert_size}
+    sizes["num_nextn_predict_layers"] = int(has_drafts)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(V32 | experts | sharing | sizes, indent=2))
     return path
@@ -175,7 +183,8 @@ def write_config(path: Path, num_layers: int, num_experts: int, expert_size: int
 
 def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; systems differ only in where KV is stored."""
-    sizes = sorted({*(size for size in GRAPH_SIZES if size <= job["max_num_seqs"]), *job["graph_sizes"]})
+    batches = sorted({*(size for size in GRAPH_SIZES if size <= job["max_num_seqs"]), *job["graph_sizes"]})
+    query_len = 1 + job["drafts"]
     args: dict[str, Any] = {
         "model": job["model"],
         "load_format": "dummy",
@@ -186,15 +195,25 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(job["device_kv_gib"] * 2**30),
         "gpu_memory_utilization": 0.95,
         "max_num_seqs": job["max_num_seqs"],
-        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, job["max_num_seqs"]),
+        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, job["max_num_seqs"] * query_len),
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         "seed": 0,
         "tensor_parallel_size": job["tensor_parallel"],
         "enable_expert_parallel": job["data_parallel"] > 1,
         "kernel_config": {"enable_flashinfer_autotune": False},
-        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
+        "compilation_config": {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [batch * query_len for batch in batches],
+        },
     }
+    if job["drafts"]:
+        args["speculative_config"] = {
+            "method": "mtp",
+            "num_speculative_tokens": job["drafts"],
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [job["acceptance"] ** (1 + index) for index in range(job["drafts"])],
+        }
     if job["forces_selections"]:
         args["worker_extension_cls"] = "benchmarks.forced_selections.ForcedSelectionsExtension"
     connector = {"kv_role": "kv_both", "kv_connector_module_path": "benchmarks.prefilled_connectors"}
@@ -234,6 +253,7 @@ class Loaded:
     def __init__(self, llm: Any, settle: int, steps: int, mixed_s: float, rank: int = 0):
         self.llm, self.engine, self.settle, self.steps = llm, llm.llm_engine, settle, steps
         self.mixed_s, self.rank = mixed_s, rank
+        self.query_len = 1 + self.engine.vllm_config.num_speculative_tokens
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self._num_added = 0
 
@@ -266,7 +286,7 @@ class Loaded:
     def _run_steady(self, case: Case, clock: Clock) -> dict[str, Any]:
         settle = self.settle if case.settle is None else case.settle
         for _ in range(case.requests):
-            self._add(case.context, settle + self.steps + 16)
+            self._add(case.context, (settle + self.steps) * self.query_len + 16)
         self._step_until(clock, settle)
         before, first = counters(), len(clock.ends)
         self._step_until(clock, first + self.steps)
@@ -407,7 +427,7 @@ def measure_all(system: System, job: dict[str, Any], cases: list[Case]) -> Itera
 
 def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     names = ("layers", "kv_dtype", "device_kv_gib", "device_buffer_size", "elastic", "shared_indexers", "experts")
-    parallel = ("tensor_parallel", "data_parallel")
+    parallel = ("tensor_parallel", "data_parallel", "drafts", "acceptance")
     context = case.context or "mixed"
     described = {"system": str(system), "model": "DeepSeek-V3.2", "context": context, "requests": case.requests}
     described |= {"selection": str(case.selection), "overlap": case.overlap}
@@ -433,6 +453,8 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV, per data parallel rank.")] = 88.0,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
     elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
+    drafts: Annotated[int, typer.Option(min=0, help="Drafts of a step, by a draft layer.")] = 0,
+    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability of each, if those before it are.")] = 0.8,
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 128,
     mixed_s: Annotated[float, typer.Option(help="Seconds of a mixed case; its second half is timed.")] = 20.0,
@@ -450,7 +472,7 @@ def run(
     longest = max(65_536 if each.context == 0 else each.context for each in cases)
     numbers = [each.requests // data_parallel_size for each in cases if each.context]
     job = {
-        "model": str(write_config(model_dir, layers, experts, expert_size, shared_indexers)),
+        "model": str(write_config(model_dir, layers, experts, expert_size, shared_indexers, drafts > 0)),
         "layers": layers,
         "experts": experts,
         "shared_indexers": shared_indexers,
@@ -462,10 +484,12 @@ def run(
         "settle": settle,
         "steps": steps,
         "mixed_s": mixed_s,
+        "drafts": drafts,
+        "acceptance": acceptance if drafts else None,
         "tensor_parallel": tensor_parallel_size,
         "data_parallel": data_parallel_size,
         "port": port,
-        "max_model_len": -(-(longest + max(settle, *(each.settle or 0 for each in cases)) + steps + 320) // 64) * 64,
+        "max_model_len": max_model_len(longest, max(settle, *(each.settle or 0 for each in cases)) + steps, drafts),
         "max_num_seqs": max([*numbers, 64 if any(each.context == 0 for each in cases) else 1]),
         "graph_sizes": numbers,
         "forces_selections": any(each.selection != Selection.model for each in cases),
@@ -475,8 +499,13 @@ def run(
         for row in measure_all(name, job, cases):
             rows.append(row)
             write_result(output, ctx, "benchmarks.full_depth run", rows, gpu_hardware())
-    columns = ("system", "context", "requests", "selection", "overlap", "tokens_per_s", "itl_ms_p50", "running_max")
-    show("Full depth", [{name: row.get(name) for name in (*columns, "hit_rate")} for row in rows])
+    columns = ("system", "drafts", "context", "requests", "selection", "overlap", "tokens_per_s", "itl_ms_p50")
+    show("Full depth", [{name: row.get(name) for name in (*columns, "running_max", "hit_rate")} for row in rows])
+
+
+def max_model_len(longest: int, num_steps: int, drafts: int) -> int:
+    """Room for the longest prompt and what is generated in so many steps."""
+    return -(-(longest + num_steps * (1 + drafts) + 320) // 64) * 64
 
 
 def check(cases: list[Case], num_ranks: int) -> None:

@@ -36,24 +36,32 @@ def test_cases_that_do_not_go_together(texts: list[str], ranks: int) -> None:
 
 
 def test_a_clock_times_steps_from_the_first_that_counts() -> None:
-    clock = Clock([(0.0, 4), (1.0, 4), (3.0, 2), (3.5, 0), (4.0, 2)])
+    clock = Clock([(0.0, 4, 4), (1.0, 4, 4), (3.0, 2, 2), (3.5, 2, 0), (4.0, 2, 2)])
     summary = clock.summary(2)
     assert summary == {
         "tokens_per_s": round(4 / 3, 1),
         "itl_ms_p50": 1250.0,
         "itl_ms_p99": 2000.0,
+        "tokens_per_step": 0.667,
         "running_max": 2,
         "steps": 2,
     }
-    assert Clock([(0.0, 4), (1.0, 0)]).summary(1)["tokens_per_s"] is None
+    assert Clock([(0.0, 4, 4), (1.0, 4, 0)]).summary(1)["tokens_per_s"] is None
+
+
+def test_a_step_that_accepts_drafts_has_lower_latencies() -> None:
+    summary = Clock([(0.0, 4, 4), (1.0, 4, 6), (2.0, 4, 8)]).summary(1)
+    assert (summary["tokens_per_s"], summary["tokens_per_step"], summary["running_max"]) == (7.0, 1.75, 4)
+    assert summary["itl_ms_p50"] == 500.0
 
 
 def test_a_clock_notes_the_steps_of_a_scheduler() -> None:
     scheduler = SimpleNamespace(update_from_output=lambda scheduled, output: output)
     clock = Clock()
     clock.attach(scheduler)
-    assert scheduler.update_from_output(SimpleNamespace(total_num_scheduled_tokens=3), "output") == "output"
-    assert [tokens for _, tokens in clock.ends] == [3]
+    output = SimpleNamespace(sampled_token_ids=[[5], [6, 7]])
+    assert scheduler.update_from_output(SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 3}), output) is output
+    assert [(requests, tokens) for _, requests, tokens in clock.ends] == [(2, 3)]
 
 
 def test_ranks_are_merged() -> None:
@@ -63,10 +71,12 @@ def test_ranks_are_merged() -> None:
 
 
 def test_the_model_is_as_asked_for(tmp_path: Path) -> None:
-    config = json.loads((write_config(tmp_path / "model", 5, 4, 96, 4) / "config.json").read_text())
+    config = json.loads((write_config(tmp_path / "model", 5, 4, 96, 4, True) / "config.json").read_text())
     assert config["num_hidden_layers"] == 5 and config["moe_intermediate_size"] == 96
     assert config["n_routed_experts"] == config["num_experts_per_tok"] == 4 and config["index_topk_freq"] == 4
-    assert "index_topk_freq" not in json.loads((write_config(tmp_path, 5, 4, 96, 1) / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    config = json.loads((write_config(tmp_path, 5, 4, 96, 1, False) / "config.json").read_text())
+    assert "index_topk_freq" not in config and config["num_nextn_predict_layers"] == 0
 
 
 @pytest.mark.parametrize("context", list(full_depth.TRACE_FILES))

@@ -135,8 +135,8 @@ def test_the_draft_layers_rows_are_transferred(cluster: Cluster):
     """NIXL brings them with the indexer keys: the decode side drafts as if it had computed the prompt."""
     servers, lengths = (cluster.prefill, cluster.decode), (65, 700, 1100)
     before = [counts(server) for server in servers]
-    for length in lengths:
-        prompt = source(length, seed=1)
+    for seed, length in enumerate(lengths, 1):
+        prompt = source(length, seed)
         transfer = cluster.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
         reply = cluster.decode.complete(prompt, 32, transfer)
         expected = cluster.prefill.complete(prompt, 32)

@@ -190,6 +190,34 @@ def test_drafts_with_cuda_graphs(model: Path, tmp_path: Path, name: str) -> None
     assert rates[0] == pytest.approx(rates[1], abs=0.08) and rates[0] > 0
 
 
+@pytest.mark.parametrize("name", ["fp8", "bf16_flashmla", "bf16_flash_attn"])
+def test_a_draft_layer_with_cuda_graphs(tmp_path: Path, name: str) -> None:
+    """Of random weights, most of whose drafts are rejected: full KV's tokens without drafts."""
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    sizes = {"num_layers": 4, "num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
+    model = make_model("dsv32", tmp_path / "model", **sizes, draft_layers=1)
+    phase = {"prompts": list(map(make_prompt, [1, 63, 2049, 4090, 6142, 6145, 9000, 12000])), "max_tokens": 64}
+    options = {"max_num_seqs": 8}
+    mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "disable_log_stats": False}
+    engines = {
+        "full": (engine_args(model, **options, **backend(name)), {}),
+        "full_drafts": (engine_args(model, **options, **mtp, **backend(name)), {}),
+        "hot": (hot_args(model, {"device_buffer_size": 6144}, **options, **mtp, **backend(name)), ROW_CHECK),
+    }
+    started = {
+        kind: EngineRun.start(tmp_path, kind, args, [phase], **({"row_check": check} if check else {}))
+        for kind, (args, check) in engines.items()
+    }
+    full, full_drafts, hot = (started[kind].phases()[0] for kind in engines)
+    report(f"mtp_{name}", {"hot": hot, "full_drafts": full_drafts}, full)
+    assert_same_but_ties(hot["completions"], full["completions"], full_drafts["completions"])
+    assert_pools_empty(hot)
+    assert hot["wrong_rows"] == 0 < hot["checked_rows"]
+    rates = [run["drafts"]["accepted"] / run["drafts"]["drafted"] for run in (hot, full_drafts)]
+    assert rates[0] == pytest.approx(rates[1], abs=0.05)
+
+
 def report(name: str, runs: dict[str, dict[str, Any]], full: dict[str, Any]) -> None:
     """Write how far the runs agree with full KV to the folder of HISPARSE_TEST_REPORT, where that is set."""
     folder = os.environ.get("HISPARSE_TEST_REPORT")
