@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TOP_K, OfflineEngine, assert_pools_empty, assert_same_but_rounding, engine_args, hot_args
+from conftest import (
+    SCHEDULERS,
+    TOP_K,
+    OfflineEngine,
+    assert_pools_empty,
+    assert_same_but_rounding,
+    engine_args,
+    hot_args,
+)
 from forks import forked
 from servers import DO_PREFILL, START_TIMEOUT_S, Server, completion, tokens_of, wait_started
 from tokenizers import Tokenizer
@@ -66,10 +74,12 @@ def expected(tmp_path_factory, shared_result) -> list:
     return shared_result("mtp", compute)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_full_kvs_tokens(run, expected, elastic: bool):
+@pytest.mark.parametrize(("elastic", "is_async"), [(False, False), (True, True)])
+def test_full_kvs_tokens(run, expected, elastic: bool, is_async: bool):
     completions, accepted = expected
-    record = run(hot({"elastic": elastic}, enable_prefix_caching=False), [PHASE])[0]
+    engine = hot({"elastic": elastic}, enable_prefix_caching=False)
+    record = run(engine, [PHASE], async_scheduling=is_async)[0]
+    assert record["scheduler"] == SCHEDULERS[is_async]
     assert_same_but_rounding(record["completions"], completions)
     assert_pools_empty(record)
     assert rate(record) == pytest.approx(accepted, abs=0.05) and accepted > 0.4
@@ -78,7 +88,7 @@ def test_full_kvs_tokens(run, expected, elastic: bool):
 
 def test_conversations_find_the_draft_layers_rows_again(start, expected):
     """In the host pool, with the rest of a block: drafts of a next turn are as good as if it were all computed."""
-    engine, (completions, _) = start(hot()), expected
+    engine, (completions, _) = start(hot(), async_scheduling=True), expected
     first = engine.run(PHASE)
     assert_same_but_rounding(first["completions"], completions)
     turns = [prompt + done["tokens"] for prompt, done in zip(PHASE["prompts"], first["completions"], strict=True)]
@@ -99,7 +109,7 @@ def test_preempted_requests_go_on_where_they_were(run, expected):
     chosen = [LENGTHS.index(length) for length in (SMALLEST_BUFFER - 6, SMALLEST_BUFFER + 1)]
     pool = {"host_pool_gib": 25 * HOST_BLOCK_BYTES / 2**30}  # 12 and 13 blocks at admission, 13 each at the end
     phase = {"prompts": [PHASE["prompts"][index] for index in chosen], "max_tokens": MAX_TOKENS}
-    record = run(hot(pool, max_model_len=1100), [phase])[0]
+    record = run(hot(pool, max_model_len=1100), [phase], async_scheduling=True)[0]
     assert_same_but_rounding(record["completions"], [completions[index] for index in chosen])
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1

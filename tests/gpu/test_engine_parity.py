@@ -197,8 +197,9 @@ def test_a_draft_layer_with_cuda_graphs(tmp_path: Path, name: str) -> None:
 
     sizes = {"num_layers": 4, "num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
     model = make_model("dsv32", tmp_path / "model", **sizes, draft_layers=1)
-    phase = {"prompts": list(map(make_prompt, [1, 63, 2049, 4090, 6142, 6145, 9000, 12000])), "max_tokens": 64}
-    options = {"max_num_seqs": 8}
+    lengths = [1, 63, 2049, 4090, 6142, 6145, 9000, 12000]
+    phase = {"prompts": [make_prompt(length, seed) for seed in range(4) for length in lengths], "max_tokens": 64}
+    options = {"max_num_seqs": 32}
     mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "disable_log_stats": False}
     engines = {
         "full": (engine_args(model, **options, **backend(name)), {}),
