@@ -46,12 +46,22 @@ def backend(name: str) -> dict[str, Any]:
     return json.loads(json.dumps(BACKENDS[name]))
 
 
+SIZES = {"num_layers": 4, "num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vllm_hisparse.cli.tiny_model import make_model
 
-    directory = tmp_path_factory.mktemp("models")
-    return make_model("dsv32", directory / "dsv32", num_layers=4, num_heads=64, index_n_heads=64, index_topk=2048)
+    return make_model("dsv32", tmp_path_factory.mktemp("models") / "dsv32", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a draft layer of random weights, most of whose drafts are rejected."""
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    return make_model("dsv32", tmp_path_factory.mktemp("models") / "dsv32-mtp", **SIZES, draft_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +101,30 @@ def test_a_wrong_row_is_found(model: Path, tmp_path: Path) -> None:
     assert record["wrong_rows"] == 1
 
 
-def test_preemption_and_prefix_reuse(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_preemption_and_prefix_reuse(model: Path, draft_model: Path, tmp_path: Path, num_drafts: int) -> None:
     """A device pool too small for all requests; then a second turn of each, served from the host's prefix cache."""
     lengths = [5000, 5100, 5200, 5300, 5400, 5500]
     first = {"prompts": [make_prompt(length) for length in lengths], "max_tokens": 96}
     again = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 32}
     shared = {"enable_prefix_caching": True, "max_num_seqs": 8}
-    # 586 blocks of hot rows and 80 to 88 of indexer keys per request: five fit when they start.
-    engine = hot_args(model, num_gpu_blocks_override=5 * 668 + 5, **shared)
+    # Five requests fit when they start: 586 blocks of hot rows each (with a draft layer 246, which are wider), and 80 to
+    # 88 of indexer keys.
+    if num_drafts:
+        drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_drafts}}
+        rows = {"device_buffer_size": (1 + num_drafts) * 2048}
+        engine = hot_args(draft_model, rows, num_gpu_blocks_override=5 * (246 + 82) + 5, **drafts, **shared)
+    else:
+        engine = hot_args(model, num_gpu_blocks_override=5 * 668 + 5, **shared)
+    reference = engine_args(draft_model if num_drafts else model, **shared)
     started = {
         "hot": EngineRun.start(tmp_path, "hot", engine, [first, again], row_check=ROW_CHECK),
-        "full": EngineRun.start(tmp_path, "full", engine_args(model, **shared), [first, again]),
+        "full": EngineRun.start(tmp_path, "full", reference, [first, again]),
     }
     full, hot = started["full"].phases(), started["hot"].phases()
-    report("preemption", {"hot": hot[0]}, full[0])
-    report("prefix_reuse", {"hot": hot[1]}, full[1])
+    suffix = "_mtp" if num_drafts else ""
+    report(f"preemption{suffix}", {"hot": hot[0]}, full[0])
+    report(f"prefix_reuse{suffix}", {"hot": hot[1]}, full[1])
     for ours, expected in zip(hot, full, strict=True):
         assert_same_but_ties(ours["completions"], expected["completions"])
         assert_pools_empty(ours)
@@ -191,20 +210,16 @@ def test_drafts_with_cuda_graphs(model: Path, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["fp8", "bf16_flashmla", "bf16_flash_attn"])
-def test_a_draft_layer_with_cuda_graphs(tmp_path: Path, name: str) -> None:
-    """Of random weights, most of whose drafts are rejected: full KV's tokens without drafts."""
-    from vllm_hisparse.cli.tiny_model import make_model
-
-    sizes = {"num_layers": 4, "num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
-    model = make_model("dsv32", tmp_path / "model", **sizes, draft_layers=1)
+def test_a_draft_layer_with_cuda_graphs(draft_model: Path, tmp_path: Path, name: str) -> None:
+    """Full KV's tokens without drafts, most of which are rejected."""
     lengths = [1, 63, 2049, 4090, 6142, 6145, 9000, 12000]
     phase = {"prompts": [make_prompt(length, seed) for seed in range(4) for length in lengths], "max_tokens": 64}
     options = {"max_num_seqs": 32}
     mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}, "disable_log_stats": False}
     engines = {
-        "full": (engine_args(model, **options, **backend(name)), {}),
-        "full_drafts": (engine_args(model, **options, **mtp, **backend(name)), {}),
-        "hot": (hot_args(model, {"device_buffer_size": 6144}, **options, **mtp, **backend(name)), ROW_CHECK),
+        "full": (engine_args(draft_model, **options, **backend(name)), {}),
+        "full_drafts": (engine_args(draft_model, **options, **mtp, **backend(name)), {}),
+        "hot": (hot_args(draft_model, {"device_buffer_size": 6144}, **options, **mtp, **backend(name)), ROW_CHECK),
     }
     started = {
         kind: EngineRun.start(tmp_path, kind, args, [phase], **({"row_check": check} if check else {}))

@@ -50,6 +50,9 @@ class Case:
 
 DSA_SIZES = {"num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
 DSA_ARGS = ("--attention-backend", "FLASHMLA_SPARSE", "--attention-config", json.dumps({"sparse_mla_force_mqa": True}))
+FP8_ARGS = (*DSA_ARGS, "--kv-cache-dtype", "fp8")
+MTP_ARGS = (*FP8_ARGS, "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
+MTP_OPTIONS = {"device_buffer_size": 3 * 2048}
 DSA_LENGTHS = (1, 63, 64, 65, 2049, 4097, 12000, 32000)
 DENSE_ARGS = ("--attention-backend", "FLASH_ATTN", "--block-size", "64")
 DENSE_OPTIONS = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
@@ -57,7 +60,8 @@ DENSE_TOKEN = 2 * 4 * 2 * 32 * 2  # layers without dense ones, KV heads, key and
 DENSE_LENGTHS = (1, 15, 16, 65, 1000, 8000, 16000)
 CASES = {
     "auto": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS),
-    "fp8": Case("dsv32", DSA_SIZES, (*DSA_ARGS, "--kv-cache-dtype", "fp8"), {}, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "fp8": Case("dsv32", DSA_SIZES, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "fp8_mtp": Case("dsv32", {**DSA_SIZES, "draft_layers": 1}, MTP_ARGS, MTP_OPTIONS, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
     "auto_tp2": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS, num_ranks=2),
     "llama_tp2": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS, num_ranks=2),
