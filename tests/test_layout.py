@@ -37,6 +37,14 @@ def test_sizes_of_deepseek_v32() -> None:
     assert layout.full_request_bytes(16384) == layout.host_request_bytes(16384) == 16384 * 61 * 1284
 
 
+def test_a_sequence_that_is_hot_as_a_whole_takes_as_much_as_full_kv() -> None:
+    """12.9 rows of 656 bytes are as wide as a block of keys: with 12 of them it would take 6% more."""
+    layout = KVLayout(656, 132, num_layers=61, num_resident_layers=61)
+    assert layout.rows_per_hot_block == 13
+    num_blocks = layout.num_hot_blocks(32768, 32768) + layout.num_blocks(32768)
+    assert 1 < num_blocks * layout.device_block_bytes / layout.full_request_bytes(32768) < 1.005
+
+
 @pytest.mark.parametrize(("row_bytes", "rows"), [(1152, 2), (656, 3)])
 def test_layers_that_share_indexers_have_narrower_blocks(row_bytes: int, rows: int) -> None:
     """20 indexers of 78 layers: 1.9 rows of all layers in bf16, where one would waste half a block; 3.3 in fp8."""

@@ -9,7 +9,8 @@ INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
 MAX_HOT_ROWS = 1 << 19  # of a request, or of a KV head in units: the CUDA kernels' limit
-MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows
+MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows, if that is more than half a unit
+MAX_UNUSED_UNITS = 0.75  # of hot rows, whatever the share
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:
@@ -57,16 +58,17 @@ class KVLayout:
     @property
     def rows_per_hot_block(self) -> int:
         """Hot rows in one device block: as many whole units as fit into the bytes of a block of device-resident KV, and
-        one more if more than a quarter of the block and more than half a unit would otherwise be unused.
+        one more if the block is widened by little for that.
 
-        Both groups share vLLM's block pool, whose blocks are as wide as the widest group.
+        Both groups share vLLM's block pool, whose blocks are as wide as the widest group. A sequence that is hot as a
+        whole has several times as many blocks of hot rows as of the other group.
         """
         if not self.num_resident_layers:
             return self.block_size
         block_bytes = self.resident_block_bytes
         unit_bytes = self.row_bytes * self.num_layers * self.tokens_per_unit
         num_units, unused_bytes = divmod(block_bytes, unit_bytes)
-        if unused_bytes > max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2):
+        if unused_bytes > min(max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2), MAX_UNUSED_UNITS * unit_bytes):
             num_units += 1
         num_units = max(1, num_units)
         # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers.

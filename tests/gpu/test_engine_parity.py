@@ -108,8 +108,8 @@ def test_preemption_and_prefix_reuse(model: Path, draft_model: Path, tmp_path: P
     first = {"prompts": [make_prompt(length) for length in lengths], "max_tokens": 96}
     again = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 32}
     shared = {"enable_prefix_caching": True, "max_num_seqs": 8}
-    # Five requests fit when they start: 586 blocks of hot rows each (with a draft layer 246, which are wider), and 80 to
-    # 88 of indexer keys.
+    # Five requests fit when they start: each has 586 blocks of hot rows, or 246 that are wider with a draft layer, and
+    # 80 to 88 of indexer keys.
     if num_drafts:
         drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_drafts}}
         rows = {"device_buffer_size": (1 + num_drafts) * 2048}
