@@ -111,7 +111,8 @@ def test_preemption_and_prefix_reuse(model: Path, draft_model: Path, tmp_path: P
     # Five requests fit when they start: each has 586 blocks of hot rows, or 246 that are wider with a draft layer, and
     # 80 to 88 of indexer keys.
     if num_drafts:
-        drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_drafts}}
+        mtp = {"method": "mtp", "num_speculative_tokens": num_drafts}
+        drafts = {"speculative_config": mtp, "disable_log_stats": False}
         rows = {"device_buffer_size": (1 + num_drafts) * 2048}
         engine = hot_args(draft_model, rows, num_gpu_blocks_override=5 * (246 + 82) + 5, **drafts, **shared)
     else:
