@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MODEL = (
     Path(__file__).resolve().parents[2] / "build" / "models" / "dsv32"
 )  # its configuration only; no weights are read
+CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "code-dsa"  # with a draft layer
 NUM_LAYERS = 2
 _LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches")
 _LEDGER += ("_changed", "hot_tables", "_released", "_tail_saves")
@@ -222,12 +223,16 @@ def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
 
 def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheConfig:
     num_resident, query_len = NUM_LAYERS * configuration.has_resident_group, 1 + configuration.num_drafts
-    layout = KVLayout(24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE, max_query_len=query_len)
+    draft_bytes = 24 if configuration.has_draft_layer else 0
+    layout = KVLayout(
+        24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE, max_query_len=query_len, draft_row_bytes=draft_bytes
+    )
     size, elastic = (DEVICE_BUFFER_SIZE, True) if configuration.has_resident_group else (FIXED_BUFFER_SIZE, False)
     hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, size, elastic)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if configuration.has_resident_group:
-        groups.insert(0, KVCacheGroupSpec(_layers("indexer"), _mla_spec(20, torch.uint8)))
+        keys = _mla_spec(20, torch.uint8)
+        groups.insert(0, KVCacheGroupSpec(_layers("indexer"), keys, is_eagle_group=configuration.has_draft_layer))
     pages = [group.kv_cache_spec.page_size_bytes for group in groups]
     block_bytes = NUM_LAYERS * max(pages)
     tensors = [
@@ -242,7 +247,7 @@ def _layers(kind: str) -> Sequence[str]:
 
 
 def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KVCacheConfig) -> VllmConfig:
-    config = copy.copy(_base_config(configuration.role, configuration.num_drafts))
+    config = copy.copy(_base_config(configuration.role, configuration.num_drafts, configuration.has_draft_layer))
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.enable_prefix_caching = configuration.enable_caching
     config.cache_config.num_gpu_blocks = sizes.num_device_blocks
@@ -263,13 +268,17 @@ def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KV
 
 
 @lru_cache
-def _base_config(role: str, num_drafts: int) -> VllmConfig:
+def _base_config(role: str, num_drafts: int, has_draft_layer: bool) -> VllmConfig:
     transfer = KVTransferConfig(
         kv_connector=CONNECTOR_NAME, kv_role=role, kv_connector_extra_config={"host_pool_gib": 1.0}
     )
-    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else None
+    method = "mtp" if has_draft_layer else "ngram"
+    drafts = {"method": method, "num_speculative_tokens": num_drafts} if num_drafts else None
     args = EngineArgs(
-        model=str(MODEL), max_model_len=MAX_MODEL_LEN, kv_transfer_config=transfer, speculative_config=drafts
+        model=str(CODE_MODEL if has_draft_layer else MODEL),
+        max_model_len=MAX_MODEL_LEN,
+        kv_transfer_config=transfer,
+        speculative_config=drafts,
     )
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE

@@ -30,6 +30,7 @@ class Configuration:
         has_tier: whether there is a tier below the host pool; engines share it.
         lends_blocks: whether there are more device blocks than requests need, at times.
         num_drafts: tokens that are drafted at most for a request's next step, and verified there.
+        has_draft_layer: whether a layer with KV of its own on the device drafts them, after a step's forward.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Configuration:
     has_tier: bool = False
     lends_blocks: bool = False
     num_drafts: int = 0
+    has_draft_layer: bool = False
 
     @property
     def is_pd(self) -> bool:
@@ -80,4 +82,6 @@ CONFIGURATIONS = (
     Configuration("drafts, sync", is_async=False, num_drafts=3),
     Configuration("drafts, sync, sessions, tier", is_async=False, num_drafts=2, has_sessions=True, has_tier=True),
     _pd("drafts, sync, P/D", is_async=False, num_drafts=3, sibling_share=0.2),
+    Configuration("draft layer, sync, sessions", is_async=False, num_drafts=2, has_draft_layer=True, has_sessions=True),
+    _pd("draft layer, sync, P/D, tier", is_async=False, num_drafts=3, has_draft_layer=True, has_tier=True),
 )

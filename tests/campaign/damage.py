@@ -126,6 +126,12 @@ def certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestLedger, "has_drafts", property(lambda self: False, lambda self, has_drafts: None), False)
 
 
+def undrafted_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is saved in the step that fills it, before the draft layer has written its part."""
+    has_none = property(lambda self: False, lambda self, has_draft_layers: None)
+    monkeypatch.setattr(RequestLedger, "has_draft_layers", has_none, False)
+
+
 def one_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a preempted request's blocks that are not saved, only the last is."""
     preempt = HotBlockManager._preempt

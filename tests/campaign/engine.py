@@ -53,6 +53,7 @@ class Engine:
                 self.product.num_tables(),
                 -(-MAX_MODEL_LEN // BLOCK_SIZE),
                 zeroes_first,
+                configuration.has_draft_layer,
             )
             for index in range(configuration.num_ranks)
         ]

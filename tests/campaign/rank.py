@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .checks import Finding, check
 from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, ROWS_PER_HOT_BLOCK
-from .texts import NEVER_WRITTEN, ZEROED, Row, Text
+from .texts import NEVER_WRITTEN, ZEROED, Row, Text, undrafted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -97,10 +97,19 @@ class Rank:
         host: the host pool it reads and writes, shared or its own.
         num_tables: requests whose state the worker half has room for.
         zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
+        has_draft_layer: whether one runs after the forward and the saves.
     """
 
-    def __init__(self, index: int, host: HostMemory, num_tables: int, max_blocks: int, zeroes_first: bool):
-        self.index, self.host, self.zeroes_first = index, host, zeroes_first
+    def __init__(
+        self,
+        index: int,
+        host: HostMemory,
+        num_tables: int,
+        max_blocks: int,
+        zeroes_first: bool,
+        has_draft_layer: bool = False,
+    ):
+        self.index, self.host, self.zeroes_first, self.has_draft_layer = index, host, zeroes_first, has_draft_layer
         self.num_tables, self.max_blocks = num_tables, max_blocks
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
@@ -129,6 +138,9 @@ class Rank:
             self._enqueue(step, partial(self._read_keys, step))
             self._enqueue(step, self._end_forward)
         self._enqueue(step, partial(self._copy_to_host, metadata.saves))
+        if self.has_draft_layer:
+            self._enqueue(step, partial(self._write_drafts, step))
+            self._enqueue(step, partial(self._read_drafts, step))
 
     def run_one(self) -> None:
         _, work = self._queue.popleft()
@@ -199,22 +211,40 @@ class Rank:
 
     def _write(self, step: Step) -> None:
         for entry in step.batch:
-            for memory, block_ids in ((self.host.rows, self.tables[entry.handle]), (self.keys, entry.device_ids)):
-                for position in range(entry.first, entry.last) if block_ids else ():
-                    memory[_place(block_ids, position)] = entry.text.rows[position]
+            for position in range(entry.first, entry.last):
+                row = entry.text.rows[position]
+                self.host.rows[_place(self.tables[entry.handle], position)] = row
+                if entry.device_ids:
+                    self.keys[_place(entry.device_ids, position)] = undrafted(row) if self.has_draft_layer else row
+
+    def _write_drafts(self, step: Step) -> None:
+        for entry in step.batch:
+            for position in range(entry.first, entry.last):
+                self.keys[_place(entry.device_ids, position)] = entry.text.rows[position]
 
     def _read_keys(self, step: Step) -> None:
         """NOTE: after all of the step's keys are written: vLLM shares blocks within a step."""
         for entry in step.batch:
             if entry.device_ids:
-                self._check(step, entry, "indexer key", self.keys, entry.device_ids, entry.last)
+                self._check(step, entry, "indexer key", self.keys, entry.device_ids, entry.last, is_drafted=False)
+
+    def _read_drafts(self, step: Step) -> None:
+        for entry in step.batch:
+            self._check(step, entry, "draft layer's row", self.keys, entry.device_ids, entry.last)
 
     def _check(
-        self, step: Step, entry: BatchEntry, what: str, memory: Memory, block_ids: list[int], num_rows: int
+        self,
+        step: Step,
+        entry: BatchEntry,
+        what: str,
+        memory: Memory,
+        block_ids: list[int],
+        num_rows: int,
+        is_drafted: bool = True,
     ) -> None:
         for position in range(num_rows):
-            row = memory.get(_place(block_ids, position), NEVER_WRITTEN)
-            if row != entry.text.rows[position]:
+            row, expected = memory.get(_place(block_ids, position), NEVER_WRITTEN), entry.text.rows[position]
+            if row != expected and (is_drafted or row != undrafted(expected)):
                 block_id = block_ids[position // BLOCK_SIZE]
                 whose = row if isinstance(row, str) else "another prefix's"
                 raise Finding(f"{step.reads(entry, self)}: {what} {position} in block {block_id} is {whose}")

@@ -29,6 +29,7 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.reused_blocks, "tier", "host row"),
         (damage.certain_drafts, "drafts, sync", "indexer key"),
         (damage.one_unsaved_block, "drafts, sync", "indexer key"),
+        (damage.undrafted_saves, "draft layer, sync, sessions", "draft layer's row"),
     ],
 )
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Row = int | str  # which prefix a row belongs to, or why it belongs to none
+Row = int | str | tuple[str, int]  # which prefix a row belongs to, or why it belongs to none
 
 NEVER_WRITTEN, ZEROED, BEYOND_PROMPT = "never written", "zeroed", "beyond the remote prompt"
 NUM_OUTPUT_TOKENS = 5  # few, so that requests with one prompt share their answers, too
 STOP_TOKEN = 4
+
+
+def undrafted(row: Row) -> Row:
+    """What the device keeps of a token until the draft layer has run: all but that layer's part."""
+    return "without the draft layer's part", row
 
 
 def next_row(row: int, token_id: int) -> int:
