@@ -34,6 +34,7 @@ def test_prompts_are_not_computed() -> None:
         "host_pool_gib": 0.25,
         "device_buffer_size": 512,
         "elastic": True,
+        "drafts": 0,
         "tensor_parallel": 1,
         "data_parallel": 1,
         "max_model_len": 2048,

@@ -59,14 +59,9 @@ class HiSparseSchedulerConnector:
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
-        self.ledger = RequestLedger(
-            self.host_pool,
-            max_num_running,
-            enable_caching,
-            tracks_decodes=self.layout.num_kv_heads is not None,
-            has_drafts=self.layout.max_query_len > 1,
-            has_draft_layers=self.layout.draft_row_bytes > 0,
-        )
+        layout = self.layout
+        kinds = layout.num_kv_heads is not None, layout.max_query_len > 1, layout.draft_row_bytes > 0
+        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, *kinds)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.tiers: Tiers | None = None

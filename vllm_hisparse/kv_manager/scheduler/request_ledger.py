@@ -73,8 +73,7 @@ class RequestChanges:
 class RequestLedger:
     """The only writer of what is known of requests; everyone may read it.
 
-    The connector's scheduler half reports arrivals, matches and ends, and takes the changes once per step. The manager
-    of the hot blocks reports what it gives and takes.
+    The connector's scheduler half reports arrivals, matches and ends, the hot blocks' manager what it gives and takes.
 
     Args:
         host_pool: the host pool.
@@ -82,7 +81,7 @@ class RequestLedger:
         enable_caching: whether full blocks are published in the host prefix cache.
         tracks_decodes: whether the worker is told when a request begins to decode.
         has_drafts: whether steps compute tokens that may be rejected.
-        has_draft_layers: whether layers draft, whose KV of a step's tokens is written when its forward is over.
+        has_draft_layers: whether layers draft, which write the KV of a step's tokens after the step's saves.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.
@@ -226,10 +225,8 @@ class RequestLedger:
             changes.tables[admitted.handle] = (admitted.num_sent_blocks, host_ids[admitted.num_sent_blocks :])
             admitted.num_sent_blocks = len(host_ids)
         self.hot_tables.change(request_id)
-        num_computed = request.num_computed_tokens + num_new_tokens
-        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected. And not what this step
-        # computes, if layers draft: theirs is written after the step's saves.
-        num_written = request.num_computed_tokens if self.has_draft_layers else num_computed
+        num_written = request.num_computed_tokens + (0 if self.has_draft_layers else num_new_tokens)
+        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
         num_full = (min(num_written, request.num_tokens) if self.has_drafts else num_written) // self.block_size
         admitted.keep_saved(request.num_computed_tokens // self.block_size)
         for index, block in self.device_blocks(request_id, admitted.num_saved_blocks, num_full):
