@@ -48,11 +48,14 @@ def make_kv_cache_config(
     num_layers: int = 2,
     has_resident_kv: bool = True,
     max_query_len: int = 1,
+    draft_row_bytes: int = 0,
     device_buffer_size: int = 5,
     elastic: bool = False,
 ) -> KVCacheConfig:
     num_resident = num_layers if has_resident_kv else 0
-    layout = KVLayout(24, 20, num_layers, num_resident, BLOCK_SIZE, max_query_len=max_query_len)
+    layout = KVLayout(
+        24, 20, num_layers, num_resident, BLOCK_SIZE, max_query_len=max_query_len, draft_row_bytes=draft_row_bytes
+    )
     hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, device_buffer_size, elastic)
     indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
     groups = [
@@ -198,11 +201,17 @@ class FakeEngine:
         max_num_running: int = 1000,
         tiers: Sequence[dict] = (),
         max_query_len: int = 1,
+        draft_row_bytes: int = 0,
         **hot_buffers,
     ):
         self.zeroes_first = zeroes_first
         kv_cache_config = make_kv_cache_config(
-            num_device_blocks, hot_first, has_resident_kv=has_resident_kv, max_query_len=max_query_len, **hot_buffers
+            num_device_blocks,
+            hot_first,
+            has_resident_kv=has_resident_kv,
+            max_query_len=max_query_len,
+            draft_row_bytes=draft_row_bytes,
+            **hot_buffers,
         )
         self.kv = KVCacheManager(kv_cache_config, MAX_MODEL_LEN, BLOCK_SIZE, BLOCK_SIZE, enable_caching=enable_caching)
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats, tiers=list(tiers))

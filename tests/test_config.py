@@ -240,7 +240,11 @@ def test_refuses_the_prefill_role():
 
 def drafts(method: str = "ngram", num_speculative_tokens: int = 3) -> dict[str, Any]:
     return {
-        "speculative_config": SimpleNamespace(method=method, num_speculative_tokens=num_speculative_tokens),
+        "speculative_config": SimpleNamespace(
+            method=method,
+            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens_per_batch_size=None,
+        ),
     }
 
 
@@ -258,6 +262,13 @@ def drafts(method: str = "ngram", num_speculative_tokens: int = 3) -> dict[str, 
 def test_refuses_drafts_that_it_cannot_verify(method: str, changes: dict[str, Any], expected: str) -> None:
     message = refusal(**changes, **drafts(method))
     check_parts(message, "--speculative-config method", repr(method), expected, "Remove --speculative-config.")
+
+
+def test_refuses_a_number_of_drafts_that_depends_on_the_batch() -> None:
+    by_batch = drafts()
+    by_batch["speculative_config"].num_speculative_tokens_per_batch_size = [[1, 8, 3], [9, 256, 1]]
+    option = "--speculative-config num_speculative_tokens_per_batch_size"
+    check_parts(refusal(**by_batch), option, "[[1, 8, 3], [9, 256, 1]]", "none: as many drafts", "Remove it.")
 
 
 def test_refuses_drafts_of_dense_models() -> None:

@@ -358,6 +358,14 @@ def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
         kind = "a DSA model" if config.dense_unit is None else "a dense model"
         expected = f"{' or '.join(methods) or 'none'} with {kind} on {device} in this release"
         raise HiSparseConfigError("--speculative-config method", method, expected, "Remove --speculative-config.")
+    by_batch = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    if by_batch is not None:
+        raise HiSparseConfigError(
+            "--speculative-config num_speculative_tokens_per_batch_size",
+            by_batch,
+            "none: as many drafts in every step",
+            "Remove it.",
+        )
     if config.selection_trace_dir is not None:
         raise HiSparseConfigError(
             "selection_trace_dir",

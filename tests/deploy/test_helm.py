@@ -316,7 +316,6 @@ def test_renderings_are_current(name: str):
         ("router.metricsPort=8000", "router.metricsPort: got 8000"),
         ("decode.extraArgs={-tp}", "decode.extraArgs: got -tp"),
         ("decode.extraArgs={--revision=main}", "Move it to engine.extraArgs"),
-        ("decode.extraArgs={--speculative-config=x}", "Move it to engine.extraArgs"),
         ("prefill.env.HF_TOKEN=secret", "prefill.env: got HF_TOKEN"),
         ("nixl.env.UCX_TLS=tcp", "nixl.env: got UCX_TLS"),
         ("service.port=29000", "service.port: got 29000"),

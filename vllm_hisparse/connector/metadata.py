@@ -25,7 +25,8 @@ class HiSparseMetadata(KVConnectorMetadata):
         tables: handle -> (index of the first block, host block ids from there on); index 0 starts a request.
         hot_tables: handle -> (index of the first block, hot blocks from there on, which replace those it had).
         restores: (host, device) blocks of device-resident KV to copy to the device before the forward.
-        saves: (device, host) blocks of device-resident KV that this step fills, to save after the forward.
+        saves: (device, host) blocks of device-resident KV that this step fills, or with draft layers an earlier one, to
+            save after the forward.
         first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
             before and decode the token at `position` in this one.
         waits_for_tail_saves: whether the worker waits until `tail_saves` are done: in a step that computes nothing,

@@ -116,7 +116,8 @@ class StepTables:
         num_hot_rows: [num_states] int32 rows of these blocks that the request may use; without any, it is padding.
         host_tables: [num_states, max host blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
-        query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`; None: one each.
+        query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`, any number for padding; None: one
+            each.
         max_query_len: new tokens of a request in any step.
     """
 

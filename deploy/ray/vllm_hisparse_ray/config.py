@@ -11,16 +11,7 @@ from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.tier_config import P2PTier
 
 # Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte.
-SHARED_ENGINE_OPTIONS = (
-    "dtype",
-    "kv_cache_dtype",
-    "block_size",
-    "max_model_len",
-    "quantization",
-    "revision",
-    "seed",
-    "speculative_config",
-)
+SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
 # Derived from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
 # Every replica sets these for itself.

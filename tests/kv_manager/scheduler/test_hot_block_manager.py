@@ -194,9 +194,16 @@ def test_blocks_of_a_step_that_is_not_computed_are_not_found() -> None:
     engine.check_idle()
 
 
-def test_two_transfers_do_not_fill_the_pool_so_that_neither_can_verify_its_first_drafts() -> None:
-    """vLLM drafts placeholders for a request whose transfer has ended; it waits, and so cannot preempt the other."""
-    engine = FakeEngine(num_host_blocks=4, transport=FakeTransport(), max_query_len=4)
+@pytest.mark.parametrize(("num_host_blocks", "has_draft_layer"), [(4, False), (6, True)])
+def test_two_transfers_do_not_fill_the_pool_so_that_neither_can_verify_its_first_drafts(
+    num_host_blocks: int, has_draft_layer: bool
+) -> None:
+    """vLLM drafts placeholders for a request whose transfer has ended; it waits, and so cannot preempt the other.
+
+    With a draft layer, it asks for room for the next drafts, too.
+    """
+    drafts = {"max_query_len": 4, "draft_row_bytes": 8 * has_draft_layer}
+    engine = FakeEngine(num_host_blocks=num_host_blocks, transport=FakeTransport(), **drafts)
     prompts = [[base + index for index in range(2 * BLOCK_SIZE)] for base in (100, 200)]
     for index, prompt in enumerate(prompts):
         engine.add(f"remote-{index}", prompt)
@@ -205,7 +212,8 @@ def test_two_transfers_do_not_fill_the_pool_so_that_neither_can_verify_its_first
     for request in list(engine.loading):
         engine.receive(request)
     engine.kv.new_step_starts()
-    assert engine.kv.allocate_slots(engine.waiting[0], 4) is not None
+    num_lookahead = 3 * has_draft_layer
+    assert engine.kv.allocate_slots(engine.waiting[0], 4, num_lookahead_tokens=num_lookahead) is not None
 
 
 def test_a_forced_preemption_resumes_while_its_step_is_in_flight() -> None:

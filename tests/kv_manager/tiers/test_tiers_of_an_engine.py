@@ -294,6 +294,8 @@ def test_drafts_do_not_change_what_a_block_holds() -> None:
     layouts = KVLayout(24, 20, 2, 2, 4), KVLayout(24, 20, 2, 2, 4, max_query_len=4), KVLayout(28, 20, 2, 2, 4)
     plain, drafting, other = (BlockIdentity.of(config, layout, 1) for layout in layouts)
     assert plain == drafting != other
+    assert "draft_row_bytes" not in plain.layout, "versions without draft layers have stored the same blocks"
+    assert BlockIdentity.of(config, KVLayout(24, 20, 2, 2, 4, draft_row_bytes=8), 1) != plain
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS
 HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
 
 
-def make_buffer() -> MLAHotBuffer:
-    buffer = MLAHotBuffer(SHAPE, torch.device("cpu"))
+def make_buffer(query_len: int = 1) -> MLAHotBuffer:
+    buffer = MLAHotBuffer(replace(SHAPE, max_query_len=query_len), torch.device("cpu"))
     for _ in range(NUM_LAYERS):
         buffer.add_layer(HOT, HOST_ROWS)
     return buffer
@@ -104,7 +105,7 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
 def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
     buffer = make_buffer()
     start(buffer, 40, [1, 2])
-    seeds = buffer.seeds(tensor(40), num_tokens)
+    seeds = buffer.seeds(tensor(40), 0, num_tokens)
     buffer.seed(1, seeds)
     expected, positions = [-1] * ROWS_PER_BLOCK, range(max(num_tokens - NUM_SLOTS, 0), num_tokens)
     for position in positions:
@@ -119,7 +120,7 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3])
     for num_tokens in (5, 9):
-        buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
+        buffer.seed(0, buffer.seeds(tensor(40), 0, num_tokens))
     assert hot(buffer, 0, 40) == [6, 7, 8, 3, 4, 5, -1]
     assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
     assert hot(buffer, 0, 40) == [6, 7, 8, 3, 2, 5, -1]
@@ -131,10 +132,35 @@ def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_to
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
     buffer.change_hot_table(40, 1, [50])
-    buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
+    buffer.seed(0, buffer.seeds(tensor(40), 0, num_tokens))
     seeded = range(num_tokens - NUM_SLOTS, num_tokens)
     assert hot(buffer, 0, 40, 50) == [slot if slot in seeded else -1 for slot in range(2 * ROWS_PER_BLOCK)]
     assert decode(buffer, 0, (40, num_tokens, [num_tokens - 1, num_tokens - 6])).num_misses[0] == 0
+
+
+def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_before() -> None:
+    """A streaming session: its first turn went further than what it keeps, and the next one's chunk is longer than what
+    is seeded of it."""
+    buffer = make_buffer()
+    start(buffer, 40, [1, 2, 3, 4])
+    buffer.change_hot_table(40, 1, [50])
+    for position in range(5):
+        decode(buffer, 0, (40, position, []))
+    buffer.seed(0, buffer.seeds(tensor(40), 3, 12))
+    assert hot(buffer, 0, 40, 50) == [0, 1, 2, -1, -1, -1, *range(6, 12), -1, -1]
+    assert decode(buffer, 0, (40, 12, [2, 3, 4])).num_misses[0] == 2
+
+
+def test_rejected_rows_are_empty_when_the_first_block_goes() -> None:
+    buffer = make_buffer(query_len=3)
+    buffer.extend_table(40, 0, [1, 2, 3])
+    buffer.change_hot_table(40, 0, [40, 50, 55])
+    query_lens = torch.tensor([3], dtype=torch.int32)
+    buffer.step.plan(tensor(40), query_lens + 8, query_lens)
+    buffer.swap_in(0, torch.full((1, 3 * TOP_K), -1, dtype=torch.int32))
+    assert hot(buffer, 0, 50)[:4] == [-1, 8, 9, 10]
+    buffer.change_hot_table(40, 0, [50, 55])
+    assert hot(buffer, 0, 50)[:4] == [-1, 8, -1, -1], "only what is not known to be accepted"
 
 
 def test_rows_stay_hot_when_blocks_come_and_go() -> None:

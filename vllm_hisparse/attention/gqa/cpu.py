@@ -102,7 +102,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         prefills = [span for span in known if span.num_tokens > 1]
         for span in prefills:
             key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
-            seeds.append(buffer.seeds(handles[span.batch_index, None], span.seq_len))
+            seeds.append(buffer.seeds(handles[span.batch_index, None], span.first, span.seq_len))
         decodes = [span for span in known if span.num_tokens == 1]
         batch_indices = [span.batch_index for span in decodes]
         buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int())

@@ -1,7 +1,7 @@
 """Sparse MLA on CUDA over hot buffers, with vLLM's own kernels: FlashMLA and FlashAttention.
 
 A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A
-request with several query tokens attends over a staged copy of its history, through vLLM's unchanged backend.
+request with more query tokens than that attends over a staged copy of its history, through vLLM's unchanged backend.
 """
 
 from __future__ import annotations

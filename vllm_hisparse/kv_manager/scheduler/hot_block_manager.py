@@ -173,7 +173,10 @@ class HotBlockManager(CircularBufferManager):
 
     def _num_reserved(self, request_id: str) -> int:
         """Tokens to admit a request with: its own, and its first drafts, for which it could not preempt another."""
-        num_drafts = self.kv_cache_spec.layout.max_query_len - 1
+        layout = self.kv_cache_spec.layout
+        num_drafts = layout.max_query_len - 1
+        if layout.draft_row_bytes:
+            num_drafts *= 2  # vLLM asks for room for the draft layer's next ones, too
         return min(self.ledger.requests[request_id].num_tokens + num_drafts, self.max_model_len)
 
     def _refuse_admission(self, request_id: str) -> int:

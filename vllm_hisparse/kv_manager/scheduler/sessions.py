@@ -19,7 +19,8 @@ class DraftingSession(Request):
     """A session that verifies drafts, and has computed no more than what it keeps when a turn is over.
 
     NOTE: a turn that ends at an accepted draft drops the drafts after it, but vLLM 0.32 still counts them as computed,
-    and would take the next turn's first tokens for them (`Scheduler._update_request_as_session`).
+    and would take the next turn's first tokens for them (`Scheduler._update_request_as_session`). What it has scheduled
+    of a step in flight, its placeholders, it takes off itself.
     """
 
     @classmethod
@@ -30,7 +31,9 @@ class DraftingSession(Request):
     @property
     def num_computed_tokens(self) -> int:
         num_tokens = self.__dict__["num_computed_tokens"]
-        return num_tokens if self.status == RequestStatus.RUNNING else min(num_tokens, self.num_tokens - 1)
+        if self.status == RequestStatus.RUNNING:
+            return num_tokens
+        return min(num_tokens, self.num_tokens - 1 + self.num_output_placeholders)
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, num_tokens: int) -> None:

@@ -76,7 +76,10 @@ class BlockIdentity:
         name = f"{model.model}@{model.revision}" if model.revision else model.model
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
         seed = os.environ.get("PYTHONHASHSEED")
-        sizes = {name: size for name, size in asdict(layout).items() if name != "max_query_len"}  # of steps, not blocks
+        sizes = asdict(layout)
+        del sizes["max_query_len"]  # of steps, not blocks
+        if not layout.draft_row_bytes:
+            del sizes["draft_row_bytes"]  # so that blocks of versions without it are found
         return cls(name, dtype, sizes, num_pools, cache.prefix_caching_hash_algo, seed)
 
 

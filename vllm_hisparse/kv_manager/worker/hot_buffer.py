@@ -152,7 +152,11 @@ class HotBuffer(ABC):
 
     def change_hot_table(self, handle: int, first: int, block_ids: Sequence[int]) -> None:
         """Set a request's hot blocks from block `first` on. Blocks that it did not have are empty."""
+        blocks = self.requests.hot_blocks[self.requests.index_of(handle)]
+        moves_rows = first < len(blocks)
         self._empty_blocks(self.requests.change_hot(handle, first, block_ids))
+        if moves_rows and self.shape.max_query_len > 1:
+            self._empty_rejected(blocks)
 
     def release(self, handle: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
@@ -171,6 +175,14 @@ class HotBuffer(ABC):
         parts = self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten()
         self._positions.index_fill_(1, self.requests.to_device(parts), -1)
 
+    def _empty_rejected(self, blocks: Sequence[int]) -> None:
+        """Empty the rows of a request's latest positions, which may have been rejected: a next step overwrites them in
+        the slots of their own numbers, but rows have moved."""
+        parts = self.requests.to_device(self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten())
+        held = self._positions[:, parts]
+        first_doubtful = held.amax((1, 2), keepdim=True) - (self.shape.max_query_len - 2)
+        self._positions[:, parts] = held.where(held < first_doubtful, -1)
+
     def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
         """Make one layer's selection hot.
 
@@ -188,12 +200,13 @@ class HotBuffer(ABC):
             self.ops.gather(layer.host, layer.hot, resolved, len(top_k))
         return resolved
 
-    def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
+    def seeds(self, handle: torch.Tensor, first: int, num_tokens: int) -> Seeds:
         """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot
         u if a next token would fit into the request's hot blocks (`SwapInOps`), else in slot `u % num_slots`.
 
         Args:
             handle: [1] int32 first hot block of the request.
+            first: position of the chunk's first token.
             num_tokens: of the request, the chunk's included.
         """
         last_unit = num_tokens // self.heads.tokens_per_unit
@@ -203,15 +216,21 @@ class HotBuffer(ABC):
         units = torch.arange(first_unit, last_unit, device=handle.device)
         fits = -(-num_tokens // self.heads.tokens_per_unit) + self.shape.max_query_len <= num_rows
         slots = units.where(fits, units % self.num_slots)
-        stale = torch.arange(self.num_slots, tables.shape[1] * hot.rows_per_block, device=handle.device)
-        stale_entries = hot.entries(tables, stale.expand(len(tables), -1)) if first_unit else stale[None, :0]
+        num_all = tables.shape[1] * hot.rows_per_block
+        beyond = torch.arange(self.num_slots if first_unit else num_all, num_all, device=handle.device)
+        # NOTE: a streaming session's turn computes positions again, whose rows of before are in their own slots.
+        again = torch.arange(min(first // self.heads.tokens_per_unit, first_unit), first_unit, device=handle.device)
+        stale = [
+            hot.entries(tables, part.clamp_max(num_all - 1).expand(len(tables), -1)).masked_fill(is_kept, 0)
+            for part, is_kept in ((beyond, fits), (again, ~fits))
+        ]  # entry 0 is one of the null block
         return Seeds(
             states,
             first_unit,
             last_unit,
             hot.flat_row_ids(tables, slots),
             hot.entries(tables, slots),
-            stale_entries.masked_fill(fits, 0),  # an entry of the null block
+            torch.cat(stale, 1),
         )
 
     def seed(self, layer_index: int, seeds: Seeds) -> None:

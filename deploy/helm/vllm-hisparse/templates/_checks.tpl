@@ -44,7 +44,7 @@
 {{/* Options that the chart sets are refused among the free arguments, those that both roles must share in a role's. */}}
 {{- define "hisparse.checkArgs" -}}
 {{- $fixed := list "--model" "--served-model-name" "--dtype" "--kv-cache-dtype" "--block-size" "--max-model-len" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--port" "--host" "--shutdown-timeout" "--kv-cache-memory-bytes" -}}
-{{- $shared := list "--quantization" "-q" "--revision" "--hf-overrides" "--speculative-config" "--config" -}}
+{{- $shared := list "--quantization" "-q" "--revision" "--hf-overrides" "--config" -}}
 {{- $args := dict "engine.extraArgs" .Values.engine.extraArgs "prefill.extraArgs" .Values.prefill.extraArgs "decode.extraArgs" .Values.decode.extraArgs -}}
 {{- range $option, $list := $args -}}
 {{- range $argument := $list -}}
