@@ -39,8 +39,8 @@ def make_buffer(shape: HotBufferShape, recorder: SelectionRecorder | None) -> ML
     for _ in range(shape.num_layers):
         buffer.add_layer(hot, host)
     for handle in range(1, shape.max_batch + 1):
-        buffer.extend_table(handle, 0, range(shape.max_blocks))
-        buffer.change_hot_table(handle, 0, [handle])
+        buffer.extend_tables({handle: (0, range(shape.max_blocks))})
+        buffer.change_hot_tables({handle: (0, [handle])})
     return buffer
 
 

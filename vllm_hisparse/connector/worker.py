@@ -97,10 +97,8 @@ class HiSparseWorkerConnector:
             self.store.wait()
         for handle in metadata.released:
             self.hot_buffer.release(handle)
-        for handle, (first, host_ids) in metadata.tables.items():
-            self.hot_buffer.extend_table(handle, first, host_ids)
-        for handle, (first, block_ids) in metadata.hot_tables.items():
-            self.hot_buffer.change_hot_table(handle, first, block_ids)
+        self.hot_buffer.extend_tables(metadata.tables)
+        self.hot_buffer.change_hot_tables(metadata.hot_tables)
         for handle, position in metadata.first_decodes:
             for span in self.hot_buffer.begin_decoding(handle, position):
                 for impl in self.impls:

@@ -89,8 +89,8 @@ class LayerUnderTest(ABC):
 
     def start(self, request: Request) -> None:
         self.started.append(request)
-        self.buffer.extend_table(request.handle, 0, request.host_ids)
-        self.buffer.change_hot_table(request.handle, 0, range(request.handle, request.handle + self.hot_blocks))
+        self.buffer.extend_tables({request.handle: (0, request.host_ids)})
+        self.buffer.change_hot_tables({request.handle: (0, range(request.handle, request.handle + self.hot_blocks))})
 
     def step(self, batch: list[tuple[Request, int]]) -> None:
         """Compute some tokens of each request and compare with the formula."""

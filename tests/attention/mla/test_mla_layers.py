@@ -198,8 +198,8 @@ class Model:
         return impl
 
     def start(self, request: Request) -> None:
-        self.buffer.extend_table(request.handle, 0, request.host_ids)
-        self.buffer.change_hot_table(request.handle, 0, range(request.handle, request.handle + self.hot_blocks))
+        self.buffer.extend_tables({request.handle: (0, request.host_ids)})
+        self.buffer.change_hot_tables({request.handle: (0, range(request.handle, request.handle + self.hot_blocks))})
 
     def step(self, *batch: tuple[Request, int], layer_writes: bool = False, expect_zeros: bool = False) -> None:
         """Compute tokens of each request, those with the fewest first, and compare every layer with the formula.

@@ -30,8 +30,8 @@ def make_mla_step() -> MLADecodeStep:
     requests = RequestTable(2, 5, 1, NUM_SLOTS + 1, NUM_BLOCKS, KVHeads(), CPU)
     for handle, ids in ((3, [9, 1, 4]), (5, [2, 7])):
         requests.add(handle)
-        requests.extend(handle, 0, ids)
-        requests.change_hot(handle, 0, [handle])
+        requests.extend({handle: (0, ids)})
+        requests.change_hot({handle: (0, [handle])})
     return MLADecodeStep(requests, make_layers(), OPS, StepShape(4, 2, BLOCK_SIZE), CPU)
 
 
@@ -63,7 +63,7 @@ def test_requests_are_looked_up_when_the_step_begins() -> None:
     step.begin(0)
     assert step.newest_row_ids[0] == -1
     step.requests.add(3)
-    step.requests.change_hot(3, 0, [3])
+    step.requests.change_hot({3: (0, [3])})
     step.begin(0)
     assert step.newest_row_ids[0] == 3 * 7 + 1
 
@@ -85,7 +85,7 @@ def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> 
     requests = RequestTable(2, 5, 1, NUM_SLOTS + 1, NUM_BLOCKS, heads, CPU)
     requests.add(8)
     index = requests.add(3)
-    requests.change_hot(3, 0, [3])
+    requests.change_hot({3: (0, [3])})
     layers = make_layers(num_parts=NUM_BLOCKS * heads.head_stride)
     step = GQADecodeStep(
         requests,

@@ -32,8 +32,8 @@ def tensor(*handles: int) -> torch.Tensor:
 
 def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
     """A request with one hot block."""
-    buffer.extend_table(handle, 0, host_ids)
-    buffer.change_hot_table(handle, 0, [handle])
+    buffer.extend_tables({handle: (0, host_ids)})
+    buffer.change_hot_tables({handle: (0, [handle])})
 
 
 def index_of(buffer: MLAHotBuffer, handle: int) -> int:
@@ -72,7 +72,7 @@ def test_what_a_request_had_hot_is_forgotten() -> None:
     start(buffer, 41, [4])
     assert index_of(buffer, 41) == index
     start(buffer, 50, [5])
-    buffer.change_hot_table(50, 1, [40])  # a block of the request that ended
+    buffer.change_hot_tables({50: (1, [40])})  # a block of the request that ended
     for layer in range(NUM_LAYERS):
         assert hot(buffer, layer, 50, 40) == [-1] * (2 * ROWS_PER_BLOCK)
     assert released(buffer, 41) == (0, 0)
@@ -131,7 +131,7 @@ def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_to
     """As far as they are seeded; also where the blocks are more than the size that is guaranteed."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
-    buffer.change_hot_table(40, 1, [50])
+    buffer.change_hot_tables({40: (1, [50])})
     buffer.seed(0, buffer.seeds(tensor(40), 0, num_tokens))
     seeded = range(num_tokens - NUM_SLOTS, num_tokens)
     assert hot(buffer, 0, 40, 50) == [slot if slot in seeded else -1 for slot in range(2 * ROWS_PER_BLOCK)]
@@ -143,7 +143,7 @@ def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_befor
     is seeded of it."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
-    buffer.change_hot_table(40, 1, [50])
+    buffer.change_hot_tables({40: (1, [50])})
     for position in range(5):
         decode(buffer, 0, (40, position, []))
     buffer.seed(0, buffer.seeds(tensor(40), 3, 12))
@@ -153,25 +153,25 @@ def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_befor
 
 def test_rejected_rows_are_empty_when_the_first_block_goes() -> None:
     buffer = make_buffer(query_len=3)
-    buffer.extend_table(40, 0, [1, 2, 3])
-    buffer.change_hot_table(40, 0, [40, 50, 55])
+    buffer.extend_tables({40: (0, [1, 2, 3])})
+    buffer.change_hot_tables({40: (0, [40, 50, 55])})
     query_lens = torch.tensor([3], dtype=torch.int32)
     buffer.step.plan(tensor(40), query_lens + 8, query_lens)
     buffer.swap_in(0, torch.full((1, 3 * TOP_K), -1, dtype=torch.int32))
     assert hot(buffer, 0, 50)[:4] == [-1, 8, 9, 10]
-    buffer.change_hot_table(40, 0, [50, 55])
+    buffer.change_hot_tables({40: (0, [50, 55])})
     assert hot(buffer, 0, 50)[:4] == [-1, 8, -1, -1], "only what is not known to be accepted"
 
 
 def test_rows_stay_hot_when_blocks_come_and_go() -> None:
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4, 5, 6, 7])
-    buffer.change_hot_table(40, 1, [50, 51])
+    buffer.change_hot_tables({40: (1, [50, 51])})
     decode(buffer, 0, (40, 20, [3, 9, 15]))
     assert hot(buffer, 0, 40, 50, 51) == [-1] * 3 + [3] + [-1] * 5 + [9] + [-1] * 5 + [15] + [-1] * 4 + [20]
-    buffer.change_hot_table(40, 1, [51])
+    buffer.change_hot_tables({40: (1, [51])})
     assert decode(buffer, 0, (40, 21, [3, 9, 15])).num_misses[0] == 1
-    buffer.change_hot_table(40, 2, [50])
+    buffer.change_hot_tables({40: (2, [50])})
     assert decode(buffer, 0, (40, 22, [3, 9, 15])).num_misses[0] == 0
     buffer.check_integrity()
 

@@ -85,8 +85,8 @@ def test_the_history_of_a_chunk_is_counted() -> None:
     buffer = make_buffer(host_rows)
     staging, groups = make_groups(buffer, (1, 3, 4), (HANDLE, 5, 2))
     for handle in (1, HANDLE):
-        buffer.extend_table(handle, 0, [2 * handle, 2 * handle + 1])
-        buffer.change_hot_table(handle, 0, [handle])
+        buffer.extend_tables({handle: (0, [2 * handle, 2 * handle + 1])})
+        buffer.change_hot_tables({handle: (0, [handle])})
     for group in groups:
         staging.plan(group)
         staging.load(group, host_rows)

@@ -26,7 +26,7 @@ def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
     for handle, first, ids in ((40, 0, [7, 3]), (41, 0, [5]), (40, 2, [8])):
         if first == 0:
             table.add(handle)
-        table.extend(handle, first, ids)
+        table.extend({handle: (first, ids)})
     table.check_integrity()
     assert table.host_table(table.index_of(40)).tolist() == [7, 3, 8] + [-1] * 6
     assert table.host_table(table.find(tensor(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
@@ -34,7 +34,8 @@ def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
 
 def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
     for handle in (9, 40):
-        table.extend(handle, 0, [7, 3]) if table.add(handle) else None
+        table.add(handle)
+        table.extend({handle: (0, [7, 3])})
     states = table.find_states(tensor(40))
     num_heads = table.heads.num_heads
     assert table.host_tables[states, :2].tolist() == [[7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)]
@@ -43,9 +44,9 @@ def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
 def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     """Every head has its parts of them; blocks that a request did not have are told."""
     table.add(40)
-    assert table.change_hot(40, 0, [40, 7, 3]) == [40, 7, 3]
-    assert table.change_hot(40, 3, [9, 5]) == [9, 5]
-    assert table.change_hot(40, 1, [5, 8]) == [8]
+    assert table.change_hot({40: (0, [40, 7, 3])}) == [40, 7, 3]
+    assert table.change_hot({40: (3, [9, 5])}) == [9, 5]
+    assert table.change_hot({40: (1, [5, 8])}) == [8]
     table.check_integrity()
     states = table.find_states(tensor(40))
     parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
@@ -55,6 +56,27 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     table.remove(40)
     table.check_integrity()
     assert not table.num_hot_rows[:-1].any()
+
+
+def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy per request takes longer than a decode step of hundreds of requests."""
+    for handle in (10, 20, 30):
+        table.add(handle)
+    copied, to_device = [], table.to_device
+    monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])
+    table.extend({10: (0, [3, 4]), 30: (0, [5]), 20: (0, [6, 7, 8])})
+    assert len(copied) == 1
+    assert table.change_hot({20: (0, [20, 2]), 10: (0, [10]), 30: (0, [30, 1, 4])}) == [20, 2, 10, 30, 1, 4]
+    assert len(copied) == 3  # blocks, and how many
+    table.extend({30: (1, [9]), 10: (2, [1, 2])})
+    assert table.change_hot({30: (1, [4]), 10: (1, [50])}) == [50]
+    host_tables = table.host_table(table.find(tensor(10, 20, 30)))
+    assert host_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
+    for handle, blocks in {10: [10, 50], 20: [20, 2], 30: [30, 4]}.items():
+        for head, state in enumerate(table.find_states(tensor(handle)).tolist()):
+            parts = [block * table.heads.head_stride + head for block in blocks]
+            assert table.hot_tables[state, : len(blocks)].tolist() == parts
+            assert table.num_hot_rows[state] == len(blocks) * ROWS_PER_HOT_BLOCK
 
 
 def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:
@@ -76,7 +98,7 @@ def test_as_many_requests_as_indices_and_reuse(table: RequestTable) -> None:
     assert sorted(indices) == list(range(NUM_REQUESTS)) and len(table) == NUM_REQUESTS
     with pytest.raises(IndexError):
         table.add(50)
-    table.extend(2, 0, [1, 2])
+    table.extend({2: (0, [1, 2])})
     assert table.remove(2) == indices[2]
     assert table.add(50) == indices[2]
     assert table.host_table(indices[2]).tolist() == [-1] * MAX_BLOCKS
@@ -91,11 +113,11 @@ def test_random_requests_keep_their_blocks(table: RequestTable) -> None:
             table.remove(handle)
             del blocks[handle]
         elif handle in blocks and len(blocks[handle]) < MAX_BLOCKS:
-            table.extend(handle, len(blocks[handle]), [handle])
+            table.extend({handle: (len(blocks[handle]), [handle])})
             blocks[handle].append(handle)
         elif handle not in blocks and len(blocks) < NUM_REQUESTS:
             table.add(handle)
-            table.extend(handle, 0, [handle + 1])
+            table.extend({handle: (0, [handle + 1])})
             blocks[handle] = [handle + 1]
         table.check_integrity()
         for known, ids in blocks.items():

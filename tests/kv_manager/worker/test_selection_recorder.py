@@ -44,8 +44,8 @@ def add_layers(buffer: MLAHotBuffer) -> None:
 
 
 def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
-    buffer.extend_table(handle, 0, host_ids)
-    buffer.change_hot_table(handle, 0, [handle])
+    buffer.extend_tables({handle: (0, host_ids)})
+    buffer.change_hot_tables({handle: (0, [handle])})
 
 
 def step(buffer: MLAHotBuffer, newest: dict[int, int], selections: torch.Tensor) -> torch.Tensor:

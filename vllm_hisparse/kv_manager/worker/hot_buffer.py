@@ -11,7 +11,7 @@ import torch
 
 from vllm_hisparse.kv_manager.worker.decode_step import DecodeStep, LayerRows, StepShape
 from vllm_hisparse.kv_manager.worker.hit_counts import HitCounts
-from vllm_hisparse.kv_manager.worker.request_table import RequestTable
+from vllm_hisparse.kv_manager.worker.request_table import RequestTable, TableChanges
 from vllm_hisparse.ops.base import HotRows, Residency, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
@@ -144,19 +144,22 @@ class HotBuffer(ABC):
         """
         self.layers.append(LayerRows(hot, host))
 
-    def extend_table(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
-        """Append host blocks to a request's table; `first` 0 starts a request without hot blocks."""
-        if first == 0:
-            self._start(self.requests.add(handle))
-        self.requests.extend(handle, first, host_ids)
+    def extend_tables(self, changes: TableChanges) -> None:
+        """Append host blocks to requests' tables; a run from block 0 on starts a request without hot blocks."""
+        for handle, (first, _) in changes.items():
+            if first == 0:
+                self._start(self.requests.add(handle))
+        self.requests.extend(changes)
 
-    def change_hot_table(self, handle: int, first: int, block_ids: Sequence[int]) -> None:
-        """Set a request's hot blocks from block `first` on. Blocks that it did not have are empty."""
-        blocks = self.requests.hot_blocks[self.requests.index_of(handle)]
-        moves_rows = first < len(blocks)
-        self._empty_blocks(self.requests.change_hot(handle, first, block_ids))
-        if moves_rows and self.shape.max_query_len > 1:
-            self._empty_rejected(blocks)
+    def change_hot_tables(self, changes: TableChanges) -> None:
+        """Set requests' hot blocks. Blocks that a request did not have are empty."""
+        blocks_of = {handle: self.requests.hot_blocks[self.requests.index_of(handle)] for handle in changes}
+        moved = [blocks_of[handle] for handle, (first, _) in changes.items() if first < len(blocks_of[handle])]
+        if added := self.requests.change_hot(changes):
+            self._empty_blocks(added)
+        if self.shape.max_query_len > 1:
+            for blocks in moved:
+                self._empty_rejected(blocks)
 
     def release(self, handle: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""

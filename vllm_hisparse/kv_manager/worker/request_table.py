@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from vllm_hisparse.ops.kv_heads import KVHeads
+
+# handle -> first block of a run in its table, and the ids of the run's blocks
+TableChanges = Mapping[int, tuple[int, Sequence[int]]]
 
 
 class RequestTable:
@@ -74,21 +77,28 @@ class RequestTable:
         self.state_indices[self.heads.device_parts(handle)] = self._all_states[self.heads.states(index)]
         return index
 
-    def extend(self, handle: int, first: int, host_ids: Sequence[int]) -> None:
-        """Set a request's host blocks from block `first` on."""
-        parts = self.heads.host_parts(torch.tensor(host_ids, dtype=torch.int32))
-        states = self.heads.states(self.index_of(handle))
-        self.host_tables[states, first : first + len(host_ids)].copy_(self.to_device(parts), non_blocking=True)
+    def extend(self, changes: TableChanges) -> None:
+        """Set requests' host blocks."""
+        if changes:
+            places, host_ids = self._entries(changes, self.host_tables)
+            self._write(self.host_tables, places, self.heads.host_parts(host_ids))
 
-    def change_hot(self, handle: int, first: int, block_ids: Sequence[int]) -> list[int]:
-        """Set a request's hot blocks from block `first` on; returns those that it did not have."""
-        index, last = self.index_of(handle), first + len(block_ids)
-        states, earlier = self.heads.states(index), set(self.hot_blocks[index])
-        self.hot_blocks[index][first:] = block_ids
-        parts = self.heads.parts_of(torch.tensor(block_ids, dtype=torch.int32)).t().contiguous()
-        self.hot_tables[states, first:last].copy_(self.to_device(parts), non_blocking=True)
-        self.num_hot_rows[states] = last * self._rows_per_hot_block
-        return [block_id for block_id in block_ids if block_id not in earlier]
+    def change_hot(self, changes: TableChanges) -> list[int]:
+        """Set requests' hot blocks; returns those that their requests did not have."""
+        if not changes:
+            return []
+        added, num_rows = [], []
+        for handle, (first, block_ids) in changes.items():
+            blocks = self.hot_blocks[self.index_of(handle)]
+            earlier = set(blocks)
+            blocks[first:] = block_ids
+            added += [block_id for block_id in block_ids if block_id not in earlier]
+            num_rows.append(len(blocks) * self._rows_per_hot_block)
+        places, block_ids = self._entries(changes, self.hot_tables)
+        self._write(self.hot_tables, places, self.heads.parts_of(block_ids).t())
+        states = self.heads.state_indices(torch.tensor([self.index_of(handle) for handle in changes]))
+        self._write(self.num_hot_rows, states, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
+        return added
 
     def remove(self, handle: int) -> int:
         """Forget a request; returns the index that it had."""
@@ -159,6 +169,29 @@ class RequestTable:
         for index in self._free_indices:
             assert (self.host_tables[self.heads.states(index)] == -1).all(), "a free index has host blocks"
             assert not self.hot_tables[self.heads.states(index)].any(), "a free index has hot blocks"
+
+    def _entries(self, changes: TableChanges, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where changes go in a table, [num_heads, blocks] int64 places in the flat table, and block ids, [blocks]
+        int64."""
+        indices = torch.tensor([self.index_of(handle) for handle in changes])
+        firsts, runs = zip(*changes.values(), strict=True)
+        lengths = torch.tensor([len(run) for run in runs])
+        # The n-th of all blocks is `n - start` blocks behind the first one of its run.
+        offsets = torch.tensor(firsts) - (lengths.cumsum(0) - lengths)
+        columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
+        states = self.heads.state_indices(indices.repeat_interleave(lengths)).view(-1, self.heads.num_heads)
+        places = states.t() * table.shape[1] + columns
+        return places, torch.tensor([block_id for run in runs for block_id in run])
+
+    def _write(self, table: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Set entries of a table, in one copy to the device.
+
+        Args:
+            places: int64, in the flat table; each once.
+            values: int64, in the shape of `places`.
+        """
+        places, values = self.to_device(torch.stack((places.flatten(), values.flatten())))
+        table.view(-1).index_copy_(0, places, values.int())
 
     def _find_states(self, parts: torch.Tensor) -> torch.Tensor:
         states = self.state_indices[parts.long()].long()
