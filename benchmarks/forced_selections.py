@@ -18,6 +18,8 @@ import vllm.models.deepseek_v32.attention as deepseek_attention
 from vllm.forward_context import get_forward_context
 from vllm.triton_utils import tl, triton
 
+from benchmarks.kernel_profile import KernelProfile
+
 INDEPENDENT, TRACE = 0, 1
 COLUMNS_PER_PROGRAM = 512
 LONGEST_STAY = 32  # steps; a position that no coin has moved for so long moves
@@ -138,7 +140,7 @@ def forced() -> ForcedSelections:
     return ForcedSelections.allocate(TRACE_LAYERS)
 
 
-class ForcedSelectionsExtension:
+class ForcedSelectionsExtension(KernelProfile):
     """Methods of vLLM's worker, for `collective_rpc`."""
 
     @torch.inference_mode()

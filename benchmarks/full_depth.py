@@ -247,12 +247,13 @@ class Loaded:
         settle: steps before those that are timed.
         steps: steps that are timed.
         mixed_s: seconds of a mixed case, of which the second half is timed.
+        profiled: steps after those that are timed whose kernels are profiled.
         rank: data parallel rank, whose requests arrive at times of their own.
     """
 
-    def __init__(self, llm: Any, settle: int, steps: int, mixed_s: float, rank: int = 0):
+    def __init__(self, llm: Any, settle: int, steps: int, mixed_s: float, profiled: int, rank: int = 0):
         self.llm, self.engine, self.settle, self.steps = llm, llm.llm_engine, settle, steps
-        self.mixed_s, self.rank = mixed_s, rank
+        self.mixed_s, self.profiled, self.rank = mixed_s, profiled, rank
         self.query_len = 1 + self.engine.vllm_config.num_speculative_tokens
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self._num_added = 0
@@ -286,11 +287,19 @@ class Loaded:
     def _run_steady(self, case: Case, clock: Clock) -> dict[str, Any]:
         settle = self.settle if case.settle is None else case.settle
         for _ in range(case.requests):
-            self._add(case.context, (settle + self.steps) * self.query_len + 16)
+            self._add(case.context, (settle + self.steps + self.profiled) * self.query_len + 16)
         self._step_until(clock, settle)
         before, first = counters(), len(clock.ends)
         self._step_until(clock, first + self.steps)
-        return clock.summary(first) | moved(before, counters())
+        return clock.summary(first) | moved(before, counters()) | self._profile(clock)
+
+    def _profile(self, clock: Clock) -> dict[str, Any]:
+        """Milliseconds per step of each kind of kernel, of the worker's first rank."""
+        if not self.profiled:
+            return {}
+        self.llm.collective_rpc("start_kernel_profile")
+        self._step_until(clock, len(clock.ends) + self.profiled)
+        return {"kernel_ms": self.llm.collective_rpc("stop_kernel_profile", args=(self.profiled,))[0]}
 
     def _run_mixed(self, case: Case, clock: Clock) -> dict[str, Any]:
         """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K (or what the engine takes at
@@ -342,7 +351,7 @@ def serve(connection: Connection, system: System, job: dict[str, Any], rank: int
         os.environ |= {f"VLLM_DP_{name}": str(value) for name, value in (names | {"MASTER_PORT": job["port"]}).items()}
     from vllm import LLM
 
-    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"], job["mixed_s"], rank)
+    loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"], job["mixed_s"], job["profiled"], rank)
     connection.send(None)
     for case in iter(connection.recv, None):
         connection.send(loaded.measure(case))
@@ -401,7 +410,11 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     merged = {}
     for name in results[0]:
         values = [result[name] for result in results]
-        if None in values:
+        if isinstance(values[0], dict):
+            merged[name] = {
+                kind: round(sum(each.get(kind, 0) for each in values) / len(values), 3) for kind in values[0]
+            }
+        elif None in values:
             merged[name] = None
         else:
             merged[name] = sum(values) if name in sums else round(sum(values) / len(values), 4)
@@ -458,6 +471,7 @@ def run(
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 128,
     mixed_s: Annotated[float, typer.Option(help="Seconds of a mixed case; its second half is timed.")] = 20.0,
+    profile_steps: Annotated[int, typer.Option(min=0, help="Steps after those whose kernels are profiled.")] = 0,
     tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="With expert parallelism.")] = 1,
     port: Annotated[int, typer.Option(help="Where data parallel ranks meet.")] = 29601,
@@ -484,12 +498,15 @@ def run(
         "settle": settle,
         "steps": steps,
         "mixed_s": mixed_s,
+        "profiled": profile_steps,
         "drafts": drafts,
         "acceptance": acceptance if drafts else None,
         "tensor_parallel": tensor_parallel_size,
         "data_parallel": data_parallel_size,
         "port": port,
-        "max_model_len": max_model_len(longest, max(settle, *(each.settle or 0 for each in cases)) + steps, drafts),
+        "max_model_len": max_model_len(
+            longest, max(settle, *(each.settle or 0 for each in cases)) + steps + profile_steps, drafts
+        ),
         "max_num_seqs": max([*numbers, 64 if any(each.context == 0 for each in cases) else 1]),
         "graph_sizes": numbers,
         "forces_selections": any(each.selection != Selection.model for each in cases),

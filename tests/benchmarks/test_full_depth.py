@@ -12,6 +12,7 @@ import typer
 
 from benchmarks import full_depth
 from benchmarks.full_depth import Case, Clock, Selection, merged, scaled_trace, write_config
+from benchmarks.kernel_profile import times_by_kind
 
 
 def test_cases_are_parsed() -> None:
@@ -68,6 +69,30 @@ def test_ranks_are_merged() -> None:
     rows = [{"tokens_per_s": 10.0, "itl_ms_p50": 2.0, "hit_rate": None}, {"tokens_per_s": 30.0, "itl_ms_p50": 4.0}]
     rows[1]["hit_rate"] = 0.5
     assert merged(rows) == {"tokens_per_s": 40.0, "itl_ms_p50": 3.0, "hit_rate": None}
+    assert merged([{"kernel_ms": {"copies": 2.0, "experts": 1.0}}, {"kernel_ms": {"copies": 4.0}}]) == {
+        "kernel_ms": {"copies": 3.0, "experts": 0.5}
+    }
+
+
+def test_kernel_times_are_summed_by_kind() -> None:
+    kernels = [
+        ("void hisparse::(anonymous namespace)::resolve_kernel<2, false>(...)", 3000.0),
+        ("hisparse::(anonymous namespace)::gather_kernel(hisparse::HostRows)", 8000.0),
+        ("hisparse::(anonymous namespace)::gather_kernel(hisparse::HostRows)", 4000.0),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", 1000.0),
+        ("fused_moe_kernel", 2000.0),
+        ("nvjet_sm90_tst_8x64_64x16_4x1_v_bz_TNN", 500.0),
+        ("triton_poi_fused_0", 250.0),
+    ]
+    times = times_by_kind(kernels, num_steps=2)
+    assert list(times.items()) == [
+        ("copies", 6.0),
+        ("resolve", 1.5),
+        ("experts", 1.0),
+        ("communication", 0.5),
+        ("matrix products", 0.25),
+        ("other", 0.125),
+    ]
 
 
 def test_the_model_is_as_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Where the device time of an engine's decode steps goes, by kind of kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# Kind of work -> what the names of its kernels contain; the first that fits.
+KINDS = {
+    "copies": r"hisparse.*gather_kernel|hisparse.*write_back|gather_rows|swap_in",
+    "resolve": r"hisparse",
+    "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|cross_device",
+    "forced selection": r"^_select$",
+    "attention": r"mla.*sparse|sparse.*mla|flash::|flash_fwd|FlashAttn|combine_kernel|get_mla_metadata|sched_meta",
+    "indexer": r"mqa_logits|cooperative_topk|persistent_topk|top_?k.*(radix|per_row)|_fused_q_kernel|indexer",
+    "experts": r"moe|single_group_topk|grouped_topk|expert",
+    "matrix products": r"nvjet|gemm|cublas|cutlass|splitK",
+}
+
+
+def times_by_kind(kernels: Iterable[tuple[str, float]], num_steps: int) -> dict[str, float]:
+    """Milliseconds per step of each kind of kernel, longest first.
+
+    NOTE: kernels that run beside each other count in full, so that the sum may exceed the step: a gather starts while
+    resolve runs, and waits for it.
+
+    Args:
+        kernels: names and microseconds.
+        num_steps: that they were launched in.
+    """
+    times = dict.fromkeys((*KINDS, "other"), 0.0)
+    for name, microseconds in kernels:
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+        times[kind] += microseconds / 1e3 / num_steps
+    return {kind: round(time, 3) for kind, time in sorted(times.items(), key=lambda item: -item[1]) if time}
+
+
+class KernelProfile:
+    """Methods of vLLM's worker, for `collective_rpc`: profile the device between two calls."""
+
+    _kernel_profiler: Any = None
+
+    def start_kernel_profile(self) -> None:
+        torch.cuda.synchronize()
+        self._kernel_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._kernel_profiler.start()
+
+    def stop_kernel_profile(self, num_steps: int) -> dict[str, float]:
+        """`times_by_kind` of what ran since."""
+        torch.cuda.synchronize()
+        profiler, self._kernel_profiler = self._kernel_profiler, None
+        profiler.stop()
+        on_device = torch.autograd.DeviceType.CUDA
+        events = (event for event in profiler.events() if event.device_type == on_device)
+        return times_by_kind(((event.name, event.time_range.elapsed_us()) for event in events), num_steps)
