@@ -25,11 +25,16 @@ from benchmarks.train_dsa import WEIGHTS_FILE, load_tokenizer, make_corpus
 app = typer.Typer(add_completion=False)
 
 
-def load_model(model_dir: Path, device: torch.device) -> Model:
-    """A model that `benchmarks.train_dsa` wrote, in float32."""
+def load_shape(model_dir: Path) -> Shape:
+    """Sizes of a model that `benchmarks.train_dsa` wrote."""
     config = json.loads((model_dir / "config.json").read_text())
     sizes = {name: config[name] for name in Shape.__dataclass_fields__ if name in config}
-    model = Model(Shape(**sizes, rope_theta=config["rope_parameters"]["rope_theta"])).to(device)
+    return Shape(**sizes, rope_theta=config["rope_parameters"]["rope_theta"])
+
+
+def load_model(model_dir: Path, device: torch.device) -> Model:
+    """A model that `benchmarks.train_dsa` wrote, in float32."""
+    model = Model(load_shape(model_dir)).to(device)
     weights = load_file(model_dir / WEIGHTS_FILE)
     model.load_state_dict({name: weights[name].float() for name in model.state_dict()})
     return model

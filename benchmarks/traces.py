@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from benchmarks.selections import load_shape
 from vllm_hisparse.layout import mla_row_bytes
 from vllm_hisparse.trace import Trace
 
@@ -30,11 +30,11 @@ def main(
 ) -> None:
     """Make a trace."""
     recorded = np.load(selections)
-    config = json.loads((model / "config.json").read_text())
+    shape = load_shape(model)
     positions, top_k = recorded["positions"][:, :, -num_steps:].astype(np.int32), int(recorded["top_k"])
     num_tokens = recorded["tokens"].shape[1] - 1  # one more than was selected for
-    names = (*map(str, range(positions.shape[1] - 1)), DRAFT)
-    row_bytes = mla_row_bytes(config["kv_lora_rank"], config["qk_rope_head_dim"], 2)
+    names = (*(str(layer) for layer in range(shape.num_hidden_layers) if shape.has_indexer(layer)), DRAFT)
+    row_bytes = mla_row_bytes(shape.kv_lora_rank, shape.qk_rope_head_dim, 2)
     ends = tuple(round(share * top_k) for share in GROUP_SHARES)
     ranked = [(num_tokens - positions.shape[2], window) for window in positions]
     Trace.from_ranked(model.name, top_k, row_bytes, names, ends, ranked).write(output)

@@ -42,6 +42,7 @@ WARM_UP_SHARE = 0.03  # of a stage, in which the learning rate rises
 DRAFT_WEIGHT, INDEX_WEIGHT = 0.3, 0.1  # of their losses beside the language model's
 REPEATED_SHARE, REPEATED_TOKENS = 0.5, (64, 400)  # windows that end with a repeated definition, and its length
 EVAL_WINDOWS, EVAL_TOKENS = 24, 16384
+STAGE_WINDOWS = 6  # of the evaluation after each stage
 POSITION_BUCKETS = (0, 1024, 4096, 16384)
 LOOKUP_PREFIX = 48  # tokens of a repeated definition after which it is known which one it is
 CURVE_POINTS = 60  # of a stage's loss curve
@@ -88,7 +89,12 @@ class Corpus:
         self.tokens = torch.from_numpy(tokens.astype(np.int16)).to(device)
         is_definition = torch.isin(self.tokens, torch.tensor(definition_ids, dtype=torch.int16, device=device))
         self.definitions = is_definition.nonzero()[:, 0]
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.seed, self.generator = seed, torch.Generator(device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the windows begin again with the first one."""
+        self.generator.manual_seed(self.seed)
 
     def windows(self, batch_size: int, num_tokens: int, repeated: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Random windows, a share of which ends with a definition from further up.
@@ -182,7 +188,8 @@ def predictions(
 
 
 def evaluate(model: Model, corpus: Corpus, num_windows: int, num_tokens: int) -> list[dict[str, Any]]:
-    """Dense and sparse attention on the same held-out windows, a row per mode."""
+    """Dense and sparse attention on the same held-out windows, every time the same, a row per mode."""
+    corpus.restart()
     sums: dict[AttentionMode, list[dict[str, float]]] = {AttentionMode.DENSE: [], AttentionMode.SPARSE: []}
     for _ in range(num_windows):
         windows, repeats = corpus.windows(1, num_tokens + 2, 1.0)
@@ -283,22 +290,20 @@ def make_corpus(packages: list[Package], tokenizer: Any, max_bytes: int, device:
     return Corpus(tokens, definition_ids(tokenizer), device, seed)
 
 
-def result_rows(stages: list[dict[str, Any]], evaluation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per stage; perplexities on held-out code are known after the last one."""
-    perplexities = {f"perplexity_{figures['mode']}": figures["perplexity"] for figures in evaluation}
-    return [
-        {
-            **{name: value for name, value in record.items() if name != "curve"},
-            **(perplexities if record is stages[-1] else dict.fromkeys(perplexities)),
-        }
-        for record in stages
-    ]
+def perplexities(evaluation: list[dict[str, Any]]) -> dict[str, float]:
+    """Of each mode, under the names of a stage's figures."""
+    return {f"perplexity_{figures['mode']}": figures["perplexity"] for figures in evaluation}
+
+
+def result_rows(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per stage, without its curve."""
+    return [{name: value for name, value in record.items() if name != "curve"} for record in stages]
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:
     """The result file of a training: what training.json says, without the packages and the curves."""
     names = ("command", "date", "hardware", "versions", "weight_bytes", "parameters", "evaluation")
-    rows = result_rows(record["stages"], record["evaluation"])
+    rows = result_rows(record["stages"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**{name: record[name] for name in names}, "rows": rows}, indent=2) + "\n")
 
@@ -341,6 +346,7 @@ def main(
     corpus_mib: Annotated[int, typer.Option(min=1, help="Most text to read.")] = 400,
     eval_tokens: Annotated[int, typer.Option(min=512, help="Tokens of a window of the evaluation.")] = EVAL_TOKENS,
     eval_windows: Annotated[int, typer.Option(min=1, help="Windows of the evaluation.")] = EVAL_WINDOWS,
+    stage_windows: Annotated[int, typer.Option(min=1, help="Of the one after each stage.")] = STAGE_WINDOWS,
     max_tokens: Annotated[int | None, typer.Option(min=256, help="Longest window of a stage; for trials.")] = None,
     compiled: Annotated[bool, typer.Option(help="Compile the dense model.")] = True,
     result: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "train_dsa.json",
@@ -356,12 +362,14 @@ def main(
     in_training, held_out = split(packages)
     tokenizer = load_tokenizer(output, in_training, shape)
     training = make_corpus(in_training, tokenizer, max_bytes, place, seed)
+    unseen = make_corpus(held_out, tokenizer, max_bytes, place, seed + 1)
     model = Model(shape).to(device)
     done = load(model, output) if resume else []
     for item in remaining(done, stage):
         if max_tokens is not None:
             item = Stage(**{**asdict(item), "num_tokens": min(item.num_tokens, max_tokens), "batch_size": 1})
         done.append(train_stage(model, item, training, item.share * minutes * 60, compiled))
+        done[-1] |= perplexities(evaluate(model, unseen, stage_windows, eval_tokens))
         export(model, output)
         (output / STAGES_FILE).write_text(json.dumps(done) + "\n")
         typer.echo(json.dumps({name: value for name, value in done[-1].items() if name != "curve"}), err=True)
@@ -373,9 +381,7 @@ def main(
         "weight_bytes": export(model, output),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "stages": done,
-        "evaluation": evaluate(
-            model, make_corpus(held_out, tokenizer, max_bytes, place, seed + 1), eval_windows, eval_tokens
-        ),
+        "evaluation": evaluate(model, unseen, eval_windows, eval_tokens),
         "packages": [
             {"package": item.name, "licence": item.licence, "held_out": item in held_out} for item in packages
         ],

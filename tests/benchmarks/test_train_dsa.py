@@ -15,10 +15,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import train_dsa  # noqa: E402
+from benchmarks import traces, train_dsa  # noqa: E402
 from benchmarks.code_corpus import Package, encode, is_permissive, make_tokenizer, unseen  # noqa: E402
 from benchmarks.dsa_model import AttentionMode, Model, Shape, index_scores, rotation  # noqa: E402
-from benchmarks.selections import load_model, ranked_positions  # noqa: E402
+from benchmarks.selections import load_model, load_shape, ranked_positions  # noqa: E402
+from vllm_hisparse.trace import Trace  # noqa: E402
 
 SMALL = Shape(
     vocab_size=300,
@@ -153,6 +154,27 @@ def test_stages_lower_their_losses_and_leave_a_model(
         torch.testing.assert_close(again.state_dict()[name], parameter, rtol=1e-2, atol=1e-3)
     train_dsa.plot(records, tmp_path / "training.png")
     assert (tmp_path / "training.png").stat().st_size > 0
+
+
+def test_every_evaluation_is_of_the_same_windows(model: Model, tmp_path: Path) -> None:
+    text, _ = corpus(tmp_path)
+    first, second = (train_dsa.evaluate(model, text, 2, 600) for _ in range(2))
+    assert first == second
+    assert set(train_dsa.perplexities(first)) == {"perplexity_dense", "perplexity_sparse"}
+    text.windows(1, 600, 1.0)
+    assert train_dsa.evaluate(model, text, 2, 600) == first
+
+
+def test_traces_name_the_layers_that_select(tmp_path: Path) -> None:
+    """Where four layers share an indexer, from the second on."""
+    shape = Shape(num_hidden_layers=6, index_topk_freq=4)
+    (tmp_path / "config.json").write_text(json.dumps(shape.hf_config(4096)))
+    assert load_shape(tmp_path) == shape
+    positions = np.random.default_rng(0).permuted(np.tile(np.arange(600), (1, 4, 8, 1)), axis=-1).astype(np.uint16)
+    recorded = {"positions": positions[..., : 2 * shape.index_topk], "tokens": np.zeros((1, 701)), "top_k": 256}
+    np.savez(tmp_path / "selections.npz", **recorded)
+    traces.main(tmp_path / "selections.npz", tmp_path, tmp_path / "some.trace", num_steps=8)
+    assert Trace.read(tmp_path / "some.trace").layers == ("0", "1", "5", "draft")
 
 
 def test_ranked_positions_are_those_of_the_indexer(model: Model, tokens: torch.Tensor) -> None:
