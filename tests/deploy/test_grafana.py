@@ -88,7 +88,7 @@ def test_dashboard_shows_what_operators_ask_for():
     titles = " ".join(panel["title"].lower() for panel in DASHBOARD["panels"])
     wanted = ("hit rate", "pcie, host to device", "pcie, device to host", "host pool in use", "waiting", "preemptions")
     wanted += ("transfer time", "failures", "inter-token latency", "time to first token", "running requests per role")
-    wanted += ("tier hits", "tier bytes", "tier speed", "blocks loaded and lost", "tier failures")
+    wanted += ("accepted drafts", "tier hits", "tier bytes", "tier speed", "blocks loaded and lost", "tier failures")
     assert [title for title in wanted if title not in titles] == []
 
 
