@@ -25,6 +25,7 @@ COUNTS = (
     "turns",
     "resets",
     "rejected drafts",
+    "rejected in flight",
 )
 WORLDS_OF_A_SEED = 1_000_000
 
