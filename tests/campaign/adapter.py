@@ -281,6 +281,7 @@ def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KV
     config.cache_config.num_gpu_blocks = sizes.num_device_blocks
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = configuration.is_async
+    config.scheduler_config.enable_chunked_prefill = True  # whatever the platform prefers
     config.scheduler_config.policy = SchedulingPolicy(sizes.policy).value
     config.scheduler_config.max_num_seqs = sizes.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = sizes.token_budget
