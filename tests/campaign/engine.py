@@ -47,6 +47,7 @@ class Engine:
         self.scheduler.needs_kv_cache_zeroing = rng.random() < 0.7
         self._device_share, self._nixl_share = rng.choice((0.3, 0.6, 0.9)), rng.choice((0.3, 0.7, 1.0))
         shared, zeroes_first = HostMemory(), rng.random() < 0.5
+        self.scheduler.use_v2_model_runner = zeroes_first
         self.ranks = [
             Rank(
                 index,

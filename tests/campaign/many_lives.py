@@ -12,7 +12,12 @@ from .configuration import Configuration
 from .lives import Result, run_world, world_seeds
 
 # Lives are the same whatever vLLM is built for, and as often as they are run.
-ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # a world draws which one its scheduler works for
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def run_many_lives(
