@@ -140,9 +140,9 @@ class Engine:
         self._in_flight.appendleft(step)
 
     def _finish(self, on_wait: Callable[[], None]) -> None:
-        """NOTE: nothing waits for the device in a step without a batch."""
+        """NOTE: nothing waits for the device in a step without a batch, unless it is told to."""
         step = self._in_flight.pop()
-        if step.batch:
+        if step.batch or step.metadata.waits_for_tail_saves:
             for rank in self.ranks:
                 rank.finish(step.number)
         on_wait()
