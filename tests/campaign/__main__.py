@@ -16,12 +16,21 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # before vLLM is import
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from benchmarks.common import RESULTS, show, write_result
 
 from .configuration import CONFIGURATIONS
-from .lives import Result, run_lives
+from .lives import Result
+from .many_lives import run_many_lives
 
 Row = dict[str, Any]
 
@@ -54,21 +63,28 @@ def campaign(
     part: Annotated[list[Part], typer.Option(help="What to run; repeatable.")] = list(Part),  # noqa: B006
     lives: Annotated[int, typer.Option(min=1, help="Requests of each configuration.")] = 10_000,
     seed: Annotated[int, typer.Option(min=0, help="Of the worlds they live in.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes for lives. Default: one per core.")] = None,
+    lives_minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="End the lives after this time, with those that were lived.")
+    ] = None,
     kill_points: Annotated[int, typer.Option(min=1, help="Times that each engine is killed.")] = 20,
     minutes: Annotated[float, typer.Option(min=0.1, help="Of load on a full host pool.")] = 10.0,
     disconnects: Annotated[int, typer.Option(min=1, help="Clients that leave early.")] = 50,
-    resume: Annotated[bool, typer.Option("--resume", help="Run only what the output file lacks.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only what the output file lacks; fewer lives count as none.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="Result file; its rows of what is not run stay.")] = RESULTS
     / "cpu"
     / "campaign.json",
 ) -> None:
     """Look for requests that read another's KV, end an engine or leave blocks behind."""
     rows = {_name(row): row for row in json.loads(output.read_text())["rows"]} if output.exists() else {}
-    known = set(rows) if resume else set()
+    known = {name for name, row in rows.items() if row.get("lives", lives) >= lives} if resume else set()
     with _progress() as progress:
         measured = []
         if Part.LIVES in part:
-            measured.append(_run_lives(progress, lives, seed, known))
+            limit = None if lives_minutes is None else 60 * lives_minutes
+            measured.append(_run_lives(progress, known, lives, seed, jobs or len(os.sched_getaffinity(0)), limit))
         if Part.FAULTS in part:
             measured.append(_run_faults(progress, kill_points, minutes, disconnects, known))
         for row in (row for rows_of_part in measured for row in rows_of_part):
@@ -80,18 +96,22 @@ def campaign(
         raise typer.Exit(1)
 
 
-def _run_lives(progress: Progress, lives: int, seed: int, known: set[str]) -> Iterator[Row]:
-    for configuration in CONFIGURATIONS:
-        if configuration.name in known:
-            continue
-        task = progress.add_task(configuration.name, total=lives)
+def _run_lives(
+    progress: Progress, known: set[str], lives: int, seed: int, num_jobs: int, seconds: float | None
+) -> Iterator[Row]:
+    configurations = [configuration for configuration in CONFIGURATIONS if configuration.name not in known]
+    tasks: dict[str, TaskID] = {}
 
-        def show_progress(result: Result, task=task) -> None:
-            progress.update(task, completed=min(result.counts["lives"], lives))
+    def show_progress(result: Result) -> None:
+        name = result.configuration.name
+        if name not in tasks:
+            tasks[name] = progress.add_task(name, total=lives)
+        progress.update(tasks[name], completed=min(result.counts["lives"], lives))
 
-        result = run_lives(configuration, lives, seed, show_progress)
+    for result in run_many_lives(configurations, lives, seed, num_jobs, seconds, show_progress):
         for violation in result.violations:
-            console.print(f"{configuration.name}, seed {violation.seed}: {violation.message} ({violation.where})")
+            name = result.configuration.name
+            console.print(f"{name}, seed {violation.seed}: {violation.message} ({violation.where})")
         yield result.row()
 
 

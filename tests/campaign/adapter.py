@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.layout import KVLayout
 
+from .checks import check
 from .configuration import BLOCK_SIZE, DEVICE_BUFFER_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN, Configuration
 from .rank import BatchEntry, HostMemory
 from .texts import Text
@@ -46,6 +47,7 @@ MODEL = (
 )  # its configuration only; no weights are read
 CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "code-dsa"  # with a draft layer
 NUM_LAYERS = 2
+Drafter = Callable[[list[int], int], list[int]]  # known tokens, placeholders -> drafts, perhaps fewer
 _LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches")
 _LEDGER += ("_changed", "hot_tables", "_released", "_tail_saves")
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -77,7 +79,7 @@ class Product:
     """vLLM's scheduler with the product's scheduler half in it."""
 
     def __init__(self, configuration: Configuration, sizes: Sizes):
-        self.num_device_blocks = sizes.num_device_blocks
+        self.num_device_blocks, self.is_async = sizes.num_device_blocks, configuration.is_async
         kv_cache_config = _kv_cache_config(sizes.num_device_blocks, configuration)
         self.vllm_config = _vllm_config(configuration, sizes, kv_cache_config)
         scheduler_class = AsyncScheduler if configuration.is_async else Scheduler
@@ -105,10 +107,22 @@ class Product:
         worker.config = HiSparseConfig.from_vllm_config(self.vllm_config)
         return worker._shape(self.num_device_blocks).num_requests
 
-    def batch(self, output: SchedulerOutput) -> list[BatchEntry]:
-        """What a step computes, read right after it was scheduled."""
+    def batch(self, output: SchedulerOutput, before: Sequence[BatchEntry], drafter: Drafter) -> list[BatchEntry]:
+        """What a step computes, read right after it was scheduled.
+
+        Args:
+            output: the step.
+            before: what the step in flight computes.
+            drafter: drafts for this step, if the scheduler leaves that to the worker.
+        """
+        restarted = {request.req_id for request in output.scheduled_new_reqs}
+        restarted |= output.scheduled_cached_reqs.resumed_req_ids
+        in_flight = {entry.request_id: entry for entry in before if entry.request_id not in restarted}
         drafts = output.scheduled_spec_decode_tokens
-        return [self._entry(name, num, drafts.get(name, [])) for name, num in output.num_scheduled_tokens.items()]
+        return [
+            self._entry(name, num, drafts.get(name, []), in_flight.get(name), drafter)
+            for name, num in output.num_scheduled_tokens.items()
+        ]
 
     def take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Tokens that requests verify in their next steps."""
@@ -155,20 +169,34 @@ class Product:
         pool = self.half.host_pool
         return f"{requests}, host blocks: {pool.num_free} free, {pool.num_cached} cached, {pool.num_used} used"
 
-    def _entry(self, request_id: str, num_tokens: int, drafts: list[int]) -> BatchEntry:
+    def _entry(
+        self, request_id: str, num_tokens: int, drafts: list[int], in_flight: BatchEntry | None, drafter: Drafter
+    ) -> BatchEntry:
+        """NOTE: the scheduler counts the drafts of a step in flight as accepted; the device knows better."""
         request, groups = self.scheduler.requests[request_id], self.half.groups
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         resident_id = groups.resident_group_id
-        last = request.num_computed_tokens
+        num_corrected = in_flight.num_rejected if in_flight else 0
+        last = request.num_computed_tokens - num_corrected
+        num_placeholders, num_known = len(drafts), last - len(drafts)
+        text, samples = Text(request._all_token_ids, num_known), not request.is_prefill_chunk
+        num_pending = len(in_flight.sampled()) if in_flight else 0
+        num_tokens_known = request.num_tokens + num_pending
+        is_right = not samples or num_known == num_tokens_known
+        check(is_right, f"{request_id}: {num_known} tokens without drafts are computed, {num_tokens_known} are known")
+        if self.is_async and drafts:
+            drafts = drafter(text.token_ids[:num_known], num_placeholders)
         return BatchEntry(
             request_id,
             last - num_tokens,
-            last,
+            num_known + len(drafts),
             block_ids[groups.hot_group_id][0],
             [] if resident_id is None else list(block_ids[resident_id]),
-            Text([*request._all_token_ids, *drafts], last),
-            not request.is_prefill_chunk,
+            Text([*text.token_ids, *drafts] if drafts else text.token_ids),
+            samples,
             len(drafts),
+            num_placeholders - len(drafts),
+            num_corrected,
         )
 
     def _owned_device_blocks(self) -> Iterator[Any]:
@@ -253,6 +281,7 @@ def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KV
     config.cache_config.num_gpu_blocks = sizes.num_device_blocks
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = configuration.is_async
+    config.scheduler_config.enable_chunked_prefill = True  # whatever the platform prefers
     config.scheduler_config.policy = SchedulingPolicy(sizes.policy).value
     config.scheduler_config.max_num_seqs = sizes.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = sizes.token_budget

@@ -29,7 +29,8 @@ class Configuration:
         malformed_share: of remote prompts, those whose transfer parameters are damaged.
         has_tier: whether there is a tier below the host pool; engines share it.
         lends_blocks: whether there are more device blocks than requests need, at times.
-        num_drafts: tokens that are drafted at most for a request's next step, and verified there.
+        num_drafts: tokens that are drafted at most for a request's next step, and verified there. With two batches in
+            flight, the scheduler schedules placeholders, and learns later which were rejected.
         has_draft_layer: whether a layer with KV of its own on the device drafts them, after a step's forward.
     """
 
@@ -84,4 +85,12 @@ CONFIGURATIONS = (
     _pd("drafts, sync, P/D", is_async=False, num_drafts=3, sibling_share=0.2),
     Configuration("draft layer, sync, sessions", is_async=False, num_drafts=2, has_draft_layer=True, has_sessions=True),
     _pd("draft layer, sync, P/D, tier", is_async=False, num_drafts=3, has_draft_layer=True, has_tier=True),
+    Configuration("drafts", num_drafts=3),
+    Configuration("drafts, sessions, tier", num_drafts=2, has_sessions=True, has_tier=True),
+    _pd("drafts, P/D", num_drafts=3, sibling_share=0.2),
+    Configuration("draft layer", num_drafts=3, has_draft_layer=True),
+    Configuration(
+        "draft layer, sessions, spare blocks", num_drafts=2, has_draft_layer=True, has_sessions=True, lends_blocks=True
+    ),
+    _pd("draft layer, P/D, data parallel, tier", num_drafts=3, has_draft_layer=True, has_tier=True, num_engines=2),
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.kv_manager.scheduler import hot_block_manager
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
+from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
 from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
@@ -124,6 +127,39 @@ def certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts count as computed before they are accepted, and for good."""
     monkeypatch.setattr(AdmittedRequest, "keep_saved", lambda self, num_blocks: None)
     monkeypatch.setattr(RequestLedger, "has_drafts", property(lambda self: False, lambda self, has_drafts: None), False)
+
+
+def accepted_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of a step in flight count as accepted: their blocks are saved, and published when their tokens come."""
+
+    class Optimistic:
+        def __init__(self, request: Request):
+            self.request = request
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.request, name)
+
+        @property
+        def num_tokens(self) -> int:
+            return self.request.num_tokens + self.request.num_output_placeholders
+
+    add_changes = RequestLedger._add_changes
+    monkeypatch.setattr(
+        RequestLedger,
+        "_add_changes",
+        lambda self, changes, request, *args: add_changes(self, changes, Optimistic(request), *args),
+    )
+
+
+def forgotten_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session whose turn is over counts no step in flight as computed, though vLLM takes it off itself."""
+
+    def num_computed_tokens(session: DraftingSession) -> int:
+        num_tokens = session.__dict__["num_computed_tokens"]
+        return num_tokens if session.status == RequestStatus.RUNNING else min(num_tokens, session.num_tokens - 1)
+
+    setter = DraftingSession.num_computed_tokens.fset
+    monkeypatch.setattr(DraftingSession, "num_computed_tokens", property(num_computed_tokens, setter))
 
 
 def undrafted_saves(monkeypatch: pytest.MonkeyPatch) -> None:

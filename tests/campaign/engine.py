@@ -41,11 +41,13 @@ class Engine:
         stored_blocks: dict[bytes, bytes],
     ):
         self.rng, self.counts, self.num_drafts = rng, counts, configuration.num_drafts
+        self.is_async, self.has_draft_layer = configuration.is_async, configuration.has_draft_layer
         self.product = Product(configuration, sizes)
         self.scheduler = self.product.scheduler
         self.scheduler.needs_kv_cache_zeroing = rng.random() < 0.7
         self._device_share, self._nixl_share = rng.choice((0.3, 0.6, 0.9)), rng.choice((0.3, 0.7, 1.0))
         shared, zeroes_first = HostMemory(), rng.random() < 0.5
+        self.scheduler.use_v2_model_runner = zeroes_first
         self.ranks = [
             Rank(
                 index,
@@ -53,7 +55,7 @@ class Engine:
                 self.product.num_tables(),
                 -(-MAX_MODEL_LEN // BLOCK_SIZE),
                 zeroes_first,
-                configuration.has_draft_layer,
+                configuration.num_drafts if configuration.has_draft_layer else 0,
             )
             for index in range(configuration.num_ranks)
         ]
@@ -124,7 +126,9 @@ class Engine:
         num_preemptions = self._num_preemptions()
         output = self.scheduler.schedule()
         self.counts["preemptions"] += self._num_preemptions() - num_preemptions
-        step = Step(next(self._numbers), output, self.product.batch(output))
+        before = self._in_flight[0].batch if self._in_flight else ()
+        step = Step(next(self._numbers), output, self.product.batch(output, before, self._draft_in_flight))
+        self.counts["rejected in flight"] += sum(entry.num_corrected for entry in step.batch)
         self.counts["tail saves"] += len(step.metadata.tail_saves)
         self.counts["restores"] += len(step.metadata.restores)
         for rank in self.ranks:
@@ -136,14 +140,14 @@ class Engine:
         self._in_flight.appendleft(step)
 
     def _finish(self, on_wait: Callable[[], None]) -> None:
-        """NOTE: nothing waits for the device in a step without a batch."""
+        """NOTE: nothing waits for the device in a step without a batch, unless it is told to."""
         step = self._in_flight.pop()
-        if step.batch:
+        if step.batch or step.metadata.waits_for_tail_saves:
             for rank in self.ranks:
                 rank.finish(step.number)
         on_wait()
         self.scheduler.update_from_output(step.output, self._model_output(step))
-        if self.num_drafts:
+        if self.num_drafts and not self.is_async:
             self.product.take_drafts({entry.request_id: self._draft(entry.request_id) for entry in step.batch})
         for entry in step.batch:
             request = self.scheduler.requests.get(entry.request_id)
@@ -153,8 +157,7 @@ class Engine:
     def _model_output(self, step: Step) -> ModelRunnerOutput:
         ids = [entry.request_id for entry in step.batch]
         sampled = [entry.sampled() for entry in step.batch]
-        for entry, tokens in zip(step.batch, sampled, strict=True):
-            self.counts["rejected drafts"] += entry.num_drafts + 1 - len(tokens) if entry.samples else 0
+        self.counts["rejected drafts"] += sum(entry.num_rejected for entry in step.batch)
         outputs = [
             ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=result)
             for result in step.results
@@ -162,12 +165,20 @@ class Engine:
         return self._aggregator.aggregate(outputs)
 
     def _draft(self, request_id: str) -> list[int]:
-        """Any number of tokens, most of which the model would say."""
+        """What the scheduler is told, if it waits for the drafts of one step before it schedules the next."""
         request = self.scheduler.requests.get(request_id)
         if request is None or not request.all_token_ids:
             return []
-        known = request.all_token_ids
-        drafts = Text(known, len(known) + self.rng.randint(0, self.num_drafts)).token_ids[len(known) :]
+        return self._drafts(list(request.all_token_ids), self.rng.randint(0, self.num_drafts))
+
+    def _draft_in_flight(self, token_ids: list[int], num_placeholders: int) -> list[int]:
+        """What the worker drafts while the scheduler knows placeholders: a layer as many, looking them up may fail."""
+        num_drafts = num_placeholders if self.has_draft_layer else self.rng.randint(0, num_placeholders)
+        return self._drafts(token_ids, num_drafts)
+
+    def _drafts(self, token_ids: list[int], num_drafts: int) -> list[int]:
+        """Tokens most of which the model would say."""
+        drafts = Text(token_ids, len(token_ids) + num_drafts).token_ids[len(token_ids) :]
         return [self.rng.randrange(NUM_OUTPUT_TOKENS) if self.rng.random() < 0.4 else token for token in drafts]
 
     def _num_preemptions(self) -> int:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .checks import Finding, check
-from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, ROWS_PER_HOT_BLOCK
-from .texts import NEVER_WRITTEN, ZEROED, Row, Text, undrafted
+from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN, ROWS_PER_HOT_BLOCK
+from .texts import DRAFTED_AHEAD, NEVER_WRITTEN, ZEROED, Row, Text, undrafted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,9 +48,11 @@ class BatchEntry:
     Attributes:
         handle: its first hot block.
         device_ids: its device-resident blocks.
-        text: its tokens as known when the step is scheduled, then its drafts, continued to `last`.
+        text: its tokens as known when the step runs, then its drafts, continued to `last`.
         samples: whether the step yields a token.
         num_drafts: how many of its tokens were drafted.
+        num_undrafted: tokens that the scheduler has scheduled for drafts, but nothing was drafted.
+        num_corrected: rejected drafts of the step before, which the scheduler counted as computed.
     """
 
     request_id: str
@@ -61,6 +63,13 @@ class BatchEntry:
     text: Text
     samples: bool
     num_drafts: int = 0
+    num_undrafted: int = 0
+    num_corrected: int = 0
+
+    @property
+    def num_rejected(self) -> int:
+        """Tokens that the scheduler has scheduled and that it learns were not computed."""
+        return self.num_undrafted + self.num_drafts + 1 - len(self.sampled()) if self.samples else 0
 
     def sampled(self) -> list[int]:
         """The tokens that the step yields: drafts that are the model's, and one more."""
@@ -97,7 +106,7 @@ class Rank:
         host: the host pool it reads and writes, shared or its own.
         num_tables: requests whose state the worker half has room for.
         zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
-        has_draft_layer: whether one runs after the forward and the saves.
+        num_draft_passes: how often a draft layer runs after the forward and the saves; 0: there is none.
     """
 
     def __init__(
@@ -107,9 +116,9 @@ class Rank:
         num_tables: int,
         max_blocks: int,
         zeroes_first: bool,
-        has_draft_layer: bool = False,
+        num_draft_passes: int = 0,
     ):
-        self.index, self.host, self.zeroes_first, self.has_draft_layer = index, host, zeroes_first, has_draft_layer
+        self.index, self.host, self.zeroes_first, self.num_draft_passes = index, host, zeroes_first, num_draft_passes
         self.num_tables, self.max_blocks = num_tables, max_blocks
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
@@ -138,9 +147,10 @@ class Rank:
             self._enqueue(step, partial(self._read_keys, step))
             self._enqueue(step, self._end_forward)
         self._enqueue(step, partial(self._copy_to_host, metadata.saves))
-        if self.has_draft_layer:
+        if self.num_draft_passes:
             self._enqueue(step, partial(self._write_drafts, step))
             self._enqueue(step, partial(self._read_drafts, step))
+            self._enqueue(step, partial(self._draft_ahead, step))
 
     def run_one(self) -> None:
         _, work = self._queue.popleft()
@@ -215,12 +225,21 @@ class Rank:
                 row = entry.text.rows[position]
                 self.host.rows[_place(self.tables[entry.handle], position)] = row
                 if entry.device_ids:
-                    self.keys[_place(entry.device_ids, position)] = undrafted(row) if self.has_draft_layer else row
+                    self.keys[_place(entry.device_ids, position)] = undrafted(row) if self.num_draft_passes else row
 
     def _write_drafts(self, step: Step) -> None:
         for entry in step.batch:
             for position in range(entry.first, entry.last):
                 self.keys[_place(entry.device_ids, position)] = entry.text.rows[position]
+
+    def _draft_ahead(self, step: Step) -> None:
+        """Passes after the first write beyond the tokens that are known by then."""
+        for entry in step.batch:
+            num_known = entry.last - (entry.num_drafts + 1 - len(entry.sampled()) if entry.samples else 0)
+            for position in range(num_known, min(num_known + self.num_draft_passes - 1, MAX_MODEL_LEN)):
+                has_room = position < len(entry.device_ids) * BLOCK_SIZE
+                check(has_room, f"{step.reads(entry, self)}: no block for the draft layer at {position}")
+                self.keys[_place(entry.device_ids, position)] = DRAFTED_AHEAD
 
     def _read_keys(self, step: Step) -> None:
         """NOTE: after all of the step's keys are written: vLLM shares blocks within a step."""

@@ -30,9 +30,19 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.certain_drafts, "drafts, sync", "indexer key"),
         (damage.one_unsaved_block, "drafts, sync", "indexer key"),
         (damage.undrafted_saves, "draft layer, sync, sessions", "draft layer's row"),
+        (damage.accepted_in_flight, "drafts", "indexer key"),
+        (damage.accepted_in_flight, "draft layer", "draft layer's row"),
+        (damage.forgotten_placeholders, "draft layer, sessions, spare blocks", "host row"),
     ],
 )
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:
     plant(monkeypatch)
     result = run_lives(BY_NAME[name], LIVES)
     assert any(message in violation.message for violation in result.violations)
+
+
+@pytest.mark.parametrize("plant", [damage.accepted_in_flight, damage.forgotten_placeholders])
+def test_only_drafts_in_flight_find_it(monkeypatch: pytest.MonkeyPatch, plant: Callable) -> None:
+    plant(monkeypatch)
+    for name in ("drafts, sync, sessions, tier", "draft layer, sync, sessions", "one instance, sessions"):
+        assert not run_lives(BY_NAME[name], LIVES // 4).violations

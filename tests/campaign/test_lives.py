@@ -19,6 +19,8 @@ def test_lives(configuration: Configuration) -> None:
     assert not configuration.is_pd or happened["failures"] > 50
     assert not configuration.has_sessions or happened["turns"] > 300
     assert not configuration.num_drafts or happened["rejected drafts"] > 1000
+    has_drafts_in_flight = bool(configuration.num_drafts and configuration.is_async)
+    assert (happened["rejected in flight"] > 500) == has_drafts_in_flight == bool(happened["rejected in flight"])
 
 
 def test_a_seed_names_a_world() -> None:

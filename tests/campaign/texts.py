@@ -7,6 +7,7 @@ from collections.abc import Sequence
 Row = int | str | tuple[str, int]  # which prefix a row belongs to, or why it belongs to none
 
 NEVER_WRITTEN, ZEROED, BEYOND_PROMPT = "never written", "zeroed", "beyond the remote prompt"
+DRAFTED_AHEAD = "of a token that was only drafted"
 NUM_OUTPUT_TOKENS = 5  # few, so that requests with one prompt share their answers, too
 STOP_TOKEN = 4
 
