@@ -543,6 +543,15 @@ def test_refuses_sizes_beyond_the_kernels(algorithm: str, option: str, value: in
     check_parts(message, option, str(value), f"at most {most} on cuda", "Lower it")
 
 
+@pytest.mark.parametrize(("algorithm", "most"), [("quest", 7), ("oracle", 3)])
+def test_refuses_drafts_whose_units_are_too_many_for_the_kernels(algorithm: str, most: int) -> None:
+    extra, device = {"algorithm": algorithm, "top_k": 2048}, {"device_config__device_type": "cuda"}
+    assert HiSparseConfig.from_vllm_config(dense_engine(extra, **device, **drafts(num_speculative_tokens=most))).top_k
+    message = dense_refusal(extra, **device, **drafts(num_speculative_tokens=most + 1))
+    option = "--speculative-config num_speculative_tokens"
+    check_parts(message, option, str(most + 1), f"at most {most} on cuda", "Lower it")
+
+
 def test_refuses_subspaces_that_do_not_divide_a_key() -> None:
     extra = {"algorithm": "pq_cache", "algorithm_options": {"num_subspaces": 3}}
     config = HiSparseConfig.from_vllm_config(dense_engine(extra))

@@ -101,9 +101,8 @@ class RequestLedger:
         has_draft_layers: bool = False,
     ):
         self.host_pool, self.block_size = host_pool, host_pool.block_size
-        self.max_num_running, self.enable_caching = max_num_running, enable_caching
+        self.max_num_running, self.enable_caching, self.has_drafts = max_num_running, enable_caching, max_query_len > 1
         self.tracks_decodes, self.max_query_len, self.has_draft_layers = tracks_decodes, max_query_len, has_draft_layers
-        self.has_drafts = max_query_len > 1
         self.requests: dict[str, Request] = {}
         self.sessions: set[str] = set()
         self.admitted: dict[str, AdmittedRequest] = {}
