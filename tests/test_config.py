@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.config.utils import is_init_field
 
 from vllm_hisparse.algorithms.base import AttentionShape
+from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
 from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, HiSparseConfig, HiSparseConfigError
 
 GIB = {"host_pool_gib": 2.0}
@@ -271,12 +272,34 @@ def test_refuses_a_number_of_drafts_that_depends_on_the_batch() -> None:
     check_parts(refusal(**by_batch), option, "[[1, 8, 3], [9, 256, 1]]", "none: as many drafts", "Remove it.")
 
 
-def test_refuses_drafts_of_dense_models() -> None:
-    message, expected = (
-        dense_refusal({"algorithm": "quest"}, **drafts()),
-        "none with a dense model on cpu in this release",
-    )
-    check_parts(message, "--speculative-config method", "'ngram'", expected, "Remove --speculative-config.")
+@pytest.mark.parametrize(
+    ("method", "changes", "expected"),
+    [
+        ("mtp", {}, "ngram with a dense model on cpu in this release"),
+        ("eagle3", {}, "ngram with a dense model on cpu in this release"),
+        (
+            "eagle",
+            {"device_config__device_type": "cuda"},
+            "ngram or ngram_gpu with a dense model on cuda in this release",
+        ),
+    ],
+)
+def test_refuses_drafts_of_dense_models_that_need_a_draft_model(
+    method: str, changes: dict[str, Any], expected: str
+) -> None:
+    message = dense_refusal({"algorithm": "quest"}, **changes, **drafts(method))
+    check_parts(message, "--speculative-config method", repr(method), expected, "Remove --speculative-config.")
+
+
+class Unforgetting(StreamingLLM):
+    forgets_drafts = False
+
+
+def test_refuses_drafts_that_an_algorithm_does_not_forget() -> None:
+    name = f"{__name__}.Unforgetting"
+    message, option = dense_refusal({"algorithm": name}, **drafts()), "--speculative-config method"
+    expected = f"none with algorithm '{name}', which does not forget rejected drafts (forgets_drafts)"
+    check_parts(message, option, "'ngram'", expected, "Remove --speculative-config, or choose another algorithm.")
 
 
 def test_the_buffer_holds_the_selections_of_all_drafts() -> None:
@@ -518,6 +541,15 @@ def test_refuses_models_without_hot_buffers_on_cuda(make: Callable[..., SimpleNa
 def test_refuses_sizes_beyond_the_kernels(algorithm: str, option: str, value: int, most: int) -> None:
     message = dense_refusal({"algorithm": algorithm, option: value}, device_config__device_type="cuda")
     check_parts(message, option, str(value), f"at most {most} on cuda", "Lower it")
+
+
+@pytest.mark.parametrize(("algorithm", "most"), [("quest", 7), ("oracle", 3)])
+def test_refuses_drafts_whose_units_are_too_many_for_the_kernels(algorithm: str, most: int) -> None:
+    extra, device = {"algorithm": algorithm, "top_k": 2048}, {"device_config__device_type": "cuda"}
+    assert HiSparseConfig.from_vllm_config(dense_engine(extra, **device, **drafts(num_speculative_tokens=most))).top_k
+    message = dense_refusal(extra, **device, **drafts(num_speculative_tokens=most + 1))
+    option = "--speculative-config num_speculative_tokens"
+    check_parts(message, option, str(most + 1), f"at most {most} on cuda", "Lower it")
 
 
 def test_refuses_subspaces_that_do_not_divide_a_key() -> None:

@@ -31,7 +31,8 @@ CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
-DRAFT_METHODS = {"cpu": ("mtp", "ngram"), "cuda": ("mtp", "ngram", "ngram_gpu")}  # `--speculative-config`; DSA models
+DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
+DSA_DRAFT_METHODS = ("mtp",)  # in addition
 
 # Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(
@@ -160,12 +161,13 @@ class HiSparseConfig(BaseModel):
         """Supported values of `--kv-cache-dtype` on a device ("cpu" or "cuda")."""
         return KV_CACHE_DTYPES[device] + (DSA_KV_CACHE_DTYPES[device] if self.dense_unit is None else ())
 
-    def make_algorithm(self, shape: AttentionShape, max_tokens: int) -> SparseAlgorithm:
+    def make_algorithm(self, shape: AttentionShape, max_tokens: int, max_query_len: int = 1) -> SparseAlgorithm:
         """Create the algorithm; the defaults must be filled in.
 
         Args:
             shape: the layers it serves.
             max_tokens: tokens of the longest request.
+            max_query_len: tokens that a decoding request computes in a step.
 
         Raises:
             HiSparseConfigError: the options do not fit the model.
@@ -176,7 +178,7 @@ class HiSparseConfig(BaseModel):
             raise HiSparseConfigError(
                 "algorithm_options", self.algorithm_options, reason, "Correct algorithm_options for this model."
             )
-        return self.algorithm_class(self.parsed_options, shape, self.top_k, max_tokens)
+        return self.algorithm_class(self.parsed_options, shape, self.top_k, max_tokens, max_query_len)
 
     @property
     def rows(self) -> int:
@@ -353,11 +355,18 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
 def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse drafts that cannot be verified over hot buffers."""
     device, method = vllm_config.device_config.device_type, vllm_config.speculative_config.method
-    methods = DRAFT_METHODS[device] if config.dense_unit is None else ()
+    methods = (*(DSA_DRAFT_METHODS if config.dense_unit is None else ()), *DRAFT_METHODS[device])
     if method not in methods:
         kind = "a DSA model" if config.dense_unit is None else "a dense model"
-        expected = f"{' or '.join(methods) or 'none'} with {kind} on {device} in this release"
+        expected = f"{' or '.join(methods)} with {kind} on {device} in this release"
         raise HiSparseConfigError("--speculative-config method", method, expected, "Remove --speculative-config.")
+    if not config.algorithm_class.forgets_drafts:
+        raise HiSparseConfigError(
+            "--speculative-config method",
+            method,
+            f"none with algorithm '{config.algorithm}', which does not forget rejected drafts (forgets_drafts)",
+            "Remove --speculative-config, or choose another algorithm.",
+        )
     by_batch = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
     if by_batch is not None:
         raise HiSparseConfigError(
@@ -470,7 +479,7 @@ def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> No
     from vllm_hisparse.ops.cuda_ops import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
 
     max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # with room for those that are reserved
-    max_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS // top_k) - 1
+    max_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
     for option, value, most in (
         ("top_k", top_k, MAX_TOP_K * unit),
         ("device_buffer_size", rows, max_rows * unit),

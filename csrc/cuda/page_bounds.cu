@@ -16,6 +16,13 @@ struct PageBounds {
     int32_t page_size;
 };
 
+// Bounds of a page after its key at a position, at that modulo `count`.
+struct LatestBounds {
+    void* minima;   // [num_requests, count, num_heads, head_size]; null where the count is 0
+    void* maxima;   // [num_requests, count, num_heads, head_size]; null where the count is 0
+    int32_t count;  // 0: a new key comes after all keys of its page
+};
+
 namespace {
 
 constexpr int kBoundThreads = 256;
@@ -35,6 +42,7 @@ union Vector {
 template <typename T>
 __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const PageBounds bounds,
+    const LatestBounds latest,
     const int64_t* __restrict__ request_indices,  // [batch]
     const int64_t* __restrict__ positions,        // [batch]
     const T* __restrict__ keys,                   // [batch, num_heads, head_size], tokens key_stride elements apart
@@ -52,9 +60,20 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     auto minima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.minima) + at);
     auto maxima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.maxima) + at);
     low.bits = high.bits = key.bits;
+    // Where bounds after a position are kept, in both tensors.
+    const auto kept_at = [&](int64_t after) {
+        const int64_t entry = request_indices[batch_index] * latest.count + after % latest.count;
+        return (entry * bounds.num_heads + head) * bounds.head_size + first;
+    };
     if (position % bounds.page_size != 0) {
-        low.bits = *minima;
-        high.bits = *maxima;
+        if (latest.count == 0) {
+            low.bits = *minima;
+            high.bits = *maxima;
+        } else {
+            const int64_t before = kept_at(position - 1);
+            low.bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(latest.minima) + before);
+            high.bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(latest.maxima) + before);
+        }
 #pragma unroll
         for (int i = 0; i < kLaneElements; ++i) {
             low.elements[i] = __hmin(low.elements[i], key.elements[i]);
@@ -63,6 +82,10 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     }
     *minima = low.bits;
     *maxima = high.bits;
+    if (latest.count == 0) return;
+    const int64_t own = kept_at(position);
+    *reinterpret_cast<uint4*>(static_cast<T*>(latest.minima) + own) = low.bits;
+    *reinterpret_cast<uint4*>(static_cast<T*>(latest.maxima) + own) = high.bits;
 }
 
 // One thread block per request, KV head and kPagesPerBlock pages; `lanes` lanes of a warp share a page.
@@ -117,12 +140,12 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
 
 template <typename T>
 cudaError_t update_page_bounds(
-    const PageBounds& bounds, const int64_t* request_indices, const int64_t* positions, const void* keys,
-    int64_t key_stride, int32_t batch, cudaStream_t stream
+    const PageBounds& bounds, const LatestBounds& latest, const int64_t* request_indices, const int64_t* positions,
+    const void* keys, int64_t key_stride, int32_t batch, cudaStream_t stream
 ) {
     const int num_blocks = (batch * bounds.num_heads * kWarpSize + kBoundThreads - 1) / kBoundThreads;
     update_page_bounds_kernel<T><<<num_blocks, kBoundThreads, 0, stream>>>(
-        bounds, request_indices, positions, static_cast<const T*>(keys), key_stride, batch
+        bounds, latest, request_indices, positions, static_cast<const T*>(keys), key_stride, batch
     );
     return cudaGetLastError();
 }
@@ -153,11 +176,15 @@ using namespace hisparse;
 
 // Take one new key per request into its page's bounds: `page_bounds.update`.
 //
+// latest_minima, latest_maxima: [num_requests, num_latest, num_heads, head_size]; null where num_latest is 0.
 // request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride
 // elements apart. is_bfloat16: else the type is float16. Returns cudaErrorInvalidValue for a head size that `PageBounds`
 // does not allow.
 extern "C" cudaError_t hisparse_update_page_bounds(
     const PageBounds* bounds,
+    void* latest_minima,
+    void* latest_maxima,
+    int32_t num_latest,
     const int64_t* request_indices,
     const int64_t* positions,
     const void* keys,
@@ -169,7 +196,8 @@ extern "C" cudaError_t hisparse_update_page_bounds(
     if (batch == 0) return cudaSuccess;
     if (!fits(*bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? update_page_bounds<__nv_bfloat16> : update_page_bounds<__half>;
-    return run(*bounds, request_indices, positions, keys, key_stride, batch, stream);
+    const LatestBounds latest{latest_minima, latest_maxima, num_latest};
+    return run(*bounds, latest, request_indices, positions, keys, key_stride, batch, stream);
 }
 
 // Upper bounds of the pages' scores: `page_bounds.scores`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.base import SparseAlgorithm, State
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 
 from .testing import (
@@ -33,8 +33,8 @@ SMALL_OPTIONS = {
 DENSE = list(SMALL_OPTIONS)
 
 
-def small(name: str, budget: int = 32) -> SparseAlgorithm:
-    return make(find_algorithm(name), budget, **SMALL_OPTIONS[name])
+def small(name: str, budget: int = 32, **sizes: int) -> SparseAlgorithm:
+    return make(find_algorithm(name), budget, **sizes, **SMALL_OPTIONS[name])
 
 
 def test_the_registry_knows_its_algorithms_by_name() -> None:
@@ -107,6 +107,69 @@ def test_chunks_and_single_tokens_give_the_state_of_one_chunk(name: str, cuts: l
     num_units = -(-90 // algorithm.tokens_per_unit)
     for field in whole:
         torch.testing.assert_close(pieces[field][ROW, :num_units], whole[field][ROW, :num_units])
+
+
+def selections_with_drafts(
+    algorithm: SparseAlgorithm, keys: torch.Tensor, num_prompt: int, accepted: list[int]
+) -> tuple[State, dict[int, list[set[int]]]]:
+    """What each token after the prompt selects if every step has as many tokens as it may, of which `accepted` stay
+    beside the first; the others have keys that stand out. Also the state after all of them."""
+    state, position, selected = represent(algorithm, keys[:num_prompt], num_prompt), num_prompt, {}
+    for step, num_accepted in enumerate(accepted):
+        for i in range(algorithm.max_query_len):
+            is_right = i <= num_accepted and position + i < len(keys)
+            key = keys[position + i][None] if is_right else random_keys(1, 1000 * step + i) * 30
+            algorithm.update_representations(state, torch.tensor([ROW]), key, torch.tensor([position + i]))
+            if is_right:
+                query = random_query(position + i)
+                selected[position + i] = chosen(retrieve(algorithm, state, query, position + i + 1))
+        position += 1 + num_accepted
+        if position >= len(keys):
+            break
+    return state, selected
+
+
+@pytest.mark.parametrize("name", DENSE)
+@settings(max_examples=15)
+@given(
+    num_prompt=st.integers(35, 55),
+    accepted=st.lists(st.integers(-1, 3), min_size=40, max_size=40),
+    max_query_len=st.sampled_from([2, 4]),
+)
+def test_rejected_tokens_leave_nothing_behind(
+    name: str, num_prompt: int, accepted: list[int], max_query_len: int
+) -> None:
+    """Every token selects what it would without drafts. -1: the step's first token, too, is computed again, as at the
+    end of a session's turn."""
+    keys, sizes = random_keys(80, num_prompt), {"budget": 16, "max_query_len": max_query_len}
+    algorithm, plain = small(name, **sizes), small(name, budget=16)
+    accepted = [min(num, max_query_len - 1) for num in accepted]
+    _, selected = selections_with_drafts(algorithm, keys, num_prompt, accepted)
+    _, expected = selections_with_drafts(plain, keys, num_prompt, [0] * 60)
+    assert selected.keys() <= expected.keys()
+    assert selected == {position: expected[position] for position in selected}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_state_after_rejected_tokens_is_that_without_them(name: str) -> None:
+    keys, algorithm, plain = random_keys(90), small(name, max_query_len=4), small(name)
+    # One more token after the last rejected ones, with which an algorithm may go back over them.
+    state, _ = selections_with_drafts(algorithm, keys[:89], 40, [0, 1, 3, 0, 0, 2, 1, 0] * 4)
+    algorithm.update_representations(state, torch.tensor([ROW]), keys[89:], torch.tensor([89]))
+    expected = represent(plain, keys, 40)
+    counts = {"minima": 23, "maxima": 23, "labels": 90, "codes": 90, "keys": 90, "codebooks": None}
+    counts |= {"centroids": int(expected.get("num_clusters", [0] * 4)[ROW]), "num_clusters": None}
+    for field in expected.keys() & counts.keys():
+        got, want = state[field][ROW], expected[field][ROW]
+        assert torch.equal(got[: counts[field]], want[: counts[field]]) if want.dim() else got == want, field
+    assert len(expected.keys() & counts.keys()) > 0 or name == "streaming_llm"
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_nothing_is_selected_in_an_empty_place(name: str) -> None:
+    algorithm = small(name)
+    state = represent(algorithm, random_keys(40), 40)
+    assert (retrieve(algorithm, state, random_query(), 0) == -1).all()
 
 
 @pytest.mark.parametrize("name", DENSE)

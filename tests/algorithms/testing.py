@@ -27,9 +27,13 @@ def random_query(seed: int = 1) -> torch.Tensor:
 
 
 def make(
-    algorithm: type[SparseAlgorithm], budget: int = 64, max_tokens: int = MAX_TOKENS, **options
+    algorithm: type[SparseAlgorithm],
+    budget: int = 64,
+    max_tokens: int = MAX_TOKENS,
+    max_query_len: int = 1,
+    **options,
 ) -> SparseAlgorithm:
-    return algorithm(algorithm.Options(**options), SHAPE, budget, max_tokens)
+    return algorithm(algorithm.Options(**options), SHAPE, budget, max_tokens, max_query_len)
 
 
 def poisoned_state(algorithm: SparseAlgorithm) -> State:

@@ -94,6 +94,65 @@ def test_evicted_units_come_back(models: dict[str, Path], tmp_path: Path) -> Non
     assert small["counters"]["cache_misses"] > large["counters"]["cache_misses"]
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFTS = {"speculative_config": NGRAM, "disable_log_stats": False}
+
+
+def repeating(num_tokens: int) -> list[int]:
+    """A prompt in which drafts are found; the model's replies follow some of them."""
+    pattern = make_prompt(17, num_tokens)
+    return (pattern * (num_tokens // len(pattern) + 1))[:num_tokens]
+
+
+def assert_some_are_rejected(record: dict[str, Any]) -> None:
+    assert 0 < record["drafts"]["accepted"] < record["drafts"]["drafted"]
+
+
+@pytest.mark.parametrize("algorithm", ["quest", "cluster_kv", "pq_cache", "oracle", "streaming_llm"])
+def test_drafts_with_a_budget_of_everything(models: dict[str, Path], tmp_path: Path, algorithm: str) -> None:
+    """Full KV's tokens without drafts, and its rate of accepted ones; in CUDA graphs where the algorithm can."""
+    kind, options = ALGORITHMS[algorithm]
+    size = {"token": 2048, "page": 8192}[kind]
+    lengths = [length for length in (1, 15, 17, 500, 1100, 1900, 3900, 6001, 8000) if length < size - MAX_TOKENS]
+    phase = {"prompts": [*map(repeating, lengths), *map(make_prompt, lengths)], "max_tokens": MAX_TOKENS}
+    extra = {"algorithm": algorithm, "top_k": size, "device_buffer_size": 4 * size, **options}
+    engines = {
+        "full": arguments_of(models["llama"]),
+        "full_drafts": arguments_of(models["llama"], **DRAFTS),
+        "hot": hot_args(models["llama"], extra, **arguments(**DRAFTS)),
+    }
+    started = {name: EngineRun.start(tmp_path, name, engine, [phase]) for name, engine in engines.items()}
+    full, full_drafts, hot = (started[name].phases()[0] for name in engines)
+    assert_same_but_ties(hot["completions"], full["completions"], full_drafts["completions"])
+    assert_pools_empty(hot)
+    assert_some_are_rejected(hot)
+    rates = [record["drafts"]["accepted"] / record["drafts"]["drafted"] for record in (hot, full_drafts)]
+    assert rates[0] == pytest.approx(rates[1], abs=0.08)
+
+
+@pytest.mark.parametrize("algorithm", ["quest", "pq_cache"])
+def test_drafts_where_the_algorithm_selects(models: dict[str, Path], tmp_path: Path, algorithm: str) -> None:
+    """The algorithm's tokens without drafts, over prompts larger than the buffer, and again from the prefix cache."""
+    lengths = [64, 777, 3000, 6000, 7000]
+    first = {"prompts": list(map(repeating, lengths)), "max_tokens": MAX_TOKENS}
+    second = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": MAX_TOKENS}
+    extra = {"algorithm": algorithm, "top_k": 512, "device_buffer_size": 2048}
+    started = {
+        name: EngineRun.start(
+            tmp_path,
+            name,
+            hot_args(models["llama"], extra, **arguments(enable_prefix_caching=True, **options)),
+            [first, second],
+        )
+        for name, options in (("plain", {}), ("drafts", DRAFTS))
+    }
+    for plain, record in zip(started["plain"].phases(), started["drafts"].phases(), strict=True):
+        assert_same_but_ties(record["completions"], plain["completions"])
+        assert_pools_empty(record)
+        assert_some_are_rejected(record)
+        assert record["counters"]["cache_misses"] > 0
+
+
 def test_preempted_requests_resume(models: dict[str, Path], tmp_path: Path) -> None:
     """The host pool runs out while requests decode."""
     phase = {"prompts": [make_prompt(length) for length in (2000, 2100, 2200)], "max_tokens": 200}

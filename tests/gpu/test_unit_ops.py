@@ -19,13 +19,16 @@ SIZES = [(1, 4, 64, 16), (8, 4, 128, 16), (2, 3, 64, 1), (8, 1, 256, 32)]  # KV 
 
 
 class Layer:
-    """Tables and rows of one layer on a device, the same for the same seed."""
+    """Tables and rows of one layer on a device, the same for the same seed; steps of one token or of up to four."""
 
-    def __init__(self, num_heads: int, num_hot_blocks: int, head_size: int, per_unit: int, device: str):
+    def __init__(self, num_heads: int, num_hot_blocks: int, head_size: int, per_unit: int, device: str, drafts: bool):
         generator = torch.Generator().manual_seed(num_heads * head_size + per_unit)
         self.num_heads, self.per_unit, self.device = num_heads, per_unit, torch.device(device)
         stride, units_per_block = num_heads * STRIDE_HEADS, 2
+        num_hot_blocks = max(num_hot_blocks, 3) if drafts else num_hot_blocks  # slots for the new units are reserved
         self.units_per_host_block = 4
+        self.max_query_len = 4 if drafts else 1
+        query_lens = torch.tensor([1, 4, 3, 2, 4, 2], dtype=torch.int32) if drafts else None
         seq_lens = torch.tensor([1, 17, 300, 0, 5, 64], dtype=torch.int32)
         handles = torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
         block_tables = (handles[:, None] + torch.arange(num_hot_blocks)).int()  # as vLLM has them
@@ -50,51 +53,64 @@ class Layer:
         self.hot = HotRows.from_cache(cache.to(device))
         self.host = host.bfloat16().pin_memory()
         self.key, self.value = (
-            torch.randn(2, NUM_REQUESTS, num_heads, head_size, generator=generator).bfloat16().to(device)
+            torch.randn(2, NUM_REQUESTS * self.max_query_len, num_heads, head_size, generator=generator)
+            .bfloat16()
+            .to(device)
         )
-        self.reload = torch.tensor([1, 0] * 60, dtype=torch.int32)[: len(host_tables)].to(device)
-        self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device)
+        before = torch.tensor([-1, 0, 1, 18, 297, 60] * 20, dtype=torch.int32) // per_unit  # of the step before
+        self.first_units = before[: len(host_tables)].contiguous().to(device)
+        self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device, self.max_query_len)
+        self.query_lens = None if query_lens is None else query_lens.to(device)
         self.state_indices, self.seq_lens = state_indices.to(device), seq_lens.to(device)
         self.block_tables = block_tables.to(device)
         self.by_state = [tables.to(device) for tables in (hot_tables, num_hot_rows, host_tables)]
 
     def run(self, ops) -> None:
         units = self.units
-        ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.state_indices, units)
+        ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.query_lens, self.state_indices, units)
         tables = StepTables(
-            self.state_indices, units.handles, units.num_units, *self.by_state, self.units_per_host_block
+            self.state_indices,
+            units.handles,
+            units.num_units,
+            *self.by_state,
+            self.units_per_host_block,
+            units.num_new_units,
+            self.max_query_len,
         )
-        ops.write_tokens(self.key, self.value, units, tables, self.hot, self.host, self.reload)
+        ops.write_tokens(self.key, self.value, units, tables, self.hot, self.host, self.first_units)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_units_and_tokens(sizes: tuple[int, int, int, int]) -> None:
-    expected, got = Layer(*sizes, "cpu"), Layer(*sizes, "cuda")
+def test_units_and_tokens(sizes: tuple[int, int, int, int], drafts: bool) -> None:
+    expected, got = Layer(*sizes, "cpu", drafts), Layer(*sizes, "cuda", drafts)
     before = expected.hot.rows.clone(), expected.host.clone()
     expected.run(TorchSwapInOps())
     got.run(swap_in_ops(torch.device("cuda")))
     torch.cuda.synchronize()
-    for name in ("request_indices", "positions", "tails", "handles", "num_units"):
+    for name in ("request_indices", "positions", "num_tokens", "tails", "handles", "num_units", "num_new_units"):
         assert torch.equal(getattr(got.units, name).cpu(), getattr(expected.units, name)), name
-    assert torch.equal(got.reload.cpu(), expected.reload)
+    assert torch.equal(got.first_units.cpu(), expected.first_units)
     assert torch.equal(got.hot.rows.cpu(), expected.hot.rows) and torch.equal(got.host, expected.host)
-    assert expected.units.request_indices.tolist() == [0, 1, 2, NUM_REQUESTS, NUM_REQUESTS, 5]
+    assert expected.units.request_indices[0].tolist() == [0, 1, 2, NUM_REQUESTS, NUM_REQUESTS, 5]
     changed = [(now != then).any() for now, then in zip((expected.hot.rows, expected.host), before, strict=True)]
     assert all(changed)
 
 
+@pytest.mark.parametrize("num_latest", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_size"), [(2, 4, 64), (8, 4, 128), (1, 7, 80), (2, 1, 256)])
-def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_size: int) -> None:
+def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_size: int, num_latest: int) -> None:
     generator = torch.Generator().manual_seed(head_size)
     bounds = torch.randn(2, 5, 260, num_kv_heads, head_size, generator=generator).to(dtype).sort(0).values
     request_indices, positions = torch.tensor([3, 0, 4]), torch.tensor([0, 700, 4159])
     keys = torch.randn(3, num_kv_heads, head_size, generator=generator).to(dtype)
     query = torch.randn(3, num_kv_heads * group, head_size, generator=generator).to(dtype)
-    minima, maxima = bounds.clone().cuda()
-    page_bounds.update(*bounds, request_indices, keys, positions, 16)
-    page_bounds.update(minima, maxima, request_indices.cuda(), keys.cuda(), positions.cuda(), 16)
-    assert torch.equal(torch.stack((minima, maxima)).cpu(), bounds)
+    latest = torch.randn(2, 5, num_latest, num_kv_heads, head_size, generator=generator).to(dtype).sort(0).values
+    (minima, maxima), on_device = bounds.clone().cuda(), latest.clone().cuda()
+    page_bounds.update(*bounds, *latest, request_indices, keys, positions, 16)
+    page_bounds.update(minima, maxima, *on_device, request_indices.cuda(), keys.cuda(), positions.cuda(), 16)
+    assert torch.equal(torch.stack((minima, maxima)).cpu(), bounds) and torch.equal(on_device.cpu(), latest)
     expected = page_bounds.scores(*bounds, request_indices, query, positions + 1, 16)
     got = page_bounds.scores(minima, maxima, request_indices.cuda(), query.cuda(), positions.cuda() + 1, 16).cpu()
     for request, position in enumerate(positions.tolist()):

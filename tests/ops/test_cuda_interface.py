@@ -95,7 +95,7 @@ def test_begin_units_gets_tables_by_request() -> None:
     units = UnitTables.allocate(4, 3, heads, torch.device("cpu"))
     handles = torch.zeros(4, 9, dtype=torch.int32)[:, 0]
     seq_lens, state_indices = torch.zeros(4, dtype=torch.int32), torch.zeros(60, dtype=torch.int32)
-    tables = cuda_ops._request_tables(handles, seq_lens, state_indices, units)
+    tables = cuda_ops._request_tables(handles, seq_lens, None, state_indices, units)
     pointers = state_indices.data_ptr(), handles.data_ptr(), seq_lens.data_ptr(), None
     assert (tables.state_indices, tables.handles, tables.seq_lens, tables.host_tables) == pointers
     assert (tables.handle_stride, tables.batch) == (9, 4)

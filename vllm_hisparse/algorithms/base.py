@@ -59,11 +59,13 @@ class Selector:
     Attributes:
         name: what users write in `algorithm`.
         model_family: "mla" models have an indexer that selects; in "gqa" models a `SparseAlgorithm` does.
+        forgets_drafts: whether drafts may be verified: what they leave in a state is undone when they were rejected.
         Options: what `algorithm_options` may hold.
     """
 
     name: ClassVar[str]
     model_family: ClassVar[Literal["mla", "gqa"]]
+    forgets_drafts: ClassVar[bool] = False
     Options: ClassVar[type[AlgorithmOptions]] = AlgorithmOptions
 
     @classmethod
@@ -83,6 +85,7 @@ class SparseAlgorithm(Selector, ABC):
         shape: the layers it serves.
         budget: tokens a query may attend to, at least `min_budget`, a multiple of `tokens_per_unit`.
         max_tokens: tokens of the longest request.
+        max_query_len: new tokens of a decode step: one, and those drafted.
 
     Attributes:
         graph_capturable: whether update and retrieval of a decode step may be captured in a CUDA graph.
@@ -98,8 +101,10 @@ class SparseAlgorithm(Selector, ABC):
     needs_whole_prompt: ClassVar[bool] = False
     num_full_kv_layers: ClassVar[int] = 0
 
-    def __init__(self, options: AlgorithmOptions, shape: AttentionShape, budget: int, max_tokens: int):
-        self.options, self.shape, self.max_tokens = options, shape, max_tokens
+    def __init__(
+        self, options: AlgorithmOptions, shape: AttentionShape, budget: int, max_tokens: int, max_query_len: int = 1
+    ):
+        self.options, self.shape, self.max_tokens, self.max_query_len = options, shape, max_tokens, max_query_len
         self.tokens_per_unit = self.unit_tokens(options)
         self.max_units = -(-max_tokens // self.tokens_per_unit)
         self.num_selected = min(budget // self.tokens_per_unit, self.max_units)
@@ -156,7 +161,9 @@ class SparseAlgorithm(Selector, ABC):
             state: one layer's, updated in place.
             request_indices: [batch] int64, distinct but for padding, in the first dimension of every tensor of `state`.
             keys: [batch, num_kv_heads, head_size] of `AttentionShape.dtype`.
-            positions: [batch] int64, the first position that is not represented yet.
+            positions: [batch] int64, the first position that is not represented yet. If the algorithm `forgets_drafts`,
+                it may be up to `max_query_len` positions earlier: what was represented from there on was rejected, and
+                counts for nothing.
         """
 
     @abstractmethod
@@ -169,7 +176,7 @@ class SparseAlgorithm(Selector, ABC):
             state: one layer's, read.
             request_indices: [batch] int64, as in `update_representations`.
             query: [batch, num_heads, head_size] of `AttentionShape.dtype`.
-            num_tokens: [batch] int64 represented tokens, the query's own included.
+            num_tokens: [batch] int64 represented tokens, the query's own included; 0: selects nothing.
 
         Returns:
             [batch, num_kv_heads, num_selected] int32 distinct units; valid ones first, the newest token's last of them,

@@ -40,6 +40,7 @@ class ClusterKV(SparseAlgorithm):
     """
 
     name = "cluster_kv"
+    forgets_drafts = True
     needs_whole_prompt = True
     num_full_kv_layers = 2
     Options = ClusterKVOptions
@@ -60,14 +61,21 @@ class ClusterKV(SparseAlgorithm):
             "labels": StateField((self.max_tokens, heads), torch.int32),
             "centroids": StateField((self.max_clusters, heads, size), torch.float32),
             "num_clusters": StateField((), torch.int64),
-            "pending_keys": StateField((self.options.update_interval, heads, size), self.shape.dtype),
-            "num_pending": StateField((), torch.int64),
+            "pending_keys": StateField((self.num_kept_keys, heads, size), self.shape.dtype),
+            "first_pending": StateField((), torch.int64),
         }
+
+    @property
+    def num_kept_keys(self) -> int:
+        """Generated tokens' latest keys, each at its position modulo their number: those that are not clustered yet,
+        and with drafts those that will not be if what came after them is rejected."""
+        return self.options.update_interval + (self.max_query_len if self.max_query_len > 1 else 0)
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         if first == 0:
             state["labels"][request_index] = UNCLUSTERED
-            state["num_clusters"][request_index] = state["num_pending"][request_index] = 0
+            state["num_clusters"][request_index] = 0
+        state["first_pending"][request_index] = max(first + len(keys), self.options.sink_tokens)
         num_sinks = max(self.options.sink_tokens - first, 0)
         clustered = keys[num_sinks:]
         if len(clustered):
@@ -81,13 +89,18 @@ class ClusterKV(SparseAlgorithm):
         state["labels"][request_indices, positions] = UNCLUSTERED
         pending = positions >= self.options.sink_tokens
         request_indices, keys, positions = request_indices[pending], keys[pending], positions[pending]
-        state["pending_keys"][request_indices, state["num_pending"][request_indices]] = keys
-        state["num_pending"][request_indices] += 1
-        full = state["num_pending"][request_indices] == interval
+        rejected = positions < state["first_pending"][request_indices]
+        for request_index, position in zip(
+            request_indices[rejected].tolist(), positions[rejected].tolist(), strict=True
+        ):
+            self._remove_clusters(state, request_index, position)
+        state["pending_keys"][request_indices, positions % self.num_kept_keys] = keys
+        full = positions - state["first_pending"][request_indices] == interval - 1
         for request_index, position in zip(request_indices[full].tolist(), positions[full].tolist(), strict=True):
             first, num_clusters = position + 1 - interval, self.options.clusters_per_update
-            self._add_clusters(state, request_index, state["pending_keys"][request_index], first, num_clusters)
-            state["num_pending"][request_index] = 0
+            kept = torch.arange(first, position + 1, device=keys.device) % self.num_kept_keys
+            self._add_clusters(state, request_index, state["pending_keys"][request_index, kept], first, num_clusters)
+            state["first_pending"][request_index] = position + 1
 
     def retrieve_topk(
         self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
@@ -99,6 +112,14 @@ class ClusterKV(SparseAlgorithm):
         positions = torch.arange(self.max_tokens, device=query.device)
         recent = positions >= num_tokens[:, None] - self.options.window_tokens
         return self.select(scores, num_tokens, (labels == UNCLUSTERED) | recent[:, None])
+
+    def _remove_clusters(self, state: State, request_index: int, position: int) -> None:
+        """Undo the updates of generated tokens that took in a key at `position` or later."""
+        while position < state["first_pending"][request_index]:
+            first = int(state["first_pending"][request_index]) - self.options.update_interval
+            state["labels"][request_index, first : first + self.options.update_interval] = UNCLUSTERED
+            state["first_pending"][request_index] = first
+            state["num_clusters"][request_index] -= self.options.clusters_per_update
 
     def _add_clusters(
         self, state: State, request_index: int, keys: torch.Tensor, first: int, num_clusters: int

@@ -15,3 +15,4 @@ class DSA(Selector):
 
     name = "dsa"
     model_family = "mla"
+    forgets_drafts = True  # indexer keys of a position are overwritten

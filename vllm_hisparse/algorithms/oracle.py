@@ -16,6 +16,7 @@ class Oracle(SparseAlgorithm):
 
     name = "oracle"
     graph_capturable = True
+    forgets_drafts = True
 
     def state_fields(self) -> dict[str, StateField]:
         return {"keys": StateField((self.max_tokens, self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype)}

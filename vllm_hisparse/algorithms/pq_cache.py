@@ -44,6 +44,7 @@ class PQCache(SparseAlgorithm):
 
     name = "pq_cache"
     graph_capturable = True
+    forgets_drafts = True
     needs_whole_prompt = True
     Options = PQCacheOptions
 

@@ -30,6 +30,7 @@ class Quest(SparseAlgorithm):
 
     name = "quest"
     graph_capturable = True
+    forgets_drafts = True
     num_full_kv_layers = 2
     Options = QuestOptions
 
@@ -38,8 +39,16 @@ class Quest(SparseAlgorithm):
         return options.page_size
 
     def state_fields(self) -> dict[str, StateField]:
-        bounds = (self.max_units, self.shape.num_kv_heads, self.shape.head_size)
-        return {"minima": StateField(bounds, self.shape.dtype), "maxima": StateField(bounds, self.shape.dtype)}
+        """With drafts, also the bounds of their page as each of the latest tokens left them, at its position modulo
+        their number: bounds that a rejected key has widened cannot be narrowed again."""
+        num_latest = self.max_query_len + 1 if self.max_query_len > 1 else 0
+        sizes = {"": self.max_units, "latest_": num_latest}
+        by_head = self.shape.num_kv_heads, self.shape.head_size
+        return {
+            f"{prefix}{name}": StateField((size, *by_head), self.shape.dtype)
+            for prefix, size in sizes.items()
+            for name in ("minima", "maxima")
+        }
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         page_size, num_tokens = self.tokens_per_unit, len(keys)
@@ -48,11 +57,15 @@ class Quest(SparseAlgorithm):
             bounds = state[name][request_index]
             bounds[-(-first // page_size) : -(-(first + num_tokens) // page_size)] = start
             bounds.scatter_reduce_(0, pages[:, None, None].expand_as(keys), keys.to(bounds.dtype), reduce)
+            latest, last = state[f"latest_{name}"][request_index], first + num_tokens - 1
+            if num_tokens and len(latest):
+                latest[last % len(latest)] = bounds[last // page_size]
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        page_bounds.update(state["minima"], state["maxima"], request_indices, keys, positions, self.tokens_per_unit)
+        bounds = state["minima"], state["maxima"], state["latest_minima"], state["latest_maxima"]
+        page_bounds.update(*bounds, request_indices, keys, positions, self.tokens_per_unit)
 
     def retrieve_topk(
         self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor

@@ -28,6 +28,7 @@ class StreamingLLM(SparseAlgorithm):
 
     name = "streaming_llm"
     graph_capturable = True
+    forgets_drafts = True
     Options = StreamingLLMOptions
 
     @classmethod

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.v1.attention.backend import AttentionMetadataBuilder
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -30,3 +30,33 @@ class HotMetadataBuilder:
     def impl(self) -> Any:
         """The first layer's implementation, which has what all layers share: hot buffer, staging memory."""
         return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
+
+
+class QueryLens:
+    """How many new tokens each decoding request of a step has, in a tensor that a CUDA graph may read.
+
+    Args:
+        max_query_len: tokens that a decoding request computes in a step.
+        max_batch: requests of a step, graph padding included.
+        device: where the tensor is.
+    """
+
+    def __init__(self, max_query_len: int, max_batch: int, device: torch.device):
+        self.max_query_len, self.device = max_query_len, device
+        self._lens = torch.zeros(max_batch, dtype=torch.int32, device=device)
+
+    def find(
+        self, common: CommonAttentionMetadata, num_decodes: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What `DecodeStep.plan` has to know of the first `num_decodes` requests: `query_lens`, `places`."""
+        if self.max_query_len == 1:
+            return None, None
+        query_lens, starts = self._lens[:num_decodes], common.query_start_loc
+        torch.sub(starts[1 : num_decodes + 1], starts[:num_decodes], out=query_lens)  # a graph reads it
+        starts = common.query_start_loc_cpu[: num_decodes + 1]
+        lens = torch.diff(starts)
+        if ((lens == self.max_query_len) | (lens == 0)).all():
+            return query_lens, None
+        moved = torch.arange(num_decodes) * self.max_query_len - starts[:-1]
+        places = torch.arange(int(starts[-1])) + moved.repeat_interleave(lens)
+        return query_lens, places.to(self.device, non_blocking=True)

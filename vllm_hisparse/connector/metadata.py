@@ -27,8 +27,8 @@ class HiSparseMetadata(KVConnectorMetadata):
         restores: (host, device) blocks of device-resident KV to copy to the device before the forward.
         saves: (device, host) blocks of device-resident KV that this step fills, or with draft layers an earlier one, to
             save after the forward.
-        first_decodes: (handle, position) of requests of a dense model that computed no or several tokens in their step
-            before and decode the token at `position` in this one.
+        first_decodes: (handle, position) of requests of a dense model that computed no tokens in their step before, or
+            more than one that decodes, and decode from `position` on in this one.
         waits_for_tail_saves: whether the worker waits until `tail_saves` are done: in a step that computes nothing,
             whose output does not wait for the device.
         transport: metadata of the transport, or None.

@@ -194,7 +194,7 @@ class HiSparseWorkerConnector:
         model, spec, layout = self.vllm_config.model_config, self.groups.hot_spec, self.layout
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
-        algorithm = self.config.make_algorithm(attention, model.max_model_len)
+        algorithm = self.config.make_algorithm(attention, model.max_model_len, shape.max_query_len)
         request_bytes = int(algorithm.state_bytes_per_token * model.max_model_len) * layout.num_layers
         logger.info(
             "HiSparse: %s keeps %.1f MiB of state beside the KV cache, for %d requests of %d tokens.",

@@ -176,28 +176,37 @@ class Resolved:
 class UnitTables:
     """Tables of a step's decoding requests where every KV head selects for itself and a row is a unit of tokens.
 
-    Static buffers of the largest batch. States and blocks are those of KV heads (`KVHeads`).
+    Static buffers of the largest batch. States and blocks are those of KV heads (`KVHeads`). A request has a place for
+    each of `max_query_len` new tokens; without a request, or with fewer tokens, places are empty.
 
     Attributes:
-        request_indices: [max_batch] int64 index of each request; `num_requests` where there is none.
-        positions: [max_batch] int64 newest position; 0 where there is no request.
-        tails: [max_batch * num_heads] int32 tokens of the newest unit less those of a whole one; 0 for no request.
+        request_indices: [max_query_len, max_batch] int64 index of each new token's request; `num_requests` in an empty
+            place.
+        positions: [max_query_len, max_batch] int64 position of each new token; 0 in an empty place.
+        num_tokens: [max_query_len, max_batch] int64 tokens of the request up to this one; 0 in an empty place.
+        tails: [max_batch * num_heads, max_query_len] int32 tokens of the new token's unit up to this one, less those of
+            a whole unit; 0 in an empty place.
         handles: [max_batch * num_heads] int32 part of each head in the request's first hot block; -1 for no request.
-        num_units: [max_batch * num_heads] int32 units of each KV head, the newest included.
+        num_units: [max_batch * num_heads] int32 units of each KV head, the newest included; 0 for no request.
+        num_new_units: [max_batch * num_heads] int32 units with a new token, from 1 on.
         num_requests: request indices are below it.
         heads: how states and blocks of KV heads are numbered, and tokens of a unit.
     """
 
     request_indices: torch.Tensor
     positions: torch.Tensor
+    num_tokens: torch.Tensor
     tails: torch.Tensor
     handles: torch.Tensor
     num_units: torch.Tensor
+    num_new_units: torch.Tensor
     num_requests: int
     heads: KVHeads
 
     @classmethod
-    def allocate(cls, max_batch: int, num_requests: int, heads: KVHeads, device: torch.device) -> UnitTables:
+    def allocate(
+        cls, max_batch: int, num_requests: int, heads: KVHeads, device: torch.device, max_query_len: int = 1
+    ) -> UnitTables:
         """Empty buffers.
 
         Args:
@@ -205,17 +214,24 @@ class UnitTables:
             num_requests: requests that can run at once.
             heads: of each.
             device: where the buffers are.
+            max_query_len: new tokens of a request.
         """
-        by_head = max_batch * heads.num_heads
+        by_token, by_head = (max_query_len, max_batch), max_batch * heads.num_heads
         return cls(
-            torch.zeros(max_batch, dtype=torch.int64, device=device),
-            torch.zeros(max_batch, dtype=torch.int64, device=device),
-            torch.zeros(by_head, dtype=torch.int32, device=device),
+            torch.full(by_token, num_requests, dtype=torch.int64, device=device),
+            torch.zeros(by_token, dtype=torch.int64, device=device),
+            torch.zeros(by_token, dtype=torch.int64, device=device),
+            torch.zeros((by_head, max_query_len), dtype=torch.int32, device=device),
             torch.full((by_head,), -1, dtype=torch.int32, device=device),
             torch.zeros(by_head, dtype=torch.int32, device=device),
+            torch.ones(by_head, dtype=torch.int32, device=device),
             num_requests,
             heads,
         )
+
+    @property
+    def max_query_len(self) -> int:
+        return len(self.positions)
 
 
 class SwapInOps(ABC):
@@ -336,13 +352,19 @@ class SwapInOps(ABC):
 
     @abstractmethod
     def begin_units(
-        self, handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+        self,
+        handles: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor | None,
+        state_indices: torch.Tensor,
+        out: UnitTables,
     ) -> None:
         """Tables by KV head and in units, from those by request and in tokens.
 
         Args:
             handles: [batch] int32 first hot block of each request. One that is of no request is padding.
-            seq_lens: [batch] int32 tokens of each request; less than 1 for padding.
+            seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
+            query_lens: [batch] int32 new tokens of each, as in `StepTables`.
             state_indices: [num_device_blocks * head_stride] int32 state index at each part of a device block, or -1.
             out: written for the first `batch` requests.
         """
@@ -356,16 +378,17 @@ class SwapInOps(ABC):
         tables: StepTables,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
-        reload: torch.Tensor,
+        first_units: torch.Tensor,
     ) -> None:
-        """Put each request's new token into its newest unit, on the device and on the host.
+        """Put each request's new tokens into their units, on the device and on the host.
 
         Args:
-            key, value: [batch, num_heads, head_size] of the new tokens, in the rows' dtype; heads side by side, on CUDA
-                of a multiple of 16 bytes.
+            key, value: [batch * max_query_len, num_heads, head_size] of the new tokens, request by request with all
+                places, in the rows' dtype; heads side by side, on CUDA of a multiple of 16 bytes.
             units: of the step.
             tables: of the step by KV head, over `units`.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
-            reload: [num_states] int32: where not 0, the newest unit's earlier tokens are only on the host; they are
-                copied to the device, and the entry becomes 0.
+            first_units: [num_states] int32 unit of the first new token in the step before, whose tokens are in the slot
+                of a first new unit; -1: they are only on the host. Where the first new token continues another unit,
+                that unit's tokens are copied to the device first.
         """

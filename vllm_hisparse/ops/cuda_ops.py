@@ -79,9 +79,13 @@ class _UnitTables(Structure):
     _fields_ = [
         ("request_indices", c_void_p),
         ("positions", c_void_p),
+        ("num_tokens", c_void_p),
         ("tails", c_void_p),
         ("handles", c_void_p),
         ("num_units", c_void_p),
+        ("num_new_units", c_void_p),
+        ("max_batch", c_int32),
+        ("max_query_len", c_int32),
         ("num_heads", c_int32),
         ("head_stride", c_int32),
         ("tokens_per_unit", c_int32),
@@ -94,7 +98,9 @@ class _NewTokens(Structure):
         ("values", c_void_p),
         ("key_stride", c_int64),
         ("value_stride", c_int64),
-        ("positions", c_void_p),
+        ("num_tokens", c_void_p),
+        ("max_batch", c_int32),
+        ("max_query_len", c_int32),
         ("num_heads", c_int32),
         ("head_bytes", c_int32),
         ("tokens_per_unit", c_int32),
@@ -129,7 +135,10 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "save_rows": (c_void_p, c_int32, c_int32, c_int64, _HOST, c_void_p, c_int32, c_int32),
     "begin_units": (_TABLES, _UNITS),
     "write_tokens": (_TOKENS, _TABLES, _HOT, _HOST, c_void_p),
-    "update_page_bounds": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_bool),
+    "update_page_bounds": (
+        *(_BOUNDS, c_void_p, c_void_p, c_int32),
+        *(c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_bool),
+    ),
     "select_units": (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p),
     "page_scores": (_BOUNDS, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_bool, c_void_p),
 }
@@ -268,9 +277,15 @@ class CudaSwapInOps(SwapInOps):
         launch("save_rows", rows.data_ptr(), first, len(rows), row_bytes, host, *table)
 
     def begin_units(
-        self, handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+        self,
+        handles: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor | None,
+        state_indices: torch.Tensor,
+        out: UnitTables,
     ) -> None:
-        launch("begin_units", _request_tables(handles, seq_lens, state_indices, out), self._units(out))
+        tables = _request_tables(handles, seq_lens, query_lens, state_indices, out)
+        launch("begin_units", tables, self._units(out))
 
     def write_tokens(
         self,
@@ -280,11 +295,11 @@ class CudaSwapInOps(SwapInOps):
         tables: StepTables,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
-        reload: torch.Tensor,
+        first_units: torch.Tensor,
     ) -> None:
         host, hot = self._rows(host_rows, hot_rows)
         tokens = _new_tokens(key, value, units)
-        launch("write_tokens", tokens, self._tables(tables), hot, host, reload.data_ptr())
+        launch("write_tokens", tokens, self._tables(tables), hot, host, first_units.data_ptr())
 
     def _selection(self, residency: Residency, tables: StepTables, top_k: torch.Tensor, out: Resolved) -> tuple:
         """What both kinds of `resolve` start with, checked."""
@@ -357,20 +372,28 @@ def _step_tables(tables: StepTables) -> _StepTables:
 
 
 def _unit_tables(units: UnitTables) -> _UnitTables:
-    tensors = (units.request_indices, units.positions, units.tails, units.handles, units.num_units)
+    by_token = units.request_indices, units.positions, units.num_tokens
+    by_head = units.tails, units.handles, units.num_units, units.num_new_units
     heads = units.heads
     sizes = heads.num_heads, heads.head_stride, heads.tokens_per_unit
-    return _UnitTables(*(tensor.data_ptr() for tensor in tensors), *sizes)
+    pointers = (tensor.data_ptr() for tensor in (*by_token, *by_head))
+    return _UnitTables(*pointers, units.positions.shape[1], units.max_query_len, *sizes)
 
 
 def _request_tables(
-    handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+    handles: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor | None,
+    state_indices: torch.Tensor,
+    out: UnitTables,
 ) -> _StepTables:
     """Tables by request for `begin_units`, which looks for no rows: without blocks."""
+    assert query_lens is None or (query_lens.dtype == torch.int32 and query_lens.is_contiguous())
     return _StepTables(
         state_indices=state_indices.data_ptr(),
         handles=handles.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
+        query_lens=None if query_lens is None else query_lens.data_ptr(),
         handle_stride=handles.stride(0),
         num_device_blocks=len(state_indices),
         num_states=out.num_requests * out.heads.num_heads + 1,  # as host tables have: the last is of no request
@@ -386,9 +409,9 @@ def _new_tokens(key: torch.Tensor, value: torch.Tensor, units: UnitTables) -> _N
         assert tokens.stride(2) == 1 and tokens.stride(1) == head_size, "heads must lie side by side"
         assert head_bytes % VECTOR_BYTES == tokens.stride(0) * element_bytes % VECTOR_BYTES == 0, "16-byte heads only"
     strides = key.stride(0) * element_bytes, value.stride(0) * element_bytes
-    positions = units.positions.data_ptr()
-    per_unit = units.heads.tokens_per_unit
-    return _NewTokens(key.data_ptr(), value.data_ptr(), *strides, positions, num_heads, head_bytes, per_unit)
+    places = units.num_tokens.data_ptr(), units.num_tokens.shape[1], units.max_query_len
+    sizes = num_heads, head_bytes, units.heads.tokens_per_unit
+    return _NewTokens(key.data_ptr(), value.data_ptr(), *strides, *places, *sizes)
 
 
 def _resolved(out: Resolved) -> _Resolved:

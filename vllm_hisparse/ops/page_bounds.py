@@ -10,10 +10,14 @@ import torch
 # NOTE: torch's dispatcher picks the implementation by device, so that the algorithm has one path.
 
 
-@torch.library.custom_op("vllm_hisparse::update_page_bounds", mutates_args=("minima", "maxima"))
+@torch.library.custom_op(
+    "vllm_hisparse::update_page_bounds", mutates_args=("minima", "maxima", "latest_minima", "latest_maxima")
+)
 def update(
     minima: torch.Tensor,
     maxima: torch.Tensor,
+    latest_minima: torch.Tensor,
+    latest_maxima: torch.Tensor,
     request_indices: torch.Tensor,
     keys: torch.Tensor,
     positions: torch.Tensor,
@@ -23,6 +27,9 @@ def update(
 
     Args:
         minima, maxima: [num_requests, max_pages, num_kv_heads, head_size] of one float dtype, updated in place.
+        latest_minima, latest_maxima: [num_requests, num_latest, num_kv_heads, head_size] bounds of a page after its key
+            at a position, at that modulo `num_latest`, updated in place: the new key comes after that at the position
+            before its own, whatever the page has taken in since. With `num_latest` 0, after all of the page.
         request_indices: [batch] int64, distinct.
         keys: [batch, num_kv_heads, head_size].
         positions: [batch] int64 of the keys.
@@ -34,9 +41,16 @@ def update(
         RuntimeError: on CUDA, the head size is over 256 or not a multiple of 8.
     """
     pages, opens_page = positions // page_size, (positions % page_size == 0)[:, None, None]
-    for bounds, combine in ((minima, torch.minimum), (maxima, torch.maximum)):
-        old, new = bounds[request_indices, pages], keys.to(bounds.dtype)
-        bounds[request_indices, pages] = torch.where(opens_page, new, combine(old, new))
+    num_latest = latest_minima.shape[1]
+    for bounds, latest, combine in (
+        (minima, latest_minima, torch.minimum),
+        (maxima, latest_maxima, torch.maximum),
+    ):
+        old = latest[request_indices, (positions - 1) % num_latest] if num_latest else bounds[request_indices, pages]
+        new = keys.to(bounds.dtype)
+        bounds[request_indices, pages] = combined = torch.where(opens_page, new, combine(old, new))
+        if num_latest:
+            latest[request_indices, positions % num_latest] = combined
 
 
 @torch.library.custom_op("vllm_hisparse::page_scores", mutates_args=())
@@ -70,12 +84,15 @@ def scores(
 
 
 @update.register_kernel("cuda")
-def _(minima, maxima, request_indices, keys, positions, page_size) -> None:
+def _(minima, maxima, latest_minima, latest_maxima, request_indices, keys, positions, page_size) -> None:
     from vllm_hisparse.ops.cuda_ops import launch
 
     bounds, is_bfloat16 = _bounds(minima, maxima, keys, page_size)
+    assert {latest_minima.dtype, latest_maxima.dtype} == {minima.dtype} and latest_minima.shape == latest_maxima.shape
+    assert latest_minima.is_contiguous() and latest_maxima.is_contiguous(), "bounds must be contiguous"
+    latest = latest_minima.data_ptr(), latest_maxima.data_ptr(), latest_minima.shape[1]
     pointers = request_indices.data_ptr(), positions.data_ptr(), keys.data_ptr()
-    launch("update_page_bounds", bounds, *pointers, keys.stride(0), len(request_indices), is_bfloat16)
+    launch("update_page_bounds", bounds, *latest, *pointers, keys.stride(0), len(request_indices), is_bfloat16)
 
 
 @scores.register_kernel("cuda")

@@ -101,21 +101,35 @@ class TorchSwapInOps(SwapInOps):
         _copy_rows(rows, sources, host_rows, targets)
 
     def begin_units(
-        self, handles: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, out: UnitTables
+        self,
+        handles: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor | None,
+        state_indices: torch.Tensor,
+        out: UnitTables,
     ) -> None:
         batch, heads = len(seq_lens), out.heads
         num_heads, per_unit = heads.num_heads, heads.tokens_per_unit
         num_states = out.num_requests * num_heads
         live, states = _find_live(heads.first_parts(handles), seq_lens, state_indices, num_states)
-        out.request_indices[:batch], out.positions[:batch] = out.num_requests, 0
-        for tensor, padding in ((out.handles, -1), (out.num_units, 0), (out.tails, 0)):
+        for tensor, padding in ((out.request_indices, out.num_requests), (out.positions, 0), (out.num_tokens, 0)):
+            tensor[:, :batch] = padding
+        for tensor, padding in ((out.handles, -1), (out.num_units, 0), (out.num_new_units, 1), (out.tails, 0)):
             tensor[: batch * num_heads] = padding
         newest = seq_lens[live] - 1
-        out.request_indices[live], out.positions[live] = heads.request_indices(states), newest.long()
+        first = newest + 1 - (1 if query_lens is None else query_lens[live])
+        positions = first + torch.arange(out.max_query_len, device=first.device)[:, None]
+        exists = positions <= newest
+        out.request_indices[:, live] = heads.request_indices(states).where(exists, out.num_requests)
+        out.positions[:, live] = positions.where(exists, 0)
+        out.num_tokens[:, live] = (positions + 1).where(exists, 0)
+        tails = (positions % per_unit + 1 - per_unit).where(exists, 0)
         live_heads = heads.state_indices(live)  # numbered as states are
+        out.tails[live_heads] = tails.T.repeat_interleave(num_heads, 0).int()
         out.handles[live_heads] = heads.parts_of(handles[live]).flatten()
         out.num_units[live_heads] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
-        out.tails[live_heads] = (newest % per_unit + 1 - per_unit).repeat_interleave(num_heads).int()
+        num_new = newest // per_unit + 1 - first // per_unit
+        out.num_new_units[live_heads] = num_new.repeat_interleave(num_heads).int()
 
     def write_tokens(
         self,
@@ -125,21 +139,28 @@ class TorchSwapInOps(SwapInOps):
         tables: StepTables,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
-        reload: torch.Tensor,
+        first_units: torch.Tensor,
     ) -> None:
         live, states = _live_requests(tables, len(tables.seq_lens))
-        newest = tables.seq_lens[live][:, None] - 1
-        targets = _newest_row_ids(tables, live, states, hot_rows)[:, 0]
-        homes = _flat_row_ids(tables.host_tables[states], newest, tables.block_size)[:, 0]
-        stale = reload[states] != 0
-        _copy_rows(host_rows, homes[stale], hot_rows.rows, targets[stale])
-        reload[states] = 0
-        per_unit = units.heads.tokens_per_unit
-        offsets = (units.positions[: len(key)] % per_unit).repeat_interleave(units.heads.num_heads)[live]
-        tokens = torch.cat((key, value), -1).flatten(0, 1)[live]
-        for rows, places in ((hot_rows.rows, targets), (host_rows, homes)):
-            by_token = rows.unflatten(1, (per_unit, -1))
-            by_token[places.to(rows.device), offsets.to(rows.device)] = tokens.to(rows.device, rows.dtype)
+        num_heads, per_unit = units.heads.num_heads, units.heads.tokens_per_unit
+        requests, heads, first_new = live // num_heads, live % num_heads, _first_new(tables, live)[:, None]
+        targets = _newest_row_ids(tables, live, states, hot_rows)
+        homes = _flat_row_ids(tables.host_tables[states], _new_positions(tables, live), tables.block_size)
+        continues = units.positions[0, requests] % per_unit > 0
+        stale = continues & (first_units[states] != first_new[:, 0])
+        _copy_rows(host_rows, homes[stale, 0], hot_rows.rows, targets[stale, 0])
+        first_units[states] = first_new[:, 0]
+        tokens = torch.cat((key, value), -1).unflatten(0, (-1, units.max_query_len))
+        for i in range(units.max_query_len):
+            exists = units.num_tokens[i, requests] > 0
+            positions = units.positions[i, requests][exists]
+            columns = positions[:, None] // per_unit - first_new[exists]
+            new = tokens[requests[exists], i, heads[exists]]
+            for rows, places in ((hot_rows.rows, targets), (host_rows, homes)):
+                by_token, where = rows.unflatten(1, (per_unit, -1)), places[exists].gather(1, columns)[:, 0]
+                by_token[where.to(rows.device), (positions % per_unit).to(rows.device)] = new.to(
+                    rows.device, rows.dtype
+                )
 
 
 class _Buffers(NamedTuple):

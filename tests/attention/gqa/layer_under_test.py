@@ -53,16 +53,22 @@ class Request:
 
 
 class LayerUnderTest(ABC):
-    """One attention layer with its builder over a small host pool; hot rows start as NaN."""
+    """One attention layer with its builder over a small host pool; hot rows start as NaN.
+
+    Args:
+        algorithm_class: of the algorithm.
+        max_query_len: tokens that a decoding request computes in a step.
+    """
 
     impl_class: type
     builder_class: type
 
-    def __init__(self, algorithm_class: type[SparseAlgorithm]):
-        self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS)
-        self.hot_blocks = -(-(BUFFER + self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
-        sizes = 4, 6, BUFFER, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
-        shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK)
+    def __init__(self, algorithm_class: type[SparseAlgorithm], max_query_len: int = 1):
+        self.max_query_len, buffer = max_query_len, max(BUFFER, max_query_len * BUDGET)
+        self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS, max_query_len)
+        self.hot_blocks = -(-(buffer + max_query_len * self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
+        sizes = 4, 6, buffer, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, max_query_len)
         stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
         self.buffer = GQAHotBuffer(self.algorithm, shape, stride, torch.device("cpu"))
         size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
@@ -96,7 +102,21 @@ class LayerUnderTest(ABC):
         """Compute some tokens of each request and compare with the formula."""
         for (request, num), result in zip(batch, self.compute(batch), strict=True):
             span = range(request.num_computed - num, request.num_computed)
+            assert len(result) == num
             torch.testing.assert_close(result, self.expected(request, span), atol=2e-5, rtol=2e-5)
+
+    def draft_step(self, batch: list[tuple[Request, int, int]]) -> None:
+        """As `step` of (request, tokens, how many of them are rejected): those are other tokens than come later."""
+        kept = {}
+        for request, num, num_rejected in batch:
+            span = slice(request.num_computed + num - num_rejected, request.num_computed + num)
+            kept[request] = span, [rows[span].clone() for rows in (request.query, request.key, request.value)]
+            for rows, scale in ((request.query, 1), (request.key, 3), (request.value, 1)):
+                rows[span] = scale * torch.randn(rows[span].shape)
+        self.step([(request, num) for request, num, _ in batch])
+        for request, (span, (query, key, value)) in kept.items():
+            request.query[span], request.key[span], request.value[span] = query, key, value
+            request.num_computed = span.start
 
     def compute(self, batch: list[tuple[Request, int]]) -> list[torch.Tensor]:
         """Compute some tokens of each request: [tokens, num_heads, head_size] each."""
@@ -138,15 +158,19 @@ class LayerUnderTest(ABC):
     def begin_decodes(self, batch: list[tuple[Request, int]], seq_lens: torch.Tensor) -> None:
         """What the connector does when requests begin to decode."""
         for (request, num), seq_len in zip(batch, seq_lens.tolist(), strict=True):
-            decodes = num == 1 and request in self.started
-            for span in self.buffer.begin_decoding(request.handle, seq_len - 1) if decodes else ():
+            decodes = num <= self.max_query_len and request in self.started
+            for span in self.buffer.begin_decoding(request.handle, seq_len - num) if decodes else ():
                 self.impl.represent(span)
 
     def expected(self, request: Request, span: range) -> torch.Tensor:
         """[tokens, num_heads, head_size]."""
-        if len(span) > 1:
+        if len(span) > self.max_query_len:
             return torch.stack([attention(request, p, [range(p + 1)] * NUM_KV_HEADS) for p in span])
-        position, per_unit = span.start, self.algorithm.tokens_per_unit
+        return torch.stack([self.expected_of(request, position) for position in span])
+
+    def expected_of(self, request: Request, position: int) -> torch.Tensor:
+        """[num_heads, head_size] of a token that is decoded."""
+        per_unit = self.algorithm.tokens_per_unit
         state = self.algorithm.allocate_state(1)
         self.algorithm.construct_representations(state, 0, request.key[: position + 1], 0)
         selection = self.algorithm.retrieve_topk(
@@ -156,7 +180,7 @@ class LayerUnderTest(ABC):
         for units in selection[0].tolist():
             tokens = [unit * per_unit + i for unit in units if unit >= 0 for i in range(per_unit)]
             chosen.append([token for token in tokens if token <= position])
-        return attention(request, position, chosen)[None]
+        return attention(request, position, chosen)
 
 
 def attention(request: Request, position: int, chosen: list) -> torch.Tensor:
@@ -205,7 +229,7 @@ class CpuLayer(LayerUnderTest):
 class CudaLayer(LayerUnderTest):
     impl_class, builder_class = gqa_cuda.HotGQAImpl, gqa_cuda.HotGQAMetadataBuilder
 
-    def __init__(self, algorithm_class: type):
+    def __init__(self, algorithm_class: type, max_query_len: int = 1):
         patch = pytest.MonkeyPatch()
         patch.setattr(gqa_cuda, "flash_attn_varlen_func", attend_paged)
         patch.setattr(gqa_cuda.FlashAttentionImpl, "forward", attend_staged)
@@ -217,7 +241,9 @@ class CudaLayer(LayerUnderTest):
         )
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         self.undo = patch.undo
-        super().__init__(algorithm_class)
+        super().__init__(algorithm_class, max_query_len)
+        self.builder.device = torch.device("cpu")
+        self.builder.allocate(max_query_len, 6)
         self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
 
     def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:

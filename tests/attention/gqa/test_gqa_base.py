@@ -51,7 +51,8 @@ def spec_of(monkeypatch: pytest.MonkeyPatch, num_full_kv: int, page_size: int = 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", lambda *_: full)
     monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
     model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4))
-    return HotGQAAttention.get_kv_cache_spec(object.__new__(HotGQAAttention), SimpleNamespace(model_config=model))
+    engine = SimpleNamespace(model_config=model, speculative_config=None)
+    return HotGQAAttention.get_kv_cache_spec(object.__new__(HotGQAAttention), engine)
 
 
 @pytest.mark.parametrize(("num_full_kv", "rows", "blocks"), [(0, 128, 2), (1, 32, 7), (2, 128, 2), (3, 384, 1)])

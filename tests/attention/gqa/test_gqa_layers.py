@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -171,3 +172,38 @@ def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type,
 
     for fresh, reused in zip(answers(False), answers(True), strict=True):
         torch.testing.assert_close(reused, fresh)
+
+
+@pytest.fixture(params=[CpuLayer, CudaLayer])
+def drafting_layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
+    layer = request.param(algorithm, max_query_len=4)
+    yield layer
+    if isinstance(layer, CudaLayer):
+        layer.undo()
+
+
+def test_drafts(drafting_layer: LayerUnderTest) -> None:
+    """Steps of four tokens, some of which are rejected, and of fewer; past several pages, the budget and the buffer,
+    beside a prompt; what was rejected is nowhere when the request goes on with a prompt."""
+    layer, choose = drafting_layer, random.Random(0)
+    torch.manual_seed(0)
+    first = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    second, third = Request(12, [1, 3, 4, 6, 8, 10, 12], 1), Request(24, [13, 14, 15, 16, 17, 18, 19], 2)
+    layer.start(first)
+    layer.step([(first, 21)])
+    for _ in range(10):
+        layer.draft_step([(first, 4, choose.randrange(4))])
+    layer.start(second)
+    layer.step([(first, 2), (second, 90)])
+    layer.start(third)
+    layer.step([(third, 6), (second, 1), (first, 4)])
+    for _ in range(40):
+        sizes = [choose.choice([1, 2, 4, 4]) for _ in range(3)]
+        requests = [(first, second, third)[i] for i in choose.sample(range(3), 3)]
+        batch = [(r, num, choose.randrange(num)) for r, num in zip(requests, sizes, strict=True)]
+        layer.draft_step([item for item in batch if item[0].num_computed < 180])
+    layer.step([(third, 9)])
+    for _ in range(5):
+        layer.draft_step([(third, 4, choose.randrange(1, 4))])
+    hits, misses = layer.buffer.counts.take()
+    assert hits > misses and (misses > 0) == (layer.algorithm.name != "streaming_llm")

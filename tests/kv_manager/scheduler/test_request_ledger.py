@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def make_ledger(
-    max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False, **options: bool
+    max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False, **options: int
 ) -> RequestLedger:
     pool = HostBlockPool(32, BLOCK_SIZE)
     ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, **options)
@@ -195,6 +195,14 @@ def test_first_decodes_of_dense_models() -> None:
     assert step(ledger, (request, 1)).first_decodes == [(9, 11)]
 
 
+def test_a_step_with_drafts_decodes() -> None:
+    ledger = make_ledger(is_dense=True, max_query_len=4)
+    request = arrive(ledger, "a", 20)
+    admit(ledger, request, handle=7)
+    first_decodes = [step(ledger, (request, num_tokens)).first_decodes for num_tokens in (5, 4, 1, 5, 2)]
+    assert first_decodes == [[], [(7, 5)], [], [], [(7, 15)]]
+
+
 def test_a_request_that_lost_its_place_on_the_worker_begins_to_decode_again() -> None:
     ledger = make_ledger(is_dense=True, max_num_running=1)
     session, other = arrive(ledger, "session", 10, resumable=True), arrive(ledger, "other", 10)
@@ -222,7 +230,7 @@ def test_nothing_is_left_of_a_request() -> None:
 
 
 def test_drafts_are_saved_once_they_are_accepted() -> None:
-    ledger = make_ledger(has_drafts=True)
+    ledger = make_ledger(max_query_len=2)
     request = arrive(ledger, "a", 6)
     admit(ledger, request, handle=7)
     host_ids = ledger.host_pool.block_ids("a")
@@ -249,7 +257,7 @@ def test_drafts_are_saved_once_they_are_accepted() -> None:
 
 
 def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> None:
-    ledger = make_ledger(has_drafts=True)
+    ledger = make_ledger(max_query_len=2)
     session = Request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1), None, resumable=True)
     ledger.add(session)
     assert isinstance(session, DraftingSession)
@@ -264,7 +272,7 @@ def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> Non
 
 def test_a_block_is_saved_when_the_draft_layer_has_written_it() -> None:
     """It writes the rows of a step's tokens after the forward, when the step's saves have been enqueued."""
-    ledger = make_ledger(has_drafts=True, has_draft_layers=True)
+    ledger = make_ledger(max_query_len=2, has_draft_layers=True)
     request = arrive(ledger, "a", 6)
     admit(ledger, request, handle=7)
     host_ids = ledger.host_pool.block_ids("a")

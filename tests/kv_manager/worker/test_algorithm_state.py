@@ -11,7 +11,9 @@ MIB = 2**20
 
 
 def make_state(needs_whole_prompt: bool = False) -> AlgorithmState:
-    algorithm = SimpleNamespace(needs_whole_prompt=needs_whole_prompt, allocate_state=lambda num_requests, device: {})
+    algorithm = SimpleNamespace(
+        needs_whole_prompt=needs_whole_prompt, tokens_per_unit=4, allocate_state=lambda num_requests, device: {}
+    )
     state = AlgorithmState(algorithm, num_requests=2, num_layers=3, device="cpu")
     assert len(state.layers) == 3
     state.start(1)
@@ -48,8 +50,9 @@ def test_a_request_that_decodes_its_first_token_forgets_who_had_its_index() -> N
     assert state.is_decoding(1) and not state.is_decoding(0)
 
 
-@pytest.mark.parametrize(("needs_whole_prompt", "spans"), [(False, (KeySpan(1, 41, 60),)), (True, ())])
+@pytest.mark.parametrize(("needs_whole_prompt", "spans"), [(False, (KeySpan(1, 40, 60),)), (True, ())])
 def test_a_prompt_goes_on_after_a_step_of_one_token(needs_whole_prompt: bool, spans: tuple[KeySpan, ...]) -> None:
+    """From the start of a unit, into which rejected drafts may have come."""
     state = make_state(needs_whole_prompt)
     state.begin_decoding(1, 40)
     assert state.prefill(1, 40, 41) == (KeySpan(1, 40, 41),)  # a decoding step that the runner put among the prefills

@@ -98,13 +98,14 @@ def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> 
     )
     step.plan(tensor(3, 0), torch.tensor([11, 0], dtype=torch.int32))
     step.begin(0)
-    assert step.units.request_indices[:2].tolist() == [index, requests.num_requests]
-    assert step.units.positions[:2].tolist() == [10, 0]
+    assert step.units.request_indices[0, :2].tolist() == [index, requests.num_requests]
+    assert step.units.positions[0, :2].tolist() == [10, 0] and step.units.num_tokens[0, :2].tolist() == [11, 0]
     assert step.tables.seq_lens.tolist() == [3, 3, 0, 0]  # units
     assert step.tables.handles.tolist() == [15, 16, -1, -1]
     newest = [15 * 7 + 2, 16 * 7 + 2, -1, -1] if finds_newest_rows else [-1] * 4
     assert step.newest_row_ids[:4].tolist() == newest
+    step.first_units.zero_()
     step.reload_newest_units(index)
-    assert step.reload.nonzero().tolist() == [
+    assert (step.first_units == -1).nonzero().tolist() == [
         [layer, 2 * index + head] for layer in range(NUM_LAYERS) for head in (0, 1)
     ]

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
 
@@ -42,6 +42,7 @@ class HotGQAAttention(Attention):
             spec.block_size,
             config.tokens_per_unit,
             spec.num_kv_heads,
+            max_query_len(vllm_config),
         )
         if num_full_kv and num_full_kv != layout.num_layers and layout.rows_per_hot_block == spec.block_size:
             raise HiSparseConfigError(

@@ -27,7 +27,7 @@ kernels = cpu_kernels()
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """The requests with several query tokens in this step, as vLLM's kernel wants them.
+    """The requests that prefill in this step, as vLLM's kernel wants them.
 
     Attributes:
         tokens: [tokens] int64 indices of the tokens in the step's batch.
@@ -53,8 +53,9 @@ class HotGQACpuMetadata(AttentionMetadata):
         host_slots: [tokens] int64 where their KV goes in the host pool.
         key_spans: keys of prompts that the algorithm has yet to see, once the step's are on the host.
         seeds: what becomes hot of the prompts then.
-        prefill: the requests with several query tokens, or None.
-        decode_tokens: [decoding requests] int64 index of each one's token in the step's batch.
+        prefill: the requests with more query tokens than one that decodes can have, or None.
+        decode_tokens: [decoding requests, max_query_len] int64 index of each new token in the step's batch, -1 beyond
+            the last.
     """
 
     tokens: torch.Tensor
@@ -99,19 +100,23 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         handles = common.block_table_tensor[:num_reqs, 0]
         buffer, key_spans, seeds = self.hot_buffer, [], []
         known = self._known_spans(common, handles)
-        prefills = [span for span in known if span.num_tokens > 1]
+        max_query_len = buffer.shape.max_query_len
+        prefills = [span for span in known if span.num_tokens > max_query_len]
         for span in prefills:
             key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
             seeds.append(buffer.seeds(handles[span.batch_index, None], span.first, span.seq_len))
-        decodes = [span for span in known if span.num_tokens == 1]
+        decodes = [span for span in known if span.num_tokens <= max_query_len]
         batch_indices = [span.batch_index for span in decodes]
-        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int())
+        query_lens = torch.tensor([span.num_tokens for span in decodes], dtype=torch.int32)
+        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int(), query_lens)
+        offsets, starts = torch.arange(max_query_len), torch.tensor([span.tokens.start for span in decodes])
+        decode_tokens = (starts.long()[:, None] + offsets).where(offsets < query_lens[:, None], -1)
         return HotGQACpuMetadata(
             *self._host_slots(known),
             key_spans,
             seeds,
             self._prefill_batch(prefills) if prefills else None,
-            torch.tensor([span.tokens.start for span in decodes], dtype=torch.int64),
+            decode_tokens,
         )
 
     @property
@@ -212,6 +217,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         self.host_blocks = CpuBlocks.view(blocks, self.isa)
         halves = blocks.view(num_blocks, self.num_kv_heads, 2 * self.block_size, self.head_size).chunk(2, 2)
         self.host_keys, self.host_values = halves  # as the kernels take them
+        self._group_shape = self.algorithm.shape.num_heads // self.num_kv_heads, self.head_size
 
     def forward(
         self,
@@ -240,9 +246,11 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             self.hot_buffer.seed(self.layer_index, seeds)
         if metadata.prefill is not None:
             output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
-        decodes = metadata.decode_tokens
-        if len(decodes):
-            output[decodes] = self._decode(query[decodes], key[decodes], value[decodes]).to(output.dtype)
+        places = metadata.decode_tokens.flatten()
+        if len(places):
+            is_token = places >= 0
+            out = self._decode(query[places], key[places], value[places])
+            output[places[is_token]] = out[is_token].to(output.dtype)
         return output
 
     def represent(self, span: KeySpan) -> None:
@@ -274,64 +282,66 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """Represent the new tokens, select, swap in what is missing, attend over hot rows only.
 
         Args:
-            query: [batch, num_heads, head_size]. key, value: [batch, num_kv_heads, head_size].
+            query: [batch * max_query_len, num_heads, head_size], by place; anything where there is no token.
+            key, value: [batch * max_query_len, num_kv_heads, head_size].
 
         Returns:
             As `query`.
         """
-        step, batch = self.hot_buffer.step, len(query)
+        step = self.hot_buffer.step
         step.begin(self.layer_index)
-        request_indices, positions = step.units.request_indices[:batch], step.units.positions[:batch]
-        self.algorithm.update_representations(self.state, request_indices, key, positions)
-        units = self.algorithm.retrieve_topk(self.state, request_indices, query, positions + 1).flatten(0, 1)
-        self._write_newest(key, value, request_indices, positions)
+        units = self.hot_buffer.select(self.layer_index, key, query)
+        self._write_new(key, value)
         resolved = self.hot_buffer.resolve(self.layer_index, units)
         self._load_missed(resolved, len(units))
-        out = self._attend(query, units, resolved.hot_row_ids[: len(units)], positions)
+        out = self._attend(query, units, resolved.hot_row_ids[: len(units)])
         step.finish(self.layer_index)
         return out
 
-    def _attend(
-        self, query: torch.Tensor, units: torch.Tensor, hot_row_ids: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Attend over hot units, up to each request's newest position.
+    def _attend(self, query: torch.Tensor, units: torch.Tensor, hot_row_ids: torch.Tensor) -> torch.Tensor:
+        """Attend over hot units, each new token up to its own position.
 
         Args:
-            query: [batch, num_heads, head_size].
-            units: [batch * num_kv_heads, num_selected] int32 which they are.
+            query: [batch * max_query_len, num_heads, head_size].
+            units: [batch * num_kv_heads, max_query_len * num_selected] int32 which they are.
             hot_row_ids: as `units`, where they are; -1 for none.
-            positions: [batch] int64.
         """
-        per_unit = self.algorithm.tokens_per_unit
+        per_unit, (max_query_len, _) = self.algorithm.tokens_per_unit, self.hot_buffer.step.units.num_tokens.shape
+        by_request = query.view(-1, max_query_len, self.num_kv_heads, *self._group_shape)
+        batch, by_head = len(by_request), by_request.transpose(1, 2).flatten(0, 2)
+        units, hot_row_ids = (ids.view(len(by_head), -1) for ids in (units, hot_row_ids))
+        num_tokens = self.hot_buffer.step.units.num_tokens[:, :batch].T[:, None].expand(-1, self.num_kv_heads, -1)
         token_positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
-        last = positions.repeat_interleave(self.num_kv_heads)[:, None]
-        valid = (hot_row_ids >= 0).repeat_interleave(per_unit, 1) & (token_positions <= last)
-        rows = take_rows(self.hot.rows, hot_row_ids.clamp_min(0)).view(len(units), -1, 2 * self.head_size)
-        by_head = query.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
-        return attend(by_head, rows, valid, self.scale).view_as(query)
+        valid = (hot_row_ids >= 0).repeat_interleave(per_unit, 1) & (token_positions < num_tokens.reshape(-1, 1))
+        rows = take_rows(self.hot.rows, hot_row_ids.clamp_min(0)).view(len(by_head), -1, 2 * self.head_size)
+        out = attend(by_head, rows, valid, self.scale)
+        return (
+            out.view(batch, self.num_kv_heads, max_query_len, *self._group_shape).transpose(1, 2).reshape(query.shape)
+        )
 
-    def _write_newest(
-        self, key: torch.Tensor, value: torch.Tensor, request_indices: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        """Put the newest tokens into their units, which first get their earlier tokens if they lack them.
+    def _write_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the new tokens into their units; the first one's first gets its earlier tokens if its slot lacks them.
 
         Args:
-            key, value: [batch, num_kv_heads, head_size].
-            request_indices, positions: [batch] int64.
+            key, value: [batch * max_query_len, num_kv_heads, head_size], by place.
         """
         step, heads = self.hot_buffer.step, self.hot_buffer.heads
-        states, reload = heads.state_indices(request_indices), step.reload[self.layer_index]
-        newest = step.newest_row_ids[: len(states)]
-        units, offsets = (
-            part.repeat_interleave(heads.num_heads)
-            for part in (positions // heads.tokens_per_unit, positions % heads.tokens_per_unit)
-        )
-        stale = reload[states] != 0
+        batch, units, per_unit = len(step.tables.seq_lens) // heads.num_heads, step.units, heads.tokens_per_unit
+        states, first_units = heads.state_indices(units.request_indices[0, :batch]), step.first_units[self.layer_index]
+        new_rows = step.newest_row_ids[: len(states) * units.max_query_len].view(len(states), -1)
+        by_head = units.positions[:, :batch].repeat_interleave(heads.num_heads, 1)
+        new_units, offsets, first = by_head // per_unit, by_head % per_unit, by_head[0] // per_unit
+        stale = (first_units[states] != first) & (offsets[0] > 0)
         if stale.any():
-            self.hot.rows[newest[stale]] = self._load_units(self._host_units(states[stale], units[stale]))
-            reload[states] = 0
-        tokens = self.hot.rows.unflatten(1, (heads.tokens_per_unit, -1))
-        tokens[newest, offsets] = torch.cat((key, value), -1).flatten(0, 1).to(tokens.dtype)
+            self.hot.rows[new_rows[stale, 0]] = self._load_units(self._host_units(states[stale], first[stale]))
+        first_units[states] = first.int()
+        tokens = self.hot.rows.unflatten(1, (per_unit, -1))
+        new_tokens = torch.cat((key, value), -1).unflatten(0, (batch, -1)).to(tokens.dtype)
+        for i in range(units.max_query_len):
+            exists = (units.num_tokens[i, :batch] > 0).repeat_interleave(heads.num_heads)
+            columns = (new_units[i] - first)[exists, None]
+            rows = new_rows[exists].gather(1, columns)[:, 0]
+            tokens[rows, offsets[i, exists]] = new_tokens[:, i].flatten(0, 1)[exists]
 
     def _host_units(self, state_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """Flat host unit of units of KV heads; int64, the two broadcast."""

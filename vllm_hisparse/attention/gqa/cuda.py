@@ -1,8 +1,8 @@
 """Grouped-query attention on CUDA over hot units, with vLLM's FlashAttention kernels.
 
-A decoding request attends over hot units: to the kernel every KV head is a request of its own, and what the algorithm
-selects is its block table. A request with several query tokens attends over a staged copy of its history, through
-vLLM's unchanged backend.
+A decoding request attends over hot units: to the kernel every KV head of every new token is a request of its own, and
+what the algorithm selects is its block table. A request with more query tokens than that attends over a staged copy of
+its history, through vLLM's unchanged backend.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_hisparse.attention.base import HotMetadataBuilder
+from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.compat import uses_host_connector
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, view_units
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, WholeBlockStaging
+from vllm_hisparse.ops.base import Resolved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,11 +50,11 @@ class HotGQAMetadata(AttentionMetadata):
     """One step's batch: decoding requests first, then groups of prefilling ones.
 
     Attributes:
-        num_decodes: decoding requests, graph padding included.
+        num_decode_tokens: of the decoding requests, graph padding included.
         prefill_groups: the prefilling requests.
     """
 
-    num_decodes: int
+    num_decode_tokens: int
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
 
 
@@ -73,15 +74,26 @@ def check_flash_attention(version: int) -> None:
 
 
 class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
-    reorder_batch_threshold = 1
     supports_update_block_table = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.allocate(max_query_len(self.vllm_config), self.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def allocate(self, max_query_len: int, max_batch: int) -> None:
+        """Make what a CUDA graph reads.
+
+        Args:
+            max_query_len: tokens that a decoding request computes in a step.
+            max_batch: requests of a step, at most.
+        """
+        self.reorder_batch_threshold = max_query_len
+        self._query_lens = QueryLens(max_query_len, max_batch, self.device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         config = HiSparseConfig.from_vllm_config(vllm_config)
-        if config.algorithm_class.graph_capturable:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_BATCH if config.algorithm_class.graph_capturable else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -89,10 +101,11 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
         if self.impl.hot_buffer is None:
             return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
         common = common_attn_metadata
-        num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        handles = common.block_table_tensor[:num_decodes, 0]
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes])
-        metadata = HotGQAMetadata(num_decodes)
+        threshold = self._query_lens.max_query_len
+        num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
+        handles, drafts = common.block_table_tensor[:num_decodes, 0], self._query_lens.find(common, num_decodes)
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], *drafts)
+        metadata = HotGQAMetadata(num_tokens)
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         return metadata
@@ -153,7 +166,11 @@ class HotGQAImpl(FlashAttentionImpl):
                 head_size].
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
-        self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
+        self.hot_buffer, self.algorithm, self.max_query_len = (
+            hot_buffer,
+            hot_buffer.algorithm,
+            hot_buffer.shape.max_query_len,
+        )
         self.layer_index, self.state = layer_index, hot_buffer.state.layers[layer_index]
         per_unit, width = self.algorithm.tokens_per_unit, 2 * self.head_size
         self.hot, self.host_rows = view_units(cache, hot_buffer.heads), host_rows.flatten(0, 1)
@@ -162,8 +179,8 @@ class HotGQAImpl(FlashAttentionImpl):
         # Units as the kernel's pages of one KV head: [num_units, tokens per unit, 1, head_size] each.
         pages = self.hot.rows.view(-1, per_unit, 1, width)
         self.hot_keys, self.hot_values = pages.split(self.head_size, -1)
-        max_batch = len(hot_buffer.step.units.tails)
-        self.query_starts = torch.arange(max_batch + 1, dtype=torch.int32, device=cache.device)
+        max_queries = hot_buffer.step.units.tails.numel()
+        self.query_starts = torch.arange(max_queries + 1, dtype=torch.int32, device=cache.device)
 
     def forward(
         self,
@@ -179,8 +196,8 @@ class HotGQAImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output.zero_()
-        if attn_metadata.num_decodes:
-            tokens = slice(0, attn_metadata.num_decodes)
+        if attn_metadata.num_decode_tokens:
+            tokens = slice(0, attn_metadata.num_decode_tokens)
             self._decode(query[tokens], key[tokens], value[tokens], output[tokens])
         for group in attn_metadata.prefill_groups:
             tokens = group.tokens
@@ -196,44 +213,56 @@ class HotGQAImpl(FlashAttentionImpl):
         """Represent the new tokens, select, swap in what is missing, attend over hot units only.
 
         Args:
-            query: [batch, num_heads, head_size]. key, value: [batch, num_kv_heads, head_size].
+            query: [tokens, num_heads, head_size]. key, value: [tokens, num_kv_heads, head_size].
             output: as `query`.
         """
-        step, batch = self.hot_buffer.step, len(query)
+        step = self.hot_buffer.step
         step.begin(self.layer_index)
-        request_indices, positions = step.units.request_indices[:batch], step.units.positions[:batch]
-        self.algorithm.update_representations(self.state, request_indices, key, positions)
-        units = self.algorithm.retrieve_topk(self.state, request_indices, query, positions + 1)
+        query, key, value = (step.by_place(rows) for rows in (query, key, value))
+        units = self.hot_buffer.select(self.layer_index, key, query)
         step.write_tokens(self.layer_index, key, value)
-        resolved = self.hot_buffer.swap_in(self.layer_index, units.flatten(0, 1))
-        self._attend(query, resolved.hot_row_ids, resolved.num_valid, output)
+        resolved = self.hot_buffer.swap_in(self.layer_index, units)
+        if self.max_query_len == 1:
+            self._attend(self._by_head(query), resolved, self._by_head(output))  # a view: the order is the tokens'
+        else:
+            by_head = self._by_head(query)
+            out = torch.empty_like(by_head)
+            self._attend(by_head, resolved, out)
+            out = out.view(-1, self.num_kv_heads, self.max_query_len, *out.shape[1:]).transpose(1, 2)
+            output.copy_(step.by_token(out.reshape(query.shape), len(output)))
         step.finish(self.layer_index)
 
-    def _attend(
-        self, query: torch.Tensor, hot_units: torch.Tensor, num_units: torch.Tensor, output: torch.Tensor
-    ) -> None:
-        """Attend over hot units; the newest is the last, and the only one that may not be whole.
+    def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
+        """Queries or outputs as the kernel takes them: [batch * num_kv_heads * max_query_len, heads per KV head,
+        head_size].
 
         Args:
-            query, output: [batch, num_heads, head_size].
-            hot_units: [>= batch * num_kv_heads, k] int32.
-            num_units: [>= batch * num_kv_heads] int32.
+            rows: [batch * max_query_len, num_heads, head_size], by place.
         """
-        by_head, per_unit = len(query) * self.num_kv_heads, self.algorithm.tokens_per_unit
-        num_tokens = torch.add(self.hot_buffer.step.units.tails[:by_head], num_units[:by_head], alpha=per_unit)
-        shape = (by_head, self.num_queries_per_kv, self.head_size)
+        by_request = rows.unflatten(0, (-1, self.max_query_len)).unflatten(2, (self.num_kv_heads, -1))
+        return by_request.transpose(1, 2).flatten(0, 2)
+
+    def _attend(self, query: torch.Tensor, resolved: Resolved, output: torch.Tensor) -> None:
+        """Attend over hot units; a new token's own is the last, and the only one that may not be whole.
+
+        Args:
+            query, output: [batch * num_kv_heads * max_query_len, heads per KV head, head_size].
+            resolved: of the selections.
+        """
+        algorithm, tails = self.algorithm, self.hot_buffer.step.units.tails.view(-1)[: len(query)]
+        num_tokens = torch.add(tails, resolved.num_valid[: len(query)], alpha=algorithm.tokens_per_unit)
         flash_attn_varlen_func(
-            q=query.reshape(shape),
+            q=query,
             k=self.hot_keys,
             v=self.hot_values,
-            out=output.view(shape),
-            cu_seqlens_q=self.query_starts[: by_head + 1],
+            out=output,
+            cu_seqlens_q=self.query_starts[: len(query) + 1],
             max_seqlen_q=1,
             seqused_k=num_tokens,
-            max_seqlen_k=hot_units.shape[1] * per_unit,
+            max_seqlen_k=algorithm.num_selected * algorithm.tokens_per_unit,
             softmax_scale=self.scale,
             causal=True,
-            block_table=hot_units[:by_head],
+            block_table=resolved.hot_row_ids.view(-1, algorithm.num_selected)[: len(query)],
             fa_version=self.vllm_flash_attn_version,
             num_splits=MAX_SPLITS,
         )

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_hisparse.attention.base import HotMetadataBuilder
+from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
 from vllm_hisparse.compat import SelectionHook, ShortDecodes, attend_to_flat_rows, key_scale, replace_batch
 from vllm_hisparse.config import max_query_len
@@ -72,7 +72,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         self._max_query_len = max_query_len
         self._counted_cpu = torch.arange(max_tokens + 1, dtype=torch.int32)
         self._counted = self._counted_cpu.to(self.device)
-        self._query_lens = torch.zeros(max_tokens, dtype=torch.int32, device=self.device)
+        self._query_lens = QueryLens(max_query_len, max_tokens, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -83,7 +83,8 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_tokens, num_prefills)
         handles = common.block_table_tensor[:num_decodes, 0]
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], *self._drafts(common, num_decodes))
+        drafts = self._query_lens.find(common, num_decodes)
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], *drafts)
         if num_decodes:
             metadata.decode = super().build(0, self._by_token(slice_requests(common, 0, num_decodes)))
             metadata.decode.block_size = self.impl.decode_block_size
@@ -95,22 +96,6 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         if common.max_query_len == 1:
             return self._counted[: common.num_actual_tokens]
         return super().request_of_token(common)
-
-    def _drafts(
-        self, common: CommonAttentionMetadata, num_decodes: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `MLADecodeStep.plan` has to know of the decoding requests' drafts: `query_lens`, `places`."""
-        if self._max_query_len == 1:
-            return None, None
-        query_lens, starts = self._query_lens[:num_decodes], common.query_start_loc
-        torch.sub(starts[1 : num_decodes + 1], starts[:num_decodes], out=query_lens)  # a graph reads it
-        starts = common.query_start_loc_cpu[: num_decodes + 1]
-        lens = torch.diff(starts)
-        if ((lens == self._max_query_len) | (lens == 0)).all():
-            return query_lens, None
-        moved = torch.arange(num_decodes) * self._max_query_len - starts[:-1]
-        places = torch.arange(int(starts[-1])) + moved.repeat_interleave(lens)
-        return query_lens, places.to(self.device, non_blocking=True)
 
     def _by_token(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """A batch in which every token is a request: a kernel that is given its rows reads nothing else."""

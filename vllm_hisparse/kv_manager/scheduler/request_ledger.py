@@ -29,7 +29,7 @@ class AdmittedRequest:
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
         unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
-        is_decoding: whether its last step computed one token; kept for dense models only.
+        is_decoding: whether its last step computed no more tokens than one that decodes; kept for dense models only.
     """
 
     handle: int
@@ -42,9 +42,9 @@ class AdmittedRequest:
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
 
-    def note_step(self, num_tokens: int) -> bool:
-        """Note a step of `num_tokens`. Returns whether it is the first to decode: all keys are represented by then."""
-        was_decoding, self.is_decoding = self.is_decoding, num_tokens == 1
+    def note_step(self, decodes: bool) -> bool:
+        """Note a step. Returns whether it is the first to decode: all keys are represented by then."""
+        was_decoding, self.is_decoding = self.is_decoding, decodes
         return self.is_decoding and not was_decoding
 
     def keep_saved(self, num_blocks: int) -> None:
@@ -80,7 +80,7 @@ class RequestLedger:
         max_num_running: requests that may run in one step, for which the worker has room.
         enable_caching: whether full blocks are published in the host prefix cache.
         tracks_decodes: whether the worker is told when a request begins to decode.
-        has_drafts: whether steps compute tokens that may be rejected.
+        max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
         has_draft_layers: whether layers draft, which write the KV of a step's tokens after the step's saves.
 
     Attributes:
@@ -97,12 +97,12 @@ class RequestLedger:
         max_num_running: int,
         enable_caching: bool,
         tracks_decodes: bool,
-        has_drafts: bool = False,
+        max_query_len: int = 1,
         has_draft_layers: bool = False,
     ):
         self.host_pool, self.block_size = host_pool, host_pool.block_size
-        self.max_num_running, self.enable_caching = max_num_running, enable_caching
-        self.tracks_decodes, self.has_drafts, self.has_draft_layers = tracks_decodes, has_drafts, has_draft_layers
+        self.max_num_running, self.enable_caching, self.has_drafts = max_num_running, enable_caching, max_query_len > 1
+        self.tracks_decodes, self.max_query_len, self.has_draft_layers = tracks_decodes, max_query_len, has_draft_layers
         self.requests: dict[str, Request] = {}
         self.sessions: set[str] = set()
         self.admitted: dict[str, AdmittedRequest] = {}
@@ -209,7 +209,7 @@ class RequestLedger:
             self._drop_state(request_id)
         changes.hot_tables = self.hot_tables.take_changes(self._known_handles(self.hot_tables.changed))
         for request_id, num_tokens in num_scheduled.items() if self.tracks_decodes else ():
-            if (admitted := self.admitted[request_id]).note_step(num_tokens):
+            if (admitted := self.admitted[request_id]).note_step(num_tokens <= self.max_query_len):
                 changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
         changes.released, self._released = self._released, []
         changes.tail_saves, self._tail_saves = self._tail_saves, []

@@ -96,6 +96,8 @@ class AlgorithmState:
                 # NOTE: a step of one token that Model Runner V1 put among the prefills; the scheduler counts it as one
                 # that decodes.
                 return (KeySpan(request_index, first, last),)
+            # NOTE: from the start of a unit, which drafts may have entered that were rejected.
+            first -= first % self.algorithm.tokens_per_unit
             self._progress[request_index] = progress = _Progress(0 if needs_whole_prompt else first)
         if needs_whole_prompt:
             return ()

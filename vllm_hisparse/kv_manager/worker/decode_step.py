@@ -48,6 +48,9 @@ class DecodeStep(ABC):
     calls `begin` before its new tokens are written, and `finish` when it has attended: the first and the last one do
     what the step needs once.
 
+    What the operations work on has `max_query_len` places for each request, request by request; `by_place` and
+    `by_token` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
+
     NOTE: `begin` looks the requests up, on the device: Model Runner V2 builds the metadata before the connector tells
     the worker of new requests, and replays the forward from a graph.
 
@@ -70,19 +73,38 @@ class DecodeStep(ABC):
     ):
         self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
         self.tables: StepTables | None = None
+        self._num_places, self._places = 0, None
         num_new_rows, num_columns = shape.max_batch * shape.max_query_len, shape.num_selected * shape.max_query_len
         self.newest_row_ids = torch.full((num_new_rows,), -1, dtype=torch.int64, device=device)
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
 
-    @abstractmethod
-    def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
+    def plan(
+        self,
+        handles: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> None:
         """Say which requests decode in this step.
 
         Args:
             handles: [batch] int32 first hot block of each, graph padding included (`StepTables`).
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each; None: one each.
+            places: [tokens] int64 place of each token; None: every request has `max_query_len`.
         """
+        self._num_places, self._places = len(seq_lens) * self.shape.max_query_len, places
+        self.tables = self._plan(handles, seq_lens, query_lens)
+
+    def by_place(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
+        """Values of a step's tokens, [tokens, ...], by place: [places, ...], `empty` where there is no token."""
+        if self._places is None:
+            return values
+        return values.new_full((self._num_places, *values.shape[1:]), empty).index_copy(0, self._places, values)
+
+    def by_token(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Of values with a place each, [places, ...], those of a step's tokens: [num_tokens, ...]."""
+        return values[:num_tokens] if self._places is None else values[self._places]
 
     def begin(self, layer_index: int) -> None:
         """Called by every layer before its new tokens are written."""
@@ -93,6 +115,10 @@ class DecodeStep(ABC):
         """Called by every layer when it has attended."""
         if layer_index == len(self.layers) - 1:
             self._finish()
+
+    @abstractmethod
+    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+        """The step's tables."""
 
     @abstractmethod
     def _begin(self) -> None:
@@ -125,42 +151,14 @@ class DecodeStep(ABC):
 
 
 class MLADecodeStep(DecodeStep):
-    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer.
-
-    What the operations work on has `max_query_len` places for each request, request by request; `by_request` and
-    `by_token` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
-    """
-
-    _places: torch.Tensor | None = None
-
-    def plan(
-        self,
-        handles: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_lens: torch.Tensor | None = None,
-        places: torch.Tensor | None = None,
-    ) -> None:
-        """As `DecodeStep.plan`.
-
-        Args:
-            handles, seq_lens, query_lens: as there.
-            places: [tokens] int64 place of each token; None: every request has `max_query_len`.
-        """
-        self.tables, self._places = self._make_tables(handles, seq_lens, query_lens), places
+    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
 
     def by_request(self, selections: torch.Tensor) -> torch.Tensor:
         """Selections of a step's tokens, [tokens, num_selected] int32, as `swap_in` takes them."""
-        assert self.tables is not None
-        if self._places is not None:
-            num_places = len(self.tables.seq_lens) * self.shape.max_query_len
-            selections = selections.new_full((num_places, selections.shape[1]), -1).index_copy(
-                0, self._places, selections
-            )
-        return selections.view(-1, self.shape.max_query_len * selections.shape[1])
+        return self.by_place(selections, -1).view(-1, self.shape.max_query_len * selections.shape[1])
 
-    def by_token(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Of values with a place each, [places, ...], those of a step's tokens: [num_tokens, ...]."""
-        return values[:num_tokens] if self._places is None else values[self._places]
+    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+        return self._make_tables(handles, seq_lens, query_lens)
 
     def _begin(self) -> None:
         self._find_newest_rows()
@@ -180,7 +178,8 @@ class GQADecodeStep(DecodeStep):
 
     Attributes:
         units: of the decoding requests.
-        reload: [num_layers, num_states + 1] int32: where not 0, the newest unit's earlier tokens are only on the host.
+        first_units: [num_layers, num_states + 1] int32 unit of each state's first new token in its last step; -1: what
+            a request has in its newest unit is on the host alone.
     """
 
     def __init__(
@@ -196,35 +195,34 @@ class GQADecodeStep(DecodeStep):
         super().__init__(requests, layers, ops, shape, device)
         heads, self.finds_newest_rows = requests.heads, finds_newest_rows
         max_batch = shape.max_batch // heads.num_heads
-        self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device)
-        self.reload = torch.zeros((num_layers, requests.num_states + 1), dtype=torch.int32, device=device)
-        self._handles: torch.Tensor | None = None  # by request, as `plan` was given them
-        self._seq_lens: torch.Tensor | None = None
-
-    def plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None = None) -> None:
-        assert query_lens is None, "a dense model's requests decode one token per step"
-        by_head = slice(0, len(seq_lens) * self.requests.heads.num_heads)
-        self._handles, self._seq_lens = handles, seq_lens
-        self.tables = self._make_tables(self.units.handles[by_head], self.units.num_units[by_head], None)
+        self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device, shape.max_query_len)
+        self.first_units = torch.full((num_layers, requests.num_states + 1), -1, dtype=torch.int32, device=device)
+        self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
 
     def reload_newest_units(self, request_index: int) -> None:
         """Note that what a request has in its newest units is on the host alone."""
-        self.reload[:, self.requests.heads.states(request_index)] = 1
+        self.first_units[:, self.requests.heads.states(request_index)] = -1
 
     def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the decoding requests' new tokens into their newest units, on the device and on the host.
+        """Put the decoding requests' new tokens into their units, on the device and on the host.
 
         Args:
             layer_index: of the layer.
-            key, value: [batch, num_kv_heads, head_size].
+            key, value: [batch * max_query_len, num_kv_heads, head_size], by place.
         """
         assert self.tables is not None
-        layer, reload = self.layers[layer_index], self.reload[layer_index]
-        self.ops.write_tokens(key, value, self.units, self.tables, layer.hot, layer.host, reload)
+        layer, first_units = self.layers[layer_index], self.first_units[layer_index]
+        self.ops.write_tokens(key, value, self.units, self.tables, layer.hot, layer.host, first_units)
+
+    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+        units, by_head = self.units, slice(0, len(seq_lens) * self.requests.heads.num_heads)
+        self._by_request = handles, seq_lens, query_lens
+        # NOTE: units of the new tokens, which may be fewer than the tokens; slots are reserved for as many units.
+        return self._make_tables(units.handles[by_head], units.num_units[by_head], units.num_new_units[by_head])
 
     def _begin(self) -> None:
-        assert self._handles is not None and self._seq_lens is not None
-        self.ops.begin_units(self._handles, self._seq_lens, self.requests.state_indices, self.units)
+        assert self._by_request is not None
+        self.ops.begin_units(*self._by_request, self.requests.state_indices, self.units)
         if self.finds_newest_rows:
             self._find_newest_rows()
 

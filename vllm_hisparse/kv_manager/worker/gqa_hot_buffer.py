@@ -31,6 +31,7 @@ class GQAHotBuffer(HotBuffer):
         heads = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit)
         super().__init__(shape, heads, device)
         self.algorithm = algorithm
+        assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
         self.state = AlgorithmState(algorithm, shape.num_requests, shape.num_layers, device)
         self.step = GQADecodeStep(
             self.requests,
@@ -42,12 +43,34 @@ class GQAHotBuffer(HotBuffer):
             finds_newest_rows=device.type == "cpu",
         )
 
+    def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Represent the decoding requests' new tokens one after the other, and select for each what it would select if
+        it were the only one.
+
+        Args:
+            layer_index: of the layer.
+            key: [batch * max_query_len, num_kv_heads, head_size], by place.
+            query: [batch * max_query_len, num_heads, head_size].
+
+        Returns:
+            [batch * num_kv_heads, max_query_len * num_selected] int32 units, selections of a request side by side.
+        """
+        state, units, max_query_len = self.state.layers[layer_index], self.step.units, self.step.shape.max_query_len
+        keys, queries = (rows.unflatten(0, (-1, max_query_len)) for rows in (key, query))
+        batch, selections = len(keys), []
+        for i in range(max_query_len):
+            requests = units.request_indices[i, :batch]
+            self.algorithm.update_representations(state, requests, keys[:, i], units.positions[i, :batch])
+            selection = self.algorithm.retrieve_topk(state, requests, queries[:, i], units.num_tokens[i, :batch])
+            selections.append(selection.flatten(0, 1))
+        return torch.cat(selections, 1) if max_query_len > 1 else selections[0]
+
     def resolve(self, layer_index: int, units: torch.Tensor) -> Resolved:
         """`swap_in` without the copies, which depend on how the host orders a unit.
 
         Args:
             layer_index: of the layer.
-            units: [batch * num_heads, num_selected] int32 of the decoding requests' heads.
+            units: [batch * num_heads, max_query_len * num_selected] int32 of the decoding requests' heads.
         """
         residency, step, hot = self.residency[layer_index], self.step, self.layers[layer_index].hot
         assert step.tables is not None
