@@ -181,7 +181,8 @@ class RequestTable:
         columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
         states = self.heads.state_indices(indices.repeat_interleave(lengths)).view(-1, self.heads.num_heads)
         places = states.t() * table.shape[1] + columns
-        return places, torch.tensor([block_id for run in runs for block_id in run])
+        block_ids = [block_id for run in runs for block_id in run]
+        return places, torch.tensor(block_ids, dtype=torch.int64)
 
     def _write(self, table: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries of a table, in one copy to the device.
