@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from layer_under_test import HEAD_SIZE, NUM_HEADS, CpuLayer, CudaLayer, LayerUnderTest, Request, gqa_cuda
+from layer_under_test import HEAD_SIZE, MAX_TOKENS, NUM_HEADS, CpuLayer, CudaLayer, LayerUnderTest, Request, gqa_cuda
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.algorithms.cluster_kv import ClusterKV
@@ -207,3 +207,14 @@ def test_drafts(drafting_layer: LayerUnderTest) -> None:
         layer.draft_step([(third, 4, choose.randrange(1, 4))])
     hits, misses = layer.buffer.counts.take()
     assert hits > misses and (misses > 0) == (layer.algorithm.name != "streaming_llm")
+
+
+@pytest.mark.parametrize("num_rejected", [0, 1])
+def test_drafts_open_a_page_that_the_next_step_continues(drafting_layer: LayerUnderTest, num_rejected: int) -> None:
+    """Past the buffer, where the page moves to the first reserved slot."""
+    layer, request = drafting_layer, Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    torch.manual_seed(0)
+    layer.start(request)
+    layer.step([(request, 170)])
+    while request.num_computed + 4 <= MAX_TOKENS:
+        layer.draft_step([(request, 4, num_rejected)])
