@@ -104,19 +104,19 @@ def test_a_wrong_row_is_found(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_preemption_and_prefix_reuse(model: Path, draft_model: Path, tmp_path: Path, num_drafts: int) -> None:
     """A device pool too small for all requests; then a second turn of each, served from the host's prefix cache."""
-    lengths = [5000, 5100, 5200, 5300, 5400, 5500]
-    first = {"prompts": [make_prompt(length) for length in lengths], "max_tokens": 96}
+    shortest = 6400 if num_drafts else 5000  # longer than the buffer
+    first = {"prompts": [make_prompt(length) for length in range(shortest, shortest + 600, 100)], "max_tokens": 96}
     again = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 32}
     shared = {"enable_prefix_caching": True, "max_num_seqs": 8}
     # Five requests fit when they start: each has 586 blocks of hot rows, or 246 that are wider with a draft layer, and
-    # 80 to 88 of indexer keys.
+    # all together 409 blocks of indexer keys, or 518. They grow by two each.
     if num_drafts:
         mtp = {"method": "mtp", "num_speculative_tokens": num_drafts}
         drafts = {"speculative_config": mtp, "disable_log_stats": False}
         rows = {"device_buffer_size": (1 + num_drafts) * 2048}
-        engine = hot_args(draft_model, rows, num_gpu_blocks_override=5 * (246 + 82) + 5, **drafts, **shared)
+        engine = hot_args(draft_model, rows, num_gpu_blocks_override=5 * 246 + 518 + 6, **drafts, **shared)
     else:
-        engine = hot_args(model, num_gpu_blocks_override=5 * 668 + 5, **shared)
+        engine = hot_args(model, num_gpu_blocks_override=5 * 586 + 409 + 6, **shared)
     reference = engine_args(draft_model if num_drafts else model, **shared)
     started = {
         "hot": EngineRun.start(tmp_path, "hot", engine, [first, again], row_check=ROW_CHECK),
