@@ -257,6 +257,27 @@ def mend_rejection_sampler(expand: Kernel, reject: Kernel, recover: Kernel) -> N
     cpu_triton_utils._sample_recovered_tokens_kernel_impl = recover
 
 
+def release_failed_loads() -> None:
+    """Have vLLM's scheduler forget the reservation of a request whose load has failed, and which waits without blocks.
+
+    NOTE: it goes on reserving blocks for the whole prompt. With `--scheduling-policy priority`, a prompt of higher
+    priority whose load does not fit beside that is never admitted, nor is anything behind it.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler._update_waiting_for_remote_kv
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @wraps(update)
+    def update_and_release(self: Scheduler, request: Request) -> None:
+        update(self, request)
+        if not request.num_computed_tokens:
+            self._inflight_prefills.discard(request)
+
+    Scheduler._update_waiting_for_remote_kv = update_and_release
+
+
 def draw_temporary_names() -> None:
     """Let vLLM's file system tier name temporary files like no other engine's.
 

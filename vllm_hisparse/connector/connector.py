@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_hisparse.compat import release_failed_loads
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata
 from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
@@ -62,6 +63,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:
+            release_failed_loads()
             self._make_tiers = partial(make_tiers, vllm_config, config, groups.layout)
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
             self.scheduler = HiSparseSchedulerConnector(
