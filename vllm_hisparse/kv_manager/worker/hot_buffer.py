@@ -84,8 +84,7 @@ class HotBuffer(ABC):
         shape: sizes.
         heads: KV heads that select for themselves, each with a residency.
         device: where the hot rows are.
-        selects: of each layer, whether it selects; one that does not has the selections, and so the residency, of the
-            last one before it that does. None: all do.
+        selects: whether each layer selects, or shares selections and residency with the last one that does; None: all.
 
     Attributes:
         ops: swap-in operations of the device.
@@ -153,13 +152,12 @@ class HotBuffer(ABC):
 
     def change_hot_tables(self, changes: TableChanges) -> None:
         """Set requests' hot blocks. Blocks that a request did not have are empty."""
-        blocks_of = {handle: self.requests.hot_blocks[self.requests.index_of(handle)] for handle in changes}
-        moved = [blocks_of[handle] for handle, (first, _) in changes.items() if first < len(blocks_of[handle])]
+        blocks_of = [self.requests.hot_blocks[self.requests.index_of(handle)] for handle in changes]
+        moved = [blocks for blocks, (first, _) in zip(blocks_of, changes.values(), strict=True) if first < len(blocks)]
         if added := self.requests.change_hot(changes):
             self._empty_blocks(added)
-        if self.shape.max_query_len > 1:
-            for blocks in moved:
-                self._empty_rejected(blocks)
+        for blocks in moved if self.shape.max_query_len > 1 else ():
+            self._empty_rejected(blocks)
 
     def release(self, handle: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
