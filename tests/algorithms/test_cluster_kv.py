@@ -107,3 +107,13 @@ def test_the_budget_holds_what_is_always_attended() -> None:
     options = ClusterKV.Options(sink_tokens=3, update_interval=7)
     assert ClusterKV.min_budget(options) == 10
     assert ClusterKV.min_budget(options.model_copy(update={"window_tokens": 12})) == 15
+
+
+def test_padding_adds_no_clusters() -> None:
+    """It is several times in a batch, at position 0, which is clustered at once here."""
+    algorithm = make(ClusterKV, max_tokens=8, sink_tokens=0, window_tokens=4, update_interval=1)
+    state, padding, position = algorithm.allocate_state(ROW + 1), torch.full((3,), ROW), torch.zeros(3).long()
+    for seed in range(20):
+        algorithm.update_representations(state, padding, random_keys(3, seed), position)
+        algorithm.retrieve_topk(state, padding, random_query(seed).expand(3, -1, -1), position)
+    assert state["num_clusters"][ROW] <= algorithm.max_clusters

@@ -98,6 +98,8 @@ class ClusterKV(SparseAlgorithm):
         full = positions - state["first_pending"][request_indices] == interval - 1
         for request_index, position in zip(request_indices[full].tolist(), positions[full].tolist(), strict=True):
             first, num_clusters = position + 1 - interval, self.options.clusters_per_update
+            if first != state["first_pending"][request_index]:
+                continue  # padding is several times in a batch
             kept = torch.arange(first, position + 1, device=keys.device) % self.num_kept_keys
             self._add_clusters(state, request_index, state["pending_keys"][request_index, kept], first, num_clusters)
             state["first_pending"][request_index] = position + 1

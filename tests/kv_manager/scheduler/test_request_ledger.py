@@ -270,6 +270,29 @@ def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> Non
     assert session.num_computed_tokens - session.num_output_placeholders == 4, "vLLM takes a step in flight off itself"
 
 
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_turn_that_begins_before_a_step_in_flight_starts_anew_on_the_worker(is_dense: bool) -> None:
+    """That step took dropped drafts for certain: what it left hot, and in an algorithm's state, is of other tokens."""
+    ledger = make_ledger(is_dense=is_dense, max_query_len=3)
+    session = Request("s", list(range(8)), SamplingParams(max_tokens=12), None, resumable=True)
+    session.num_output_placeholders = 0
+    ledger.add(session)
+    session.status = RequestStatus.RUNNING
+    admit(ledger, session, handle=7)
+    ledger.host_pool.grow("s", 24)
+    if not is_dense:
+        ledger._device_blocks["s"] = [SimpleNamespace(block_id=100 + i) for i in range(6)]
+    step(ledger, (session, 8))
+    for num_computed, is_behind in ((8, False), (11, False), (9, True), (12, False), (12, False)):
+        session.num_computed_tokens = num_computed
+        changes = step(ledger, (session, 3))
+        assert changes.released == ([7] if is_behind else [])
+        assert changes.tables.get(7, (-1,))[0] == (0 if is_behind else -1)
+        if is_behind:
+            assert (changes.started, changes.hot_tables) == ([(7, "s")], {7: (0, [7])})
+            assert changes.first_decodes == ([(7, 9)] if is_dense else [])
+
+
 def test_a_block_is_saved_when_the_draft_layer_has_written_it() -> None:
     """It writes the rows of a step's tokens after the forward, when the step's saves have been enqueued."""
     ledger = make_ledger(max_query_len=2, has_draft_layers=True)

@@ -30,6 +30,7 @@ class AdmittedRequest:
         num_published_blocks: leading blocks that the host prefix cache knows.
         unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
         is_decoding: whether its last step computed no more tokens than one that decodes; kept for dense models only.
+        last_start: tokens it had computed when its last step was scheduled, drafts included; kept for sessions only.
     """
 
     handle: int
@@ -41,6 +42,7 @@ class AdmittedRequest:
     num_published_blocks: int = 0
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
+    last_start: int = 0
 
     def note_step(self, decodes: bool) -> bool:
         """Note a step. Returns whether it is the first to decode: all keys are represented by then."""
@@ -202,6 +204,7 @@ class RequestLedger:
             num_scheduled: request id -> tokens that the step computes.
         """
         changes = RequestChanges()
+        self._drop_dropped_drafts(num_scheduled)
         for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
             del self._changed[request_id]
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
@@ -252,6 +255,18 @@ class RequestLedger:
         idle = [request_id for request_id in known if request_id not in num_scheduled]
         idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
         return idle[: max(len(known) - self.max_num_running, 0)]
+
+    def _drop_dropped_drafts(self, num_scheduled: Mapping[str, int]) -> None:
+        """Let the worker forget what it knows of sessions whose turn begins before their last step did.
+
+        NOTE: a turn that ends at an accepted draft drops those after it. A step in flight may have taken them for
+        certain: it has brought their rows to the device, and an algorithm has gone on from them.
+        """
+        for request_id in self.sessions & num_scheduled.keys() if self.has_drafts else ():
+            admitted, start = self.admitted[request_id], self.requests[request_id].num_computed_tokens
+            if start < admitted.last_start and admitted.num_sent_blocks:
+                self._drop_state(request_id)
+            admitted.last_start = start
 
     def _drop_state(self, request_id: str) -> None:
         """Let the worker forget a request; its table is sent again when it runs."""
