@@ -10,7 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.scheduler.hot_tables import HotTables
-from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
+from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession, turns_that_go_back
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -43,6 +43,12 @@ class AdmittedRequest:
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
     last_start: int = 0
+
+    def note_start(self, num_computed_tokens: int) -> bool:
+        """Note where a step starts. Returns whether that is before the start of the last one that the worker knows."""
+        goes_back = num_computed_tokens < self.last_start and self.num_sent_blocks > 0
+        self.last_start = num_computed_tokens
+        return goes_back
 
     def note_step(self, decodes: bool) -> bool:
         """Note a step. Returns whether it is the first to decode: all keys are represented by then."""
@@ -171,8 +177,7 @@ class RequestLedger:
         # NOTE: no more than before: a streaming session went back over what was computed, or drafts were rejected.
         if num_tokens >= admitted.next_event or num_tokens <= admitted.num_tokens:
             self._changed[request_id] = None
-            tail = num_tokens % self.block_size
-            admitted.next_event = num_tokens + (self.block_size - tail if tail else 1)
+            admitted.next_event = num_tokens + (-num_tokens % self.block_size or 1)
         admitted.num_tokens = num_tokens
 
     def save_tail(self, device_id: int, host_id: int) -> None:
@@ -184,8 +189,7 @@ class RequestLedger:
         self.waiting_for_host.discard(request_id)
         self._changed.pop(request_id, None)
         self.hot_tables.forget(request_id)
-        admitted = self.admitted.pop(request_id, None)
-        if admitted and admitted.num_sent_blocks:
+        if (admitted := self.admitted.pop(request_id, None)) and admitted.num_sent_blocks:
             self._released.append(admitted.handle)
         return admitted
 
@@ -204,7 +208,8 @@ class RequestLedger:
             num_scheduled: request id -> tokens that the step computes.
         """
         changes = RequestChanges()
-        self._drop_dropped_drafts(num_scheduled)
+        for request_id in turns_that_go_back(self, num_scheduled):
+            self._drop_state(request_id)
         for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
             del self._changed[request_id]
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
@@ -255,18 +260,6 @@ class RequestLedger:
         idle = [request_id for request_id in known if request_id not in num_scheduled]
         idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
         return idle[: max(len(known) - self.max_num_running, 0)]
-
-    def _drop_dropped_drafts(self, num_scheduled: Mapping[str, int]) -> None:
-        """Let the worker forget what it knows of sessions whose turn begins before their last step did.
-
-        NOTE: a turn that ends at an accepted draft drops those after it. A step in flight may have taken them for
-        certain: it has brought their rows to the device, and an algorithm has gone on from them.
-        """
-        for request_id in self.sessions & num_scheduled.keys() if self.has_drafts else ():
-            admitted, start = self.admitted[request_id], self.requests[request_id].num_computed_tokens
-            if start < admitted.last_start and admitted.num_sent_blocks:
-                self._drop_state(request_id)
-            admitted.last_start = start
 
     def _drop_state(self, request_id: str) -> None:
         """Let the worker forget a request; its table is sent again when it runs."""

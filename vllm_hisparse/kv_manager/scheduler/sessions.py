@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -63,3 +64,17 @@ def cut_long_sessions(ledger: RequestLedger, max_model_len: int, hash_block_size
                 max_model_len,
             )
             cut_session(request, num_kept, hash_block_size)
+
+
+def turns_that_go_back(ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> list[str]:
+    """Sessions whose turn begins before their last step did; the worker has to forget what it knows of them.
+
+    NOTE: a turn that ends at an accepted draft drops those after it. A step in flight may have taken them for certain:
+    it has brought their rows to the device, and an algorithm has gone on from them.
+
+    Args:
+        ledger: notes where the sessions' steps start.
+        num_scheduled: request id -> tokens that the step computes.
+    """
+    sessions = sorted(ledger.sessions & num_scheduled.keys()) if ledger.has_drafts else ()
+    return [name for name in sessions if ledger.admitted[name].note_start(ledger.requests[name].num_computed_tokens)]
