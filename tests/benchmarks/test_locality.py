@@ -143,7 +143,8 @@ def test_a_trace_is_made_of_recorded_selections(monkeypatch: pytest.MonkeyPatch,
     positions = np.stack([random_ranks(seed) for seed in range(2)]).astype(np.uint16)
     tokens = np.zeros((2, PROMPT + STEPS + 1), np.uint16)
     np.savez_compressed(tmp_path / "selections.npz", positions=positions, tokens=tokens, top_k=TOP_K)
-    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512, "qk_rope_head_dim": 64}))
+    shape = importlib.import_module("benchmarks.dsa_model").Shape(num_hidden_layers=positions.shape[1] - 1)
+    (tmp_path / "config.json").write_text(json.dumps(shape.hf_config(1024)))
     options = {"selections": tmp_path / "selections.npz", "model": tmp_path, "output": tmp_path / "made.trace"}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     CliRunner().invoke(app, [*arguments, "--num-steps", "10"], catch_exceptions=False)

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     args = engine_args(System(sys.argv[1]), json.loads(sys.argv[2])) | {"dtype": "float32", "enforce_eager": True}
     for name in ("compilation_config", "kernel_config"):
         del args[name]
-    loaded = Loaded(LLM(**args), settle=6, steps=8, mixed_s=1.4)
+    loaded = Loaded(LLM(**args), settle=6, steps=8, mixed_s=1.4, profiled=0)
     rows = [loaded.measure(Case.parse(text)) for text in ("500x3:model", "mixedx600:model", "900x2+12:model")]
     print("ROWS", json.dumps([rows, len(loaded.scheduler.requests)]))
 """
