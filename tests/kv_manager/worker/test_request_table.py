@@ -51,6 +51,8 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     states = table.find_states(tensor(40))
     parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
     assert table.hot_tables[states, :3].tolist() == parts
+    beyond = table.hot_tables[states, 3:] // table.heads.head_stride
+    assert not beyond.any(), "blocks that it gave back are still in its table"
     assert table.num_hot_rows[states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
     assert table.hot_blocks[table.index_of(40)] == [40, 5, 8]
     table.remove(40)

@@ -11,6 +11,8 @@ from vllm_hisparse.ops.kv_heads import KVHeads
 # handle -> first block of a run in its table, and the ids of the run's blocks
 TableChanges = Mapping[int, tuple[int, Sequence[int]]]
 
+NULL_BLOCK = 0  # of vLLM's device pool; no request's
+
 
 class RequestTable:
     """Finds a request's index by its handle, the first of its hot blocks, on the host and on the device.
@@ -87,14 +89,15 @@ class RequestTable:
         """Set requests' hot blocks; returns those that their requests did not have."""
         if not changes:
             return []
-        added, num_rows = [], []
+        added, num_rows, runs = [], [], {}
         for handle, (first, block_ids) in changes.items():
             blocks = self.hot_blocks[self.index_of(handle)]
-            earlier = set(blocks)
+            earlier = dict.fromkeys(blocks)
             blocks[first:] = block_ids
             added += [block_id for block_id in block_ids if block_id not in earlier]
             num_rows.append(len(blocks) * self._rows_per_hot_block)
-        places, block_ids = self._entries(changes, self.hot_tables)
+            runs[handle] = first, [*block_ids, *[NULL_BLOCK] * (len(earlier) - len(blocks))]
+        places, block_ids = self._entries(runs, self.hot_tables)
         self._write(self.hot_tables, places, self.heads.parts_of(block_ids).t())
         states = self.heads.state_indices(torch.tensor([self.index_of(handle) for handle in changes]))
         self._write(self.num_hot_rows, states, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
