@@ -27,6 +27,7 @@ from benchmarks.decode import (
     run_case,
     take_turns,
 )
+from benchmarks.kernel_profile import device_times
 
 app = typer.Typer(add_completion=False)
 
@@ -74,9 +75,8 @@ class StepProfile(StepClock):
     def kernels(self) -> list[dict[str, Any]]:
         """Kernels and copies with their time per step, longest first."""
         times: dict[str, list[float]] = defaultdict(list)
-        for event in self._profiler.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                times[event.name[:NAME_LENGTH]].append(event.time_range.elapsed_us())
+        for name, microseconds in device_times(self._profiler):
+            times[name[:NAME_LENGTH]].append(microseconds)
         found = [
             {"name": name, "launches": round(len(us) / NUM_STEPS, 2), "us": round(sum(us) / NUM_STEPS, 2)}
             for name, us in times.items()

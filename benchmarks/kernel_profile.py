@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,13 @@ def times_by_kind(kernels: Iterable[tuple[str, float]], num_steps: int) -> dict[
     return {kind: round(time, 3) for kind, time in sorted(times.items(), key=lambda item: -item[1]) if time}
 
 
+def device_times(profiler: torch.profiler.profile) -> Iterator[tuple[str, float]]:
+    """Names and microseconds of the kernels and copies that a stopped profiler has seen."""
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            yield event.name, event.time_range.elapsed_us()
+
+
 class KernelProfile:
     """Methods of vLLM's worker, for `collective_rpc`: profile the device between two calls."""
 
@@ -53,6 +60,4 @@ class KernelProfile:
         torch.cuda.synchronize()
         profiler, self._kernel_profiler = self._kernel_profiler, None
         profiler.stop()
-        on_device = torch.autograd.DeviceType.CUDA
-        events = (event for event in profiler.events() if event.device_type == on_device)
-        return times_by_kind(((event.name, event.time_range.elapsed_us()) for event in events), num_steps)
+        return times_by_kind(device_times(profiler), num_steps)

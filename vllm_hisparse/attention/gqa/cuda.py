@@ -166,11 +166,8 @@ class HotGQAImpl(FlashAttentionImpl):
                 head_size].
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
-        self.hot_buffer, self.algorithm, self.max_query_len = (
-            hot_buffer,
-            hot_buffer.algorithm,
-            hot_buffer.shape.max_query_len,
-        )
+        self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
+        self.max_query_len = hot_buffer.shape.max_query_len
         self.layer_index, self.state = layer_index, hot_buffer.state.layers[layer_index]
         per_unit, width = self.algorithm.tokens_per_unit, 2 * self.head_size
         self.hot, self.host_rows = view_units(cache, hot_buffer.heads), host_rows.flatten(0, 1)
