@@ -129,10 +129,12 @@ class KVLayout:
             device_buffer_size: hot tokens of a long sequence, those of its newest units not counted.
             num_tokens: of a sequence with which it grows, `block_size` tokens at a time. None: of a long one.
         """
-        num_rows = device_buffer_size + self.max_query_len * self.tokens_per_unit
+        unit, num_new = self.tokens_per_unit, self.max_query_len
+        num_rows = device_buffer_size + num_new * unit
         if num_tokens is not None:
             # NOTE: a draft's slot is reserved before it is known how many there are.
-            num_rows = min(num_rows, self.num_blocks(num_tokens + self.max_query_len - 1) * self.block_size)
+            num_whole = ((num_tokens - 1) // unit + num_new) * unit
+            num_rows = min(num_rows, self.num_blocks(num_whole) * self.block_size)
         return -(-num_rows // self.rows_per_hot_block)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:

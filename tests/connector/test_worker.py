@@ -48,7 +48,7 @@ class Impl:
 def device_groups(is_dense: bool) -> DeviceGroups:
     if is_dense:
         full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(HOT_LAYERS, HotBufferSpec.from_full_spec(full, GQA_LAYOUT, 64))]
+        groups = [KVCacheGroupSpec(HOT_LAYERS, HotBufferSpec.from_full_spec(full, GQA_LAYOUT, 64, elastic=False))]
     else:
         mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
         keys = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=KEY_BYTES, dtype=torch.uint8)

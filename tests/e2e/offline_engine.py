@@ -68,14 +68,17 @@ class RowCheck:
         import torch
 
         hot, residency = worker.impls[layer].hot, worker.hot_buffer.residency[layer]
-        for state in tables.state_indices[tables.handles.long()].tolist():
+        first_new = tables.seq_lens - (1 if tables.query_lens is None else tables.query_lens)
+        is_whole = worker.hot_buffer.heads.tokens_per_unit == 1  # what lies behind the newest token may be anything
+        states = tables.state_indices[tables.handles.long()].where(tables.handles >= 0, -1)
+        for state, num_whole in zip(states.tolist(), first_new.tolist(), strict=True):
             if state < 0:
                 continue
             num_rows = int(tables.num_hot_rows[state])
             slots = torch.arange(num_rows, device=hot.rows.device)[None]
             table = tables.hot_tables[state, None]
             positions = residency.positions[hot.entries(table, slots)[0]].cpu().long()
-            held = positions >= 0
+            held = (positions >= 0) & (is_whole | (positions < num_whole))
             row_ids, positions = hot.flat_row_ids(table, slots)[0].cpu()[held], positions[held]
             blocks = tables.host_tables[state].cpu().long()[positions // tables.block_size]
             yield row_ids.to(hot.rows.device), blocks * tables.block_size + positions % tables.block_size
@@ -83,9 +86,13 @@ class RowCheck:
     def check(self, worker: Any, tables: Any) -> None:
         import torch
 
+        layers = worker.hot_buffer.layers
         for layer, impl in enumerate(worker.impls):
             for row_ids, host_row_ids in self.held_rows(worker, tables, layer):
-                hot, host = impl.hot.rows[row_ids].cpu(), impl.host_rows[host_row_ids]
+                hot = impl.hot.rows[row_ids].cpu()
+                # NOTE: a dense model's host blocks are on the CPU as vLLM's kernels order them.
+                load = getattr(impl, "_load_units", layers[layer].host.__getitem__)
+                host = load(host_row_ids)
                 same = (hot.view(torch.uint8) == host.view(torch.uint8)).all(-1)
                 self.num_rows += len(same)
                 self.num_wrong += int((~same).sum())

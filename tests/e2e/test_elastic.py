@@ -55,3 +55,45 @@ def test_fixed_buffers_have_their_size_from_the_start(run, reference):
     assert_same_but_rounding(record["completions"], reference([60, 1400], 12))
     assert_pools_empty(record)
     assert "hot_rows_lent" not in record["peaks"]
+
+
+def dense_args(options: dict, **overrides) -> dict:
+    return hot_args("llama", {"algorithm": "quest", "top_k": 256, "device_buffer_size": 256, **options}, **overrides)
+
+
+def dense_life(lengths: list[int]) -> tuple[dict, dict]:
+    """The first request alone; then with others, to which it gives blocks, and which leave before it ends."""
+    phase = {
+        "prompts": [make_prompt(length) for length in lengths],
+        "max_tokens": MAX_TOKENS,
+        "arrive_after": [0, 30, 30, 30],
+        "abort_after": [None, 50, 50, 50],
+    }
+    return {**phase, "arrive_after": [0] * 4, "abort_after": [None, 1, 1, 1]}, phase
+
+
+def test_a_dense_models_buffer_grows_and_shrinks(run):
+    """Newest pages are not whole when they move. The tokens are those of a buffer whose size never changes."""
+    num_blocks = 60
+    phases = dense_life(LENGTHS)
+    engine = dense_args({}, num_gpu_blocks_override=num_blocks, max_model_len=2048)
+    records = run(engine, phases, row_check=ROW_CHECK)
+    fixed = run(dense_args({"elastic": False}, num_gpu_blocks_override=num_blocks, max_model_len=2048), phases[:1])[0]
+    for record in records:
+        assert_same_but_rounding(record["completions"][:1], fixed["completions"][:1])
+        assert_pools_empty(record)
+        assert record["checked_rows"] > 0 and record["wrong_rows"] == 0
+    before, after = (record["counters"] for record in records)
+    assert before["cache_misses"] < fixed["counters"]["cache_misses"] / 2
+    assert after["hot_rows_taken_back"] > before["hot_rows_taken_back"]
+    assert after.get("resumed_requests", 0) == 0, "somebody was preempted"
+
+
+def test_short_prompts_of_a_dense_model_take_no_more_than_their_pages(run, reference):
+    """More of them run at a time than would have buffers of the full size."""
+    lengths = [20 + index for index in range(14)]
+    engine = dense_args({"top_k": 1024, "device_buffer_size": 1024}, num_gpu_blocks_override=18, max_model_len=1024)
+    record = run(engine, [{"prompts": [make_prompt(length) for length in lengths], "max_tokens": 40}])[0]
+    assert_same_but_rounding(record["completions"], reference(lengths, 40, model="llama"))
+    assert_pools_empty(record)
+    assert record["counters"].get("resumed_requests", 0) == 0

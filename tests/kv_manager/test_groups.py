@@ -26,7 +26,7 @@ MLA_LAYOUT = KVLayout(1152, 132, 3, 2, block_size=64)
 HOT_MLA = HotBufferSpec.from_mla_spec(MLA, MLA_LAYOUT, 4096, elastic=True)
 FULL_GQA = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.float32)
 GQA_LAYOUT = KVLayout(512, 512, 3, 1, block_size=128, tokens_per_unit=16, num_kv_heads=2)
-HOT_GQA = HotBufferSpec.from_full_spec(FULL_GQA, GQA_LAYOUT, device_buffer_size=2048)
+HOT_GQA = HotBufferSpec.from_full_spec(FULL_GQA, GQA_LAYOUT, device_buffer_size=2048, elastic=True)
 
 
 def plan(*groups: tuple[list[str], KVCacheSpec]) -> KVCacheConfig:
@@ -74,7 +74,7 @@ def test_a_dense_model_beside_its_full_kv_layers() -> None:
 
 def test_a_dense_model_without_full_kv_layers() -> None:
     layout = KVLayout(512, 512, 2, 0, block_size=128, tokens_per_unit=16, num_kv_heads=2)
-    hot = HotBufferSpec.from_full_spec(FULL_GQA, layout, device_buffer_size=2048)
+    hot = HotBufferSpec.from_full_spec(FULL_GQA, layout, device_buffer_size=2048, elastic=True)
     groups = DeviceGroups.from_config(plan((["h0", "h1"], hot)))
     assert (groups.hot_group_id, groups.resident_group_id) == (0, None)
     assert groups.resident_layers == [] and groups.layout.resident_block_bytes == 0

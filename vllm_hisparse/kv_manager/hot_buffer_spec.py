@@ -50,7 +50,9 @@ class HotBufferSpec(AttentionSpec):
         )
 
     @classmethod
-    def from_full_spec(cls, spec: FullAttentionSpec, layout: KVLayout, device_buffer_size: int) -> HotBufferSpec:
+    def from_full_spec(
+        cls, spec: FullAttentionSpec, layout: KVLayout, device_buffer_size: int, elastic: bool
+    ) -> HotBufferSpec:
         """Replace the full-KV spec of a dense model's sparse layer."""
         return cls(
             block_size=spec.block_size,
@@ -63,7 +65,7 @@ class HotBufferSpec(AttentionSpec):
             dcp_sharded=False,
             block_stride_alignment=layout.block_alignment_bytes,
             device_buffer_size=device_buffer_size,
-            elastic=False,
+            elastic=elastic,
             layout=layout,
         )
 

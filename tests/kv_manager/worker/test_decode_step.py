@@ -105,7 +105,7 @@ def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> 
     newest = [15 * 7 + 2, 16 * 7 + 2, -1, -1] if finds_newest_rows else [-1] * 4
     assert step.newest_row_ids[:4].tolist() == newest
     step.first_units.zero_()
-    step.reload_newest_units(index)
+    step.reload_newest_units([index])
     assert (step.first_units == -1).nonzero().tolist() == [
         [layer, 2 * index + head] for layer in range(NUM_LAYERS) for head in (0, 1)
     ]

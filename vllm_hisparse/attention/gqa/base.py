@@ -51,7 +51,7 @@ class HotGQAAttention(Attention):
                 f"at least {preferred_block_size(vllm_config)}: a block of full-KV layers has to hold several pages",
                 "Remove it or raise it; a P/D deployment wants the same on both sides.",
             )
-        return HotBufferSpec.from_full_spec(spec, layout, config.rows)
+        return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
 
 def preferred_block_size(vllm_config: VllmConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -179,7 +180,7 @@ class GQADecodeStep(DecodeStep):
     Attributes:
         units: of the decoding requests.
         first_units: [num_layers, num_states + 1] int32 unit of each state's first new token in its last step; -1: what
-            a request has in its newest unit is on the host alone.
+            a request has in its newest unit is on the host, but not in that unit's slot.
     """
 
     def __init__(
@@ -199,9 +200,10 @@ class GQADecodeStep(DecodeStep):
         self.first_units = torch.full((num_layers, requests.num_states + 1), -1, dtype=torch.int32, device=device)
         self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
 
-    def reload_newest_units(self, request_index: int) -> None:
-        """Note that what a request has in its newest units is on the host alone."""
-        self.first_units[:, self.requests.heads.states(request_index)] = -1
+    def reload_newest_units(self, request_indices: Sequence[int]) -> None:
+        """Note that what requests have in their newest units is on the host, but not in the slots of these units."""
+        states = self.requests.heads.state_indices(torch.tensor(request_indices, dtype=torch.int64))
+        self.first_units.index_fill_(1, self.requests.to_device(states), -1)
 
     def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the decoding requests' new tokens into their units, on the device and on the host.

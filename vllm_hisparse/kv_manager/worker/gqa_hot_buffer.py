@@ -8,6 +8,7 @@ from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.kv_manager.worker.algorithm_state import AlgorithmState, KeySpan
 from vllm_hisparse.kv_manager.worker.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.worker.request_table import TableChanges
 from vllm_hisparse.ops.base import HotRows, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
 
@@ -42,6 +43,10 @@ class GQAHotBuffer(HotBuffer):
             num_layers=shape.num_layers,
             finds_newest_rows=device.type == "cpu",
         )
+
+    def change_hot_tables(self, changes: TableChanges) -> None:
+        super().change_hot_tables(changes)
+        self.step.reload_newest_units([self.requests.index_of(handle) for handle in changes])
 
     def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Represent the decoding requests' new tokens one after the other, and select for each what it would select if
@@ -98,11 +103,11 @@ class GQAHotBuffer(HotBuffer):
 
     def _start(self, request_index: int) -> None:
         self.state.start(request_index)
-        self.step.reload_newest_units(request_index)
+        self.step.reload_newest_units([request_index])
 
     def _empty(self, request_index: int) -> None:
         super()._empty(request_index)
-        self.step.reload_newest_units(request_index)
+        self.step.reload_newest_units([request_index])
 
 
 def view_units(cache: torch.Tensor, heads: KVHeads) -> HotRows:
