@@ -507,7 +507,7 @@ def run(
         "max_model_len": max_model_len(
             longest, max(settle, *(each.settle or 0 for each in cases)) + steps + profile_steps, drafts
         ),
-        "max_num_seqs": max([*numbers, 64 if any(each.context == 0 for each in cases) else 1]),
+        "max_num_seqs": max([*numbers, 256 if any(each.context == 0 for each in cases) else 1]),
         "graph_sizes": numbers,
         "forces_selections": any(each.selection != Selection.model for each in cases),
     }
@@ -549,7 +549,7 @@ def plot(
     result: Annotated[
         list[Path],
         typer.Option(help="Result file of `run`; repeatable. A row of a later one replaces an earlier one's."),
-    ] = [RESULTS / "h200" / f"full_depth{name}.json" for name in ("", "_ours", "_independent", "_fitting")],  # noqa: B006
+    ] = [RESULTS / "h200" / f"full_depth_{name}.json" for name in ("fitting", "systems", "trace", "mixed")],  # noqa: B006
     output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/full_depth.png"),
 ) -> None:
     """Plot results: tokens per second of each system, case by case."""
