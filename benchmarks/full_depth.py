@@ -35,6 +35,7 @@ app = typer.Typer(add_completion=False)
 
 System = StrEnum("System", ["full", "vllm_native", "ours"])
 Selection = StrEnum("Selection", ["independent", "trace", "model"])
+ModelName = StrEnum("ModelName", {"deepseek": "DeepSeek-V3.2", "glm": "GLM-5"})
 
 V32 = {  # config.json of DeepSeek-V3.2, but for the number of experts and their size
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -72,6 +73,24 @@ V32 = {  # config.json of DeepSeek-V3.2, but for the number of experts and their
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+GLM5 = V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "indexer_rope_interleave": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+MODELS = {ModelName.deepseek: V32, ModelName.glm: GLM5}
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1024  # prompts are not computed
 TRACES = Path(__file__).parent / "traces"
@@ -160,12 +179,19 @@ class Clock:
 
 
 def write_config(
-    path: Path, num_layers: int, num_experts: int, expert_size: int, shared_indexers: int, has_drafts: bool
+    path: Path,
+    model: ModelName,
+    num_layers: int,
+    num_experts: int,
+    expert_size: int,
+    shared_indexers: int,
+    has_drafts: bool,
 ) -> Path:
     """Write a model's config.json; returns its directory.
 
     Args:
         path: the directory.
+        model: whose sizes it has otherwise.
         num_layers: layers.
         num_experts: of a layer; every token goes to up to 8 of them.
         expert_size: hidden size of an expert.
@@ -177,7 +203,7 @@ def write_config(
     sizes = {"num_hidden_layers": num_layers, "moe_intermediate_size": expert_size}
     sizes["num_nextn_predict_layers"] = int(has_drafts)
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(V32 | experts | sharing | sizes, indent=2))
+    (path / "config.json").write_text(json.dumps(MODELS[model] | experts | sharing | sizes, indent=2))
     return path
 
 
@@ -188,6 +214,7 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model": job["model"],
         "load_format": "dummy",
+        "quantization": job["quantization"],
         "skip_tokenizer_init": True,
         "max_model_len": job["max_model_len"],
         "dtype": "bfloat16",
@@ -439,10 +466,19 @@ def measure_all(system: System, job: dict[str, Any], cases: list[Case]) -> Itera
 
 
 def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
-    names = ("layers", "kv_dtype", "device_kv_gib", "device_buffer_size", "elastic", "shared_indexers", "experts")
+    names = (
+        "layers",
+        "quantization",
+        "kv_dtype",
+        "device_kv_gib",
+        "device_buffer_size",
+        "elastic",
+        "shared_indexers",
+        "experts",
+    )
     parallel = ("tensor_parallel", "data_parallel", "drafts", "acceptance")
     context = case.context or "mixed"
-    described = {"system": str(system), "model": "DeepSeek-V3.2", "context": context, "requests": case.requests}
+    described = {"system": str(system), "model": job["name"], "context": context, "requests": case.requests}
     described |= {"selection": str(case.selection), "overlap": case.overlap}
     if case.context:
         described["settle"] = job["settle"] if case.settle is None else case.settle
@@ -457,10 +493,12 @@ def run(
         typer.Option(help="<context>x<requests>[+<settle>][:<overlap>|:trace|:model], mixedx<per minute>; repeatable."),
     ] = ["500x400", "32768x16+560", "32768x56", "65536x28", "35064x56:trace", "67832x28:trace", "mixedx900"],  # noqa: B006
     system: Annotated[list[System], typer.Option(help="Repeatable.")] = list(System),  # noqa: B006
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 61,
+    model: Annotated[ModelName, typer.Option(help="Whose sizes the model has.")] = ModelName.deepseek,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers. Default: the model's.")] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts of a layer.")] = 8,
     expert_size: Annotated[int, typer.Option(min=1, help="Hidden size of an expert.")] = 1024,
     shared_indexers: Annotated[int, typer.Option(min=1, help="Layers that share an indexer.")] = 1,
+    quantization: Annotated[str | None, typer.Option(help="Of the weights, as in vLLM. Default: bfloat16.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "fp8",
     device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV, per GPU.")] = 24.0,
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV, per data parallel rank.")] = 88.0,
@@ -485,9 +523,12 @@ def run(
     check(cases, data_parallel_size)
     longest = max(65_536 if each.context == 0 else each.context for each in cases)
     numbers = [each.requests // data_parallel_size for each in cases if each.context]
+    num_layers = layers or MODELS[model]["num_hidden_layers"]
     job = {
-        "model": str(write_config(model_dir, layers, experts, expert_size, shared_indexers, drafts > 0)),
-        "layers": layers,
+        "model": str(write_config(model_dir, model, num_layers, experts, expert_size, shared_indexers, drafts > 0)),
+        "name": str(model),
+        "layers": num_layers,
+        "quantization": quantization,
         "experts": experts,
         "shared_indexers": shared_indexers,
         "kv_dtype": kv_dtype,

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from benchmarks import full_depth
-from benchmarks.full_depth import Case, Clock, Selection, merged, scaled_trace, write_config
+from benchmarks.full_depth import Case, Clock, ModelName, Selection, merged, scaled_trace, write_config
 from benchmarks.kernel_profile import times_by_kind
 
 
@@ -96,12 +96,15 @@ def test_kernel_times_are_summed_by_kind() -> None:
 
 
 def test_the_model_is_as_asked_for(tmp_path: Path) -> None:
-    config = json.loads((write_config(tmp_path / "model", 5, 4, 96, 4, True) / "config.json").read_text())
+    config = json.loads(
+        (write_config(tmp_path / "model", ModelName.deepseek, 5, 4, 96, 4, True) / "config.json").read_text()
+    )
     assert config["num_hidden_layers"] == 5 and config["moe_intermediate_size"] == 96
     assert config["n_routed_experts"] == config["num_experts_per_tok"] == 4 and config["index_topk_freq"] == 4
     assert config["num_nextn_predict_layers"] == 1
-    config = json.loads((write_config(tmp_path, 5, 4, 96, 1, False) / "config.json").read_text())
+    config = json.loads((write_config(tmp_path, ModelName.glm, 5, 4, 96, 1, False) / "config.json").read_text())
     assert "index_topk_freq" not in config and config["num_nextn_predict_layers"] == 0
+    assert config["architectures"] == ["GlmMoeDsaForCausalLM"] and config["v_head_dim"] == 256
 
 
 @pytest.mark.parametrize("context", list(full_depth.TRACE_FILES))

@@ -29,6 +29,7 @@ def test_prompts_are_not_computed() -> None:
     """Full KV and hot buffers decode from the first step on, what they are asked to, and leave nothing behind."""
     job = {
         "model": str(MODELS / "dsv32"),
+        "quantization": None,
         "kv_dtype": "bfloat16",
         "device_kv_gib": 0.03,
         "host_pool_gib": 0.25,
