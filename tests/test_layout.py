@@ -120,3 +120,15 @@ def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_laye
 def test_without_full_kv_layers_a_request_takes_its_hot_blocks_alone():
     layout = KVLayout(512, 512, 4, 0, 128, 16, 2)
     assert layout.hot_request_bytes(100_000, 512) == layout.num_hot_blocks(512) * layout.device_block_bytes
+
+
+@given(unit=st.sampled_from([1, 4, 16, 64]), drafts=st.integers(0, 3), num_tokens=st.integers(1, 2000), size=st.data())
+def test_a_sequence_that_grows_has_a_slot_for_every_unit_of_its_next_step(
+    unit: int, drafts: int, num_tokens: int, size: st.DataObject
+):
+    """Unless it is longer than the buffer: then it has the buffer and a slot for each new unit, in any case."""
+    layout = KVLayout(512, 512, 4, 0, 128, unit, 2, 1 + drafts)
+    device_buffer_size = size.draw(st.integers(1, 2000 // unit)) * unit
+    num_units = layout.num_hot_blocks(device_buffer_size, num_tokens) * layout.rows_per_hot_block // unit
+    first_new = (num_tokens - 1) // unit
+    assert num_units >= min(first_new, device_buffer_size // unit) + 1 + drafts
