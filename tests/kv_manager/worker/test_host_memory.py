@@ -1,8 +1,5 @@
-import ctypes
 import os
-import re
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,16 +182,3 @@ def test_the_pools_of_data_parallel_ranks_must_fit(
         return check_free_memory(pool, OPTION)
     with pytest.raises(HiSparseConfigError, match=f"for each of {1 + len(taken)} data parallel ranks"):
         check_free_memory(pool, OPTION)
-
-
-def test_a_pool_that_nobody_maps_is_not_copied_for_forked_children() -> None:
-    memory = allocate_host_pool(8 << 20, config(num_ranks=1), OPTION).memory
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    ranges = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    [flags] = [text for text in ranges if _holds(text, address)]
-    assert "dc" in flags.partition("VmFlags:")[2].split()
-
-
-def _holds(text: str, address: int) -> bool:
-    found = re.match("([0-9a-f]+)-([0-9a-f]+)", text)
-    return found is not None and int(found[1], 16) <= address < int(found[2], 16)

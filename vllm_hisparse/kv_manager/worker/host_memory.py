@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -123,11 +122,7 @@ def check_free_memory(num_bytes: int, size_option: tuple[str, float]) -> None:
 def _own_memory(num_bytes: int, has_file: bool) -> HostPoolMemory:
     """A pool that no other rank uses."""
     if not has_file:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # a forked child would get a copy of what is pinned
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)  # they are pinned sooner than small ones
-        return HostPoolMemory(memory)
+        return HostPoolMemory(mmap.mmap(-1, num_bytes))
     descriptor = _create_file(num_bytes)
     return HostPoolMemory(mmap.mmap(descriptor, num_bytes), descriptor)
 
