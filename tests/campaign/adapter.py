@@ -255,8 +255,8 @@ def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheCo
     layout = KVLayout(
         24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE, max_query_len=query_len, draft_row_bytes=draft_bytes
     )
-    size, elastic = (DEVICE_BUFFER_SIZE, True) if configuration.has_resident_group else (FIXED_BUFFER_SIZE, False)
-    hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, size, elastic)
+    size = DEVICE_BUFFER_SIZE if configuration.is_elastic else FIXED_BUFFER_SIZE
+    hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, size, configuration.is_elastic)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if configuration.has_resident_group:
         keys = _mla_spec(20, torch.uint8)

@@ -80,11 +80,12 @@ def test_budget_of_everything_is_full_attention(runs: dict[str, EngineRun], algo
 def test_evicted_units_come_back(models: dict[str, Path], tmp_path: Path) -> None:
     """A buffer no larger than the selection gives the tokens of one that holds everything; Qwen3, in CUDA graphs."""
     phase = {"prompts": [make_prompt(length) for length in (64, 777, 6000)], "max_tokens": 80}
+    options = {"algorithm": "quest", "top_k": 512, "elastic": False}
     started = [
         EngineRun.start(
             tmp_path,
             f"buffer_{size}",
-            hot_args(models["qwen3"], {"algorithm": "quest", "top_k": 512, "device_buffer_size": size}, **arguments()),
+            hot_args(models["qwen3"], {**options, "device_buffer_size": size}, **arguments()),
             [phase],
         )
         for size in (512, 8192)
@@ -92,6 +93,33 @@ def test_evicted_units_come_back(models: dict[str, Path], tmp_path: Path) -> Non
     small, large = (run.phases()[0] for run in started)
     assert_same_but_ties(small["completions"], large["completions"])
     assert small["counters"]["cache_misses"] > large["counters"]["cache_misses"]
+
+
+def test_a_buffer_grows_and_shrinks_in_one_requests_life(models: dict[str, Path], tmp_path: Path) -> None:
+    """The tokens of a buffer that never changes; two requests arrive, to which the first one gives blocks."""
+    phase = {
+        "prompts": [make_prompt(length) for length in (6000, 5800, 5900)],
+        "max_tokens": 200,
+        "arrive_after": [0, 40, 40],
+        "abort_after": [None, 100, 100],
+    }
+    options = {"algorithm": "quest", "top_k": 512, "device_buffer_size": 512}
+    elastic, fixed = (
+        EngineRun.start(
+            tmp_path,
+            f"elastic_{is_elastic}",
+            hot_args(models["llama"], {**options, "elastic": is_elastic}, **arguments(num_gpu_blocks_override=700)),
+            [phase],
+            row_check={"every": 7, "corrupt": False},
+        )
+        for is_elastic in (True, False)
+    )
+    elastic, fixed = (run.phases()[0] for run in (elastic, fixed))
+    assert_same_but_ties(elastic["completions"][:1], fixed["completions"][:1])
+    assert_pools_empty(elastic)
+    assert elastic["checked_rows"] > 0 and elastic["wrong_rows"] == fixed["wrong_rows"] == 0
+    assert elastic["counters"]["hot_rows_taken_back"] > 0
+    assert elastic["counters"]["cache_misses"] < fixed["counters"]["cache_misses"]
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -151,7 +151,7 @@ def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_befor
     assert decode(buffer, 0, (40, 12, [2, 3, 4])).num_misses[0] == 2
 
 
-def test_rejected_rows_are_empty_when_the_first_block_goes() -> None:
+def test_rows_of_the_last_step_are_empty_when_the_first_block_goes() -> None:
     buffer = make_buffer(query_len=3)
     buffer.extend_tables({40: (0, [1, 2, 3])})
     buffer.change_hot_tables({40: (0, [40, 50, 55])})
@@ -160,7 +160,19 @@ def test_rejected_rows_are_empty_when_the_first_block_goes() -> None:
     buffer.swap_in(0, torch.full((1, 3 * TOP_K), -1, dtype=torch.int32))
     assert hot(buffer, 0, 50)[:4] == [-1, 8, 9, 10]
     buffer.change_hot_tables({40: (0, [50, 55])})
-    assert hot(buffer, 0, 50)[:4] == [-1, 8, -1, -1], "only what is not known to be accepted"
+    assert hot(buffer, 0, 50)[:4] == [-1] * 4, "a position may be computed again, and not in this row"
+
+
+def test_a_turn_finds_no_row_of_the_token_that_it_drops_when_blocks_go() -> None:
+    """A session's next turn begins at the last token of a step in flight, after which blocks were taken back."""
+    buffer = make_buffer()
+    buffer.extend_tables({40: (0, [1, 2, 3, 4, 5])})
+    buffer.change_hot_tables({40: (0, [40, 50, 55])})
+    decode(buffer, 0, (40, 15, [3]))
+    assert hot(buffer, 0, 55)[1] == 15
+    buffer.change_hot_tables({40: (1, [55])})
+    decode(buffer, 0, (40, 15, [3]))
+    assert decode(buffer, 0, (40, 16, [15])).num_misses[0] == 1
 
 
 def test_rows_stay_hot_when_blocks_come_and_go() -> None:

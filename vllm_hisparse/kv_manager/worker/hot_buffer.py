@@ -106,7 +106,6 @@ class HotBuffer(ABC):
         self.shape, self.heads, self.device = shape, heads, device
         self.selects = [True] * shape.num_layers if selects is None else list(selects)
         self.num_slots = shape.num_slots // heads.tokens_per_unit
-        self._num_doubtful = shape.max_query_len - 1 + (heads.tokens_per_unit > 1)  # of the latest positions
         self.ops = swap_in_ops(device)
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
         blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
@@ -157,7 +156,7 @@ class HotBuffer(ABC):
         moved = [blocks for blocks, (first, _) in zip(blocks_of, changes.values(), strict=True) if first < len(blocks)]
         if added := self.requests.change_hot(changes):
             self._empty_blocks(added)
-        for blocks in moved if self._num_doubtful else ():
+        for blocks in moved:
             self._empty_latest(blocks)
 
     def release(self, handle: int) -> None:
@@ -178,10 +177,11 @@ class HotBuffer(ABC):
         self._positions.index_fill_(1, self.requests.to_device(parts), -1)
 
     def _empty_latest(self, blocks: Sequence[int]) -> None:
-        """Empty rows of positions that may have been rejected, and of units that may not be whole, after a move."""
+        """Empty rows of a request's last step after a move: the next step may compute its positions again, where they
+        were rejected or a session's turn drops them, and its units may not be whole."""
         parts = self.requests.to_device(self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten())
         held = self._positions[:, parts]
-        last_certain = held.amax((1, 2), keepdim=True) - self._num_doubtful
+        last_certain = held.amax((1, 2), keepdim=True) - self.shape.max_query_len
         self._positions[:, parts] = held.where(held <= last_certain, -1)
 
     def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
