@@ -100,6 +100,10 @@ class Product:
         """Give the scheduler half a simulated tier."""
         self.half.tiers = simulated_tiers(self.half.host_pool, memories, rng, blocks, counts)
 
+    def rows_per_hot_block(self) -> int:
+        """Rows of a layer in a hot block."""
+        return self.half.layout.rows_per_hot_block
+
     def num_tables(self) -> int:
         """Requests whose state the worker half has room for."""
         worker = object.__new__(HiSparseWorkerConnector)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
 DEVICE_BUFFER_SIZE = 11  # hot tokens of a long sequence, whose hot blocks grow with it
-ROWS_PER_HOT_BLOCK = 3  # at least
 FIXED_BUFFER_SIZE = 5  # where they do not grow
 
 

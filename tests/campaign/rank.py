@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .checks import Finding, check
-from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN, ROWS_PER_HOT_BLOCK
+from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN
 from .texts import DRAFTED_AHEAD, NEVER_WRITTEN, ZEROED, Row, Text, undrafted
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class Rank:
         index: its number.
         host: the host pool it reads and writes, shared or its own.
         num_tables: requests whose state the worker half has room for.
+        max_blocks: host blocks of a request.
+        rows_per_hot_block: rows of a layer in a hot block.
         zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
         num_draft_passes: how often a draft layer runs after the forward and the saves; 0: there is none.
     """
@@ -115,11 +117,12 @@ class Rank:
         host: HostMemory,
         num_tables: int,
         max_blocks: int,
+        rows_per_hot_block: int,
         zeroes_first: bool,
         num_draft_passes: int = 0,
     ):
         self.index, self.host, self.zeroes_first, self.num_draft_passes = index, host, zeroes_first, num_draft_passes
-        self.num_tables, self.max_blocks = num_tables, max_blocks
+        self.num_tables, self.max_blocks, self.rows_per_hot_block = num_tables, max_blocks, rows_per_hot_block
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
         self.hot_tables: dict[int, dict[int, bool]] = {}  # handle -> hot block -> whether the request has written it
@@ -210,7 +213,7 @@ class Rank:
         blocks = self.hot_tables.get(entry.handle, {})
         check(bool(blocks), f"{step.reads(entry, self)}: without hot blocks")
         num_rows = min(entry.last, FIXED_BUFFER_SIZE + 1)
-        check(len(blocks) * ROWS_PER_HOT_BLOCK >= num_rows, f"{step.reads(entry, self)}: {len(blocks)} hot blocks")
+        check(len(blocks) * self.rows_per_hot_block >= num_rows, f"{step.reads(entry, self)}: {len(blocks)} hot blocks")
         own = f"hot rows of {entry.request_id}"
         for block_id, is_written in blocks.items():
             found = self.keys.read(block_id)
