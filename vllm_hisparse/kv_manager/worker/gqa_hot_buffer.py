@@ -46,7 +46,8 @@ class GQAHotBuffer(HotBuffer):
 
     def change_hot_tables(self, changes: TableChanges) -> None:
         super().change_hot_tables(changes)
-        self.step.reload_newest_units([self.requests.index_of(handle) for handle in changes])
+        if changes:
+            self.step.reload_newest_units([self.requests.index_of(handle) for handle in changes])
 
     def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Represent the decoding requests' new tokens one after the other, and select for each what it would select if
