@@ -124,6 +124,5 @@ def check_state_fits(algorithm: str, num_requests: int, max_num_seqs: int, reque
             max_num_seqs,
             f"at most {max(free_bytes // request_bytes - 1, 0)}: '{algorithm}' keeps {request_bytes / 2**20:.1f} MiB "
             f"for a request of --max-model-len, and {free_bytes / 2**30:.1f} GiB of the device are free for it",
-            "Lower it or --max-model-len, or lower --gpu-memory-utilization to leave more free. Without elastic, whole "
-            "buffers may limit the requests to fewer.",
+            "Lower it or --max-model-len, or lower --gpu-memory-utilization to leave more free.",
         )
