@@ -3,7 +3,9 @@
 namespace hisparse {
 namespace {
 
-constexpr int kMaxBlocks = 64;  // enough in flight for the link; more take multiprocessors from other streams
+// The link is busy with either. Alone, more blocks are a little faster; beside other kernels, they would take
+// multiprocessors from them.
+constexpr int kBlocksAlone = 64, kBlocksBeside = 8;
 
 // Prefix sums of the misses: starts[i] is the first miss of request i, starts[batch] the number of all.
 // num_misses: [batch]. starts: [batch + 1] in shared memory. batch <= kNumThreads.
@@ -63,6 +65,7 @@ extern "C" cudaError_t hisparse_gather(
     const HotRows* hot,
     const Resolved* resolved,
     int32_t batch,
+    bool beside_others,
     bool after_resolve,
     cudaStream_t stream
 ) {
@@ -70,7 +73,7 @@ extern "C" cudaError_t hisparse_gather(
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = kMaxBlocks;
+    config.gridDim = beside_others ? kBlocksBeside : kBlocksAlone;
     config.blockDim = kNumThreads;
     config.stream = stream;
     config.attrs = &attribute;

@@ -34,5 +34,5 @@ extern "C" cudaError_t hisparse_swap_in(
     if (const cudaError_t error = has_dependent_launch(&overlaps)) return error;
     const cudaError_t error =
         hisparse_resolve(residency, tables, top_k, top_k_stride, hot, counts, out, stream);
-    return error ? error : hisparse_gather(host, hot, out, tables->batch, overlaps, stream);
+    return error ? error : hisparse_gather(host, hot, out, tables->batch, false, overlaps, stream);
 }

@@ -181,13 +181,17 @@ def test_drafts_where_the_algorithm_selects(models: dict[str, Path], tmp_path: P
         assert record["counters"]["cache_misses"] > 0
 
 
-def test_preempted_requests_resume(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_preempted_requests_resume(models: dict[str, Path], tmp_path: Path, drafts: bool) -> None:
     """The host pool runs out while requests decode."""
-    phase = {"prompts": [make_prompt(length) for length in (2000, 2100, 2200)], "max_tokens": 200}
+    phase = {"prompts": [repeating(length) for length in (2000, 2100, 2200)], "max_tokens": 200}
+    options = DRAFTS if drafts else {}
     block_bytes = 16 * 4 * 2 * 4 * 32 * 2  # tokens, layers, key and value, KV heads, elements, bf16
-    extra = {"algorithm": "quest", "top_k": 4096, "device_buffer_size": 4096}
+    extra = {"algorithm": "quest", "top_k": 4096, "device_buffer_size": 4 * 4096 if drafts else 4096}
     engine = hot_args(
-        models["llama"], {**extra, "host_pool_gib": 412 * block_bytes / 2**30}, **arguments(max_model_len=4096)
+        models["llama"],
+        {**extra, "host_pool_gib": 412 * block_bytes / 2**30},
+        **arguments(max_model_len=4096, **options),
     )
     hot = EngineRun.start(tmp_path, "hot", engine, [phase])
     full = EngineRun.start(tmp_path, "full", arguments_of(models["llama"], max_model_len=4096), [phase])
@@ -195,3 +199,5 @@ def test_preempted_requests_resume(models: dict[str, Path], tmp_path: Path) -> N
     assert_same_but_ties(record["completions"], full.phases()[0]["completions"])
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1
+    if drafts:
+        assert_some_are_rejected(record)

@@ -212,6 +212,19 @@ def test_drafts_with_cuda_graphs(model: Path, tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["fp8", "bf16_flashmla", "bf16_flash_attn"])
 def test_a_draft_layer_with_cuda_graphs(draft_model: Path, tmp_path: Path, name: str) -> None:
+    check_draft_layer(draft_model, tmp_path, name, f"mtp_{name}")
+
+
+@pytest.mark.parametrize("variant", ["glm", "glm52"])
+def test_a_draft_layer_of_glm_with_cuda_graphs(tmp_path: Path, variant: str) -> None:
+    """GLM-5.2's layers share indexers; its draft layer has its own."""
+    from vllm_hisparse.cli.tiny_model import make_model
+
+    sizes = {"num_layers": 6, "num_heads": 64, "index_n_heads": 32, "index_topk": 2048, "draft_layers": 1}
+    check_draft_layer(make_model(variant, tmp_path / variant, **sizes), tmp_path, "fp8", f"mtp_{variant}")
+
+
+def check_draft_layer(draft_model: Path, tmp_path: Path, name: str, label: str) -> None:
     """Full KV's tokens without drafts, most of which are rejected."""
     lengths = [1, 63, 2049, 4090, 6142, 6145, 9000, 12000]
     phase = {"prompts": [make_prompt(length, seed) for seed in range(4) for length in lengths], "max_tokens": 64}
@@ -227,7 +240,7 @@ def test_a_draft_layer_with_cuda_graphs(draft_model: Path, tmp_path: Path, name:
         for kind, (args, check) in engines.items()
     }
     full, full_drafts, hot = (started[kind].phases()[0] for kind in engines)
-    report(f"mtp_{name}", {"hot": hot, "full_drafts": full_drafts}, full)
+    report(label, {"hot": hot, "full_drafts": full_drafts}, full)
     assert_same_but_ties(hot["completions"], full["completions"], full_drafts["completions"])
     assert_pools_empty(hot)
     assert hot["wrong_rows"] == 0 < hot["checked_rows"]

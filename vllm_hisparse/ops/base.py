@@ -280,7 +280,7 @@ class SwapInOps(ABC):
 
     @abstractmethod
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
-        """Copy missed rows to their hot slots.
+        """Copy missed rows to their hot slots; on CUDA, while kernels of other streams run.
 
         Args:
             host_rows: [num_host_rows, row elements] of the layer, contiguous; pinned on CUDA, where a row is a multiple

@@ -127,7 +127,7 @@ _RESIDENCY, _RESOLVED, _LAYERS = POINTER(_Residency), POINTER(_Resolved), POINTE
 _UNITS, _TOKENS, _BOUNDS = POINTER(_UnitTables), POINTER(_NewTokens), POINTER(PageBounds)
 _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED),
-    "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool),
+    "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool, c_bool),
     "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED),
     "newest_row_ids": (_TABLES, _HOT, c_void_p),
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES),
@@ -231,7 +231,7 @@ class CudaSwapInOps(SwapInOps):
         )
 
     def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
-        launch("gather", *self._rows(host_rows, hot_rows), self._resolved(resolved), batch, False)
+        launch("gather", *self._rows(host_rows, hot_rows), self._resolved(resolved), batch, True, False)
 
     def swap_in(
         self,
