@@ -45,6 +45,7 @@ def test_many_short_requests_take_no_more_than_their_rows(run, reference):
     record = run(engine, [{"prompts": [make_prompt(length) for length in lengths], "max_tokens": 40}])[0]
     assert_same_but_rounding(record["completions"], reference(lengths, 40))
     assert_pools_empty(record)
+    assert record["peaks"]["host_blocks_used"] >= len(lengths), "they did not run together"
     assert record["counters"]["cache_misses"] == 0
     assert record["counters"].get("resumed_requests", 0) == 0
 
