@@ -13,7 +13,7 @@ settings.load_profile("repeatable")
 
 
 END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
-DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in ("cluster", "parallel", "pd", "pd_dense", "ray")}
+DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in ("cluster", "installs", "parallel", "pd", "pd_dense", "ray")}
 
 
 def file_of(nodeid: str) -> str:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .configuration import CONFIGURATIONS
 from .lives import run_lives
 
@@ -38,6 +40,7 @@ def test_result_file(tmp_path: Path) -> None:
     assert {"lives", "steps", "preemptions", "aborts", "failures", "violations"} <= set(rows["P/D"])
 
 
+@pytest.mark.slow
 def test_what_was_lived_in_the_time_is_written(tmp_path: Path) -> None:
     result = run_campaign(tmp_path / "campaign.json", "--lives", "5000", "--lives-minutes", "0.01")
     assert "--jobs 2 --lives 5000 --lives-minutes 0.01" in result["command"]

@@ -6,7 +6,7 @@ import pytest
 
 from . import damage
 from .configuration import CONFIGURATIONS
-from .lives import run_lives
+from .lives import run_lives, run_world, world_seeds
 
 LIVES = 1500
 BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
@@ -37,8 +37,8 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
 )
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch, plant: Callable, name: str, message: str) -> None:
     plant(monkeypatch)
-    result = run_lives(BY_NAME[name], LIVES)
-    assert any(message in violation.message for violation in result.violations)
+    worlds = (run_world(BY_NAME[name], seed) for seed in world_seeds(LIVES))
+    assert any(message in violation.message for world in worlds for violation in world.violations)
 
 
 @pytest.mark.parametrize("plant", [damage.accepted_in_flight, damage.forgotten_placeholders])

@@ -96,13 +96,18 @@ def _serve(args: Sequence[str], environment: dict[str, str], log_path: str, has_
     os.setsid()
     begin(log_path, environment)
     has_group.send(None)
-    after_platform_update(_fork_children)
+    fork_children()
     _poll_seldom()
-    _wait_asleep()
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *args]
     main()
+
+
+def fork_children() -> None:
+    """Have an engine of this process fork its children, which sleep while they wait for each other."""
+    after_platform_update(_fork_children)
+    _wait_asleep()
 
 
 def after_platform_update(change: Callable[[Any], None]) -> None:

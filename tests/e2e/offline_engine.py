@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from forks import after_platform_update, begin
+from forks import after_platform_update, begin, fork_children
 
 
 def sampling_params(phase: dict[str, Any]) -> Any:
@@ -335,6 +335,8 @@ def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
     sys.path[:0] = job.get("python_path", [])
     for library in job.get("libraries", []):
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # found by its name when a plugin needs it
+    if job.get("forks"):
+        fork_children()
     engine = OfflineEngine(job)
     while (phase := pipe.recv()) is not None:
         pipe.send(engine.run(phase))

@@ -43,6 +43,7 @@ def test_a_recorded_trace_is_what_the_engine_did(run, reference, tmp_path: Path)
     assert replay.missed.sum() == pytest.approx(misses, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_command_records(tmp_path: Path) -> None:
     """Prompts are the first tokens of files; the trace replays."""
     paths = [tmp_path / "first.txt", tmp_path / "second.txt"]

@@ -161,7 +161,8 @@ def test_a_replica_has_the_prefix(start, expected, model: str):
     """Then without the replica."""
     ports = free_ports(2)
     addresses = [f"{LOOPBACK}:{port}" for port in ports]
-    options = {"in_process": False, "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "UCX_TLS": "tcp,shm,self"}}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "UCX_TLS": "tcp,shm,self"}
+    options = {"in_process": False, "forks": True, "environment": environment}
     tiers = [{"type": "p2p", "host": LOOPBACK, "port": port, "peers": addresses} for port in ports]
     one, other = (start(args_of(model, [tier]), **options) for tier in tiers)
     for engine in (one, other):  # one that is asked before it listens is left alone for half a minute

@@ -24,7 +24,8 @@ def inputs(seed: int, tokens: int, heads: int, k: int, rank: int, rope: int, dty
     query = torch.randn(tokens, heads, rank + rope, generator=generator).to(dtype)
     rows = torch.randn(tokens, k, rank + rope, generator=generator).to(dtype)
     valid = torch.rand(tokens, k, generator=generator) < torch.rand(tokens, 1, generator=generator) * 1.3
-    rows[~valid] = float("nan")
+    rows[~valid] = 100.0
+    rows[~valid.any(1)] = float("nan")
     return query, rows, valid
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_hisparse.ops.take_rows import take_paged_rows, take_rows
+from vllm_hisparse.ops.take_rows import take_paged_rows, take_rows, without_gaps
 
 
 def test_rows_of_any_shape_of_ids() -> None:
@@ -16,3 +16,9 @@ def test_rows_of_blocks_that_lie_apart(block_stride: int, row_stride: int) -> No
     cache = memory.as_strided((5, 4, 3), (block_stride, row_stride, 1), storage_offset=1)
     blocks, offsets = torch.tensor([[0, 4], [3, 3]]), torch.tensor([[3, 3], [0, 2]])
     assert torch.equal(take_paged_rows(cache, blocks, offsets), cache[blocks, offsets])
+
+
+def test_gaps_get_another_id_of_their_line() -> None:
+    ids = torch.tensor([[3, -1, 7, -1], [-1, -1, -1, -1], [0, 2, 1, 5]])
+    filled = without_gaps(ids)
+    assert filled.tolist() == [[3, 7, 7, 7], [0, 0, 0, 0], [0, 2, 1, 5]]

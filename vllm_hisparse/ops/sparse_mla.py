@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MAX_GATHERED_ELEMENTS = 1 << 23  # rows attended at once, in elements: bounds the scratch memory of a prefill chunk
+MAX_GATHERED_ELEMENTS = 1 << 20  # rows attended at once, in elements: what a core's caches hold
 
 
 def tokens_per_chunk(top_k: int, row_elements: int) -> int:
@@ -24,7 +24,7 @@ def sparse_mla(
 
     Args:
         query: [tokens, heads, row elements] of any float dtype.
-        rows: [tokens, k, row elements] of any float dtype; anything where not valid, NaN included.
+        rows: [tokens, k, row elements] of any float dtype; finite for a token with a valid row, else anything.
         valid: [tokens, k] bool; False rows do not count. A token without any gives zeros.
         scale: softmax scale.
         kv_lora_rank: leading elements of a row that are its value.
@@ -32,8 +32,6 @@ def sparse_mla(
     """
     rows = rows.float()
     logits = torch.bmm(query.float() * scale, rows.transpose(1, 2))
-    if not valid.all():
-        # NOTE: the lowest finite value, so that a token without valid rows gives zeros below and not NaN.
-        logits.masked_fill_(~valid[:, None], torch.finfo(logits.dtype).min)
-        rows = rows.masked_fill(~valid[..., None], 0.0)
+    logits.masked_fill_(~valid[:, None], torch.finfo(logits.dtype).min)
     out.copy_(torch.bmm(logits.softmax(-1), rows[..., :kv_lora_rank]))
+    out.masked_fill_(~valid.any(1)[:, None, None], 0.0)

@@ -19,6 +19,17 @@ def take_rows(rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, row_ids.flatten()).view(*row_ids.shape, -1)
 
 
+def without_gaps(ids: torch.Tensor) -> torch.Tensor:
+    """Ids that can all be taken: where one is -1, the largest of the same line; 0 in a line without any.
+
+    NOTE: what a line's attention weighs with 0 has to be finite, as its other rows are.
+
+    Args:
+        ids: [..., k] of any integer dtype.
+    """
+    return ids.where(ids >= 0, ids.amax(-1, keepdim=True)).clamp_min(0)
+
+
 def take_paged_rows(cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows of a paged cache: [*blocks.shape, row elements].
 

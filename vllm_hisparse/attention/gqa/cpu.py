@@ -294,22 +294,23 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         self._write_new(key, value)
         resolved = self.hot_buffer.resolve(self.layer_index, units)
         self._load_missed(resolved, len(units))
-        out = self._attend(query, units, resolved.hot_row_ids[: len(units)])
+        out = self._attend(query, units, resolved)
         step.finish(self.layer_index)
         return out
 
-    def _attend(self, query: torch.Tensor, units: torch.Tensor, hot_row_ids: torch.Tensor) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, units: torch.Tensor, resolved: Resolved) -> torch.Tensor:
         """Attend over hot units, each new token up to its own position.
 
         Args:
             query: [batch * max_query_len, num_heads, head_size].
             units: [batch * num_kv_heads, max_query_len * num_selected] int32 which they are.
-            hot_row_ids: as `units`, where they are; -1 for none.
+            resolved: where they are.
         """
         per_unit, (max_query_len, _) = self.algorithm.tokens_per_unit, self.hot_buffer.step.units.num_tokens.shape
         by_request = query.view(-1, max_query_len, self.num_kv_heads, *self._group_shape)
         batch, by_head = len(by_request), by_request.transpose(1, 2).flatten(0, 2)
-        units, hot_row_ids = (ids.view(len(by_head), -1) for ids in (units, hot_row_ids))
+        hot_row_ids, num_columns = resolved.hot_row_ids[: len(units)], int(resolved.num_valid[: len(by_head)].max())
+        units, hot_row_ids = (ids.view(len(by_head), -1)[:, : max(num_columns, 1)] for ids in (units, hot_row_ids))
         num_tokens = self.hot_buffer.step.units.num_tokens[:, :batch].T[:, None].expand(-1, self.num_kv_heads, -1)
         token_positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
         valid = (hot_row_ids >= 0).repeat_interleave(per_unit, 1) & (token_positions < num_tokens.reshape(-1, 1))

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl
 from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
-from vllm_hisparse.ops.take_rows import take_rows
+from vllm_hisparse.ops.take_rows import take_rows, without_gaps
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         resolved = self.hot_buffer.swap_in(self.layer_index, top_k.flatten(1))
         selected = resolved.hot_row_ids[:batch].view_as(top_k)[is_token]
         out[tokens] = self.attend(
-            query[tokens], selected >= 0, lambda chunk: take_rows(self.hot.rows, selected[chunk].clamp_min(0))
+            query[tokens], selected >= 0, lambda chunk: take_rows(self.hot.rows, without_gaps(selected[chunk]))
         )
         step.finish(self.layer_index)
 
@@ -153,7 +153,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         positions = self.topk_indices_buffer[chunk.tokens].long()
 
         def rows_of(tokens: slice) -> torch.Tensor:
-            return self._load_rows(chunk, positions[tokens].clamp_min(0))
+            return self._load_rows(chunk, without_gaps(positions[tokens]))
 
         return self.attend(query, positions >= 0, rows_of)
 

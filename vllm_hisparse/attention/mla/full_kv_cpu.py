@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.layout import BLOCK_SIZE
 from vllm_hisparse.ops.sparse_mla import sparse_mla, tokens_per_chunk
-from vllm_hisparse.ops.take_rows import take_paged_rows
+from vllm_hisparse.ops.take_rows import take_paged_rows, without_gaps
 
 BACKEND_NAME = "HISPARSE_MLA_CPU"
 
@@ -156,7 +156,7 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         tables = attn_metadata.block_table[attn_metadata.request_of_token]
 
         def rows_of(tokens: slice) -> torch.Tensor:
-            selected = positions[tokens].clamp_min(0)
+            selected = without_gaps(positions[tokens])
             blocks = tables[tokens].gather(1, selected // block_size).long()
             return take_paged_rows(cache, blocks, selected % block_size)
 
