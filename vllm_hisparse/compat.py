@@ -45,7 +45,7 @@ def is_dsa_model(vllm_config: VllmConfig) -> bool:
 
 
 def is_draft_layer(layer_name: str, vllm_config: VllmConfig) -> bool:
-    """Whether a layer of a DSA model is one that drafts: vLLM numbers these after the model's own."""
+    """Whether a layer is one that drafts: vLLM numbers these after the model's own."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     return extract_layer_index(layer_name) >= vllm_config.model_config.hf_text_config.num_hidden_layers

@@ -30,8 +30,8 @@ def indexer_row_bytes(index_head_dim: int) -> int:
 class KVLayout:
     """Sizes of a model's KV on host and device.
 
-    Device-resident KV is what the device keeps of every token beside the hot rows: the indexer keys of a DSA model and
-    the KV of its draft layers, the KV of a dense model's `full_kv_layers`.
+    Device-resident KV is what the device keeps of every token beside the hot rows: the indexer keys of a DSA model, the
+    KV of a dense model's `full_kv_layers`, and with both the KV of draft layers.
 
     Args:
         row_bytes: one token's main KV in one layer.
@@ -63,7 +63,7 @@ class KVLayout:
         Both groups share vLLM's block pool, whose blocks are as wide as the widest group. A sequence that is hot as a
         whole has several times as many blocks of hot rows as of the other group.
         """
-        if not self.num_resident_layers:
+        if not self.has_resident_kv:
             return self.block_size
         block_bytes = self.resident_block_bytes
         unit_bytes = self.row_bytes * self.num_layers * self.tokens_per_unit
@@ -72,12 +72,18 @@ class KVLayout:
             num_units += 1
         num_units = max(1, num_units)
         # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers.
-        if self.num_layers != self.num_resident_layers and self._is_page_of_both(num_units):
+        has_as_many = self.num_layers == self.num_resident_layers and not self.draft_row_bytes
+        if not has_as_many and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)
         return num_units * self.tokens_per_unit
 
     def _is_page_of_both(self, num_units: int) -> bool:
-        return num_units * self.tokens_per_unit * self.row_bytes == self.block_size * self.resident_row_bytes
+        page_bytes = num_units * self.tokens_per_unit * self.row_bytes
+        return page_bytes in (self.block_size * self.resident_row_bytes, self.block_size * self.draft_row_bytes)
+
+    @property
+    def has_resident_kv(self) -> bool:
+        return self.num_resident_layers > 0 or self.draft_row_bytes > 0
 
     @property
     def unit_bytes(self) -> int:
@@ -139,7 +145,7 @@ class KVLayout:
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one long request of `num_tokens`, with a hot buffer."""
-        num_resident_blocks = self.num_blocks(num_tokens) if self.num_resident_layers else 0
+        num_resident_blocks = self.num_blocks(num_tokens) if self.has_resident_kv else 0
         num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks
         return num_blocks * self.device_block_bytes
 

@@ -111,7 +111,7 @@ def attach_indexer_cache_cpu(cache: DeepseekV32IndexerCache) -> None:
 
 
 def attach_gqa_cpu(impl: CPUAttentionBackendImpl, vllm_config: VllmConfig) -> None:
-    """Give a layer of a dense model a hot buffer, unless it is one of `full_kv_layers`.
+    """Give a layer of a dense model a hot buffer, unless it keeps full KV.
 
     Args:
         impl: the layer's implementation.

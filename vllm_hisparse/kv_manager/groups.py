@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class DeviceGroups:
     """Where vLLM put hot rows and device-resident KV.
 
-    Device-resident KV is what the device keeps of every token: the indexer keys of a DSA model and the KV of its draft
-    layers, or the KV of a dense model's full-KV layers. A dense model without full-KV layers has none.
+    Device-resident KV is what the device keeps of every token: the indexer keys of a DSA model or the KV of a dense
+    model's full-KV layers, and the KV of draft layers. A dense model with neither of the latter has none.
 
     Attributes:
         hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.

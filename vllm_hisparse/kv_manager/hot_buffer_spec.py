@@ -100,7 +100,7 @@ class HotBufferSpec(AttentionSpec):
             is_whole: whether all its rows are hot, or as many as it has at least.
         """
         num_blocks = max(self.num_blocks(num_tokens), self.num_whole_blocks(num_tokens) if is_whole else 0)
-        return num_blocks + (self.layout.num_blocks(num_tokens) if self.layout.num_resident_layers else 0)
+        return num_blocks + (self.layout.num_blocks(num_tokens) if self.layout.has_resident_kv else 0)
 
     def request_bytes(self, num_tokens: int, is_whole: bool = False) -> int:
         """Device bytes of a request in all layers, as `num_request_blocks`."""

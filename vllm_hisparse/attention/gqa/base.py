@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
+from vllm_hisparse.compat import is_draft_layer
+from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
 
@@ -24,7 +27,7 @@ class HotGQAAttention(Attention):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HotBufferSpec:
         spec: FullAttentionSpec = super().get_kv_cache_spec(vllm_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
-        num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+        num_layers, num_full_kv = _num_layers(vllm_config)
         if spec.block_size % config.tokens_per_unit:
             raise HiSparseConfigError(
                 "algorithm_options.page_size",
@@ -32,8 +35,7 @@ class HotGQAAttention(Attention):
                 f"a divisor of --block-size ({spec.block_size})",
                 "Choose another page_size, or a multiple of it for --block-size.",
             )
-        row_bytes = spec.page_size_bytes // spec.block_size
-        num_full_kv = len(config.full_kv_layers)
+        row_bytes, draft_rows = _row_bytes(spec), _draft_rows(vllm_config)
         layout = KVLayout(
             row_bytes,
             row_bytes,
@@ -43,26 +45,83 @@ class HotGQAAttention(Attention):
             config.tokens_per_unit,
             spec.num_kv_heads,
             max_query_len(vllm_config),
+            sum(draft_rows),
         )
-        if num_full_kv and num_full_kv != layout.num_layers and layout.rows_per_hot_block == spec.block_size:
-            raise HiSparseConfigError(
-                "--block-size",
-                spec.block_size,
-                f"at least {preferred_block_size(vllm_config)}: a block of full-KV layers has to hold several pages",
-                "Remove it or raise it; a P/D deployment wants the same on both sides.",
-            )
+        _check_groups(layout, Counter([row_bytes] * num_full_kv + draft_rows), vllm_config)
         return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
 
 def preferred_block_size(vllm_config: VllmConfig) -> int:
-    """Tokens of a block, a power of two: full-KV layers share vLLM's blocks with hot pages, and blocks are as wide as
-    one page of all hot layers."""
-    config = HiSparseConfig.from_vllm_config(vllm_config)
-    num_layers, num_full_kv = vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.full_kv_layers)
+    """Tokens of a block, a power of two: layers with device-resident KV share vLLM's blocks with hot pages, and blocks
+    are as wide as one page of all hot layers."""
+    (num_layers, num_full_kv), unit = (
+        _num_layers(vllm_config),
+        HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit,
+    )
+    num_hot, num_resident = num_layers - num_full_kv, num_full_kv + _num_draft_rows(vllm_config)
     size = MIN_BLOCK_SIZE
-    while size < MAX_BLOCK_SIZE and size * num_full_kv < config.tokens_per_unit * (num_layers - num_full_kv):
+    while size < MAX_BLOCK_SIZE and size * num_resident < unit * num_hot:
         size *= 2
-    return size if num_full_kv else MIN_BLOCK_SIZE
+    # NOTE: a hot page would be as large as one of the other layers, which are more (`_check_groups`).
+    if size == unit and num_hot < num_resident < 2 * num_hot:
+        size *= 2
+    return size if num_resident else MIN_BLOCK_SIZE
+
+
+def _num_layers(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Layers of the model, and how many of them keep full KV."""
+    config = HiSparseConfig.from_vllm_config(vllm_config)
+    return vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.full_kv_layers)
+
+
+def _num_draft_rows(vllm_config: VllmConfig) -> Fraction:
+    """One token's KV in all layers that draft, in rows of the model's own layers, before there are layers."""
+    drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if drafts is None or drafts.method not in DENSE_DRAFT_METHODS:
+        return Fraction(0)
+    draft, model = drafts.draft_model_config, vllm_config.model_config
+    width, own_width = (each.get_num_kv_heads(parallel) * each.get_head_size() for each in (draft, model))
+    return Fraction(width * draft.hf_config.num_hidden_layers, own_width)
+
+
+def _draft_rows(vllm_config: VllmConfig) -> list[int]:
+    """One token's KV in each layer that drafts, in bytes."""
+    layers = vllm_config.compilation_config.static_forward_context.items()
+    drafting = [layer for name, layer in layers if isinstance(layer, Attention) and is_draft_layer(name, vllm_config)]
+    return [_row_bytes(layer.get_kv_cache_spec(vllm_config)) for layer in drafting]
+
+
+def _row_bytes(spec: FullAttentionSpec) -> int:
+    return spec.page_size_bytes // spec.block_size
+
+
+def _check_groups(layout: KVLayout, num_resident: Counter[int], vllm_config: VllmConfig) -> None:
+    """Refuse layers of which vLLM does not make one group of hot rows and one of device-resident KV.
+
+    Args:
+        num_resident: bytes of one token's KV -> how many layers with device-resident KV have as many.
+
+    Raises:
+        HiSparseConfigError: their pages are as large as those of hot rows, but their number is another; or they are as
+            many of each size, which vLLM takes for a pattern in which it also splits the hot layers.
+    """
+    widths = list(num_resident)
+    hot_page = layout.rows_per_hot_block * layout.row_bytes
+    if [width * layout.block_size for width in widths] == [hot_page] and num_resident[widths[0]] != layout.num_layers:
+        raise HiSparseConfigError(
+            "--block-size",
+            layout.block_size,
+            f"at least {preferred_block_size(vllm_config)}: a block of full-KV layers has to hold several pages",
+            "Remove it or raise it; a P/D deployment wants the same on both sides.",
+        )
+    counts = set(num_resident.values())
+    if len(widths) > 1 and len(counts) == 1 and max(counts) < layout.num_layers:
+        raise HiSparseConfigError(
+            "full_kv_layers",
+            HiSparseConfig.from_vllm_config(vllm_config).full_kv_layers,
+            f"more or fewer than {max(counts)}: the draft model has as many layers, with KV of another size",
+            "Add a layer or remove one.",
+        )
 
 
 def check_layer(
@@ -97,6 +156,10 @@ def _unsupported(name: str, got: object, expected: str) -> HiSparseConfigError:
 
 
 def is_full_kv_layer(layer: Attention, vllm_config: VllmConfig) -> bool:
-    """Whether a layer is one of `full_kv_layers`."""
+    """Whether a layer keeps its KV on the device: one of `full_kv_layers`, or one that drafts.
+
+    NOTE: the latter attends when the step's forward is over, and several times.
+    """
     config = HiSparseConfig.from_vllm_config(vllm_config)
-    return extract_layer_index(layer.layer_name) in config.full_kv_layers
+    is_listed = extract_layer_index(layer.layer_name) in config.full_kv_layers
+    return is_listed or is_draft_layer(layer.layer_name, vllm_config)

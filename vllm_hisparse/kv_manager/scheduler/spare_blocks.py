@@ -69,7 +69,7 @@ class SpareBlocks:
         self._num_wanted = self._num_taken_back = 0
         layout = spec.layout
         num_hot = -(-layout.block_size // layout.rows_per_hot_block)
-        self._blocks_per_block = num_hot + (layout.num_resident_layers > 0)  # of as many tokens as a host block has
+        self._blocks_per_block = num_hot + layout.has_resident_kv  # of as many tokens as a host block has
         self._chunk_blocks = layout.num_blocks(max_num_batched_tokens) * self._blocks_per_block
         self._watermark_blocks = watermark_blocks
         self._steps_to_balance, self._num_known, self._steps_of_waiting = 0, 0, 0
