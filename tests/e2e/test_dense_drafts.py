@@ -1,9 +1,14 @@
-"""Drafts are verified over hot units of dense models: full KV's tokens, and the algorithm's own where it selects."""
+"""Drafts are verified over hot units of dense models: full KV's tokens, and the algorithm's own where it selects. With
+a draft model (EAGLE), as many are accepted as with full KV."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from conftest import (
+    MODELS,
+    SCHEDULERS,
     OfflineEngine,
     assert_pools_empty,
     assert_same_but_rounding,
@@ -11,6 +16,7 @@ from conftest import (
     hot_args,
     make_prompt,
 )
+from draft_models import make_draft_model
 
 pytestmark = pytest.mark.e2e
 
@@ -19,6 +25,7 @@ EVERYTHING = 2048
 LENGTHS = [1, 5, 17, 130, 777, 1100]
 MAX_TOKENS = 40  # more than two pages
 HOST_BLOCK_BYTES = 128 * 4 * 2 * 2 * 32 * 4  # tokens, layers, key and value, KV heads, elements, fp32
+DRAFT_BLOCK_BYTES = 128 * 2 * 8 * 32 * 4  # of the draft model's one layer, with more KV heads
 
 # Small intervals, so that generated tokens are clustered, too; a budget that leaves most of a long prompt out.
 ALGORITHMS = {
@@ -47,14 +54,25 @@ def second_turn(completions: list[dict]) -> dict:
     return {"prompts": prompts, "max_tokens": 24, "forgets": False}
 
 
-def dense_args(algorithm: str, budget: int, options: dict | None = None, num_drafts: int = 3, **overrides) -> dict:
+def dense_args(algorithm: str, budget: int, options: dict | None = None, drafts: dict = DRAFTS, **overrides) -> dict:
     extra = {"algorithm": algorithm, "top_k": budget, "device_buffer_size": 4 * budget, **(options or {})}
-    drafts = {"speculative_config": {**DRAFTS, "num_speculative_tokens": num_drafts}, "disable_log_stats": False}
-    return hot_args("llama", extra, **(drafts if num_drafts else {}), **overrides)
+    return hot_args("llama", extra, **(drafting_args(drafts) if drafts else {}), **overrides)
+
+
+def drafting_args(drafts: dict) -> dict:
+    return {"speculative_config": drafts, "disable_log_stats": False}
 
 
 def assert_some_are_rejected(record: dict) -> None:
     assert 0 < record["drafts"]["accepted"] < record["drafts"]["drafted"]
+
+
+def rate(record: dict, before: dict | None = None) -> float:
+    """Accepted drafts of those since an earlier record."""
+    accepted, drafted = (
+        record["drafts"][name] - (before["drafts"][name] if before else 0) for name in ("accepted", "drafted")
+    )
+    return accepted / drafted
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +100,7 @@ def test_full_kvs_tokens(run, full, algorithm: str):
 def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
     """Those that it gives without drafts, and again in conversations that go on from their prefixes."""
     budget, options = ALGORITHMS[algorithm]
-    plain, drafting = (start(dense_args(algorithm, budget, options, num)) for num in (0, 3))
+    plain, drafting = (start(dense_args(algorithm, budget, options, drafts)) for drafts in ({}, DRAFTS))
     expected = plain.run(phase())["completions"]
     record = drafting.run(phase())
     assert_same_but_rounding(record["completions"], expected)
@@ -109,3 +127,62 @@ def test_preempted_requests_go_on_where_they_were(run, full, algorithm: str):
     assert_pools_empty(record)
     assert_some_are_rejected(record)
     assert record["counters"]["resumed_requests"] >= 1
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory) -> Callable[[str], dict]:
+    """`speculative_config` with a draft model of a method."""
+
+    def make(method: str) -> dict:
+        model = make_draft_model(method, MODELS / "llama", tmp_path_factory.mktemp(method) / "model")
+        return {"method": method, "model": str(model), "num_speculative_tokens": 3}
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_draft_models_drafts_are_as_good_as_with_full_kv(start, full, draft_model, method: str):
+    """And so they are in conversations that go on from what they find."""
+    drafts = draft_model(method)
+    reference = start(engine_args("llama", enable_prefix_caching=False, **drafting_args(drafts)))
+    engine = start(dense_args("quest", EVERYTHING, drafts=drafts))
+    expected, record = reference.run(phase()), engine.run(phase())
+    assert_same_but_rounding(record["completions"], full)
+    assert_some_are_rejected(record)
+    assert rate(record) == pytest.approx(rate(expected), abs=0.02)
+    again = second_turn(full)
+    computed, found = reference.run(again), engine.run(again)
+    assert_same_but_rounding(found["completions"], computed["completions"])
+    assert sum(done["num_cached_tokens"] for done in found["completions"]) > sum(LENGTHS) // 2
+    assert rate(found, record) == pytest.approx(rate(computed, expected), abs=0.04)
+    assert_pools_empty(found)
+
+
+def test_a_draft_model_changes_no_token_where_the_algorithm_selects(start, draft_model):
+    """Nothing but the draft model's KV stays on the device."""
+    budget, options = ALGORITHMS["quest"][0], {"full_kv_layers": []}
+    plain = start(dense_args("quest", budget, options, {}))
+    drafting = start(dense_args("quest", budget, options, draft_model("eagle")), async_scheduling=True)
+    expected, record = (engine.run(phase()) for engine in (plain, drafting))
+    assert record["scheduler"] == SCHEDULERS[True]
+    assert_same_but_rounding(record["completions"], expected["completions"])
+    assert_some_are_rejected(record)
+    assert record["counters"]["cache_misses"] > 0
+    again = second_turn(expected["completions"])
+    found = drafting.run(again)
+    assert_same_but_rounding(found["completions"], plain.run(again)["completions"])
+    assert sum(done["num_cached_tokens"] for done in found["completions"]) > sum(LENGTHS) // 2
+    assert_pools_empty(found)
+
+
+def test_a_draft_models_kv_comes_back_after_a_preemption(start, draft_model):
+    """From the host, with the rest of what the device keeps: drafts are as good as before."""
+    drafts, resumed = draft_model("eagle"), phase([1100, 777], 150)
+    reference = start(engine_args("llama", enable_prefix_caching=False, **drafting_args(drafts)))
+    pool = {"host_pool_gib": 16 * (HOST_BLOCK_BYTES + DRAFT_BLOCK_BYTES) / 2**30}
+    engine = dense_args("quest", EVERYTHING, pool, drafts, max_model_len=1400, enable_prefix_caching=False)
+    expected, record = reference.run(resumed), start(engine).run(resumed)
+    assert_same_but_rounding(record["completions"], expected["completions"])
+    assert record["counters"]["resumed_requests"] >= 1
+    assert rate(record) == pytest.approx(rate(expected), abs=0.03)
+    assert_pools_empty(record)
