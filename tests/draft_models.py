@@ -19,27 +19,25 @@ HIDDEN_SHARE = 0.1  # of what the draft layer gets of the model's hidden state, 
 
 
 def make_draft_model(method: str, model: Path, out_dir: Path) -> Path:
-    """Write a draft model of one layer: the model's own last one, over the embedding of the newest token.
+    """Write a draft model: the layers of the model itself for EAGLE, a layer that looks at tokens alone for EAGLE-3.
 
-    The model's layers add little to an embedding, so this layer's guess is often the model's; what it attends to
-    decides about the others. Its keys and values have a head for every query head, other than the model's.
+    Its keys and values have a head for every query head, other than the model's.
     """
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
-    last = f"model.layers.{config['num_hidden_layers'] - 1}."
-    layer = {name.removeprefix(last): tensor for name, tensor in weights.items() if name.startswith(last)}
     repeats = config["num_attention_heads"] // config["num_key_value_heads"]
-    for name in ("k_proj", "v_proj"):
-        heads = layer[f"self_attn.{name}.weight"].unflatten(0, (-1, config["head_dim"]))
-        layer[f"self_attn.{name}.weight"] = heads.repeat_interleave(repeats, 0).flatten(0, 1)
-    tensors = (_eagle if method == "eagle" else _eagle3)(layer, weights)
+    for name in weights:
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            heads = weights[name].unflatten(0, (-1, config["head_dim"]))
+            weights[name] = heads.repeat_interleave(repeats, 0).flatten(0, 1)
+    tensors = (_eagle if method == "eagle" else _eagle3)(weights)
     out_dir.mkdir(parents=True)
     shutil.copy(model / "tokenizer.json", out_dir)
     shutil.copy(model / "tokenizer_config.json", out_dir)
     config |= {
         "architectures": [ARCHITECTURES[method]],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config["num_hidden_layers"] if method == "eagle" else 1,
         "num_key_value_heads": config["num_attention_heads"],
         "eagle_aux_hidden_state_layer_ids": list(range(1, NUM_AUX + 1)),  # of EAGLE-3
         "norm_output": True,  # of EAGLE-3: what the next draft begins with
@@ -49,17 +47,21 @@ def make_draft_model(method: str, model: Path, out_dir: Path) -> Path:
     return out_dir
 
 
-def _eagle(layer: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first layer's input has no norm; the embedding and the head are the model's own."""
+def _eagle(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As good as the model, but for what `fc` adds to a token's embedding: drafts depend on all keys and values.
+
+    vLLM takes embedding and head from the model; the first layer has no norm at its input, and the last none behind it.
+    """
+    layers = {name.removeprefix("model."): tensor for name, tensor in weights.items() if ".layers." in name}
+    del layers["layers.0.input_layernorm.weight"]
     eye = torch.eye(weights["model.norm.weight"].numel(), dtype=weights["model.norm.weight"].dtype)
-    del layer["input_layernorm.weight"]
-    fc = torch.cat([eye, HIDDEN_SHARE * eye], 1)
-    return {"fc.weight": fc, **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
+    return {"fc.weight": torch.cat([eye, HIDDEN_SHARE * eye], 1), **layers}
 
 
-def _eagle3(layer: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _eagle3(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Only attention reads the embedding: a token attends to tokens like itself, and most of all to itself."""
-    norm = weights["model.norm.weight"]
+    norm, prefix = weights["model.norm.weight"], "model.layers.0."
+    layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     (num_rows, hidden), dtype = layer["self_attn.q_proj.weight"].shape, norm.dtype
     nothing = torch.zeros(num_rows, hidden, dtype=dtype)
     query = LIKENESS / SCORE_STD * layer["self_attn.q_proj.weight"]

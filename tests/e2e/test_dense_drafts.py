@@ -25,7 +25,7 @@ EVERYTHING = 2048
 LENGTHS = [1, 5, 17, 130, 777, 1100]
 MAX_TOKENS = 40  # more than two pages
 HOST_BLOCK_BYTES = 128 * 4 * 2 * 2 * 32 * 4  # tokens, layers, key and value, KV heads, elements, fp32
-DRAFT_BLOCK_BYTES = 128 * 2 * 8 * 32 * 4  # of the draft model's one layer, with more KV heads
+DRAFT_BLOCK_BYTES = 128 * 4 * 2 * 8 * 32 * 4  # of the draft model, which has more KV heads
 
 # Small intervals, so that generated tokens are clustered, too; a budget that leaves most of a long prompt out.
 ALGORITHMS = {
@@ -140,21 +140,24 @@ def draft_model(tmp_path_factory) -> Callable[[str], dict]:
     return make
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_a_draft_models_drafts_are_as_good_as_with_full_kv(start, full, draft_model, method: str):
-    """And so they are in conversations that go on from what they find."""
+@pytest.mark.parametrize(("method", "device_mib"), [("eagle", 56), ("eagle3", 19)])
+def test_a_draft_models_drafts_are_as_good_as_with_full_kv(start, full, draft_model, method: str, device_mib: int):
+    """And so they are in conversations that go on, whose KV other requests have driven from the device."""
     drafts = draft_model(method)
     reference = start(engine_args("llama", enable_prefix_caching=False, **drafting_args(drafts)))
-    engine = start(dense_args("quest", EVERYTHING, drafts=drafts))
+    sizes = {"max_model_len": 2048, "kv_cache_memory_bytes": device_mib * 2**20}  # 48 blocks of 128 tokens
+    engine = start(dense_args("quest", EVERYTHING, drafts=drafts, **sizes))
     expected, record = reference.run(phase()), engine.run(phase())
     assert_same_but_rounding(record["completions"], full)
     assert_some_are_rejected(record)
     assert rate(record) == pytest.approx(rate(expected), abs=0.02)
+    others = engine.run({"prompts": [make_prompt(1500, seed) for seed in range(3)], "max_tokens": 1})
     again = second_turn(full)
     computed, found = reference.run(again), engine.run(again)
     assert_same_but_rounding(found["completions"], computed["completions"])
     assert sum(done["num_cached_tokens"] for done in found["completions"]) > sum(LENGTHS) // 2
-    assert rate(found, record) == pytest.approx(rate(computed, expected), abs=0.04)
+    assert found["counters"]["host_prefix_tokens"] > sum(LENGTHS) // 2
+    assert rate(found, others) == pytest.approx(rate(computed, expected), abs=0.02)
     assert_pools_empty(found)
 
 
@@ -184,5 +187,5 @@ def test_a_draft_models_kv_comes_back_after_a_preemption(start, draft_model):
     expected, record = reference.run(resumed), start(engine).run(resumed)
     assert_same_but_rounding(record["completions"], expected["completions"])
     assert record["counters"]["resumed_requests"] >= 1
-    assert rate(record) == pytest.approx(rate(expected), abs=0.03)
+    assert rate(record) == pytest.approx(rate(expected), abs=0.02)
     assert_pools_empty(record)
