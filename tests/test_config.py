@@ -245,6 +245,7 @@ def drafts(method: str = "ngram", num_speculative_tokens: int = 3) -> dict[str, 
             method=method,
             num_speculative_tokens=num_speculative_tokens,
             num_speculative_tokens_per_batch_size=None,
+            parallel_drafting=False,
         ),
     }
 
@@ -275,20 +276,33 @@ def test_refuses_a_number_of_drafts_that_depends_on_the_batch() -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "expected"),
     [
-        ("mtp", {}, "ngram with a dense model on cpu in this release"),
-        ("eagle3", {}, "ngram with a dense model on cpu in this release"),
+        ("mtp", {}, "eagle or eagle3 or ngram with a dense model on cpu in this release"),
+        ("draft_model", {}, "eagle or eagle3 or ngram with a dense model on cpu in this release"),
         (
-            "eagle",
+            "medusa",
             {"device_config__device_type": "cuda"},
-            "ngram or ngram_gpu with a dense model on cuda in this release",
+            "eagle or eagle3 or ngram or ngram_gpu with a dense model on cuda in this release",
         ),
     ],
 )
-def test_refuses_drafts_of_dense_models_that_need_a_draft_model(
+def test_refuses_drafts_of_dense_models_that_it_cannot_verify(
     method: str, changes: dict[str, Any], expected: str
 ) -> None:
     message = dense_refusal({"algorithm": "quest"}, **changes, **drafts(method))
     check_parts(message, "--speculative-config method", repr(method), expected, "Remove --speculative-config.")
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3"])
+def test_accepts_drafts_of_dense_models(method: str) -> None:
+    config = HiSparseConfig.from_vllm_config(dense_engine({"algorithm": "quest"}, **drafts(method)))
+    assert config.rows == 4 * config.top_k
+
+
+def test_refuses_drafts_that_do_not_follow_from_each_other() -> None:
+    parallel = drafts("eagle3")
+    parallel["speculative_config"].parallel_drafting = True
+    message, option = dense_refusal({"algorithm": "quest"}, **parallel), "--speculative-config parallel_drafting"
+    check_parts(message, option, "True", "False: drafts that follow from each other", "Remove it.")
 
 
 class Unforgetting(StreamingLLM):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -120,6 +122,24 @@ def test_hot_blocks_of_dense_models(num_kv_heads: int, head_bytes: int, num_laye
 def test_without_full_kv_layers_a_request_takes_its_hot_blocks_alone():
     layout = KVLayout(512, 512, 4, 0, 128, 16, 2)
     assert layout.hot_request_bytes(100_000, 512) == layout.num_hot_blocks(512) * layout.device_block_bytes
+
+
+def test_a_draft_models_kv_is_device_resident():
+    """With or without full-KV layers: a request has blocks for it, and hot blocks hold what is as wide as those."""
+    plain = KVLayout(512, 512, 4, 0, 128, 16, 2)
+    layout = replace(plain, draft_row_bytes=2048)
+    assert (plain.has_resident_kv, layout.has_resident_kv) == (False, True)
+    assert layout.resident_block_bytes == 128 * 2048 and layout.host_block_bytes == 128 * (4 * 512 + 2048)
+    assert layout.rows_per_hot_block == 8 * 16 - 16, "pages of one size make vLLM cut the groups"
+    num_blocks = layout.num_hot_blocks(512) + layout.num_blocks(100_000)
+    assert layout.hot_request_bytes(100_000, 512) == num_blocks * layout.device_block_bytes
+    assert replace(plain, num_resident_layers=2, draft_row_bytes=2048).rows_per_hot_block == 12 * 16
+
+
+@pytest.mark.parametrize(("num_full_kv", "draft_bytes", "rows"), [(0, 512, 32), (3, 512, 112), (2, 2 * 512, 112)])
+def test_hot_pages_are_not_as_large_as_those_of_a_draft_layer(num_full_kv: int, draft_bytes: int, rows: int):
+    """Nor as those of full-KV layers, as many as these and the hot layers may be."""
+    assert KVLayout(512, 512, 4, num_full_kv, 128, 16, 2, draft_row_bytes=draft_bytes).rows_per_hot_block == rows
 
 
 @given(unit=st.sampled_from([1, 4, 16, 64]), drafts=st.integers(0, 3), num_tokens=st.integers(1, 2000), size=st.data())

@@ -264,7 +264,8 @@ def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheCo
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if configuration.has_resident_group:
         keys = _mla_spec(20, torch.uint8)
-        groups.insert(0, KVCacheGroupSpec(_layers("indexer"), keys, is_eagle_group=configuration.has_draft_layer))
+        drafts = configuration.has_draft_layer and not configuration.is_draft_model
+        groups.insert(0, KVCacheGroupSpec(_layers("indexer"), keys, is_eagle_group=drafts))
     pages = [group.kv_cache_spec.page_size_bytes for group in groups]
     block_bytes = NUM_LAYERS * max(pages)
     tensors = [

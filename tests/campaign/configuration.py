@@ -32,6 +32,7 @@ class Configuration:
         num_drafts: tokens that are drafted at most for a request's next step, and verified there. With two batches in
             flight, the scheduler schedules placeholders, and learns later which were rejected.
         has_draft_layer: whether a layer with KV of its own on the device drafts them, after a step's forward.
+        is_draft_model: whether this layer is a model of its own: vLLM then takes both groups for drafting ones.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Configuration:
     lends_blocks: bool = False
     num_drafts: int = 0
     has_draft_layer: bool = False
+    is_draft_model: bool = False
 
     @property
     def is_pd(self) -> bool:
@@ -94,5 +96,6 @@ CONFIGURATIONS = (
     Configuration(
         "draft layer, sessions, spare blocks", num_drafts=2, has_draft_layer=True, has_sessions=True, lends_blocks=True
     ),
+    Configuration("draft model, tier", num_drafts=3, has_draft_layer=True, is_draft_model=True, has_tier=True),
     _pd("draft layer, P/D, data parallel, tier", num_drafts=3, has_draft_layer=True, has_tier=True, num_engines=2),
 )

@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager, register_hot_block_manager
+from vllm_hisparse.layout import KVLayout
 
 
 def mla_spec(head_size: int = 576, dtype: torch.dtype = torch.bfloat16) -> MLAAttentionSpec:
@@ -54,6 +55,16 @@ def test_blocks_grow_with_the_sequence_if_they_are_elastic(elastic: bool, sizes:
 def test_block_table_is_wide_enough_for_positions(max_len: int, width: int) -> None:
     spec = hot_spec()
     assert spec.max_num_blocks_per_req(SimpleNamespace(), max_len) == width
+
+
+@pytest.mark.parametrize(("num_resident", "draft_bytes", "num_blocks"), [(0, 0, 1), (0, 512, 2), (2, 0, 2)])
+def test_a_request_has_blocks_of_device_resident_kv_where_there_is_any(
+    num_resident: int, draft_bytes: int, num_blocks: int
+) -> None:
+    layout = KVLayout(512, 512, 2, num_resident, 64, draft_row_bytes=draft_bytes)
+    spec = HotBufferSpec.from_mla_spec(mla_spec(256), layout, 16, True)
+    assert spec.num_request_blocks(1) == num_blocks
+    assert spec.request_bytes(1) == num_blocks * layout.device_block_bytes
 
 
 def test_stays_apart_from_the_resident_group() -> None:

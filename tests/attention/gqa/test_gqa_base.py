@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_hisparse.attention.gqa.base import HotGQAAttention, check_layer, preferred_block_size
+from vllm_hisparse.attention.gqa.base import HotGQAAttention, check_layer, is_full_kv_layer, preferred_block_size
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 PLAIN = {
@@ -41,17 +42,56 @@ def test_other_attention_is_refused(change: dict[str, Any], name: str) -> None:
         check_layer(**{**PLAIN, **change})
 
 
-def spec_of(monkeypatch: pytest.MonkeyPatch, num_full_kv: int, page_size: int = 16, block_size: int = 128):
-    """The spec of a hot layer of a model with 4 layers."""
+def full_spec(num_kv_heads: int, block_size: int = 128) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=32, dtype=torch.float32)
+
+
+class DraftAttention(Attention):
+    def __init__(self, num_kv_heads: int, block_size: int):
+        self.spec = full_spec(num_kv_heads, block_size)
+
+    def get_kv_cache_spec(self, _: Any) -> FullAttentionSpec:
+        return self.spec
+
+
+def model_of(num_layers: int, num_kv_heads: int = 2) -> SimpleNamespace:
+    hf_config = SimpleNamespace(num_hidden_layers=num_layers)
+    return SimpleNamespace(
+        hf_config=hf_config,
+        hf_text_config=hf_config,
+        get_num_kv_heads=lambda _: num_kv_heads,
+        get_head_size=lambda: 32,
+    )
+
+
+def drafts_of(heads: Sequence[int]) -> SimpleNamespace:
+    draft = model_of(len(heads), heads[0])
+    return SimpleNamespace(method="eagle", num_speculative_tokens=1, draft_model_config=draft)
+
+
+def spec_of(
+    monkeypatch: pytest.MonkeyPatch,
+    num_full_kv: int,
+    page_size: int = 16,
+    block_size: int = 128,
+    draft_heads: Sequence[int] = (),
+):
+    """The spec of a hot layer of a model with 4 layers of 2 KV heads, and layers that draft."""
     options = {"page_size": page_size}
     config = HiSparseConfig(
         algorithm="quest", algorithm_options=options, host_pool_gib=1.0, top_k=96, device_buffer_size=192
     ).model_copy(update={"full_kv_layers": list(range(num_full_kv))})
-    full = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    monkeypatch.setattr(Attention, "get_kv_cache_spec", lambda *_: full)
+    monkeypatch.setattr(Attention, "get_kv_cache_spec", lambda *_: full_spec(2, block_size))
     monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4))
-    engine = SimpleNamespace(model_config=model, speculative_config=None)
+    model = model_of(4)
+    drafting = {f"layers.{4 + i}.attn": DraftAttention(heads, block_size) for i, heads in enumerate(draft_heads)}
+    layers = {"layers.3.attn": object.__new__(HotGQAAttention), **drafting}
+    engine = SimpleNamespace(
+        model_config=model,
+        speculative_config=drafts_of(draft_heads) if draft_heads else None,
+        parallel_config=None,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
     return HotGQAAttention.get_kv_cache_spec(object.__new__(HotGQAAttention), engine)
 
 
@@ -77,10 +117,58 @@ def test_blocks_of_one_page_are_refused_beside_full_kv_layers(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_full_kv", "unit", "size"), [(32, 2, 16, 256), (8, 2, 16, 64), (32, 0, 16, 16), (32, 2, 1, 16)]
+    ("num_full_kv", "draft_heads", "draft_bytes", "rows"),
+    [(0, [8], 2048, 112), (0, [2], 512, 32), (2, [8], 2048, 384), (2, [2], 512, 192), (2, [4, 4, 8], 4096, 640)],
 )
-def test_preferred_block_size(monkeypatch: pytest.MonkeyPatch, num_layers: int, num_full_kv: int, unit: int, size: int):
+def test_layers_that_draft_are_device_resident(
+    monkeypatch: pytest.MonkeyPatch, num_full_kv: int, draft_heads: list[int], draft_bytes: int, rows: int
+) -> None:
+    layout = spec_of(monkeypatch, num_full_kv, draft_heads=draft_heads).layout
+    assert (layout.draft_row_bytes, layout.num_resident_layers) == (draft_bytes, num_full_kv)
+    assert (layout.row_bytes, layout.rows_per_hot_block, layout.max_query_len) == (512, rows, 2)
+
+
+def test_as_many_full_kv_layers_as_draft_layers_of_another_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would split the hot layers, too."""
+    with pytest.raises(
+        HiSparseConfigError, match=r"^full_kv_layers: got \[0\], expected more or fewer than 1: the draft"
+    ):
+        spec_of(monkeypatch, 1, draft_heads=[8])
+    assert spec_of(monkeypatch, 1, draft_heads=[2]).layout.resident_token_bytes == 2 * 512
+
+
+def test_blocks_of_one_page_are_refused_beside_layers_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HiSparseConfigError, match=r"^--block-size: got 16, expected at least 32:"):
+        spec_of(monkeypatch, 2, block_size=16, draft_heads=[2])
+    assert spec_of(monkeypatch, 2, block_size=32, draft_heads=[2]).num_states == 48
+
+
+def test_layers_that_draft_keep_full_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(full_kv_layers=[0])
+    monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
+    engine = SimpleNamespace(model_config=model_of(4))
+    layers = [SimpleNamespace(layer_name=f"model.layers.{index}.attn") for index in range(6)]
+    assert [is_full_kv_layer(layer, engine) for layer in layers] == [True, False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_full_kv", "unit", "draft_heads", "size"),
+    [
+        (32, 2, 16, [], 256),
+        (8, 2, 16, [], 64),
+        (32, 0, 16, [], 16),
+        (32, 2, 1, [], 16),
+        (32, 0, 16, [2], 256),
+        (8, 2, 16, [2], 32),
+        (8, 2, 16, [8], 16),
+        (4, 2, 16, [2], 32),
+    ],
+)
+def test_preferred_block_size(
+    monkeypatch: pytest.MonkeyPatch, num_layers: int, num_full_kv: int, unit: int, draft_heads: list[int], size: int
+):
     config = SimpleNamespace(full_kv_layers=list(range(num_full_kv)), tokens_per_unit=unit)
     monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=num_layers))
-    assert preferred_block_size(SimpleNamespace(model_config=model)) == size
+    drafts = drafts_of(draft_heads) if draft_heads else None
+    engine = SimpleNamespace(model_config=model_of(num_layers), speculative_config=drafts, parallel_config=None)
+    assert preferred_block_size(engine) == size

@@ -73,13 +73,9 @@ class HotBlockManager(CircularBufferManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Cap the device's prefix hit (the other group's) to what the host pool holds.
-
-        NOTE: with a draft model, vLLM takes every group for one that drafts: it asks for a block more than the other
-        group has, to drop the last one.
-        """
-        if drop_eagle_block:
-            max_length = max(max_length - kv_cache_spec.block_size, 0)
+        """Cap the device's prefix hit (the other group's) to what the host pool holds."""
+        # NOTE: with a draft model, vLLM takes both groups for drafting ones: it asks for a block more, to drop the last.
+        max_length = max(max_length - kv_cache_spec.block_size * drop_eagle_block, 0)
         host_pool: HostBlockPool | None = getattr(block_pool, _HOST_POOL, None)
         num_tokens = host_pool.cached_prefix(block_hashes, max_length).num_tokens if host_pool else 0
         return tuple([] for _ in kv_cache_group_ids), num_tokens
