@@ -74,7 +74,7 @@ class HotBlockManager(CircularBufferManager):
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Cap the device's prefix hit (the other group's) to what the host pool holds."""
-        # NOTE: with a draft model, vLLM takes both groups for drafting ones: it asks for a block more, to drop the last.
+        # NOTE: with a draft model, vLLM takes both groups for drafting ones: it asks for one block more, to drop it.
         max_length = max(max_length - kv_cache_spec.block_size * drop_eagle_block, 0)
         host_pool: HostBlockPool | None = getattr(block_pool, _HOST_POOL, None)
         num_tokens = host_pool.cached_prefix(block_hashes, max_length).num_tokens if host_pool else 0
