@@ -1,0 +1,41 @@
+"""An engine of `benchmarks.full_depth` on the CPU platform, in a forked process."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from forks import begin
+
+CASES = ("500x3:model", "mixedx600:model", "900x2+12:model")
+JOB = {
+    "quantization": None,
+    "kv_dtype": "bfloat16",
+    "device_kv_gib": 0.03,
+    "host_pool_gib": 0.25,
+    "device_buffer_size": 512,
+    "elastic": True,
+    "drafts": 0,
+    "tensor_parallel": 1,
+    "data_parallel": 1,
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "graph_sizes": [3],
+    "forces_selections": False,
+}
+
+
+def measure(system: str, model: str, log_path: str, pipe: Connection) -> None:
+    """Send the rows of all cases, and how many requests are left."""
+    begin(log_path, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from vllm import LLM
+
+    from benchmarks.full_depth import Case, Loaded, System, engine_args
+
+    job: dict[str, Any] = {**JOB, "model": model}
+    args = engine_args(System(system), job) | {"dtype": "float32", "enforce_eager": True}
+    for name in ("compilation_config", "kernel_config"):
+        del args[name]
+    loaded = Loaded(LLM(**args), settle=6, steps=8, mixed_s=1.4, profiled=0)
+    rows = [loaded.measure(Case.parse(text)) for text in CASES]
+    pipe.send((rows, len(loaded.scheduler.requests)))
