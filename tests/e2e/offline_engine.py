@@ -176,9 +176,11 @@ def scheduler_core(llm: Any) -> Any:
 
 
 def drain(llm: Any) -> None:
-    """One more step of the core, so that the worker hears of the requests that ended; and as many as vLLM's own loop
-    would take without requests, until the tiers have what they are to have."""
+    """Steps that are in flight, one more, so that the worker hears of the requests that ended, and as many as vLLM's
+    own loop would take without requests, until the tiers have what they are to have."""
     core = scheduler_core(llm)
+    while core.batch_queue:
+        core.step_with_batch_queue()
     while True:
         step = core.scheduler.schedule()
         core.scheduler.update_from_output(step, core.model_executor.execute_model(step))
