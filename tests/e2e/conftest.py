@@ -10,7 +10,6 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
@@ -158,23 +157,25 @@ def shared_result(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, shared_result) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Completions of the full-KV engine: stock vLLM KV management, no connector. One engine per model and dtype."""
-    with ExitStack() as stack:
+def reference(tmp_path_factory: pytest.TempPathFactory, shared_result) -> Callable[..., list[dict[str, Any]]]:
+    """Completions of the full-KV engine: stock vLLM KV management, no connector.
 
-        @cache
-        def engine(model: str, dtype: str) -> OfflineEngine:
-            args = engine_args(model, dtype=dtype, enable_prefix_caching=False)
-            return stack.enter_context(OfflineEngine(tmp_path_factory.mktemp("reference"), args))
+    NOTE: none is kept: an engine starts in seconds, and one that waits polls.
+    """
 
-        def completions(
-            lengths: list[int], max_tokens: int, model: str = "dsv32", dtype: str = "float32", seed: int = 0
-        ) -> list[dict[str, Any]]:
-            phase = {"prompts": [make_prompt(length, seed) for length in lengths], "max_tokens": max_tokens}
-            name = f"reference {model} {dtype} {max_tokens} {seed} {lengths}"
-            return shared_result(name, lambda: engine(model, dtype).run(phase)["completions"])
+    def completions(
+        lengths: list[int], max_tokens: int, model: str = "dsv32", dtype: str = "float32", seed: int = 0
+    ) -> list[dict[str, Any]]:
+        phase = {"prompts": [make_prompt(length, seed) for length in lengths], "max_tokens": max_tokens}
+        args = engine_args(model, dtype=dtype, enable_prefix_caching=False)
 
-        yield completions
+        def compute() -> list[dict[str, Any]]:
+            with OfflineEngine(tmp_path_factory.mktemp("reference"), args) as engine:
+                return engine.run(phase)["completions"]
+
+        return shared_result(f"reference {model} {dtype} {max_tokens} {seed} {lengths}", compute)
+
+    return completions
 
 
 def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-4) -> None:

@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 POLL_MS = 2  # between two looks of an EngineCore and its worker for each other's messages
-POLL_US = 1  # between two looks of NIXL's progress thread; 0, which NIXL sets, is to look all the time
+POLL_US = 200  # between two looks of NIXL's progress thread; 0, which NIXL sets, is to look all the time
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["engine_imports"])
@@ -97,7 +97,6 @@ def _serve(args: Sequence[str], environment: dict[str, str], log_path: str, has_
     begin(log_path, environment)
     has_group.send(None)
     fork_children()
-    _poll_seldom()
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *args]
@@ -105,8 +104,9 @@ def _serve(args: Sequence[str], environment: dict[str, str], log_path: str, has_
 
 
 def fork_children() -> None:
-    """Have an engine of this process fork its children, which sleep while they wait for each other."""
+    """Have an engine of this process fork its children; what waits in them sleeps."""
     after_platform_update(_fork_children)
+    _poll_seldom()
     _wait_asleep()
 
 
