@@ -13,7 +13,8 @@ settings.load_profile("repeatable")
 
 
 END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
-DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in ("cluster", "installs", "parallel", "pd", "pd_dense", "ray")}
+NAMES = ("cluster", "installs", "parallel", "pd", "pd_dense", "pd_draft_model", "ray")
+DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in NAMES}
 
 
 def file_of(nodeid: str) -> str:

@@ -74,7 +74,6 @@ def test_bf16(run, reference):
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, dtype="bfloat16"), tolerance=0.02)
 
 
-@pytest.mark.slow
 def test_engine_and_worker_in_separate_processes(run, reference):
     """Both import vLLM and load the plugin by themselves.
 

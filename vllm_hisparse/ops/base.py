@@ -279,13 +279,21 @@ class SwapInOps(ABC):
         """
 
     @abstractmethod
-    def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
-        """Copy missed rows to their hot slots; on CUDA, while kernels of other streams run.
+    def gather(
+        self,
+        host_rows: torch.Tensor,
+        hot_rows: HotRows,
+        resolved: Resolved,
+        batch: int,
+        beside_others: bool = True,
+    ) -> None:
+        """Copy missed rows to their hot slots.
 
         Args:
             host_rows: [num_host_rows, row elements] of the layer, contiguous; pinned on CUDA, where a row is a multiple
                 of 16 bytes.
             hot_rows, resolved, batch: as given to `resolve`.
+            beside_others: kernels of other streams run at the same time, and are left most of the device.
         """
 
     @abstractmethod

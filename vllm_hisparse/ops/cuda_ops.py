@@ -230,8 +230,16 @@ class CudaSwapInOps(SwapInOps):
             self._resolved(out),
         )
 
-    def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
-        launch("gather", *self._rows(host_rows, hot_rows), self._resolved(resolved), batch, True, False)
+    def gather(
+        self,
+        host_rows: torch.Tensor,
+        hot_rows: HotRows,
+        resolved: Resolved,
+        batch: int,
+        beside_others: bool = True,
+    ) -> None:
+        rows, resolution = self._rows(host_rows, hot_rows), self._resolved(resolved)
+        launch("gather", *rows, resolution, batch, beside_others, False)
 
     def swap_in(
         self,

@@ -53,7 +53,14 @@ class TorchSwapInOps(SwapInOps):
             counts[states[part]] += residency.num_layers * found
             _write_resolved(tables, hot_rows, live[part], states[part], selected, choice, out)
 
-    def gather(self, host_rows: torch.Tensor, hot_rows: HotRows, resolved: Resolved, batch: int) -> None:
+    def gather(
+        self,
+        host_rows: torch.Tensor,
+        hot_rows: HotRows,
+        resolved: Resolved,
+        batch: int,
+        beside_others: bool = True,
+    ) -> None:
         num_misses = resolved.num_misses[:batch, None]
         counted = torch.arange(resolved.miss_hot_row_ids.shape[1], device=num_misses.device) < num_misses
         source_ids, target_ids = resolved.miss_host_row_ids[:batch][counted], resolved.miss_hot_row_ids[:batch][counted]

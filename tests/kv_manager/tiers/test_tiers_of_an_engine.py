@@ -290,12 +290,26 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_drafts_do_not_change_what_a_block_holds() -> None:
     model = SimpleNamespace(model="some/model", revision=None, dtype="torch.float32")
     cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256")
-    config = SimpleNamespace(model_config=model, cache_config=cache)
+    drafts = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="one", revision=None))
+    config = SimpleNamespace(model_config=model, cache_config=cache, speculative_config=drafts)
     layouts = KVLayout(24, 20, 2, 2, 4), KVLayout(24, 20, 2, 2, 4, max_query_len=4), KVLayout(28, 20, 2, 2, 4)
     plain, drafting, other = (BlockIdentity.of(config, layout, 1) for layout in layouts)
     assert plain == drafting != other
     assert "draft_row_bytes" not in plain.layout, "versions without draft layers have stored the same blocks"
-    assert BlockIdentity.of(config, KVLayout(24, 20, 2, 2, 4, draft_row_bytes=8), 1) != plain
+    with_drafts = KVLayout(24, 20, 2, 2, 4, draft_row_bytes=8)
+    of_one = BlockIdentity.of(config, with_drafts, 1)
+    assert of_one != plain
+    drafts.draft_model_config.model = "another of the same size"
+    assert BlockIdentity.of(config, with_drafts, 1) != of_one
+
+
+def test_blocks_of_other_full_kv_layers_are_others() -> None:
+    model = SimpleNamespace(model="some/model", revision=None, dtype="torch.float32")
+    cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256")
+    config = SimpleNamespace(model_config=model, cache_config=cache)
+    layout = KVLayout(24, 24, 6, 2, 16, 16, 2)
+    first, again, last = (BlockIdentity.of(config, layout, 1, layers) for layers in ([0, 1], [1, 0], [0, 7]))
+    assert first == again != last
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _num_layers(vllm_config: VllmConfig) -> tuple[int, int]:
 def _num_draft_rows(vllm_config: VllmConfig) -> Fraction:
     """One token's KV in all layers that draft, in rows of the model's own layers, before there are layers."""
     drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if drafts is None or drafts.method not in DENSE_DRAFT_METHODS:
+    if drafts is None or not any(drafts.method in methods for methods in DENSE_DRAFT_METHODS.values()):
         return Fraction(0)
     draft, model = drafts.draft_model_config, vllm_config.model_config
     width, own_width = (each.get_num_kv_heads(parallel) * each.get_head_size() for each in (draft, model))
@@ -112,7 +112,7 @@ def _check_groups(layout: KVLayout, num_resident: Counter[int], vllm_config: Vll
             "--block-size",
             layout.block_size,
             f"at least {preferred_block_size(vllm_config)}: a block of full-KV layers has to hold several pages",
-            "Remove it or raise it; a P/D deployment wants the same on both sides.",
+            "Remove it or raise it, or choose another page_size; a P/D deployment wants the same on both sides.",
         )
     counts = set(num_resident.values())
     if len(widths) > 1 and len(counts) == 1 and max(counts) < layout.num_layers:

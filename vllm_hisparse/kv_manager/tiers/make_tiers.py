@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import vllm.envs as envs
@@ -57,21 +57,23 @@ class BlockIdentity:
     Attributes:
         model: name or path, with its revision.
         dtype: of the model, and of its KV cache.
-        layout: sizes of rows and blocks.
+        layout: sizes of rows and blocks, which layers of a dense model keep full KV, and the draft model.
         num_pools: host pools, whose parts of a block lie side by side.
         hash_algorithm, hash_seed: of vLLM's prefix cache; the seed is PYTHONHASHSEED, if that is set.
     """
 
     model: str
     dtype: str
-    layout: dict[str, int | None]
+    layout: dict[str, Any]
     num_pools: int
     hash_algorithm: str
     hash_seed: str | None = None
     format: int = FORMAT
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig, layout: KVLayout, num_pools: int) -> BlockIdentity:
+    def of(
+        cls, vllm_config: VllmConfig, layout: KVLayout, num_pools: int, full_kv_layers: Sequence[int] | None = None
+    ) -> BlockIdentity:
         model, cache = vllm_config.model_config, vllm_config.cache_config
         name = f"{model.model}@{model.revision}" if model.revision else model.model
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
@@ -80,6 +82,11 @@ class BlockIdentity:
         del sizes["max_query_len"]  # of steps, not blocks
         if not layout.draft_row_bytes:
             del sizes["draft_row_bytes"]  # so that blocks of versions without it are found
+        else:
+            drafts = vllm_config.speculative_config
+            sizes["draft_model"] = [drafts.method, drafts.draft_model_config.model, drafts.draft_model_config.revision]
+        if full_kv_layers:
+            sizes["full_kv_layers"] = sorted(full_kv_layers)
         return cls(name, dtype, sizes, num_pools, cache.prefix_caching_hash_algo, seed)
 
 
@@ -105,7 +112,7 @@ def make_tiers(
     Raises:
         HiSparseConfigError: a tier cannot be used.
     """
-    identity = BlockIdentity.of(vllm_config, layout, len(files))
+    identity = BlockIdentity.of(vllm_config, layout, len(files), config.full_kv_layers)
     for index, tier in enumerate(config.tiers):
         if isinstance(tier, FsTier):
             check_directory(Path(tier.path), identity, f"tiers.{index}.path")
