@@ -3,8 +3,7 @@
 namespace hisparse {
 namespace {
 
-// The link is busy with either. Alone, more blocks are a little faster; beside other kernels, they would take
-// multiprocessors from them.
+// Beside other kernels, 64 thread blocks would take multiprocessors from them.
 constexpr int kBlocksAlone = 64, kBlocksBeside = 8;
 
 // Prefix sums of the misses: starts[i] is the first miss of request i, starts[batch] the number of all.

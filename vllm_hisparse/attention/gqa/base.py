@@ -54,10 +54,8 @@ class HotGQAAttention(Attention):
 def preferred_block_size(vllm_config: VllmConfig) -> int:
     """Tokens of a block, a power of two: layers with device-resident KV share vLLM's blocks with hot pages, and blocks
     are as wide as one page of all hot layers."""
-    (num_layers, num_full_kv), unit = (
-        _num_layers(vllm_config),
-        HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit,
-    )
+    num_layers, num_full_kv = _num_layers(vllm_config)
+    unit = HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit
     num_hot, num_resident = num_layers - num_full_kv, num_full_kv + _num_draft_rows(vllm_config)
     size = MIN_BLOCK_SIZE
     while size < MAX_BLOCK_SIZE and size * num_resident < unit * num_hot:
