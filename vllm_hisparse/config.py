@@ -32,8 +32,7 @@ CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
 DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
-DSA_DRAFT_METHODS = {"cpu": ("mtp",), "cuda": ("mtp",)}  # in addition: with layers that draft
-DENSE_DRAFT_METHODS = {"cpu": ("eagle", "eagle3"), "cuda": ()}
+DSA_DRAFT_METHODS, DENSE_DRAFT_METHODS = ("mtp",), ("eagle", "eagle3")  # in addition: with layers that draft
 
 # Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(
@@ -356,8 +355,7 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
 def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse drafts that cannot be verified over hot buffers."""
     device, method = vllm_config.device_config.device_type, vllm_config.speculative_config.method
-    with_layers = DSA_DRAFT_METHODS if config.dense_unit is None else DENSE_DRAFT_METHODS
-    methods = (*with_layers[device], *DRAFT_METHODS[device])
+    methods = (*(DSA_DRAFT_METHODS if config.dense_unit is None else DENSE_DRAFT_METHODS), *DRAFT_METHODS[device])
     if method not in methods:
         kind = "a DSA model" if config.dense_unit is None else "a dense model"
         expected = f"{' or '.join(methods)} with {kind} on {device} in this release"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_models import make_draft_model
 from engines import EngineRun, assert_pools_empty, assert_same_but_ties, engine_args, hot_args, make_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -140,6 +141,13 @@ def rate(record: dict[str, Any]) -> float:
     return record["drafts"]["accepted"] / record["drafts"]["drafted"]
 
 
+def draft_model(models: dict[str, Path], tmp_path: Path, method: str) -> dict[str, Any]:
+    """Engine arguments with a draft model of a method."""
+    model = make_draft_model(method, models["llama"], tmp_path / method)
+    drafts = {"method": method, "model": str(model), "num_speculative_tokens": 3}
+    return {"speculative_config": drafts, "disable_log_stats": False}
+
+
 @pytest.mark.parametrize("algorithm", ["quest", "cluster_kv", "pq_cache", "oracle", "streaming_llm"])
 def test_drafts_with_a_budget_of_everything(models: dict[str, Path], tmp_path: Path, algorithm: str) -> None:
     """Full KV's tokens without drafts, and its rate of accepted ones; in CUDA graphs where the algorithm can."""
@@ -176,6 +184,50 @@ def test_drafts_where_the_algorithm_selects(models: dict[str, Path], tmp_path: P
             [first, second],
         )
         for name, options in (("plain", {}), ("drafts", DRAFTS))
+    }
+    for plain, record in zip(started["plain"].phases(), started["drafts"].phases(), strict=True):
+        assert_same_but_ties(record["completions"], plain["completions"])
+        assert_pools_empty(record)
+        assert_some_are_rejected(record)
+        assert record["counters"]["cache_misses"] > 0
+
+
+@pytest.mark.parametrize(("method", "full_kv_layers"), [("eagle", [0, 1]), ("eagle", []), ("eagle3", [0, 1])])
+def test_a_draft_models_drafts_are_as_good_as_with_full_kv(
+    models: dict[str, Path], tmp_path: Path, method: str, full_kv_layers: list[int]
+) -> None:
+    """In CUDA graphs, and again from the prefix cache."""
+    drafts, lengths = draft_model(models, tmp_path, method), LENGTHS["page"][:-1]
+    first = {"prompts": [*map(repeating, lengths), *map(make_prompt, lengths)], "max_tokens": MAX_TOKENS}
+    second = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": MAX_TOKENS}
+    extra = {"algorithm": "quest", "top_k": 8192, "device_buffer_size": 32768, "full_kv_layers": full_kv_layers}
+    engines = {
+        "full": arguments_of(models["llama"]),
+        "full_drafts": arguments_of(models["llama"], **drafts),
+        "hot": hot_args(models["llama"], extra, **arguments(enable_prefix_caching=True, **drafts)),
+    }
+    started = {name: EngineRun.start(tmp_path, name, engine, [first, second]) for name, engine in engines.items()}
+    for full, full_drafts, hot in zip(*(started[name].phases() for name in engines), strict=True):
+        assert_same_but_ties(hot["completions"], full["completions"], full_drafts["completions"])
+        assert_pools_empty(hot)
+        assert_some_are_rejected(hot)
+        assert rate(hot) == pytest.approx(rate(full_drafts), abs=0.05)
+    assert sum(done["num_cached_tokens"] for done in hot["completions"]) > sum(lengths)
+
+
+def test_a_draft_model_changes_no_token_where_the_algorithm_selects(models: dict[str, Path], tmp_path: Path) -> None:
+    """Over prompts larger than the buffer, and again from the prefix cache."""
+    first = {"prompts": list(map(repeating, [64, 777, 3000, 6000, 7000])), "max_tokens": MAX_TOKENS}
+    second = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": MAX_TOKENS}
+    extra = {"algorithm": "quest", "top_k": 512, "device_buffer_size": 2048}
+    started = {
+        name: EngineRun.start(
+            tmp_path,
+            name,
+            hot_args(models["llama"], extra, **arguments(enable_prefix_caching=True, **options)),
+            [first, second],
+        )
+        for name, options in (("plain", {}), ("drafts", draft_model(models, tmp_path, "eagle")))
     }
     for plain, record in zip(started["plain"].phases(), started["drafts"].phases(), strict=True):
         assert_same_but_ties(record["completions"], plain["completions"])

@@ -75,7 +75,7 @@ def _num_layers(vllm_config: VllmConfig) -> tuple[int, int]:
 def _num_draft_rows(vllm_config: VllmConfig) -> Fraction:
     """One token's KV in all layers that draft, in rows of the model's own layers, before there are layers."""
     drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if drafts is None or not any(drafts.method in methods for methods in DENSE_DRAFT_METHODS.values()):
+    if drafts is None or drafts.method not in DENSE_DRAFT_METHODS:
         return Fraction(0)
     draft, model = drafts.draft_model_config, vllm_config.model_config
     width, own_width = (each.get_num_kv_heads(parallel) * each.get_head_size() for each in (draft, model))
