@@ -26,6 +26,7 @@ from vllm_hisparse.layout import KVLayout
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
 MAX_BUDGET = 24  # tokens of a step
+STATE_ENTRIES = ((1, 10), (3, 24))  # an algorithm's: tokens and bytes of an entry in a layer
 NUM_HOT_BLOCKS = 2  # of a request, if they do not grow
 
 register_hot_block_manager()
@@ -51,10 +52,14 @@ def make_kv_cache_config(
     draft_row_bytes: int = 0,
     device_buffer_size: int = 5,
     elastic: bool = False,
+    has_state: bool = False,
 ) -> KVCacheConfig:
     num_resident = num_layers if has_resident_kv else 0
     layout = KVLayout(
-        24, 20, num_layers, num_resident, BLOCK_SIZE, max_query_len=max_query_len, draft_row_bytes=draft_row_bytes
+        *(24, 20, num_layers, num_resident, BLOCK_SIZE),
+        max_query_len=max_query_len,
+        draft_row_bytes=draft_row_bytes,
+        state_entries=STATE_ENTRIES if has_state else (),
     )
     hot = HotBufferSpec.from_mla_spec(mla_spec(12), layout, device_buffer_size, elastic)
     indexer = KVCacheGroupSpec([f"layers.{i}.indexer" for i in range(num_layers)], mla_spec(20, torch.uint8))
@@ -82,12 +87,14 @@ def make_request(
 class FakeWorker:
     """Does with dicts what the worker half does with tensors; a row is the tuple of tokens up to its own."""
 
-    def __init__(self):
+    def __init__(self, layout: KVLayout):
+        self.layout = layout
         self.main_rows: dict[tuple[int, int], tuple] = {}  # (host block, offset)
         self.host_keys: dict[tuple[int, int], tuple] = {}
         self.device_keys: dict[tuple[int, int], tuple] = {}  # (device block, offset)
         self.tables: dict[int, list[int]] = {}
         self.hot_tables: dict[int, list[int]] = {}
+        self.state_tables: dict[int, list[int]] = {}
 
     def copy_block(self, source: dict, source_id: int, target: dict, target_id: int) -> None:
         for offset in range(BLOCK_SIZE):
@@ -98,6 +105,7 @@ class FakeWorker:
             self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
         for handle in metadata.released:
             del self.tables[handle], self.hot_tables[handle]
+            self.state_tables.pop(handle, None)
         for handle, (first, host_ids) in metadata.tables.items():
             assert (handle in self.tables) == (first > 0), "a table starts at 0, once"
             table = self.tables.setdefault(handle, [])
@@ -109,12 +117,20 @@ class FakeWorker:
             assert handle in self.tables and first <= len(hot_table), "hot blocks of no request, or a gap"
             hot_table[first:] = block_ids
             assert hot_table[0] == handle and len(set(hot_table)) == len(hot_table)
+        for handle, (first, block_ids) in metadata.state_tables.items():
+            assert handle in self.tables, "state blocks of no request"
+            assert len(self.state_tables.setdefault(handle, [])) == first, "a delta must continue the table"
+            self.state_tables[handle] += block_ids
+        owned = [i for tables in (self.hot_tables, self.state_tables) for table in tables.values() for i in table]
+        assert len(set(owned)) == len(owned) and 0 not in owned, "a block has two uses"
         for host_id, device_id in metadata.restores:
             self.copy_block(self.host_keys, host_id, self.device_keys, device_id)
 
     def forward(self, handle: int, device_ids: list[int], tokens: list[int], first: int, last: int) -> None:
         """Compute positions [first, last): reads every earlier row, on the host and in the indexer cache."""
         table = self.tables[handle]
+        num_state_blocks = self.layout.state.num_blocks(last)
+        assert len(self.state_tables.get(handle, [])) >= num_state_blocks, "tokens without state blocks"
         for position in range(last):
             block, offset = divmod(position, BLOCK_SIZE)
             row = tuple(tokens[: position + 1])
@@ -183,7 +199,7 @@ class FakeEngine:
     """First come, first served; the newest running request is preempted first.
 
     Args:
-        hot_buffers: `device_buffer_size` and `elastic` of `make_kv_cache_config`.
+        hot_buffers: `device_buffer_size`, `elastic` and `has_state` of `make_kv_cache_config`.
         zeroes_first: whether new blocks are zeroed before the worker half gets its metadata, as by Model Runner V2, or
             after it, as by V1.
     """
@@ -222,7 +238,7 @@ class FakeEngine:
         self.connector.bind(self.kv)
         self.hot, self.ledger = self.connector.hot_manager, self.connector.ledger
         self.host_pool = self.connector.host_pool
-        self.worker = FakeWorker()
+        self.worker = FakeWorker(self.groups.layout)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
@@ -423,6 +439,9 @@ class FakeEngine:
                 if manager is self.hot:
                     hot_ids += [block.block_id for block in blocks]
         held = [block for _, blocks, _ in self.deferred for block in blocks] + self.hot.frees.blocks
+        state = [block for blocks in self.hot.state.given.values() for block in blocks]
+        hot_ids += [block.block_id for block in state]
+        held += state
         lent = [block for blocks in (self.hot.spare.lent.values() if self.hot.spare else ()) for block in blocks]
         hot_ids += [block.block_id for block in lent]
         held += lent
@@ -431,7 +450,7 @@ class FakeEngine:
         owned = {i for i, refs in enumerate(num_refs) if refs}
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
-        assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block is shared"
+        assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block or a state block is shared"
         admitted = {request.request_id for request in self.running + self.loading} | self.received
         assert set(self.ledger.admitted) == admitted
         assert set(self.host_pool._requests) == admitted, "host and hot blocks come and go together"
@@ -453,5 +472,6 @@ class FakeEngine:
         for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
             assert not leftover
         assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
-        assert not len(ledger.hot_tables) and not (self.hot.spare and self.hot.spare.lent)
-        assert not self.worker.tables and not self.worker.hot_tables, "the worker was not told of released requests"
+        assert not len(ledger.hot_tables) and not (self.hot.spare and self.hot.spare.lent) and not self.hot.state.given
+        worker = self.worker
+        assert not worker.tables and not worker.hot_tables and not worker.state_tables, "the worker was not told"

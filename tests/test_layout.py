@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, indexer_row_bytes, mla_row_bytes
+from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, StateLayout, indexer_row_bytes, mla_row_bytes
 
 LAYOUTS = st.builds(
     KVLayout,
@@ -152,3 +152,46 @@ def test_a_sequence_that_grows_has_a_slot_for_every_unit_of_its_next_step(
     num_units = layout.num_hot_blocks(device_buffer_size, num_tokens) * layout.rows_per_hot_block // unit
     first_new = (num_tokens - 1) // unit
     assert num_units >= min(first_new, device_buffer_size // unit) + 1 + drafts
+
+
+STATE_LAYOUTS = st.builds(
+    StateLayout,
+    entries=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 500)), max_size=4).map(tuple),
+    num_layers=st.integers(1, 40),
+    block_bytes=st.integers(40 * 500, 10**6),
+)
+
+
+@given(layout=STATE_LAYOUTS, num_tokens=st.integers(0, 2000))
+def test_state_blocks_hold_every_entry_and_waste_less_than_a_block(layout: StateLayout, num_tokens: int):
+    num_blocks = layout.field_blocks(num_tokens)
+    assert layout.num_blocks(num_tokens) == sum(num_blocks)
+    for (tokens, num_bytes), per_block, num in zip(layout.entries, layout.entries_per_block, num_blocks, strict=True):
+        block_bytes = per_block * num_bytes * layout.num_layers
+        assert block_bytes <= layout.block_bytes < block_bytes + num_bytes * layout.num_layers
+        num_entries = -(-num_tokens // tokens)
+        assert num_entries <= num * per_block < num_entries + per_block
+
+
+@given(layout=STATE_LAYOUTS, lengths=st.lists(st.integers(0, 2000), min_size=2, max_size=2).map(sorted))
+def test_state_blocks_keep_their_places_when_a_request_grows(layout: StateLayout, lengths: list[int]):
+    """The blocks of fewer tokens are the first of more tokens; they are the first ones of each field."""
+    short, long = lengths
+    columns, num_blocks = layout.columns(long), layout.field_blocks(long)
+    assert sorted(columns) == list(range(sum(num_blocks)))
+    starts = [sum(num_blocks[:field]) for field in range(len(num_blocks))]
+    expected = [
+        start + index for start, num in zip(starts, layout.field_blocks(short), strict=True) for index in range(num)
+    ]
+    assert sorted(columns[: layout.num_blocks(short)]) == expected
+
+
+def test_state_of_a_llama_in_device_blocks():
+    """Quest over 32 layers of 8 KV heads: a block of 16 tokens' rows holds the bounds of 16 pages."""
+    layout = KVLayout(4096, 4096, 32, 0, 16, 16, 8, state_entries=((16, 4096),))
+    assert layout.state.tokens_per_block == (256,)
+    assert layout.state.num_blocks(131_072) == 512
+    plain = replace(layout, state_entries=())
+    assert (plain.state.num_blocks(131_072), plain.state.columns(131_072)) == (0, [])
+    num_bytes = layout.hot_request_bytes(131_072, 4096) - plain.hot_request_bytes(131_072, 4096)
+    assert num_bytes == 131_072 * 32 * 256, "256 bytes per token and layer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
@@ -27,6 +28,54 @@ def indexer_row_bytes(index_head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
+class StateLayout:
+    """How device blocks hold what an algorithm's state has for every few tokens, its fields that grow.
+
+    A block has entries of one field, as many as fit: those of the first layer, then those of the next. A request gets
+    blocks of all fields as its tokens need them, in one order for every request.
+
+    Args:
+        entries: of each field, tokens of an entry and bytes of an entry in one layer.
+        num_layers: layers with state.
+        block_bytes: of a device block.
+    """
+
+    entries: tuple[tuple[int, int], ...]
+    num_layers: int
+    block_bytes: int
+
+    @cached_property
+    def entries_per_block(self) -> tuple[int, ...]:
+        """Of each field; 0 if a block is too small."""
+        return tuple(self.block_bytes // (num_bytes * self.num_layers) for _, num_bytes in self.entries)
+
+    @cached_property
+    def tokens_per_block(self) -> tuple[int, ...]:
+        """Of each field."""
+        return tuple(num * tokens for num, (tokens, _) in zip(self.entries_per_block, self.entries, strict=True))
+
+    def field_blocks(self, num_tokens: int) -> list[int]:
+        """Blocks of each field of a request of `num_tokens`."""
+        return [-(-num_tokens // tokens) for tokens in self.tokens_per_block]
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks of a request of `num_tokens`."""
+        return sum(self.field_blocks(num_tokens))
+
+    def columns(self, num_tokens: int) -> list[int]:
+        """Of each block of a request of `num_tokens`, in the order in which it gets them: its place in a table that has
+        the blocks of the first field, then those of the next."""
+        first_tokens = [
+            (index * tokens, field)
+            for field, (tokens, num) in enumerate(
+                zip(self.tokens_per_block, self.field_blocks(num_tokens), strict=True)
+            )
+            for index in range(num)
+        ]
+        return sorted(range(len(first_tokens)), key=first_tokens.__getitem__)
+
+
+@dataclass(frozen=True)
 class KVLayout:
     """Sizes of a model's KV on host and device.
 
@@ -43,6 +92,7 @@ class KVLayout:
         num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
         max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
         draft_row_bytes: one token's KV in all layers that draft.
+        state_entries: what an algorithm keeps for every few tokens (`StateLayout`).
     """
 
     row_bytes: int
@@ -54,6 +104,7 @@ class KVLayout:
     num_kv_heads: int | None = None
     max_query_len: int = 1
     draft_row_bytes: int = 0
+    state_entries: tuple[tuple[int, int], ...] = ()
 
     @property
     def rows_per_hot_block(self) -> int:
@@ -96,6 +147,11 @@ class KVLayout:
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
         widest = max(hot, self.resident_block_bytes)
         return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
+
+    @cached_property
+    def state(self) -> StateLayout:
+        """How device blocks hold an algorithm's state."""
+        return StateLayout(self.state_entries, self.num_layers, self.device_block_bytes)
 
     @property
     def block_alignment_bytes(self) -> int:
@@ -146,7 +202,7 @@ class KVLayout:
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one long request of `num_tokens`, with a hot buffer."""
         num_resident_blocks = self.num_blocks(num_tokens) if self.has_resident_kv else 0
-        num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks
+        num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks + self.state.num_blocks(num_tokens)
         return num_blocks * self.device_block_bytes
 
     def full_request_bytes(self, num_tokens: int) -> int:

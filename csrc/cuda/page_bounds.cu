@@ -8,9 +8,12 @@ namespace hisparse {
 
 // Bounds of pages, one layer; elements are bfloat16 or float16.
 struct PageBounds {
-    void* minima;  // [num_requests, max_pages, num_heads, head_size]
-    void* maxima;  // [num_requests, max_pages, num_heads, head_size]
-    int32_t max_pages;
+    void* blocks;          // [num_blocks, pages_per_block, 2, num_heads, head_size]: minima, then maxima of a page
+    const int32_t* table;  // [num_requests, max_blocks]: each request's blocks
+    int64_t block_stride;  // elements from one block to the next, multiple of kLaneElements
+    int64_t table_stride;  // entries from one request to the next
+    int32_t pages_per_block;
+    int32_t max_pages;  // of a request
     int32_t num_heads;
     int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
     int32_t page_size;
@@ -18,8 +21,7 @@ struct PageBounds {
 
 // Bounds of a page after its key at a position, at that modulo `count`.
 struct LatestBounds {
-    void* minima;   // [num_requests, count, num_heads, head_size]; null where the count is 0
-    void* maxima;   // [num_requests, count, num_heads, head_size]; null where the count is 0
+    void* bounds;   // [num_requests, count, 2, num_heads, head_size]; null where the count is 0
     int32_t count;  // 0: a new key comes after all keys of its page
 };
 
@@ -38,6 +40,13 @@ union Vector {
     T elements[kLaneElements];
 };
 
+// Where the bounds of a request's page begin, in elements.
+__device__ inline int64_t page_start(const PageBounds& bounds, int64_t request_index, int32_t page) {
+    const int64_t block = bounds.table[request_index * bounds.table_stride + page / bounds.pages_per_block];
+    const int64_t page_elements = int64_t{2} * bounds.num_heads * bounds.head_size;
+    return block * bounds.block_stride + page % bounds.pages_per_block * page_elements;
+}
+
 // One warp per request and KV head.
 template <typename T>
 __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
@@ -52,40 +61,38 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const int index = (blockIdx.x * kBoundThreads + threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int batch_index = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
     if (batch_index >= batch || first >= bounds.head_size) return;
-    const int64_t position = positions[batch_index];
-    const int64_t page = request_indices[batch_index] * bounds.max_pages + position / bounds.page_size;
-    const int64_t at = (page * bounds.num_heads + head) * bounds.head_size + first;
+    const int64_t position = positions[batch_index], request_index = request_indices[batch_index];
+    // From the minima of a page to its maxima, and of this lane's elements in either.
+    const int64_t kind_stride = static_cast<int64_t>(bounds.num_heads) * bounds.head_size;
+    const int64_t offset = head * bounds.head_size + first;
+    const auto vector = [](void* base, int64_t at) { return reinterpret_cast<uint4*>(static_cast<T*>(base) + at); };
+    const int32_t page = static_cast<int32_t>(position / bounds.page_size);
+    const int64_t minima = page_start(bounds, request_index, page) + offset, maxima = minima + kind_stride;
     Vector<T> key, low, high;
-    key.bits = *reinterpret_cast<const uint4*>(keys + batch_index * key_stride + head * bounds.head_size + first);
-    auto minima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.minima) + at);
-    auto maxima = reinterpret_cast<uint4*>(static_cast<T*>(bounds.maxima) + at);
+    key.bits = *reinterpret_cast<const uint4*>(keys + batch_index * key_stride + offset);
     low.bits = high.bits = key.bits;
-    // Where bounds after a position are kept, in both tensors.
+    // Where the minima after a position are kept.
     const auto kept_at = [&](int64_t after) {
-        const int64_t entry = request_indices[batch_index] * latest.count + after % latest.count;
-        return (entry * bounds.num_heads + head) * bounds.head_size + first;
+        return (request_index * latest.count + after % latest.count) * 2 * kind_stride + offset;
     };
     if (position % bounds.page_size != 0) {
-        if (latest.count == 0) {
-            low.bits = *minima;
-            high.bits = *maxima;
-        } else {
-            const int64_t before = kept_at(position - 1);
-            low.bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(latest.minima) + before);
-            high.bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(latest.maxima) + before);
-        }
+        const bool is_kept = latest.count != 0;
+        void* const source = is_kept ? latest.bounds : bounds.blocks;
+        const int64_t before = is_kept ? kept_at(position - 1) : minima;
+        low.bits = *vector(source, before);
+        high.bits = *vector(source, before + kind_stride);
 #pragma unroll
         for (int i = 0; i < kLaneElements; ++i) {
             low.elements[i] = __hmin(low.elements[i], key.elements[i]);
             high.elements[i] = __hmax(high.elements[i], key.elements[i]);
         }
     }
-    *minima = low.bits;
-    *maxima = high.bits;
+    *vector(bounds.blocks, minima) = low.bits;
+    *vector(bounds.blocks, maxima) = high.bits;
     if (latest.count == 0) return;
     const int64_t own = kept_at(position);
-    *reinterpret_cast<uint4*>(static_cast<T*>(latest.minima) + own) = low.bits;
-    *reinterpret_cast<uint4*>(static_cast<T*>(latest.maxima) + own) = high.bits;
+    *vector(latest.bounds, own) = low.bits;
+    *vector(latest.bounds, own + kind_stride) = high.bits;
 }
 
 // One thread block per request, KV head and kPagesPerBlock pages; `lanes` lanes of a warp share a page.
@@ -101,12 +108,18 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     float* scores  // [batch, num_heads, max_pages]
 ) {
     extern __shared__ float shared_query[];  // [group, head_size]
+    __shared__ int64_t page_starts[kPagesPerBlock];
     const int head = blockIdx.y, batch_index = blockIdx.z, size = bounds.head_size;
     const T* heads = query + batch_index * query_stride + static_cast<int64_t>(head) * group * size;
     for (int i = threadIdx.x; i < group * size; i += kBoundThreads) shared_query[i] = to_float(heads[i]);
-    __syncthreads();
     const int64_t num_pages = (num_tokens[batch_index] + bounds.page_size - 1) / bounds.page_size;
-    const int64_t first_page = request_indices[batch_index] * bounds.max_pages;
+    for (int i = threadIdx.x; i < kPagesPerBlock; i += kBoundThreads) {
+        const int page = blockIdx.x * kPagesPerBlock + i;
+        if (page < num_pages) page_starts[i] = page_start(bounds, request_indices[batch_index], page);
+    }
+    __syncthreads();
+    const int64_t kind_stride = static_cast<int64_t>(bounds.num_heads) * size;
+    const T* pages = static_cast<const T*>(bounds.blocks) + static_cast<int64_t>(head) * size;
     float* out = scores + (static_cast<int64_t>(batch_index) * bounds.num_heads + head) * bounds.max_pages;
     const int lane = threadIdx.x % lanes, first = lane * kLaneElements;
     for (int i = threadIdx.x / lanes; i < kPagesPerBlock; i += kBoundThreads / lanes) {
@@ -115,9 +128,9 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
         Vector<T> low, high;
         low.bits = high.bits = uint4{};
         if (loads) {
-            const int64_t at = ((first_page + page) * bounds.num_heads + head) * size + first;
-            low.bits = load_once(reinterpret_cast<const uint4*>(static_cast<const T*>(bounds.minima) + at));
-            high.bits = load_once(reinterpret_cast<const uint4*>(static_cast<const T*>(bounds.maxima) + at));
+            const T* minima = pages + page_starts[i] + first;
+            low.bits = load_once(reinterpret_cast<const uint4*>(minima));
+            high.bits = load_once(reinterpret_cast<const uint4*>(minima + kind_stride));
         }
         float best = -CUDART_INF_F;
         for (int g = 0; g < group; ++g) {
@@ -176,14 +189,13 @@ using namespace hisparse;
 
 // Take one new key per request into its page's bounds: `page_bounds.update`.
 //
-// latest_minima, latest_maxima: [num_requests, num_latest, num_heads, head_size]; null where num_latest is 0.
+// latest: [num_requests, num_latest, 2, num_heads, head_size]; null where num_latest is 0.
 // request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride
 // elements apart. is_bfloat16: else the type is float16. Returns cudaErrorInvalidValue for a head size that `PageBounds`
 // does not allow.
 extern "C" cudaError_t hisparse_update_page_bounds(
     const PageBounds* bounds,
-    void* latest_minima,
-    void* latest_maxima,
+    void* latest,
     int32_t num_latest,
     const int64_t* request_indices,
     const int64_t* positions,
@@ -196,8 +208,7 @@ extern "C" cudaError_t hisparse_update_page_bounds(
     if (batch == 0) return cudaSuccess;
     if (!fits(*bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? update_page_bounds<__nv_bfloat16> : update_page_bounds<__half>;
-    const LatestBounds latest{latest_minima, latest_maxima, num_latest};
-    return run(*bounds, latest, request_indices, positions, keys, key_stride, batch, stream);
+    return run(*bounds, {latest, num_latest}, request_indices, positions, keys, key_stride, batch, stream);
 }
 
 // Upper bounds of the pages' scores: `page_bounds.scores`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from algorithm_states import ENTRIES_PER_BLOCK, poisoned_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from .testing import (
     SHAPE,
     chosen,
     make,
-    poisoned_state,
     random_keys,
     random_query,
     represent,
@@ -86,7 +86,7 @@ def test_requests_of_a_batch_do_not_meet(name: str) -> None:
     """A batch gives what each request gives alone."""
     algorithm, lengths = small(name), {0: 30, 3: 77, 1: 9}
     keys = {row: random_keys(length + 1, row) for row, length in lengths.items()}
-    together, rows = poisoned_state(algorithm), torch.tensor(list(lengths))
+    together, rows = poisoned_state(algorithm, 4), torch.tensor(list(lengths))
     for row, length in lengths.items():
         algorithm.construct_representations(together, row, keys[row][:length], 0)
     newest = torch.stack([keys[row][-1] for row in lengths])
@@ -106,7 +106,7 @@ def test_chunks_and_single_tokens_give_the_state_of_one_chunk(name: str, cuts: l
     pieces, whole = represent(algorithm, keys, num_prompt, tuple(cuts)), represent(algorithm, keys, 90)
     num_units = -(-90 // algorithm.tokens_per_unit)
     for field in whole:
-        torch.testing.assert_close(pieces[field][ROW, :num_units], whole[field][ROW, :num_units])
+        torch.testing.assert_close(pieces[field][ROW][:num_units], whole[field][ROW][:num_units])
 
 
 def selections_with_drafts(
@@ -157,7 +157,7 @@ def test_state_after_rejected_tokens_is_that_without_them(name: str) -> None:
     state, _ = selections_with_drafts(algorithm, keys[:89], 40, [0, 1, 3, 0, 0, 2, 1, 0] * 4)
     algorithm.update_representations(state, torch.tensor([ROW]), keys[89:], torch.tensor([89]))
     expected = represent(plain, keys, 40)
-    counts = {"minima": 23, "maxima": 23, "labels": 90, "codes": 90, "keys": 90, "codebooks": None}
+    counts = {"bounds": 23, "labels": 90, "codes": 90, "keys": 90, "codebooks": None}
     counts |= {"centroids": int(expected.get("num_clusters", [0] * 4)[ROW]), "num_clusters": None}
     for field in expected.keys() & counts.keys():
         got, want = state[field][ROW], expected[field][ROW]
@@ -173,15 +173,35 @@ def test_nothing_is_selected_in_an_empty_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_state_is_what_is_declared(name: str) -> None:
-    algorithm = small(name)
-    state = algorithm.allocate_state(5)
-    fields = algorithm.state_fields()
-    assert {field: (tuple(tensor.shape), tensor.dtype) for field, tensor in state.items()} == {
-        field: ((5, *declared.shape), declared.dtype) for field, declared in fields.items()
-    }
-    num_bytes = sum(tensor[0].numel() * tensor.element_size() for tensor in state.values())
+def test_state_takes_what_is_declared(name: str) -> None:
+    """What a request of the longest length has, and what it has in any case."""
+    algorithm, state = small(name), poisoned_state(small(name), 1)
+    num_bytes = sum(field[0].numel() * field[0].element_size() for field in state.values())
     assert algorithm.state_bytes_per_token == num_bytes / MAX_TOKENS
+    fixed = {field: state[field][0].nbytes for field in algorithm.fixed_fields}
+    assert fixed == {field: declared.num_bytes for field, declared in algorithm.fixed_fields.items()}
+    longer = small(name, max_tokens=100 * MAX_TOKENS)
+    assert longer.fixed_fields == algorithm.fixed_fields and longer.state_entries == algorithm.state_entries
+
+
+@pytest.mark.parametrize("name", DENSE)
+@given(num_prompt=st.integers(0, 60), num_new=st.integers(1, 60))
+def test_a_request_has_entries_for_its_own_tokens_alone(name: str, num_prompt: int, num_new: int) -> None:
+    """With blocks for no more tokens than it has, it selects the same; nothing is written beyond them."""
+    algorithm, num_tokens = small(name), num_prompt + num_new
+    keys = random_keys(num_tokens, num_prompt)
+    whole, short = represent(algorithm, keys, num_prompt), poisoned_state(algorithm, 4)
+    for name_of, field in algorithm.growing_fields.items():
+        num_blocks = -(-field.num_entries(num_tokens) // ENTRIES_PER_BLOCK)
+        short[name_of].table[ROW, num_blocks:] = 0
+    nobodys = {field: short[field].blocks[0].clone() for field in algorithm.growing_fields}
+    represent(algorithm, keys, num_prompt, state=short)
+    for seed in range(3):
+        query = random_query(seed)
+        expected, got = (retrieve(algorithm, state, query, num_tokens) for state in (whole, short))
+        assert torch.equal(got, expected)
+    for field, before in nobodys.items():
+        assert torch.equal(short[field].blocks[0].view(torch.uint8), before.view(torch.uint8)), "written beyond"
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -41,7 +41,7 @@ def test_the_example_selects_pages_by_their_mean(mean_page) -> None:
 def test_the_example_does_not_depend_on_chunks(mean_page) -> None:
     keys, algorithm = random_keys(90), make(mean_page)
     pieces, whole = represent(algorithm, keys, 70, (5, 33)), represent(algorithm, keys, 90)
-    torch.testing.assert_close(pieces["sums"][ROW, :6], whole["sums"][ROW, :6])
+    torch.testing.assert_close(pieces["sums"][ROW][:6], whole["sums"][ROW][:6])
 
 
 def test_the_example_is_short() -> None:

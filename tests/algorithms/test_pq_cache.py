@@ -13,7 +13,7 @@ OPTIONS = {"sink_tokens": 3, "window_tokens": 5, "num_bits": 3}
 
 def decoded(state, num_tokens: int, kv_head: int) -> torch.Tensor:
     """Keys as their codes say: [num_tokens, head_size]."""
-    codes, codebooks = state["codes"][ROW, :num_tokens, kv_head].long(), state["codebooks"][ROW, kv_head]
+    codes, codebooks = state["codes"][ROW][:num_tokens, kv_head].long(), state["codebooks"][ROW, kv_head]
     return torch.cat([codebooks[part][codes[:, part]] for part in range(codes.shape[1])], -1)
 
 
@@ -39,7 +39,7 @@ def test_a_code_is_the_nearest_centroid_of_each_part() -> None:
         for part in range(2):
             points = keys[:, kv_head].unflatten(-1, (2, -1))[:, part]
             distances = torch.cdist(points, state["codebooks"][ROW, kv_head, part])
-            picked = distances.gather(1, state["codes"][ROW, :90, kv_head, part].long()[:, None])[:, 0]
+            picked = distances.gather(1, state["codes"][ROW][:90, kv_head, part].long()[:, None])[:, 0]
             torch.testing.assert_close(picked, distances.min(-1).values)
 
 
@@ -66,4 +66,4 @@ def test_defaults_are_the_papers() -> None:
     options = PQCache.Options()
     assert (options.num_subspaces, options.num_bits) == (2, 6)
     assert PQCache.min_budget(options) == 64
-    assert make(PQCache, max_tokens=1000).state_fields()["codes"].num_bytes == 1000 * SHAPE.num_kv_heads * 2
+    assert make(PQCache).state_entries == ((1, SHAPE.num_kv_heads * 2),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from algorithm_states import poisoned_state
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm, State
 
@@ -36,17 +37,15 @@ def make(
     return algorithm(algorithm.Options(**options), SHAPE, budget, max_tokens, max_query_len)
 
 
-def poisoned_state(algorithm: SparseAlgorithm) -> State:
-    """State as a former request may have left it: NaN, large numbers."""
-    state = algorithm.allocate_state(4)
-    for field in state.values():
-        field.fill_(float("nan") if field.is_floating_point() else 3)
-    return state
-
-
-def represent(algorithm: SparseAlgorithm, keys: torch.Tensor, num_prompt: int, cuts: tuple[int, ...] = ()) -> State:
+def represent(
+    algorithm: SparseAlgorithm,
+    keys: torch.Tensor,
+    num_prompt: int,
+    cuts: tuple[int, ...] = (),
+    state: State | None = None,
+) -> State:
     """Construct the first `num_prompt` keys in chunks cut at `cuts`, then add the others one by one."""
-    state = poisoned_state(algorithm)
+    state = poisoned_state(algorithm, 4) if state is None else state
     bounds = [0, *cuts, num_prompt]
     for first, last in pairwise(bounds):
         algorithm.construct_representations(state, ROW, keys[first:last], first)

@@ -47,6 +47,7 @@ MODEL = (
 )  # its configuration only; no weights are read
 CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "code-dsa"  # with a draft layer
 NUM_LAYERS = 2
+STATE_ENTRIES = ((2, 10), (5, 16))  # an algorithm's: tokens and bytes of an entry in a layer; 5 blocks of a request
 Drafter = Callable[[list[int], int], list[int]]  # known tokens, placeholders -> drafts, perhaps fewer
 _LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches")
 _LEDGER += ("_changed", "hot_tables", "_released", "_tail_saves")
@@ -100,9 +101,9 @@ class Product:
         """Give the scheduler half a simulated tier."""
         self.half.tiers = simulated_tiers(self.half.host_pool, memories, rng, blocks, counts)
 
-    def rows_per_hot_block(self) -> int:
-        """Rows of a layer in a hot block."""
-        return self.half.layout.rows_per_hot_block
+    @property
+    def layout(self) -> KVLayout:
+        return self.half.layout
 
     def num_tables(self) -> int:
         """Requests whose state the worker half has room for."""
@@ -154,6 +155,7 @@ class Product:
         left = {name: getattr(half.ledger, name) for name in _LEDGER}
         left |= {"parked": manager._parked, "blocks to be freed": manager.frees.blocks}
         left |= {"transfers": half.counts._transfers, "lent": manager.spare.lent if manager.spare else None}
+        left |= {"state blocks": manager.state.given}
         left["preempted"] = half.host_pool._preempted
         if half.tiers:
             loads, stores, tiering = half.tiers.loads, half.tiers.stores, half.tiers.manager
@@ -210,6 +212,8 @@ class Product:
         for _, blocks in self.scheduler.deferred_frees:
             yield from blocks
         yield from self.half.hot_manager.frees.blocks
+        for blocks in self.half.hot_manager.state.given.values():
+            yield from blocks
         for blocks in self.half.hot_manager.spare.lent.values() if self.half.hot_manager.spare else ():
             yield from blocks
 
@@ -257,7 +261,10 @@ def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheCo
     num_resident, query_len = NUM_LAYERS * configuration.has_resident_group, 1 + configuration.num_drafts
     draft_bytes = 24 if configuration.has_draft_layer else 0
     layout = KVLayout(
-        24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE, max_query_len=query_len, draft_row_bytes=draft_bytes
+        *(24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE),
+        max_query_len=query_len,
+        draft_row_bytes=draft_bytes,
+        state_entries=STATE_ENTRIES if configuration.has_state else (),
     )
     size = DEVICE_BUFFER_SIZE if configuration.is_elastic else FIXED_BUFFER_SIZE
     hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, size, configuration.is_elastic)

@@ -33,6 +33,7 @@ class Configuration:
             flight, the scheduler schedules placeholders, and learns later which were rejected.
         has_draft_layer: whether a layer with KV of its own on the device drafts them, after a step's forward.
         is_draft_model: whether this layer is a model of its own: vLLM then takes both groups for drafting ones.
+        has_state: whether an algorithm keeps state in device blocks.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Configuration:
     num_drafts: int = 0
     has_draft_layer: bool = False
     is_draft_model: bool = False
+    has_state: bool = False
 
     @property
     def is_pd(self) -> bool:
@@ -62,7 +64,8 @@ def _pd(name: str, **options) -> Configuration:
     return Configuration(name, role="kv_consumer", **options)
 
 
-_DENSE = {"has_resident_group": False, "shares_host_pool": False}  # pools of KV heads, one per rank
+# An algorithm's state, and pools of KV heads, one per rank
+_DENSE = {"has_resident_group": False, "shares_host_pool": False, "has_state": True}
 
 CONFIGURATIONS = (
     Configuration("one instance"),
@@ -79,7 +82,7 @@ CONFIGURATIONS = (
     _pd("spare blocks, P/D, nothing resident", lends_blocks=True, **_DENSE),
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
-    Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True),
+    Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, has_state=True),
     _pd("spare blocks, P/D", lends_blocks=True),
     Configuration("tier", has_tier=True),
     Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, is_elastic=False, **_DENSE),
@@ -89,7 +92,7 @@ CONFIGURATIONS = (
     _pd("drafts, sync, P/D", is_async=False, num_drafts=3, sibling_share=0.2),
     Configuration("draft layer, sync, sessions", is_async=False, num_drafts=2, has_draft_layer=True, has_sessions=True),
     _pd("draft layer, sync, P/D, tier", is_async=False, num_drafts=3, has_draft_layer=True, has_tier=True),
-    Configuration("drafts", num_drafts=3),
+    Configuration("drafts", num_drafts=3, has_state=True),
     Configuration("drafts, sessions, tier", num_drafts=2, has_sessions=True, has_tier=True),
     _pd("drafts, P/D", num_drafts=3, sibling_share=0.2),
     Configuration("draft layer", num_drafts=3, has_draft_layer=True),

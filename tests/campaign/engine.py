@@ -54,7 +54,7 @@ class Engine:
                 shared if configuration.shares_host_pool else HostMemory(),
                 self.product.num_tables(),
                 -(-MAX_MODEL_LEN // BLOCK_SIZE),
-                self.product.rows_per_hot_block(),
+                self.product.layout,
                 zeroes_first,
                 configuration.num_drafts if configuration.has_draft_layer else 0,
             )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
     from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata
+    from vllm_hisparse.layout import KVLayout
 
 
 class Memory(dict[int, Row]):
@@ -106,7 +107,7 @@ class Rank:
         host: the host pool it reads and writes, shared or its own.
         num_tables: requests whose state the worker half has room for.
         max_blocks: host blocks of a request.
-        rows_per_hot_block: rows of a layer in a hot block.
+        layout: rows of a layer in a hot block, tokens of a state block.
         zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
         num_draft_passes: how often a draft layer runs after the forward and the saves; 0: there is none.
     """
@@ -117,15 +118,17 @@ class Rank:
         host: HostMemory,
         num_tables: int,
         max_blocks: int,
-        rows_per_hot_block: int,
+        layout: KVLayout,
         zeroes_first: bool,
         num_draft_passes: int = 0,
     ):
         self.index, self.host, self.zeroes_first, self.num_draft_passes = index, host, zeroes_first, num_draft_passes
-        self.num_tables, self.max_blocks, self.rows_per_hot_block = num_tables, max_blocks, rows_per_hot_block
+        self.num_tables, self.max_blocks, self.layout = num_tables, max_blocks, layout
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
-        self.hot_tables: dict[int, dict[int, bool]] = {}  # handle -> hot block -> whether the request has written it
+        # handle -> block -> whether the request has written it
+        self.hot_tables: dict[int, dict[int, bool]] = {}
+        self.state_tables: dict[int, dict[int, bool]] = {}
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_forwards_queued = self.num_forwards_done = 0
 
@@ -186,6 +189,7 @@ class Rank:
         for handle in metadata.released:
             del self.tables[handle]
             self.hot_tables.pop(handle, None)
+            self.state_tables.pop(handle, None)
         for handle, (first, host_ids) in metadata.tables.items():
             check((handle in self.tables) == (first > 0), "a table does not start at 0, or starts twice")
             table = self.tables.setdefault(handle, [])
@@ -200,27 +204,38 @@ class Rank:
             self.hot_tables[handle] = {block_id: before.get(block_id, False) for block_id in (*kept, *block_ids)}
             check(len(self.hot_tables[handle]) == first + len(block_ids), "a hot block twice")
             check(next(iter(self.hot_tables[handle])) == handle, "the handle is not the first hot block")
+        for handle, (first, block_ids) in metadata.state_tables.items():
+            check(handle in self.tables, "state blocks of a request that the worker does not know")
+            table = self.state_tables.setdefault(handle, {})
+            check(first == len(table), "state blocks do not continue those of before")
+            table.update(dict.fromkeys(block_ids, False))
+            check(len(table) == first + len(block_ids), "a state block twice")
         num_tables = len(self.tables)
         check(num_tables <= self.num_tables, f"state of {num_tables} requests, there is room for {self.num_tables}")
 
     def _read_rows(self, step: Step) -> None:
         for entry in step.batch:
-            self._use_hot_blocks(step, entry)
+            self._use_blocks(step, entry)
             self._check(step, entry, "host row", self.host.rows, self.tables[entry.handle], entry.first)
 
-    def _use_hot_blocks(self, step: Step, entry: BatchEntry) -> None:
-        """Whatever the request has written there is there, and nobody else writes there."""
-        blocks = self.hot_tables.get(entry.handle, {})
-        check(bool(blocks), f"{step.reads(entry, self)}: without hot blocks")
+    def _use_blocks(self, step: Step, entry: BatchEntry) -> None:
+        """Whatever the request has written to its hot blocks and state blocks is there: nobody else writes there."""
+        hot, state = self.hot_tables.get(entry.handle, {}), self.state_tables.get(entry.handle, {})
+        check(bool(hot), f"{step.reads(entry, self)}: without hot blocks")
         num_rows = min(entry.last, FIXED_BUFFER_SIZE + 1)
-        check(len(blocks) * self.rows_per_hot_block >= num_rows, f"{step.reads(entry, self)}: {len(blocks)} hot blocks")
-        own = f"hot rows of {entry.request_id}"
-        for block_id, is_written in blocks.items():
-            found = self.keys.read(block_id)
-            if is_written and found != [own] * BLOCK_SIZE:
-                raise Finding(f"{step.reads(entry, self)}: hot block {block_id} holds {found}")
-            self.keys.write(block_id, [own] * BLOCK_SIZE)
-            blocks[block_id] = True
+        check(
+            len(hot) * self.layout.rows_per_hot_block >= num_rows, f"{step.reads(entry, self)}: {len(hot)} hot blocks"
+        )
+        num_state_blocks = self.layout.state.num_blocks(entry.last)
+        check(len(state) >= num_state_blocks, f"{step.reads(entry, self)}: {len(state)} state blocks")
+        for kind, blocks in (("hot rows", hot), ("state", state)):
+            own = [f"{kind} of {entry.request_id}"] * BLOCK_SIZE
+            for block_id, is_written in blocks.items():
+                found = self.keys.read(block_id)
+                if is_written and found != own:
+                    raise Finding(f"{step.reads(entry, self)}: block {block_id} for {kind} holds {found}")
+                self.keys.write(block_id, own)
+                blocks[block_id] = True
 
     def _write(self, step: Step) -> None:
         for entry in step.batch:

@@ -76,7 +76,7 @@ class World:
         if configuration.lends_blocks:
             num_device_blocks = 3 * num_device_blocks
         return Sizes(
-            num_device_blocks=num_device_blocks,
+            num_device_blocks=num_device_blocks + 5 * configuration.has_state,
             num_host_blocks=rng.randint(12, 26) if is_host_scarce else rng.randint(26, 60),
             max_num_seqs=rng.randint(2, 6),
             token_budget=rng.randint(8, 40),

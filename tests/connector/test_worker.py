@@ -30,7 +30,12 @@ from vllm_hisparse.trace import Trace
 
 NUM_LAYERS, NUM_HOST_BLOCKS, NUM_DEVICE_BLOCKS, KEY_BYTES, WIDTH = 3, 8, 12, 132, 16
 MLA_LAYOUT = KVLayout(WIDTH * 4, KEY_BYTES, NUM_LAYERS, 2)
-GQA_LAYOUT = KVLayout(2 * 2 * 32 * 4, 2 * 2 * 32 * 4, NUM_LAYERS, 0, tokens_per_unit=16, num_kv_heads=2)
+GQA_LAYOUT = KVLayout(
+    *(2 * 2 * 32 * 4, 2 * 2 * 32 * 4, NUM_LAYERS, 0),
+    tokens_per_unit=16,
+    num_kv_heads=2,
+    state_entries=((16, 2 * 2 * 32 * 4),),  # of Quest
+)
 HOT_LAYERS, INDEXER_LAYERS = ["m0", "m1", "m2"], ["k0", "k2"]
 
 
@@ -81,6 +86,7 @@ def device_caches(is_dense: bool = False) -> dict[str, torch.Tensor]:
     """All layers of a block side by side, as vLLM lays them out; each layer's hot rows are filled with its index."""
     if is_dense:
         memory = torch.zeros(NUM_DEVICE_BLOCKS, NUM_LAYERS, 2, 64, 64)
+        assert memory[0].nbytes == GQA_LAYOUT.device_block_bytes
         return {name: memory[:, index] for index, name in enumerate(HOT_LAYERS)}
     rows, num_bytes = MLA_LAYOUT.rows_per_hot_block, MLA_LAYOUT.device_block_bytes
     memory = torch.zeros(NUM_DEVICE_BLOCKS, num_bytes, dtype=torch.uint8)
@@ -115,7 +121,28 @@ def test_as_many_requests_as_have_hot_blocks() -> None:
     worker = make_worker(is_dense=True)
     worker.vllm_config.scheduler_config.max_num_seqs = 100
     worker.register_kv_caches(device_caches(is_dense=True))
-    assert worker.hot_buffer.shape.num_requests == (NUM_DEVICE_BLOCKS - 1) // 2
+    assert worker.hot_buffer.shape.num_requests == (NUM_DEVICE_BLOCKS - 1) // 3  # two hot ones and one of state
+
+
+def test_an_algorithms_state_is_in_the_device_blocks_that_the_scheduler_says() -> None:
+    """Of every layer, beside the hot rows of others; nothing else is allocated for long requests."""
+    worker, caches = make_worker(is_dense=True), device_caches(is_dense=True)
+    worker.vllm_config.model_config.max_model_len = 64 * 16 + 3
+    worker.register_kv_caches(caches)
+    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5])}, hot_tables={3: (0, [3, 4])}))
+    worker.apply_changes(HiSparseMetadata(state_tables={3: (0, [9, 7])}))
+    index, before = worker.hot_buffer.requests.index_of(3), caches["m0"].clone()
+    for layer, state in enumerate(worker.hot_buffer.state.layers):
+        assert state["bounds"].blocks.shape == (NUM_DEVICE_BLOCKS, 64, 2, 2, 32) and state["latest"].numel() == 0
+        state["bounds"][index, torch.arange(65)] = layer + 1.0
+    for layer, name in enumerate(HOT_LAYERS):
+        assert (caches[name][9] == layer + 1).all(), "a block of 64 pages is as wide as one of 64 hot rows"
+        assert (caches[name][7] == layer + 1).sum() == 2 * 2 * 32 if layer == 0 else True
+    unused = [block for block in range(NUM_DEVICE_BLOCKS) if block not in (7, 9)]
+    assert torch.equal(caches["m0"][unused], before[unused])
+    worker.apply_changes(HiSparseMetadata(released=[3]))
+    assert not worker.hot_buffer.requests.state_tables.any()
+    worker.hot_buffer.check_integrity()
 
 
 def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: Path) -> None:

@@ -4,12 +4,18 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager, register_hot_block_manager
-from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.layout import KVLayout, StateLayout
 
 
 def mla_spec(head_size: int = 576, dtype: torch.dtype = torch.bfloat16) -> MLAAttentionSpec:
@@ -25,6 +31,7 @@ def hot_spec(rows_per_block: int = 7, elastic: bool = True) -> HotBufferSpec:
         block_alignment_bytes=1152,
         block_size=64,
         num_hot_blocks=lambda size, num_tokens=None: size if num_tokens is None else min(size, num_tokens),
+        state=StateLayout((), 1, 0),
     )
     return HotBufferSpec.from_mla_spec(mla_spec(), layout, device_buffer_size=5, elastic=elastic)
 
@@ -65,6 +72,34 @@ def test_a_request_has_blocks_of_device_resident_kv_where_there_is_any(
     spec = HotBufferSpec.from_mla_spec(mla_spec(256), layout, 16, True)
     assert spec.num_request_blocks(1) == num_blocks
     assert spec.request_bytes(1) == num_blocks * layout.device_block_bytes
+
+
+def dense_spec(num_resident: int, state_entries: tuple = ((16, 512),)) -> HotBufferSpec:
+    """Two layers with hot pages of 16 tokens; a block has bounds of as many pages as tokens."""
+    layout = KVLayout(512, 512, 2, num_resident, 64, 16, 2, state_entries=state_entries)
+    full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return HotBufferSpec.from_full_spec(full, layout, 128, elastic=True)
+
+
+def test_the_longest_request_has_blocks_for_an_algorithms_state() -> None:
+    """vLLM refuses a cache that does not hold it."""
+    spec, plain = dense_spec(0), dense_spec(0, ())
+    assert spec.layout.state.tokens_per_block == (64 * 16,)
+    for max_model_len, num_blocks in ((1, 1), (1024, 1), (1025, 2), (100_000, 98)):
+        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+        assert spec.num_request_blocks(max_model_len) - plain.num_request_blocks(max_model_len) == num_blocks
+        more_bytes = spec.max_memory_usage_bytes(config) - plain.max_memory_usage_bytes(config)
+        assert more_bytes == num_blocks * spec.page_size_bytes
+
+
+@pytest.mark.parametrize(("num_resident", "state_entries"), [(2, ((16, 512),)), (2, ()), (0, ((16, 512),))])
+def test_vllm_zeroes_blocks_that_may_have_held_state(num_resident: int, state_entries: tuple) -> None:
+    """It does where full-KV layers share them."""
+    full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec(["hot"], dense_spec(num_resident, state_entries))]
+    groups += [KVCacheGroupSpec(["full"], full)] if num_resident else []
+    config = KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert config.needs_kv_cache_zeroing == bool(num_resident and state_entries)
 
 
 def test_stays_apart_from_the_resident_group() -> None:

@@ -14,9 +14,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from vllm_hisparse.ops.paged_field import PagedField
 from vllm_hisparse.ops.select_units import select_units
 
-State = dict[str, torch.Tensor]  # of one layer: field name -> [num_requests, *StateField.shape] of StateField.dtype
+# Of one layer: field name -> [num_requests, *shape], or for a field that grows [num_requests, num_entries, *shape]
+State = dict[str, torch.Tensor | PagedField]
 
 
 class AlgorithmOptions(BaseModel):
@@ -43,14 +45,27 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class StateField:
-    """One tensor of an algorithm's state: `shape` per request, on the device of the hot buffer."""
+    """One tensor of an algorithm's state, on the device of the hot buffer.
+
+    Attributes:
+        shape: of a request, or of an entry.
+        dtype: element type.
+        tokens_per_entry: a request has an entry for every so many tokens, in memory that it gets as it grows
+            (`PagedField`). None: a request has one of fixed size, allocated for every request that can run.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    tokens_per_entry: int | None = None
 
     @property
     def num_bytes(self) -> int:
+        """Of a request, or of an entry."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Entries of a request of `num_tokens`; one if the size is fixed."""
+        return 1 if self.tokens_per_entry is None else -(-num_tokens // self.tokens_per_entry)
 
 
 class Selector:
@@ -120,21 +135,30 @@ class SparseAlgorithm(Selector, ABC):
         return None
 
     def state_fields(self) -> dict[str, StateField]:
-        """The state of one request in one layer."""
+        """The state of one request in one layer. A request's part, and each entry that it gets, holds anything until
+        the algorithm writes it; `construct_representations` starts a request at 0."""
         return {}
+
+    @property
+    def growing_fields(self) -> dict[str, StateField]:
+        """Those that grow with a request."""
+        return {name: field for name, field in self.state_fields().items() if field.tokens_per_entry is not None}
+
+    @property
+    def state_entries(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and bytes of an entry of each field that grows."""
+        return tuple((field.tokens_per_entry, field.num_bytes) for field in self.growing_fields.values())
+
+    @property
+    def fixed_fields(self) -> dict[str, StateField]:
+        """Those of a fixed size."""
+        return {name: field for name, field in self.state_fields().items() if field.tokens_per_entry is None}
 
     @property
     def state_bytes_per_token(self) -> float:
         """Device bytes of state per token and layer, of a request of `max_tokens`."""
-        return sum(field.num_bytes for field in self.state_fields().values()) / self.max_tokens
-
-    def allocate_state(self, num_requests: int, device: torch.device | str = "cpu") -> State:
-        """State of one layer: each field [num_requests, *`StateField.shape`]. A request's part holds anything until
-        `construct_representations` starts it at 0."""
-        return {
-            name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
-            for name, field in self.state_fields().items()
-        }
+        fields = self.state_fields().values()
+        return sum(field.num_bytes * field.num_entries(self.max_tokens) for field in fields) / self.max_tokens
 
     # An algorithm without state keeps the next two as they are.
 
@@ -146,7 +170,7 @@ class SparseAlgorithm(Selector, ABC):
 
         Args:
             state: one layer's, updated in place.
-            request_index: of the request, in the first dimension of every tensor of `state`.
+            request_index: of the request, in the first dimension of every field of `state`.
             keys: [num_tokens, num_kv_heads, head_size] of `AttentionShape.dtype`; positions [first, first +
                 num_tokens).
             first: 0, or what an earlier call ended with.
@@ -159,7 +183,7 @@ class SparseAlgorithm(Selector, ABC):
 
         Args:
             state: one layer's, updated in place.
-            request_indices: [batch] int64, distinct but for padding, in the first dimension of every tensor of `state`.
+            request_indices: [batch] int64, distinct but for padding, in the first dimension of every field of `state`.
             keys: [batch, num_kv_heads, head_size] of `AttentionShape.dtype`.
             positions: [batch] int64, the first position that is not represented yet. If the algorithm `forgets_drafts`,
                 it may be up to `max_query_len` positions earlier: what was represented from there on was rejected, and

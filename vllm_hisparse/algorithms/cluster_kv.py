@@ -50,16 +50,21 @@ class ClusterKV(SparseAlgorithm):
         return options.sink_tokens + max(options.update_interval, options.window_tokens)
 
     @property
-    def max_clusters(self) -> int:
-        options = self.options
-        num_updates = -(-self.max_tokens // options.update_interval)
-        return -(-self.max_tokens // options.tokens_per_cluster) + num_updates * options.clusters_per_update
+    def clusters_per_update(self) -> int:
+        """Clusters that an update adds; more than it has keys would be empty."""
+        return min(self.options.clusters_per_update, self.options.update_interval)
+
+    @property
+    def tokens_per_centroid(self) -> int:
+        """A request has a centroid for every so many tokens, which suffices: neither its prompt nor an update has more
+        clusters for its tokens, but for a prompt's last one, which is rounded up here, too."""
+        return min(self.options.tokens_per_cluster, self.options.update_interval // self.clusters_per_update)
 
     def state_fields(self) -> dict[str, StateField]:
         heads, size = self.shape.num_kv_heads, self.shape.head_size
         return {
-            "labels": StateField((self.max_tokens, heads), torch.int32),
-            "centroids": StateField((self.max_clusters, heads, size), torch.float32),
+            "labels": StateField((heads,), torch.int32, tokens_per_entry=1),
+            "centroids": StateField((heads, size), torch.float32, self.tokens_per_centroid),
             "num_clusters": StateField((), torch.int64),
             "pending_keys": StateField((self.num_kept_keys, heads, size), self.shape.dtype),
             "first_pending": StateField((), torch.int64),
@@ -73,8 +78,8 @@ class ClusterKV(SparseAlgorithm):
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         if first == 0:
-            state["labels"][request_index] = UNCLUSTERED
             state["num_clusters"][request_index] = 0
+        state["labels"][request_index, torch.arange(first, first + len(keys), device=keys.device)] = UNCLUSTERED
         state["first_pending"][request_index] = max(first + len(keys), self.options.sink_tokens)
         num_sinks = max(self.options.sink_tokens - first, 0)
         clustered = keys[num_sinks:]
@@ -97,11 +102,12 @@ class ClusterKV(SparseAlgorithm):
         state["pending_keys"][request_indices, positions % self.num_kept_keys] = keys
         full = positions - state["first_pending"][request_indices] == interval - 1
         for request_index, position in zip(request_indices[full].tolist(), positions[full].tolist(), strict=True):
-            first, num_clusters = position + 1 - interval, self.options.clusters_per_update
+            first = position + 1 - interval
             if first != state["first_pending"][request_index]:
                 continue  # padding is several times in a batch
             kept = torch.arange(first, position + 1, device=keys.device) % self.num_kept_keys
-            self._add_clusters(state, request_index, state["pending_keys"][request_index, kept], first, num_clusters)
+            pending_keys = state["pending_keys"][request_index, kept]
+            self._add_clusters(state, request_index, pending_keys, first, self.clusters_per_update)
             state["first_pending"][request_index] = position + 1
 
     def retrieve_topk(
@@ -110,7 +116,7 @@ class ClusterKV(SparseAlgorithm):
         centroids = state["centroids"][request_indices].permute(0, 2, 3, 1)
         cluster_scores = (self.group_queries(query) @ centroids).amax(2)
         labels = state["labels"][request_indices].transpose(1, 2).long()
-        scores = cluster_scores.gather(2, labels.clamp_min(0))
+        scores = cluster_scores.gather(2, labels.clamp(0, cluster_scores.shape[2] - 1))  # anything beyond the tokens
         positions = torch.arange(self.max_tokens, device=query.device)
         recent = positions >= num_tokens[:, None] - self.options.window_tokens
         return self.select(scores, num_tokens, (labels == UNCLUSTERED) | recent[:, None])
@@ -118,10 +124,12 @@ class ClusterKV(SparseAlgorithm):
     def _remove_clusters(self, state: State, request_index: int, position: int) -> None:
         """Undo the updates of generated tokens that took in a key at `position` or later."""
         while position < state["first_pending"][request_index]:
-            first = int(state["first_pending"][request_index]) - self.options.update_interval
-            state["labels"][request_index, first : first + self.options.update_interval] = UNCLUSTERED
+            last = int(state["first_pending"][request_index])
+            first = last - self.options.update_interval
+            positions = torch.arange(first, last, device=state["first_pending"].device)
+            state["labels"][request_index, positions] = UNCLUSTERED
             state["first_pending"][request_index] = first
-            state["num_clusters"][request_index] -= self.options.clusters_per_update
+            state["num_clusters"][request_index] -= self.clusters_per_update
 
     def _add_clusters(
         self, state: State, request_index: int, keys: torch.Tensor, first: int, num_clusters: int
@@ -134,6 +142,8 @@ class ClusterKV(SparseAlgorithm):
         counts = keys.new_zeros(len(keys), num_clusters).scatter_add_(1, labels, torch.ones_like(keys[..., 0]))
         start = int(state["num_clusters"][request_index])
         means = sums / counts.clamp_min(1)[..., None]
-        state["centroids"][request_index, start : start + num_clusters] = means.transpose(0, 1)
-        state["labels"][request_index, first : first + keys.shape[1]] = (labels + start).transpose(0, 1).int()
+        clusters = torch.arange(start, start + num_clusters, device=keys.device)
+        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
+        state["centroids"][request_index, clusters] = means.transpose(0, 1)
+        state["labels"][request_index, positions] = (labels + start).transpose(0, 1).int()
         state["num_clusters"][request_index] = start + num_clusters

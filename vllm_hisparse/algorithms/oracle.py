@@ -19,10 +19,10 @@ class Oracle(SparseAlgorithm):
     forgets_drafts = True
 
     def state_fields(self) -> dict[str, StateField]:
-        return {"keys": StateField((self.max_tokens, self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype)}
+        return {"keys": StateField((self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype, 1)}
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
-        state["keys"][request_index, first : first + len(keys)] = keys
+        state["keys"][request_index, torch.arange(first, first + len(keys), device=keys.device)] = keys
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor

@@ -66,7 +66,7 @@ class PQCache(SparseAlgorithm):
         heads, parts = self.shape.num_kv_heads, self.options.num_subspaces
         part_size = self.shape.head_size // parts
         return {
-            "codes": StateField((self.max_tokens, heads, parts), torch.uint8),
+            "codes": StateField((heads, parts), torch.uint8, tokens_per_entry=1),
             "codebooks": StateField((heads, parts, self.num_centroids, part_size), torch.float32),
         }
 
@@ -75,22 +75,23 @@ class PQCache(SparseAlgorithm):
             if first == 0:
                 state["codebooks"][request_index] = 0  # a prompt of one token has nothing to learn from
             return
-        points = self._parts(keys).flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
+        by_head = self._parts(keys)
+        points = by_head.flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
         if first == 0:
             codebooks, codes = kmeans(points, self.num_centroids, self.options.num_iterations)
             state["codebooks"][request_index] = codebooks.view_as(state["codebooks"][request_index])
         else:
             codes = nearest(points, state["codebooks"][request_index].flatten(0, 1))
-        codes = codes.T.view(len(keys), *state["codes"].shape[2:])
-        state["codes"][request_index, first : first + len(keys)] = codes.byte()
+        positions = torch.arange(first, first + len(keys), device=keys.device)
+        state["codes"][request_index, positions] = codes.T.view(len(keys), *by_head.shape[1:3]).byte()
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        codebooks = state["codebooks"][request_indices]
-        points = self._parts(keys).flatten(0, 2)[:, None]  # [batch * heads * parts, 1, part size]
+        codebooks, by_head = state["codebooks"][request_indices], self._parts(keys)
+        points = by_head.flatten(0, 2)[:, None]  # [batch * heads * parts, 1, part size]
         codes = nearest(points, codebooks.flatten(0, 2))
-        state["codes"][request_indices, positions] = codes.view(len(keys), *state["codes"].shape[2:]).byte()
+        state["codes"][request_indices, positions] = codes.view(by_head.shape[:3]).byte()
 
     def retrieve_topk(
         self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
@@ -114,7 +115,8 @@ class PQCache(SparseAlgorithm):
         table = query @ state["codebooks"][request_indices].transpose(
             3, 4
         )  # [batch, kv heads, parts, group, centroids]
-        codes = state["codes"][request_indices].permute(0, 2, 3, 1).long()
+        codes = state["codes"][request_indices].clamp_max(self.num_centroids - 1)  # anything beyond the tokens
+        codes = codes.permute(0, 2, 3, 1).long()
         codes = codes[:, :, :, None]  # [batch, kv heads, parts, 1, tokens]
         return table.gather(4, codes.expand(-1, -1, -1, query.shape[3], -1)).sum(2)
 

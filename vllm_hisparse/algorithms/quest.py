@@ -39,33 +39,34 @@ class Quest(SparseAlgorithm):
         return options.page_size
 
     def state_fields(self) -> dict[str, StateField]:
-        """With drafts, also the bounds of their page as each of the latest tokens left them, at its position modulo
-        their number: bounds that a rejected key has widened cannot be narrowed again."""
+        """Minima and maxima of each page. With drafts, also those of their page as each of the latest tokens left them,
+        at its position modulo their number: bounds that a rejected key has widened cannot be narrowed again."""
+        bounds, dtype = (2, self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype
         num_latest = self.max_query_len + 1 if self.max_query_len > 1 else 0
-        sizes = {"": self.max_units, "latest_": num_latest}
-        by_head = self.shape.num_kv_heads, self.shape.head_size
         return {
-            f"{prefix}{name}": StateField((size, *by_head), self.shape.dtype)
-            for prefix, size in sizes.items()
-            for name in ("minima", "maxima")
+            "bounds": StateField(bounds, dtype, self.tokens_per_unit),
+            "latest": StateField((num_latest, *bounds), dtype),
         }
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
-        page_size, num_tokens = self.tokens_per_unit, len(keys)
-        pages = torch.arange(first, first + num_tokens, device=keys.device) // page_size
-        for name, reduce, start in (("minima", "amin", float("inf")), ("maxima", "amax", -float("inf"))):
-            bounds = state[name][request_index]
-            bounds[-(-first // page_size) : -(-(first + num_tokens) // page_size)] = start
-            bounds.scatter_reduce_(0, pages[:, None, None].expand_as(keys), keys.to(bounds.dtype), reduce)
-            latest, last = state[f"latest_{name}"][request_index], first + num_tokens - 1
-            if num_tokens and len(latest):
-                latest[last % len(latest)] = bounds[last // page_size]
+        page_size, last = self.tokens_per_unit, first + len(keys)
+        first_page, first_new = first // page_size, -(-first // page_size)
+        pages = torch.arange(first_page, -(-last // page_size), device=keys.device)
+        page_of_key = torch.arange(first, last, device=keys.device) // page_size - first_page
+        bounds, latest = state["bounds"][request_index, pages], state["latest"][request_index]
+        for kind, reduce, start in ((0, "amin", float("inf")), (1, "amax", -float("inf"))):
+            bounds[first_new - first_page :, kind] = start
+            by_page = page_of_key[:, None, None].expand_as(keys)
+            bounds[:, kind].scatter_reduce_(0, by_page, keys.to(bounds.dtype), reduce)
+        state["bounds"][request_index, pages] = bounds
+        if len(keys) and len(latest):
+            latest[(last - 1) % len(latest)] = bounds[-1]
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        bounds = state["minima"], state["maxima"], state["latest_minima"], state["latest_maxima"]
-        page_bounds.update(*bounds, request_indices, keys, positions, self.tokens_per_unit)
+        table, blocks = state["bounds"].table, state["bounds"].blocks
+        page_bounds.update(table, blocks, state["latest"], request_indices, keys, positions, self.tokens_per_unit)
 
     def retrieve_topk(
         self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
@@ -83,5 +84,6 @@ class Quest(SparseAlgorithm):
         Returns:
             [batch, num_kv_heads, max_units] float32; anything beyond a request's tokens.
         """
-        bounds = state["minima"], state["maxima"]
-        return page_bounds.scores(*bounds, request_indices, query, num_tokens, self.tokens_per_unit)
+        table, blocks = state["bounds"].table, state["bounds"].blocks
+        sizes = self.tokens_per_unit, self.max_units
+        return page_bounds.scores(table, blocks, request_indices, query, num_tokens, *sizes)

@@ -24,6 +24,7 @@ class HiSparseMetadata(KVConnectorMetadata):
         tail_saves: (device, host) blocks of device-resident KV to save before the forward, of preempted requests.
         tables: handle -> (index of the first block, host block ids from there on); index 0 starts a request.
         hot_tables: handle -> (index of the first block, hot blocks from there on, which replace those it had).
+        state_tables: handle -> (index of the first block, blocks of an algorithm's state from there on, which are new).
         restores: (host, device) blocks of device-resident KV to copy to the device before the forward.
         saves: (device, host) blocks of device-resident KV that this step fills, or with draft layers an earlier one, to
             save after the forward.
@@ -38,6 +39,7 @@ class HiSparseMetadata(KVConnectorMetadata):
     tail_saves: BlockPairs = field(default_factory=list)
     tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     hot_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    state_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)

@@ -74,7 +74,7 @@ class HiSparseSchedulerConnector:
         self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
         resident_id = self.groups.resident_group_id
         resident_blocks = None if resident_id is None else managers[resident_id].req_to_blocks
-        self.ledger.bind(resident_blocks, HotTables(self.hot_manager.hot_blocks))
+        self.ledger.bind(resident_blocks, HotTables(self.hot_manager.hot_blocks, self.hot_manager.state.of))
         self.hot_manager.bind(self.host_pool, self.ledger, kv_cache_manager.max_model_len, resident_id)
         self.hot_manager.spare = SpareBlocks.make(kv_cache_manager, self.groups.hot_spec, self.max_num_batched_tokens)
 
@@ -120,6 +120,7 @@ class HiSparseSchedulerConnector:
             tail_saves=changes.tail_saves,
             tables=changes.tables,
             hot_tables=changes.hot_tables,
+            state_tables=changes.state_tables,
             restores=self._restores,
             saves=changes.saves,
             first_decodes=changes.first_decodes,

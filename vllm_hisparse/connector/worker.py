@@ -21,13 +21,14 @@ from vllm_hisparse.connector.metadata import (
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.worker.algorithm_state import check_state_fits
+from vllm_hisparse.kv_manager.worker.algorithm_state import check_fixed_state_fits
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.worker.host_memory import allocate_host_pool
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.selection_recorder import RecordingHotBuffer, SelectionRecorder
+from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,7 +79,7 @@ class HiSparseWorkerConnector:
         any_cache = next(iter(hot_caches.values()))
         self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
         self.store.attach(any_cache.device)
-        self.hot_buffer = self._make_hot_buffer(any_cache)
+        self.hot_buffer = self._make_hot_buffer(list(hot_caches.values()))
         layers = self.vllm_config.compilation_config.static_forward_context
         self.impls = [layers[name].impl for name in hot_caches]
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
@@ -99,6 +100,7 @@ class HiSparseWorkerConnector:
             self.hot_buffer.release(handle)
         self.hot_buffer.extend_tables(metadata.tables)
         self.hot_buffer.change_hot_tables(metadata.hot_tables)
+        self.hot_buffer.requests.extend_state(metadata.state_tables)
         for handle, position in metadata.first_decodes:
             for span in self.hot_buffer.begin_decoding(handle, position):
                 for impl in self.impls:
@@ -161,18 +163,20 @@ class HiSparseWorkerConnector:
         self.store.close()
         self.host_memory.close_file()
 
-    def _make_hot_buffer(self, cache: torch.Tensor) -> HotBuffer:
+    def _make_hot_buffer(self, caches: list[torch.Tensor]) -> HotBuffer:
         """The hot buffer of the model's family.
 
         Args:
-            cache: of any layer with hot rows, [num_blocks, KV heads, rows, row elements].
+            caches: of each layer with hot rows, [num_blocks, KV heads, rows, row elements].
         """
+        cache = caches[0]
         shape = self._shape(len(cache))
         if self.config.algorithm_class.model_family == "mla":
             return self._make_mla_hot_buffer(shape, cache.device)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
-        return GQAHotBuffer(self._make_algorithm(shape, cache.device), shape, head_stride, cache.device)
+        algorithm, memory = self._make_algorithm(shape, cache.device), _block_memory(caches, self.layout)
+        return GQAHotBuffer(algorithm, shape, head_stride, memory)
 
     def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
         """One that records selections, if that is wanted; all tensor parallel ranks select the same."""
@@ -186,34 +190,37 @@ class HiSparseWorkerConnector:
         return RecordingHotBuffer(shape, device, self._recorder, selects)
 
     def _make_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:
-        """The dense model's algorithm, whose state fits on the device.
+        """The dense model's algorithm, for whose state of a fixed size the device has room.
 
         Raises:
-            HiSparseConfigError: it does not.
+            HiSparseConfigError: it has not.
         """
         model, spec, layout = self.vllm_config.model_config, self.groups.hot_spec, self.layout
         num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
         attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
         algorithm = self.config.make_algorithm(attention, model.max_model_len, shape.max_query_len)
-        request_bytes = int(algorithm.state_bytes_per_token * model.max_model_len) * layout.num_layers
+        request_bytes = sum(field.num_bytes for field in algorithm.fixed_fields.values()) * layout.num_layers
         logger.info(
-            "HiSparse: %s keeps %.1f MiB of state beside the KV cache, for %d requests of %d tokens.",
+            "HiSparse: of %s's state, %d device blocks of a request of %d tokens, and %.1f MiB beside the KV cache for "
+            "%d requests.",
             algorithm.name,
+            layout.state.num_blocks(model.max_model_len),
+            model.max_model_len,
             request_bytes * (shape.num_requests + 1) / 2**20,
             shape.num_requests,
-            model.max_model_len,
         )
         if device.type != "cpu":
             staging_bytes = shape.max_blocks * layout.block_size * layout.row_bytes
             free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - staging_bytes
-            check_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
+            check_fixed_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         return algorithm
 
     def _shape(self, num_device_blocks: int) -> HotBufferShape:
         assert self.config.top_k is not None
         max_batch, spec = self.vllm_config.scheduler_config.max_num_seqs, self.groups.hot_spec
+        blocks_per_request = spec.num_blocks(1) + self.layout.state.num_blocks(1)
         return HotBufferShape(
-            num_requests=min(max_batch, (num_device_blocks - 1) // spec.num_blocks(1)),
+            num_requests=min(max_batch, (num_device_blocks - 1) // blocks_per_request),
             max_batch=max_batch,
             num_slots=self.config.rows,
             num_layers=self.layout.num_layers,
@@ -232,6 +239,19 @@ def _free_bytes(device: torch.device) -> int:
     accelerator = torch.accelerator
     cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
     return accelerator.get_memory_info(device)[0] + cached
+
+
+def _block_memory(caches: list[torch.Tensor], layout: KVLayout) -> torch.Tensor:
+    """All bytes of vLLM's device blocks: [num_blocks, bytes of a block] uint8.
+
+    Args:
+        caches: of all layers with hot rows, [num_blocks, KV heads, rows, row elements]; the first one's rows begin a
+            block.
+        layout: of the blocks.
+    """
+    first = min((cache.view(torch.uint8) for cache in caches), key=torch.Tensor.data_ptr)
+    assert first.stride(0) == layout.device_block_bytes, "blocks are of another size"
+    return first.as_strided((len(first), layout.device_block_bytes), (first.stride(0), 1))
 
 
 def _block_view(caches: list[torch.Tensor], any_cache: torch.Tensor) -> torch.Tensor:

@@ -109,8 +109,11 @@ class _NewTokens(Structure):
 
 class PageBounds(Structure):
     _fields_ = [
-        ("minima", c_void_p),
-        ("maxima", c_void_p),
+        ("blocks", c_void_p),
+        ("table", c_void_p),
+        ("block_stride", c_int64),
+        ("table_stride", c_int64),
+        ("pages_per_block", c_int32),
         ("max_pages", c_int32),
         ("num_heads", c_int32),
         ("head_size", c_int32),
@@ -136,7 +139,7 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "begin_units": (_TABLES, _UNITS),
     "write_tokens": (_TOKENS, _TABLES, _HOT, _HOST, c_void_p),
     "update_page_bounds": (
-        *(_BOUNDS, c_void_p, c_void_p, c_int32),
+        *(_BOUNDS, c_void_p, c_int32),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_bool),
     ),
     "select_units": (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p),

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import torch
 
+from vllm_hisparse.ops.paged_field import PagedField
+
 # NOTE: torch's dispatcher picks the implementation by device, so that the algorithm has one path.
 
 
-@torch.library.custom_op(
-    "vllm_hisparse::update_page_bounds", mutates_args=("minima", "maxima", "latest_minima", "latest_maxima")
-)
+@torch.library.custom_op("vllm_hisparse::update_page_bounds", mutates_args=("blocks", "latest"))
 def update(
-    minima: torch.Tensor,
-    maxima: torch.Tensor,
-    latest_minima: torch.Tensor,
-    latest_maxima: torch.Tensor,
+    table: torch.Tensor,
+    blocks: torch.Tensor,
+    latest: torch.Tensor,
     request_indices: torch.Tensor,
     keys: torch.Tensor,
     positions: torch.Tensor,
@@ -26,50 +25,54 @@ def update(
     """Take one new key per request into the bounds of its page; a page's first key starts them.
 
     Args:
-        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size] of one float dtype, updated in place.
-        latest_minima, latest_maxima: [num_requests, num_latest, num_kv_heads, head_size] bounds of a page after its key
-            at a position, at that modulo `num_latest`, updated in place: the new key comes after that at the position
-            before its own, whatever the page has taken in since. With `num_latest` 0, after all of the page.
+        table: [num_requests, max_blocks] int32 blocks of each request.
+        blocks: [num_blocks, pages_per_block, 2, num_kv_heads, head_size] minima and maxima of one float dtype, updated
+            in place.
+        latest: [num_requests, num_latest, 2, num_kv_heads, head_size] bounds of a page after its key at a position, at
+            that modulo `num_latest`, updated in place: the new key comes after that at the position before its own,
+            whatever the page has taken in since. With `num_latest` 0, after all of the page.
         request_indices: [batch] int64, distinct.
         keys: [batch, num_kv_heads, head_size].
         positions: [batch] int64 of the keys.
         page_size: tokens per page.
 
     Raises:
-        AssertionError: on CUDA, bounds and keys are not of one 16-bit float dtype, bounds are not contiguous, or heads
-            do not lie side by side.
+        AssertionError: on CUDA, bounds and keys are not of one 16-bit float dtype, pages are not contiguous or not
+            aligned, or heads do not lie side by side.
         RuntimeError: on CUDA, the head size is over 256 or not a multiple of 8.
     """
-    pages, opens_page = positions // page_size, (positions % page_size == 0)[:, None, None]
-    num_latest = latest_minima.shape[1]
-    for bounds, latest, combine in (
-        (minima, latest_minima, torch.minimum),
-        (maxima, latest_maxima, torch.maximum),
-    ):
-        old = latest[request_indices, (positions - 1) % num_latest] if num_latest else bounds[request_indices, pages]
-        new = keys.to(bounds.dtype)
-        bounds[request_indices, pages] = combined = torch.where(opens_page, new, combine(old, new))
-        if num_latest:
-            latest[request_indices, positions % num_latest] = combined
+    pages, num_latest = PagedField(table, blocks, 0), latest.shape[1]
+    before = latest[request_indices, (positions - 1) % num_latest] if num_latest else None
+    old = pages[request_indices, positions // page_size] if before is None else before
+    new = keys.to(blocks.dtype)
+    combined = torch.stack((torch.minimum(old[:, 0], new), torch.maximum(old[:, 1], new)), 1)
+    opens_page = (positions % page_size == 0)[:, None, None, None]
+    combined = torch.where(opens_page, new[:, None], combined)
+    pages[request_indices, positions // page_size] = combined
+    if num_latest:
+        latest[request_indices, positions % num_latest] = combined
 
 
 @torch.library.custom_op("vllm_hisparse::page_scores", mutates_args=())
 def scores(
-    minima: torch.Tensor,
-    maxima: torch.Tensor,
+    table: torch.Tensor,
+    blocks: torch.Tensor,
     request_indices: torch.Tensor,
     query: torch.Tensor,
     num_tokens: torch.Tensor,
     page_size: int,
+    max_pages: int,
 ) -> torch.Tensor:
     """The largest upper bound that the queries of a KV head have of any key's score in each page.
 
     Args:
-        minima, maxima: [num_requests, max_pages, num_kv_heads, head_size] of one float dtype.
+        table: [num_requests, max_blocks] int32 blocks of each request.
+        blocks: [num_blocks, pages_per_block, 2, num_kv_heads, head_size] minima and maxima of one float dtype.
         request_indices: [batch] int64.
         query: [batch, num_heads, head_size]; the heads of one KV head are neighbours.
         num_tokens: [batch] int64 tokens of each request.
         page_size: tokens per page.
+        max_pages: of the longest request.
 
     Returns:
         [batch, num_kv_heads, max_pages] float32; anything beyond a request's tokens.
@@ -78,29 +81,29 @@ def scores(
         AssertionError, RuntimeError: as in `update`, with `query` for the keys.
     """
     # Per channel max(q * m, q * M), which is q * M where q > 0 and q * m elsewhere: two matrix products.
-    grouped = query.float().unflatten(1, (minima.shape[2], -1))
-    low, high = (bounds[request_indices].float().permute(0, 2, 3, 1) for bounds in (minima, maxima))
+    grouped = query.float().unflatten(1, (blocks.shape[3], -1))
+    bounds = PagedField(table, blocks, max_pages)[request_indices]
+    low, high = (each.float().permute(0, 2, 3, 1) for each in bounds.unbind(2))
     return (grouped.clamp_min(0) @ high + grouped.clamp_max(0) @ low).amax(2)
 
 
 @update.register_kernel("cuda")
-def _(minima, maxima, latest_minima, latest_maxima, request_indices, keys, positions, page_size) -> None:
+def _(table, blocks, latest, request_indices, keys, positions, page_size) -> None:
     from vllm_hisparse.ops.cuda_ops import launch
 
-    bounds, is_bfloat16 = _bounds(minima, maxima, keys, page_size)
-    assert {latest_minima.dtype, latest_maxima.dtype} == {minima.dtype} and latest_minima.shape == latest_maxima.shape
-    assert latest_minima.is_contiguous() and latest_maxima.is_contiguous(), "bounds must be contiguous"
-    latest = latest_minima.data_ptr(), latest_maxima.data_ptr(), latest_minima.shape[1]
+    bounds, is_bfloat16 = _bounds(table, blocks, keys, page_size, 0)
+    assert latest.dtype == blocks.dtype and latest.is_contiguous(), "latest bounds are of another dtype or scattered"
     pointers = request_indices.data_ptr(), positions.data_ptr(), keys.data_ptr()
-    launch("update_page_bounds", bounds, *latest, *pointers, keys.stride(0), len(request_indices), is_bfloat16)
+    sizes = keys.stride(0), len(request_indices), is_bfloat16
+    launch("update_page_bounds", bounds, latest.data_ptr(), latest.shape[1], *pointers, *sizes)
 
 
 @scores.register_kernel("cuda")
-def _(minima, maxima, request_indices, query, num_tokens, page_size) -> torch.Tensor:
+def _(table, blocks, request_indices, query, num_tokens, page_size, max_pages) -> torch.Tensor:
     from vllm_hisparse.ops.cuda_ops import launch
 
-    bounds, is_bfloat16 = _bounds(minima, maxima, query, page_size)
-    (batch, num_heads, _), (_, max_pages, num_kv_heads, _) = query.shape, minima.shape
+    bounds, is_bfloat16 = _bounds(table, blocks, query, page_size, max_pages)
+    (batch, num_heads, _), num_kv_heads = query.shape, blocks.shape[3]
     out = torch.empty(batch, num_kv_heads, max_pages, dtype=torch.float32, device=query.device)
     pointers = request_indices.data_ptr(), num_tokens.data_ptr(), query.data_ptr()
     group = num_heads // num_kv_heads
@@ -108,18 +111,21 @@ def _(minima, maxima, request_indices, query, num_tokens, page_size) -> torch.Te
     return out
 
 
-def _bounds(minima: torch.Tensor, maxima: torch.Tensor, vectors: torch.Tensor, page_size: int):
+def _bounds(table: torch.Tensor, blocks: torch.Tensor, vectors: torch.Tensor, page_size: int, max_pages: int):
     """Arguments of a launch, checked, and whether the elements are bfloat16.
 
     Args:
-        minima, maxima, page_size: as in `update`.
+        table, blocks, page_size, max_pages: as in `scores`.
         vectors: [batch, heads, head_size], the keys or queries.
     """
-    from vllm_hisparse.ops.cuda_ops import PageBounds
+    from vllm_hisparse.ops.cuda_ops import VECTOR_BYTES, PageBounds
 
-    dtypes, (_, max_pages, num_kv_heads, head_size) = {minima.dtype, maxima.dtype, vectors.dtype}, minima.shape
+    dtypes, (_, pages_per_block, _, num_kv_heads, head_size) = {blocks.dtype, vectors.dtype}, blocks.shape
     assert len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}, f"bounds and vectors are {dtypes}"
-    assert minima.is_contiguous() and maxima.is_contiguous(), "bounds must be contiguous"
-    assert vectors.stride(2) == 1 and vectors.stride(1) == head_size and vectors.stride(0) % 8 == 0, "heads lie apart"
-    sizes = max_pages, num_kv_heads, head_size, page_size
-    return PageBounds(minima.data_ptr(), maxima.data_ptr(), *sizes), vectors.dtype == torch.bfloat16
+    assert blocks[0].is_contiguous() and blocks.data_ptr() % VECTOR_BYTES == 0, "pages are scattered or not aligned"
+    assert table.dtype == torch.int32 and table.stride(1) == 1, "the table must be int32 with contiguous rows"
+    strides = blocks.stride(0), table.stride(0)
+    assert vectors.stride(2) == 1 and vectors.stride(1) == head_size, "heads lie apart"
+    assert vectors.stride(0) % 8 == 0 and strides[0] % 8 == 0, "vectors of 8 elements only"
+    sizes = pages_per_block, max_pages, num_kv_heads, head_size, page_size
+    return PageBounds(blocks.data_ptr(), table.data_ptr(), *strides, *sizes), vectors.dtype == torch.bfloat16

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_states import poisoned_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 
@@ -18,6 +19,7 @@ from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
 from vllm_hisparse.attention.gqa.cpu import HotGQACpuImpl, HotGQACpuMetadataBuilder
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+from vllm_hisparse.layout import StateLayout
 
 
 def attend_paged(**call: Any) -> None:
@@ -40,6 +42,7 @@ NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK = 40, 3  # the layer under test is the seco
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 6, 2, 32
 SHAPE = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, torch.float32)
 BUDGET, BUFFER = 32, 48
+NUM_STATE_BLOCKS, STATE_BLOCK_BYTES = 400, 3 * 2 * NUM_KV_HEADS * HEAD_SIZE * 4  # bounds of three of Quest's pages
 
 
 class Request:
@@ -70,9 +73,13 @@ class LayerUnderTest(ABC):
         sizes = 4, 6, buffer, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
         shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, max_query_len)
         stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
-        self.buffer = GQAHotBuffer(self.algorithm, shape, stride, torch.device("cpu"))
         size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
         self.device = torch.full(size, float("nan"))
+        memory = torch.full((NUM_STATE_BLOCKS, STATE_BLOCK_BYTES // 4), float("nan")).view(torch.uint8)
+        self.buffer = GQAHotBuffer(self.algorithm, shape, stride, memory)
+        self.state_layout = StateLayout(self.algorithm.state_entries, 1, STATE_BLOCK_BYTES)
+        self.state_blocks: dict[int, int] = {}  # of each handle
+        self.free_state_blocks = (torch.randperm(NUM_STATE_BLOCKS - 1) + 1).tolist()
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)
         self.started: list[Request] = []
         self.impl = object.__new__(self.impl_class)
@@ -95,8 +102,18 @@ class LayerUnderTest(ABC):
 
     def start(self, request: Request) -> None:
         self.started.append(request)
+        self.state_blocks[request.handle] = 0
         self.buffer.extend_tables({request.handle: (0, request.host_ids)})
         self.buffer.change_hot_tables({request.handle: (0, range(request.handle, request.handle + self.hot_blocks))})
+
+    def grow_state(self, request: Request, num_tokens: int) -> None:
+        """Give a request the state blocks that it needs, any of those that are free."""
+        first = self.state_blocks[request.handle]
+        num_new = max(self.state_layout.num_blocks(num_tokens) - first, 0)
+        self.state_blocks[request.handle] += num_new
+        if num_new:
+            new = [self.free_state_blocks.pop() for _ in range(num_new)]
+            self.buffer.requests.extend_state({request.handle: (first, new)})
 
     def step(self, batch: list[tuple[Request, int]]) -> None:
         """Compute some tokens of each request and compare with the formula."""
@@ -127,7 +144,9 @@ class LayerUnderTest(ABC):
         ]
         query, key, value = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
         tables = torch.zeros(len(batch), 12, dtype=torch.int32)
-        for i, (request, _) in enumerate(batch):
+        for i, (request, num) in enumerate(batch):
+            if request in self.started:
+                self.grow_state(request, request.num_computed + num)
             tables[i, : self.hot_blocks] = torch.arange(request.handle, request.handle + self.hot_blocks)
         starts = torch.tensor([0, *(num for _, num in batch)]).cumsum(0)
         seq_lens = torch.tensor([span.stop for span in spans])
@@ -171,7 +190,7 @@ class LayerUnderTest(ABC):
     def expected_of(self, request: Request, position: int) -> torch.Tensor:
         """[num_heads, head_size] of a token that is decoded."""
         per_unit = self.algorithm.tokens_per_unit
-        state = self.algorithm.allocate_state(1)
+        state = poisoned_state(self.algorithm, 1)
         self.algorithm.construct_representations(state, 0, request.key[: position + 1], 0)
         selection = self.algorithm.retrieve_topk(
             state, torch.tensor([0]), request.query[position][None], torch.tensor([position + 1])

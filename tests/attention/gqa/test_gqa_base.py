@@ -60,6 +60,8 @@ def model_of(num_layers: int, num_kv_heads: int = 2) -> SimpleNamespace:
         hf_config=hf_config,
         hf_text_config=hf_config,
         get_num_kv_heads=lambda _: num_kv_heads,
+        get_num_attention_heads=lambda _: 4,
+        max_model_len=1024,
         get_head_size=lambda: 32,
     )
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 MAX_HOT_BLOCKS = 3  # of a request, without lent ones
+MAX_STATE_BLOCKS = 4 + 4  # of a request: 8 and 9 tokens of the two fields
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
@@ -20,7 +21,7 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
     """Random schedules over vLLM's block pool and the host pool; the worker checks every row that a step reads."""
 
     @initialize(
-        num_device_blocks=st.integers(1 + MAX_HOT_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE, 60),
+        num_device_blocks=st.integers(1 + MAX_HOT_BLOCKS + MAX_STATE_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE, 60),
         num_host_blocks=st.integers(MAX_MODEL_LEN // BLOCK_SIZE, 20),
         hot_first=st.booleans(),
         enable_caching=st.sampled_from([True, True, False]),
@@ -28,6 +29,7 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
         zeroes_first=st.booleans(),
         device_buffer_size=st.sampled_from([5, 8]),
         elastic=st.booleans(),
+        has_state=st.booleans(),
     )
     def start(self, **options) -> None:
         self.engine = FakeEngine(transport=FakeTransport(), **options)
@@ -114,6 +116,47 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
 
 
 TestHotBlockManager = HotBlockManagerMachine.TestCase
+
+
+def test_state_blocks_grow_with_a_request_and_come_back_with_the_others() -> None:
+    engine = FakeEngine(num_device_blocks=60, has_state=True)
+    layout = engine.groups.layout.state
+    assert layout.tokens_per_block == (8, 9) and layout.num_blocks(MAX_MODEL_LEN) == MAX_STATE_BLOCKS
+    request = engine.add("a", PROMPT, max_tokens=20)
+    given = []
+    while not request.is_finished():
+        engine.step()
+        if not request.is_finished():
+            blocks = [block.block_id for block in engine.hot.state.of("a")]
+            assert blocks[: len(given)] == given, "a block has changed"
+            assert len(blocks) == layout.num_blocks(request.num_computed_tokens)
+            given = blocks
+    assert len(given) == MAX_STATE_BLOCKS
+    engine.check_idle()
+
+
+def test_a_request_waits_until_there_are_blocks_for_its_state() -> None:
+    """Not as long as there are fewer than hot blocks and state blocks together."""
+    engine = FakeEngine(num_device_blocks=1 + (2 + 3) + (2 + 1), has_resident_kv=False, has_state=True)
+    engine.add("a", PROMPT, max_tokens=2)
+    engine.add("b", PROMPT[:9], max_tokens=2)
+    assert engine.groups.layout.state.tokens_per_block == (9, 12)
+    metadata = engine.step(budget=20)
+    assert len(engine.running) == 1 and len(engine.waiting) == 1
+    assert [len(block_ids) for _, block_ids in metadata.state_tables.values()] == [3]
+    assert engine.kv.block_pool.get_num_free_blocks() == 3, "two hot blocks, and one of two"
+    engine.run_to_end()
+    engine.check_idle()
+
+
+def test_who_grows_past_its_state_blocks_has_another_preempted() -> None:
+    """vLLM finds no block for the state: its hot blocks and resident blocks would suffice."""
+    engine = FakeEngine(num_device_blocks=1 + 2 * (2 + 2), has_resident_kv=False, has_state=True)
+    requests = [engine.add(name, PROMPT[:7], max_tokens=12) for name in "ab"]
+    engine.run_to_end()
+    assert [request.num_preemptions > 0 for request in requests] == [False, True]
+    assert all(request.num_output_tokens == 12 for request in requests)
+    engine.check_idle()
 
 
 @pytest.mark.parametrize("hot_first", [False, True])

@@ -14,12 +14,17 @@ from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
 BLOCK_SIZE = 4
 
 
+def nothing(_: str) -> list:
+    """State blocks of a request."""
+    return []
+
+
 def make_ledger(
     max_num_running: int = 8, enable_caching: bool = True, is_dense: bool = False, **options: int
 ) -> RequestLedger:
     pool = HostBlockPool(32, BLOCK_SIZE)
     ledger = RequestLedger(pool, max_num_running, enable_caching, tracks_decodes=is_dense, **options)
-    hot_tables = HotTables(lambda name: [SimpleNamespace(block_id=ledger.admitted[name].handle)])
+    hot_tables = HotTables(lambda name: [SimpleNamespace(block_id=ledger.admitted[name].handle)], nothing)
     ledger.bind(None if is_dense else {}, hot_tables)
     return ledger
 
@@ -76,7 +81,7 @@ def test_a_prompt_in_chunks() -> None:
 def test_hot_blocks_travel_of_requests_that_the_worker_knows() -> None:
     """Also if they do not run; the whole table of one that it forgot."""
     ledger, blocks = make_ledger(), {"a": [7, 8], "b": [9]}
-    ledger.bind({}, HotTables(lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]]))
+    ledger.bind({}, HotTables(lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]], nothing))
     first, second = arrive(ledger, "a", 10), arrive(ledger, "b", 10)
     admit(ledger, first, handle=7)
     admit(ledger, second, handle=9)
@@ -92,7 +97,7 @@ def test_hot_blocks_travel_of_requests_that_the_worker_knows() -> None:
 
 def test_hot_blocks_do_not_travel_of_a_request_that_the_worker_forgets_in_this_step() -> None:
     ledger, blocks = make_ledger(max_num_running=1), {"a": [7, 8], "b": [9]}
-    ledger.bind({}, HotTables(lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]]))
+    ledger.bind({}, HotTables(lambda name: [SimpleNamespace(block_id=block_id) for block_id in blocks[name]], nothing))
     first, second = arrive(ledger, "a", 10), arrive(ledger, "b", 10)
     admit(ledger, first, handle=7)
     step(ledger, (first, 3))

@@ -15,7 +15,6 @@ from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
 from vllm_hisparse.ops.base import HotRows
 
-CPU = torch.device("cpu")
 NUM_HEADS, HEAD_SIZE, PER_UNIT, NUM_SELECTED = 2, 2, 4, 2
 BLOCK_SIZE, NUM_HOST_BLOCKS, NUM_DEVICE_BLOCKS = 8, 16, 60
 MAX_TOKENS = BLOCK_SIZE * (NUM_HOST_BLOCKS - 1)
@@ -50,7 +49,7 @@ class Life:
             rows_per_hot_block=BLOCK_SIZE,
             max_query_len=query_len,
         )
-        self.buffer = GQAHotBuffer(algorithm, shape, NUM_HEADS, CPU)
+        self.buffer = GQAHotBuffer(algorithm, shape, NUM_HEADS, torch.zeros(NUM_DEVICE_BLOCKS, 0, dtype=torch.uint8))
         width = PER_UNIT * 2 * HEAD_SIZE
         self.hot = HotRows(
             torch.full((NUM_DEVICE_BLOCKS * NUM_HEADS * UNITS_PER_BLOCK, width), -1.0), UNITS_PER_BLOCK, UNITS_PER_BLOCK

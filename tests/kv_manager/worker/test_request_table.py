@@ -9,13 +9,14 @@ from vllm_hisparse.kv_manager.worker.request_table import RequestTable
 from vllm_hisparse.ops.kv_heads import KVHeads
 
 NUM_REQUESTS, MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS = 4, 9, 5, 7, 60
+STATE_COLUMNS = [0, 2, 3, 1, 4]
 ONE_HEAD, TWO_HEADS = KVHeads(), KVHeads(num_heads=2, head_stride=6, tokens_per_unit=4)
 
 
 @pytest.fixture(params=[ONE_HEAD, TWO_HEADS])
 def table(request: pytest.FixtureRequest) -> RequestTable:
     sizes = MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS
-    return RequestTable(NUM_REQUESTS, *sizes, request.param, torch.device("cpu"))
+    return RequestTable(NUM_REQUESTS, *sizes, request.param, torch.device("cpu"), STATE_COLUMNS)
 
 
 def tensor(*handles: int) -> torch.Tensor:
@@ -58,6 +59,23 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     table.remove(40)
     table.check_integrity()
     assert not table.num_hot_rows[:-1].any()
+
+
+def test_state_blocks_have_their_places(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they are given, in one copy for all requests; none is left when a request ends."""
+    table.add(40), table.add(41)
+    copied, to_device = [], table.to_device
+    monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])
+    table.extend_state({40: (0, [7, 3, 9]), 41: (0, [8])})
+    table.extend_state({40: (3, [5])})
+    assert len(copied) == 2
+    table.extend_state({})
+    table.check_integrity()
+    assert table.state_tables[[table.index_of(40), table.index_of(41)]].tolist() == [[7, 5, 3, 9, 0], [8, 0, 0, 0, 0]]
+    table.remove(40)
+    table.check_integrity()
+    assert table.state_tables.sum() == 8
+    assert not table.state_tables[NUM_REQUESTS].any()
 
 
 def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.compat import is_draft_layer
 from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
@@ -46,7 +47,9 @@ class HotGQAAttention(Attention):
             spec.num_kv_heads,
             max_query_len(vllm_config),
             sum(draft_rows),
+            _state_entries(config, spec, vllm_config),
         )
+        _check_state_blocks(layout, config.algorithm)
         _check_groups(layout, Counter([row_bytes] * num_full_kv + draft_rows), vllm_config)
         return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
@@ -87,6 +90,33 @@ def _draft_rows(vllm_config: VllmConfig) -> list[int]:
     layers = vllm_config.compilation_config.static_forward_context.items()
     drafting = [layer for name, layer in layers if isinstance(layer, Attention) and is_draft_layer(name, vllm_config)]
     return [_row_bytes(layer.get_kv_cache_spec(vllm_config)) for layer in drafting]
+
+
+def _state_entries(
+    config: HiSparseConfig, spec: FullAttentionSpec, vllm_config: VllmConfig
+) -> tuple[tuple[int, int], ...]:
+    """What the algorithm keeps for every few tokens of a layer."""
+    model = vllm_config.model_config
+    num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
+    return config.make_algorithm(shape, model.max_model_len, max_query_len(vllm_config)).state_entries
+
+
+def _check_state_blocks(layout: KVLayout, algorithm: str) -> None:
+    """Refuse a device block that is too small for an entry of an algorithm's state.
+
+    Raises:
+        HiSparseConfigError: it is.
+    """
+    if not all(layout.state.entries_per_block):
+        needed = max(num_bytes for _, num_bytes in layout.state_entries) * layout.num_layers
+        raise HiSparseConfigError(
+            "--block-size",
+            layout.block_size,
+            f"one with blocks of {needed} bytes, in which '{algorithm}' keeps its state; these have "
+            f"{layout.device_block_bytes}",
+            "Raise it.",
+        )
 
 
 def _row_bytes(spec: FullAttentionSpec) -> int:

@@ -1,4 +1,4 @@
-"""Scheduler-side manager of hot buffers: one transaction over device hot blocks and host blocks."""
+"""Scheduler-side manager of hot buffers: one transaction over a request's device blocks and host blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
 from vllm_hisparse.kv_manager.scheduler.sessions import cut_long_sessions
 from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
+from vllm_hisparse.kv_manager.scheduler.state_blocks import StateBlocks
 from vllm_hisparse.kv_manager.scheduler.step_frees import StepFrees
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _HOST_POOL = "hisparse_host_pool"
 
 
 class HotBlockManager(CircularBufferManager):
-    """Hot blocks of requests from vLLM's block pool, and their host blocks with them.
+    """Hot blocks and state blocks of requests from vLLM's block pool, and their host blocks with them.
 
     Admission needs both: a request that the host pool cannot take asks for more device blocks than there are, so that
     vLLM's own waiting and preemption do the rest. The whole sequence is reserved on the host at admission, so that a
@@ -41,6 +42,7 @@ class HotBlockManager(CircularBufferManager):
         self._parked: list[tuple[KVCacheBlock, list[int]]] = []  # (first hot block, pinned host blocks)
         self._is_scheduling = False
         self.spare: SpareBlocks | None = None
+        self.state = StateBlocks(self.block_pool, self.kv_cache_spec.layout.state)
 
     def bind(
         self, host_pool: HostBlockPool, ledger: RequestLedger, max_model_len: int, resident_group_id: int | None
@@ -119,7 +121,7 @@ class HotBlockManager(CircularBufferManager):
         if not has_room and not self._host_fits(request_id, num_tokens):
             return self._refuse_admission(request_id)
         self.ledger.wait_for_host(request_id, False)
-        return self._num_missing(request_id, num_tokens)
+        return self._num_missing(request_id, num_tokens) + self.state.num_missing(request_id, num_tokens)
 
     def allocate_external_computed_blocks(
         self,
@@ -130,10 +132,10 @@ class HotBlockManager(CircularBufferManager):
     ) -> None:
         # NOTE: not in `add_local_computed_blocks`, which runs before every group has touched the blocks of its prefix
         # hit: hot blocks could be taken from those.
-        self._give_hot_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens)
+        self._give_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        new_blocks = self._give_hot_blocks(request_id, num_tokens)
+        new_blocks = self._give_blocks(request_id, num_tokens)
         if num_tokens > self.host_pool.capacity(request_id):
             self.host_pool.grow(request_id, num_tokens)
         self.ledger.give_room(request_id, num_tokens)
@@ -144,7 +146,7 @@ class HotBlockManager(CircularBufferManager):
         admitted = self.ledger.release(request_id)
         if admitted is None:
             return blocks
-        blocks += self.spare.pop(request_id) if self.spare else []
+        blocks += self.state.pop(request_id) + (self.spare.pop(request_id) if self.spare else [])
         host_ids = list(self.host_pool.block_ids(request_id))
         self.host_pool.pin(host_ids)
         self._parked.append((blocks[0], host_ids))
@@ -190,14 +192,16 @@ class HotBlockManager(CircularBufferManager):
         """Hot blocks that a request of `num_tokens` has yet to get."""
         return max(self.kv_cache_spec.num_blocks(max(num_tokens, 1)) - len(self.req_to_blocks.get(request_id, ())), 0)
 
-    def _give_hot_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """Give a request the hot blocks that it is missing, the first time also host blocks. Returns the new ones."""
+    def _give_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
+        """Give a request the hot blocks and state blocks that it is missing, the first time also host blocks. Returns
+        the new hot ones."""
         new_blocks = self.block_pool.get_new_blocks(self._num_missing(request_id, num_tokens))
         self.req_to_blocks[request_id].extend(new_blocks)
+        has_new_state = self.state.give(request_id, num_tokens)
         if request_id not in self.ledger.admitted:
             self.host_pool.allocate(request_id, self._num_reserved(request_id), self.ledger.match(request_id))
             self.ledger.admit(request_id, new_blocks[0].block_id)
-        elif new_blocks:
+        elif new_blocks or has_new_state:
             self.ledger.hot_tables.change(request_id)
         return new_blocks
 

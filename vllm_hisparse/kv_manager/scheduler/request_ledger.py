@@ -66,7 +66,7 @@ class RequestChanges:
 
     Attributes:
         started: (handle, request id) of requests that the worker has no state of yet.
-        released, tail_saves, tables, hot_tables, saves, first_decodes: as in `HiSparseMetadata`.
+        released, tail_saves, tables, hot_tables, state_tables, saves, first_decodes: as in `HiSparseMetadata`.
     """
 
     started: list[tuple[int, str]] = field(default_factory=list)
@@ -74,6 +74,7 @@ class RequestChanges:
     tail_saves: list[tuple[int, int]] = field(default_factory=list)
     tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     hot_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    state_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     saves: list[tuple[int, int]] = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)
 
@@ -96,7 +97,7 @@ class RequestLedger:
         sessions: ids of those that get their prompt in turns.
         admitted: request id -> what is known of a request that holds blocks.
         waiting_for_host: ids of requests that the host pool could not take.
-        hot_tables: told by whoever gives or takes hot blocks.
+        hot_tables: told by whoever gives or takes hot blocks or state blocks.
     """
 
     def __init__(
@@ -120,10 +121,10 @@ class RequestLedger:
         self._released: list[int] = []
         self._tail_saves: list[tuple[int, int]] = []
         self._device_blocks: Mapping[str, list[KVCacheBlock]] | None = None
-        self.hot_tables = HotTables(lambda _: [])
+        self.hot_tables = HotTables(lambda _: [], lambda _: [])
 
     def bind(self, device_blocks: Mapping[str, list[KVCacheBlock]] | None, hot_tables: HotTables) -> None:
-        """Attach vLLM's lists of blocks of device-resident KV (None: there is none), and what is known of hot ones."""
+        """Attach vLLM's lists of blocks of device-resident KV (None: there is none), and what is known of others."""
         self._device_blocks, self.hot_tables = device_blocks, hot_tables
 
     # Arrival and end
@@ -215,7 +216,8 @@ class RequestLedger:
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
         for request_id in self._idle(num_scheduled):
             self._drop_state(request_id)
-        changes.hot_tables = self.hot_tables.take_changes(self._known_handles(self.hot_tables.changed))
+        handles = self._known_handles(self.hot_tables.changed)
+        changes.hot_tables, changes.state_tables = self.hot_tables.take_changes(handles)
         for request_id, num_tokens in num_scheduled.items() if self.tracks_decodes else ():
             if (admitted := self.admitted[request_id]).note_step(num_tokens <= self.max_query_len):
                 changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))

@@ -67,10 +67,8 @@ class SpareBlocks:
         self.block_pool, self.spec, self.max_model_len = block_pool, spec, max_model_len
         self.lent: dict[str, list[KVCacheBlock]] = {}
         self._num_wanted = self._num_taken_back = 0
-        layout = spec.layout
-        num_hot = -(-layout.block_size // layout.rows_per_hot_block)
-        self._blocks_per_block = num_hot + layout.has_resident_kv  # of as many tokens as a host block has
-        self._chunk_blocks = layout.num_blocks(max_num_batched_tokens) * self._blocks_per_block
+        self._blocks_per_block = self._num_grown(spec.layout.block_size)  # of as many tokens as a host block has
+        self._chunk_blocks = self._num_grown(max_num_batched_tokens)
         self._watermark_blocks = watermark_blocks
         self._steps_to_balance, self._num_known, self._steps_of_waiting = 0, 0, 0
 
@@ -131,6 +129,12 @@ class SpareBlocks:
             change, gets_all = target - given[request_id], target == wanted[request_id]
             if change > 0 and (gets_all or change > MIN_CHANGE * target):
                 self._lend(ledger, request_id, change)
+
+    def _num_grown(self, num_tokens: int) -> int:
+        """Blocks of all kinds that so many more tokens of a request take at most."""
+        layout = self.spec.layout
+        num_hot = -(-layout.block_size // layout.rows_per_hot_block)
+        return layout.num_blocks(num_tokens) * (num_hot + layout.has_resident_kv) + layout.state.num_blocks(num_tokens)
 
     def _is_whole(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> bool:
         """Whether a request's hot blocks hold its sequence."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.base import SparseAlgorithm, State
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.layout import StateLayout
+from vllm_hisparse.ops.paged_field import PagedField
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,20 @@ class AlgorithmState:
 
     Args:
         algorithm: whose state.
-        num_requests: requests that can run at once.
-        num_layers: layers with a hot buffer.
-        device: where the state is.
+        layout: of what grows with the requests.
+        tables: [num_requests + 1, state blocks of the longest request] int32, as `RequestTable.state_tables`.
+        memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks; they may lie apart.
 
     Attributes:
         layers: the state of each layer, by request index; the last entry is of no request.
     """
 
-    def __init__(self, algorithm: SparseAlgorithm, num_requests: int, num_layers: int, device: torch.device):
+    def __init__(self, algorithm: SparseAlgorithm, layout: StateLayout, tables: torch.Tensor, memory: torch.Tensor):
         self.algorithm = algorithm
-        self.layers = [algorithm.allocate_state(num_requests + 1, device) for _ in range(num_layers)]
-        self._progress = [_Progress() for _ in range(num_requests)]
+        self.layers = [_fixed_state(algorithm, len(tables), memory.device) for _ in range(layout.num_layers)]
+        for layer, growing in zip(self.layers, _growing_state(algorithm, layout, tables, memory), strict=True):
+            layer |= growing
+        self._progress = [_Progress() for _ in range(len(tables) - 1)]
 
     def start(self, request_index: int) -> None:
         """A request begins: nothing of it is represented."""
@@ -105,14 +110,40 @@ class AlgorithmState:
         return (span,) if span.first < span.last else ()
 
 
-def check_state_fits(algorithm: str, num_requests: int, max_num_seqs: int, request_bytes: int, free_bytes: int) -> None:
-    """Refuse state that the device cannot hold beside what vLLM has allocated.
+def _fixed_state(algorithm: SparseAlgorithm, num_requests: int, device: torch.device) -> State:
+    """What every request has of one layer's state, whatever its length."""
+    return {
+        name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
+        for name, field in algorithm.fixed_fields.items()
+    }
+
+
+def _growing_state(
+    algorithm: SparseAlgorithm, layout: StateLayout, tables: torch.Tensor, memory: torch.Tensor
+) -> list[State]:
+    """The rest of each layer's state, in device blocks; arguments as of `AlgorithmState`."""
+    layers: list[State] = [{} for _ in range(layout.num_layers)]
+    fields, widths = algorithm.growing_fields, layout.field_blocks(algorithm.max_tokens)
+    assert sum(widths) == tables.shape[1], "tables of other blocks than the layout has"
+    parts = zip(fields.items(), layout.entries_per_block, tables.split(widths, 1), strict=True)
+    for (name, field), per_block, table in parts:
+        elements = memory.view(field.dtype)[:, : layout.num_layers * per_block * prod(field.shape)]
+        by_layer = elements.unflatten(1, (layout.num_layers, per_block, *field.shape)).unbind(1)
+        for layer, blocks in zip(layers, by_layer, strict=True):
+            layer[name] = PagedField(table, blocks, field.num_entries(algorithm.max_tokens))
+    return layers
+
+
+def check_fixed_state_fits(
+    algorithm: str, num_requests: int, max_num_seqs: int, request_bytes: int, free_bytes: int
+) -> None:
+    """Refuse state of a fixed size that the device cannot hold beside what vLLM has allocated.
 
     Args:
         algorithm: its name.
         num_requests: requests with state at once, at most `max_num_seqs`.
         max_num_seqs: what was asked for.
-        request_bytes: of one request of `--max-model-len`, all layers.
+        request_bytes: of a request of any length, all layers.
         free_bytes: of the device, for state.
 
     Raises:
@@ -123,6 +154,6 @@ def check_state_fits(algorithm: str, num_requests: int, max_num_seqs: int, reque
             "--max-num-seqs",
             max_num_seqs,
             f"at most {max(free_bytes // request_bytes - 1, 0)}: '{algorithm}' keeps {request_bytes / 2**20:.1f} MiB "
-            f"for a request of --max-model-len, and {free_bytes / 2**30:.1f} GiB of the device are free for it",
-            "Lower it or --max-model-len, or lower --gpu-memory-utilization to leave more free.",
+            f"for every request that can run, and {free_bytes / 2**30:.1f} GiB of the device are free for it",
+            "Lower it, or lower --gpu-memory-utilization to leave more free.",
         )

@@ -9,6 +9,7 @@ from vllm_hisparse.kv_manager.worker.algorithm_state import AlgorithmState, KeyS
 from vllm_hisparse.kv_manager.worker.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.worker.request_table import TableChanges
+from vllm_hisparse.layout import StateLayout
 from vllm_hisparse.ops.base import HotRows, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
 
@@ -20,7 +21,7 @@ class GQAHotBuffer(HotBuffer):
         algorithm: selects the units.
         shape: sizes.
         head_stride: parts of KV heads from one device block to the next.
-        device: where the hot rows are.
+        memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks.
 
     Attributes:
         state: of the algorithm.
@@ -28,12 +29,13 @@ class GQAHotBuffer(HotBuffer):
 
     step: GQADecodeStep
 
-    def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, device: torch.device):
-        heads = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit)
-        super().__init__(shape, heads, device)
+    def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, memory: torch.Tensor):
+        heads, device = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit), memory.device
+        layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])
+        super().__init__(shape, heads, device, state_columns=layout.columns(algorithm.max_tokens))
         self.algorithm = algorithm
         assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
-        self.state = AlgorithmState(algorithm, shape.num_requests, shape.num_layers, device)
+        self.state = AlgorithmState(algorithm, layout, self.requests.state_tables, memory)
         self.step = GQADecodeStep(
             self.requests,
             self.layers,

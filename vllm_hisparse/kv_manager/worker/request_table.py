@@ -1,4 +1,4 @@
-"""The running requests of a worker: an index for each, its hot blocks and its host blocks."""
+"""The running requests of a worker: an index for each, its hot blocks, its state blocks and its host blocks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class RequestTable:
         num_device_blocks: blocks of vLLM's device pool.
         heads: how heads' states and parts of blocks are numbered.
         device: where the tables are read.
+        state_columns: of each state block that the longest request has, its place in `state_tables`.
 
     Attributes:
         num_requests: request indices are below it; it stands for no request.
@@ -37,6 +38,8 @@ class RequestTable:
             blocks, the null block's.
         num_hot_rows: [num_states + 1] int32 rows of these parts.
         hot_blocks: of each request index.
+        state_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state; of no
+            request, and beyond a request's blocks, the null block.
         host_tables: [num_states + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last entry is of no
             request: steps that vLLM runs without requests (profiling, padding) read it.
     """
@@ -50,6 +53,7 @@ class RequestTable:
         num_device_blocks: int,
         heads: KVHeads,
         device: torch.device,
+        state_columns: Sequence[int] = (),
     ):
         self.heads, self.num_requests, self.num_states = heads, num_requests, num_requests * heads.num_heads
         num_parts = num_device_blocks * heads.head_stride
@@ -58,6 +62,8 @@ class RequestTable:
         self.hot_tables = torch.zeros((self.num_states + 1, max_hot_blocks), dtype=torch.int32, device=device)
         self.num_hot_rows = torch.zeros(self.num_states + 1, dtype=torch.int32, device=device)
         self.hot_blocks: list[list[int]] = [[] for _ in range(num_requests)]
+        self.state_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
+        self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
         self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
         self._rows_per_hot_block = rows_per_hot_block
         self._all_states = torch.arange(self.num_states, dtype=torch.int32, device=device)
@@ -82,8 +88,16 @@ class RequestTable:
     def extend(self, changes: TableChanges) -> None:
         """Set requests' host blocks."""
         if changes:
-            places, host_ids = self._entries(changes, self.host_tables)
+            indices, columns, host_ids = self._entries(changes)
+            places = self._places_by_head(self.host_tables, indices, columns)
             self._write(self.host_tables, places, self.heads.host_parts(host_ids))
+
+    def extend_state(self, changes: TableChanges) -> None:
+        """Append blocks of an algorithm's state to requests' tables."""
+        if changes:
+            indices, columns, block_ids = self._entries(changes)
+            places = indices * self.state_tables.shape[1] + self._state_columns[columns]
+            self._write(self.state_tables, places, block_ids)
 
     def change_hot(self, changes: TableChanges) -> list[int]:
         """Set requests' hot blocks; returns those that their requests did not have."""
@@ -97,7 +111,8 @@ class RequestTable:
             added += [block_id for block_id in block_ids if block_id not in earlier]
             num_rows.append(len(blocks) * self._rows_per_hot_block)
             runs[handle] = first, [*block_ids, *[NULL_BLOCK] * (len(earlier) - len(blocks))]
-        places, block_ids = self._entries(runs, self.hot_tables)
+        indices, columns, block_ids = self._entries(runs)
+        places = self._places_by_head(self.hot_tables, indices, columns)
         self._write(self.hot_tables, places, self.heads.parts_of(block_ids).t())
         states = self.heads.state_indices(torch.tensor([self.index_of(handle) for handle in changes]))
         self._write(self.num_hot_rows, states, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
@@ -109,6 +124,7 @@ class RequestTable:
         self.state_indices[self.heads.device_parts(handle)] = -1
         self.host_tables[self.heads.states(index)] = -1
         self.hot_tables[self.heads.states(index)] = self.num_hot_rows[self.heads.states(index)] = 0
+        self.state_tables[index] = NULL_BLOCK
         self.hot_blocks[index] = []
         self._free_indices.append(index)
         return index
@@ -172,20 +188,23 @@ class RequestTable:
         for index in self._free_indices:
             assert (self.host_tables[self.heads.states(index)] == -1).all(), "a free index has host blocks"
             assert not self.hot_tables[self.heads.states(index)].any(), "a free index has hot blocks"
+            assert not self.state_tables[index].any(), "a free index has blocks of an algorithm's state"
 
-    def _entries(self, changes: TableChanges, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where changes go in a table, [num_heads, blocks] int64 places in the flat table, and block ids, [blocks]
-        int64."""
+    def _entries(self, changes: TableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Request index, place in its request's table, and id of each block of changes; all [blocks] int64."""
         indices = torch.tensor([self.index_of(handle) for handle in changes])
         firsts, runs = zip(*changes.values(), strict=True)
         lengths = torch.tensor([len(run) for run in runs])
         # The n-th of all blocks is `n - start` blocks behind the first one of its run.
         offsets = torch.tensor(firsts) - (lengths.cumsum(0) - lengths)
         columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
-        states = self.heads.state_indices(indices.repeat_interleave(lengths)).view(-1, self.heads.num_heads)
-        places = states.t() * table.shape[1] + columns
         block_ids = [block_id for run in runs for block_id in run]
-        return places, torch.tensor(block_ids, dtype=torch.int64)
+        return indices.repeat_interleave(lengths), columns, torch.tensor(block_ids, dtype=torch.int64)
+
+    def _places_by_head(self, table: torch.Tensor, indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Where blocks go in a flat table by state index: [num_heads, blocks] int64."""
+        states = self.heads.state_indices(indices).view(-1, self.heads.num_heads)
+        return states.t() * table.shape[1] + columns
 
     def _write(self, table: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries of a table, in one copy to the device.

@@ -1,0 +1,42 @@
+"""A tensor by request whose requests have as much of it as their tokens need, in blocks that lie anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PagedField:
+    """What every few tokens of a request have an entry of; indexed like a tensor [num_requests, num_entries, *shape].
+
+    `field[requests]` reads all entries, `field[requests, entries]` reads some, `field[requests, entries] = values`
+    writes them. Requests are an int or int64, entries int64 of the same shape, or of any shape for one request.
+
+    Attributes:
+        table: [num_requests, max_blocks] int32 blocks of each request. Where it has none, a block of nobody: that may
+            hold anything and be written.
+        blocks: [num_blocks, entries_per_block, *shape] of any dtype; entries are contiguous.
+        num_entries: of the longest request.
+    """
+
+    table: torch.Tensor
+    blocks: torch.Tensor
+    num_entries: int
+
+    def __getitem__(self, index: int | torch.Tensor | tuple[int | torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if isinstance(index, tuple):
+            return self.blocks[self._places(*index)]
+        tables = self.table[index].long()
+        first = tables.dim() - 1
+        return self.blocks[tables].flatten(first, first + 1).narrow(first, 0, self.num_entries)
+
+    def __setitem__(self, index: tuple[int | torch.Tensor, torch.Tensor], values: torch.Tensor | float) -> None:
+        blocks, offsets = self._places(*index)
+        self.blocks[blocks, offsets] = values
+
+    def _places(self, requests: int | torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and place in it of entries, int64."""
+        per_block = self.blocks.shape[1]
+        return self.table[requests, entries // per_block].long(), entries % per_block
