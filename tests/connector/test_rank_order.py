@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, engine: FakeEngine, run_together: bool):
         self.engine, self.run_together = engine, run_together
-        self.ranks = [Rank(FakeWorker()), Rank(FakeWorker())]
+        self.ranks = [Rank(FakeWorker(engine.groups.layout)) for _ in range(2)]
         self.ranks[1].worker.main_rows = self.ranks[0].worker.main_rows
         self.ranks[1].worker.host_keys = self.ranks[0].worker.host_keys
         self.num_submitted = 0

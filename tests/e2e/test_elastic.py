@@ -93,7 +93,7 @@ def test_a_dense_models_buffer_grows_and_shrinks(run):
 def test_short_prompts_of_a_dense_model_take_no_more_than_their_pages(run, reference):
     """More of them run at a time than would have buffers of the full size."""
     lengths = [20 + index for index in range(14)]
-    engine = dense_args({"top_k": 1024, "device_buffer_size": 1024}, num_gpu_blocks_override=40, max_model_len=1024)
+    engine = dense_args({"top_k": 1024, "device_buffer_size": 1024}, num_gpu_blocks_override=54, max_model_len=1024)
     record = run(engine, [{"prompts": [make_prompt(length) for length in lengths], "max_tokens": 40}])[0]
     assert_same_but_rounding(record["completions"], reference(lengths, 40, model="llama"))
     assert_pools_empty(record)

@@ -59,8 +59,7 @@ class HiSparseSchedulerConnector:
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
-        layout = self.layout
-        kinds = layout.num_kv_heads is not None, layout.max_query_len, layout.draft_row_bytes > 0
+        kinds = self.layout.num_kv_heads is not None, self.layout.max_query_len, self.layout.draft_row_bytes > 0
         self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, *kinds)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.max_num_batched_tokens = max_num_batched_tokens

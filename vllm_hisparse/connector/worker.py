@@ -231,6 +231,7 @@ class HiSparseWorkerConnector:
             max_hot_blocks=spec.max_blocks_per_request(self.vllm_config.model_config.max_model_len),
             rows_per_hot_block=self.layout.rows_per_hot_block,
             max_query_len=self.layout.max_query_len,
+            state_columns=self.layout.state.columns(self.vllm_config.model_config.max_model_len),
         )
 
 

@@ -71,13 +71,14 @@ class LayerUnderTest(ABC):
         self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS, max_query_len)
         self.hot_blocks = -(-(buffer + max_query_len * self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
         sizes = 4, 6, buffer, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
-        shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, max_query_len)
+        self.state_layout = StateLayout(self.algorithm.state_entries, 1, STATE_BLOCK_BYTES)
+        columns = self.state_layout.columns(MAX_TOKENS)
+        shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, max_query_len, columns)
         stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
         size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
         self.device = torch.full(size, float("nan"))
         memory = torch.full((NUM_STATE_BLOCKS, STATE_BLOCK_BYTES // 4), float("nan")).view(torch.uint8)
         self.buffer = GQAHotBuffer(self.algorithm, shape, stride, memory)
-        self.state_layout = StateLayout(self.algorithm.state_entries, 1, STATE_BLOCK_BYTES)
         self.state_blocks: dict[int, int] = {}  # of each handle
         self.free_state_blocks = (torch.randperm(NUM_STATE_BLOCKS - 1) + 1).tolist()
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)

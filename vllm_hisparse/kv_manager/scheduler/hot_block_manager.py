@@ -193,8 +193,7 @@ class HotBlockManager(CircularBufferManager):
         return max(self.kv_cache_spec.num_blocks(max(num_tokens, 1)) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def _give_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """Give a request the hot blocks and state blocks that it is missing, the first time also host blocks. Returns
-        the new hot ones."""
+        """Give a request what it is missing, the first time also host blocks. Returns the new hot blocks."""
         new_blocks = self.block_pool.get_new_blocks(self._num_missing(request_id, num_tokens))
         self.req_to_blocks[request_id].extend(new_blocks)
         has_new_state = self.state.give(request_id, num_tokens)

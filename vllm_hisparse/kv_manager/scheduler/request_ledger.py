@@ -216,8 +216,7 @@ class RequestLedger:
             self._add_changes(changes, self.requests[request_id], num_scheduled[request_id])
         for request_id in self._idle(num_scheduled):
             self._drop_state(request_id)
-        handles = self._known_handles(self.hot_tables.changed)
-        changes.hot_tables, changes.state_tables = self.hot_tables.take_changes(handles)
+        changes.hot_tables, changes.state_tables = self.hot_tables.take_changes(self._handles(self.hot_tables.changed))
         for request_id, num_tokens in num_scheduled.items() if self.tracks_decodes else ():
             if (admitted := self.admitted[request_id]).note_step(num_tokens <= self.max_query_len):
                 changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
@@ -248,7 +247,7 @@ class RequestLedger:
             self._changed[request_id] = None  # drafts fill a block, which is saved once its tokens are certain
         self._publish(request, admitted)
 
-    def _known_handles(self, request_ids: Iterable[str]) -> dict[str, int]:
+    def _handles(self, request_ids: Iterable[str]) -> dict[str, int]:
         """Of those of some requests that the worker knows."""
         return {name: self.admitted[name].handle for name in request_ids if self.admitted[name].num_sent_blocks}
 
@@ -258,7 +257,7 @@ class RequestLedger:
         NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
         request whose transfer has ended may be given the last place before it.
         """
-        known = self._known_handles(self.admitted)
+        known = self._handles(self.admitted)
         idle = [request_id for request_id in known if request_id not in num_scheduled]
         idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
         return idle[: max(len(known) - self.max_num_running, 0)]

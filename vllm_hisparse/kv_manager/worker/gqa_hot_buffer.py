@@ -31,10 +31,10 @@ class GQAHotBuffer(HotBuffer):
 
     def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, memory: torch.Tensor):
         heads, device = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit), memory.device
-        layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])
-        super().__init__(shape, heads, device, state_columns=layout.columns(algorithm.max_tokens))
+        super().__init__(shape, heads, device)
         self.algorithm = algorithm
         assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
+        layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])
         self.state = AlgorithmState(algorithm, layout, self.requests.state_tables, memory)
         self.step = GQADecodeStep(
             self.requests,

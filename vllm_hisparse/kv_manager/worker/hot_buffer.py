@@ -34,6 +34,7 @@ class HotBufferShape:
         max_hot_blocks: hot blocks that a request can have.
         rows_per_hot_block: hot tokens of a layer in a block.
         max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
+        state_columns: as in `RequestTable`.
     """
 
     num_requests: int
@@ -47,6 +48,7 @@ class HotBufferShape:
     max_hot_blocks: int
     rows_per_hot_block: int
     max_query_len: int = 1
+    state_columns: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,6 @@ class HotBuffer(ABC):
         heads: KV heads that select for themselves, each with a residency.
         device: where the hot rows are.
         selects: whether each layer selects, or shares selections and residency with the last one that does; None: all.
-        state_columns: as in `RequestTable`.
 
     Attributes:
         ops: swap-in operations of the device.
@@ -102,12 +103,7 @@ class HotBuffer(ABC):
     step: DecodeStep
 
     def __init__(
-        self,
-        shape: HotBufferShape,
-        heads: KVHeads,
-        device: torch.device,
-        selects: Sequence[bool] | None = None,
-        state_columns: Sequence[int] = (),
+        self, shape: HotBufferShape, heads: KVHeads, device: torch.device, selects: Sequence[bool] | None = None
     ):
         self.shape, self.heads, self.device = shape, heads, device
         self.selects = [True] * shape.num_layers if selects is None else list(selects)
@@ -115,7 +111,7 @@ class HotBuffer(ABC):
         self.ops = swap_in_ops(device)
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
         blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
-        self.requests = RequestTable(shape.num_requests, *blocks, heads, device, state_columns)
+        self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
         self.layers: list[LayerRows] = []
         num_parts = shape.num_device_blocks * heads.head_stride
         assert self.selects[0], "the first layer has nobody to share a selection with"

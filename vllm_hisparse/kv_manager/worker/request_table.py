@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -192,14 +192,7 @@ class RequestTable:
 
     def _entries(self, changes: TableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Request index, place in its request's table, and id of each block of changes; all [blocks] int64."""
-        indices = torch.tensor([self.index_of(handle) for handle in changes])
-        firsts, runs = zip(*changes.values(), strict=True)
-        lengths = torch.tensor([len(run) for run in runs])
-        # The n-th of all blocks is `n - start` blocks behind the first one of its run.
-        offsets = torch.tensor(firsts) - (lengths.cumsum(0) - lengths)
-        columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
-        block_ids = [block_id for run in runs for block_id in run]
-        return indices.repeat_interleave(lengths), columns, torch.tensor(block_ids, dtype=torch.int64)
+        return _flatten([self.index_of(handle) for handle in changes], changes.values())
 
     def _places_by_head(self, table: torch.Tensor, indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Where blocks go in a flat table by state index: [num_heads, blocks] int64."""
@@ -219,3 +212,20 @@ class RequestTable:
     def _find_states(self, parts: torch.Tensor) -> torch.Tensor:
         states = self.state_indices[parts.long()].long()
         return torch.where(states < 0, self.num_states, states)
+
+
+def _flatten(
+    indices: Sequence[int], runs: Collection[tuple[int, Sequence[int]]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The runs' blocks one after the other: index of the run, place, id; all [blocks] int64.
+
+    Args:
+        indices: of each run.
+        runs: place of the first block, and ids of all.
+    """
+    lengths = torch.tensor([len(run) for _, run in runs])
+    # The n-th of all blocks is `n - start` blocks behind the first one of its run.
+    offsets = torch.tensor([first for first, _ in runs]) - (lengths.cumsum(0) - lengths)
+    columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
+    block_ids = torch.tensor([block_id for _, run in runs for block_id in run], dtype=torch.int64)
+    return torch.tensor(indices).repeat_interleave(lengths), columns, block_ids
