@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -263,6 +264,11 @@ def count_drafts(llm: Any) -> dict[str, int]:
     return {name: round(values[f"vllm:spec_decode_num_{metric}"]) for name, metric in names.items()}
 
 
+def virtual_bytes() -> int:
+    """Of this process at most, with what it has allocated and never used."""
+    return int(re.search(r"^VmPeak:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) * 1024
+
+
 def make_recorder(llm: Any) -> Recorder | None:
     """Of the scheduler half where the workers are in other processes; None without a connector, or when the scheduler
     is in another process, too."""
@@ -317,6 +323,7 @@ class OfflineEngine:
         run = run_script if "abort_after" in phase else run_phase
         start = time.perf_counter()
         record: dict[str, Any] = {"completions": run(self.llm, phase), "seconds": time.perf_counter() - start}
+        record["virtual_bytes"] = virtual_bytes()
         if self.recorder is not None:
             record |= record_engine(self.llm, self.recorder)
         if self.llm.llm_engine.vllm_config.speculative_config is not None:

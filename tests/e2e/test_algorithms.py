@@ -89,6 +89,33 @@ def test_what_fits_the_budget_is_exact(run, reference):
     assert max(abs(a - b) for a, b in zip(done[2]["logprobs"], full[2]["logprobs"], strict=True)) > 1e-3
 
 
+def test_requests_that_do_not_run_take_no_memory(run, reference):
+    """State for as many requests of the longest length as may run would not fit in this machine, or in the cache."""
+    lengths, num_seqs, max_model_len = [5, 129, 777], 512, 32_768
+    sizes = {"max_num_seqs": num_seqs, "max_model_len": max_model_len, "kv_cache_memory_bytes": 2**30}
+    record = run(dense_args("oracle", **sizes), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[0]
+    assert_same(record["completions"], reference(lengths, 12, model="llama"))
+    assert_pools_empty(record)
+    all_keys_bytes = num_seqs * max_model_len * HOST_BLOCK_BYTES // 2 // 128
+    assert record["virtual_bytes"] < all_keys_bytes, record["virtual_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "block_size", "num_blocks"), [("oracle", 128, 3 * 3 + 6), ("quest", 32, 3 * 9 + 4)]
+)
+def test_a_request_is_preempted_where_blocks_for_state_run_out(run, algorithm, block_size, num_blocks):
+    """Hot buffers do not grow here; state does, past 256 and 512 tokens. The tokens are those of one that has room."""
+    phase = {"prompts": [make_prompt(length) for length in (500, 510, 250)], "max_tokens": 40}
+    options = {"top_k": 256, "device_buffer_size": 256, "elastic": False, "full_kv_layers": []}
+    engine = dense_args(algorithm, options, block_size=block_size, max_model_len=1024)
+    (wide,) = run(engine, [phase])
+    (tight,) = run({**engine, "num_gpu_blocks_override": 1 + num_blocks}, [phase])
+    assert wide["counters"].get("resumed_requests", 0) == 0 < tight["counters"]["resumed_requests"]
+    assert_same_but_rounding(tight["completions"], wide["completions"])
+    for record in (wide, tight):
+        assert_pools_empty(record)
+
+
 def test_qwen3(run, reference):
     lengths = [17, 777]
     record = run(dense_args("quest", model="qwen3"), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[
