@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
@@ -134,7 +133,6 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
         options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic")}
         if job["architecture"] == "llama":
             options |= {"algorithm": "quest", "top_k": job["top_k"], "full_kv_layers": []}
-            args["kv_cache_memory_bytes"] -= quest_state_bytes(args, job["num_layers"])
         args["kv_transfer_config"] = {
             "kv_connector": "HiSparseHostConnector",
             "kv_role": "kv_both",
@@ -146,19 +144,6 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
 def class_override(job: dict[str, Any]) -> dict[str, list[str]]:
     """Override that makes vLLM use another model class than the checkpoint's."""
     return {"architectures": [job["model_class"]]} if job["model_class"] else {}
-
-
-def quest_state_bytes(args: dict[str, Any], num_layers: int) -> int:
-    """Device bytes of Quest's state, which is not part of the KV cache."""
-    from vllm_hisparse.algorithms.base import AttentionShape
-    from vllm_hisparse.algorithms.quest import Quest
-
-    shape = AttentionShape(
-        *(LLAMA[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim")), torch.bfloat16
-    )
-    max_tokens = args["max_model_len"]
-    quest = Quest(Quest.Options(), shape, max_tokens, max_tokens)
-    return int(quest.state_bytes_per_token * max_tokens * num_layers * (args["max_num_seqs"] + 1))
 
 
 def load_engine(system: str, job: dict[str, Any]) -> Any:
@@ -372,7 +357,7 @@ def make_model_of(architecture: Architecture, model_dir: Path, num_layers: int, 
 def make_jobs(
     job: dict[str, Any], contexts: list[int], single: list[int], oversubscription: list[float]
 ) -> list[dict[str, Any]]:
-    """Jobs of the engines. A dense model has one engine per context, because Quest's state grows with the longest."""
+    """Jobs of the engines. A dense model has one engine per context: Quest scores as many pages as the longest has."""
     cases = [(length, 1) for length in single] + make_cases(contexts, oversubscription, job)
     groups = [[case for case in cases if case[0] == length] for length in dict.fromkeys(length for length, _ in cases)]
     jobs = []

@@ -101,18 +101,32 @@ def test_units_and_tokens(sizes: tuple[int, int, int, int], drafts: bool) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_size"), [(2, 4, 64), (8, 4, 128), (1, 7, 80), (2, 1, 256)])
 def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_size: int, num_latest: int) -> None:
+    """In blocks of seven pages in any order, which lie apart as those of one layer do."""
     generator = torch.Generator().manual_seed(head_size)
-    bounds = torch.randn(2, 5, 260, num_kv_heads, head_size, generator=generator).to(dtype).sort(0).values
+    max_pages, per_block, by_head = 260, 7, (2, num_kv_heads, head_size)
+    max_blocks = -(-max_pages // per_block)
+    table = (torch.randperm(5 * max_blocks, generator=generator) + 1).view(5, max_blocks).int()
+    memory = torch.randn(1 + 5 * max_blocks, 3, per_block, *by_head, generator=generator).sort(3).values.to(dtype)
+    latest = torch.randn(5, num_latest, *by_head, generator=generator).sort(2).values.to(dtype)
     request_indices, positions = torch.tensor([3, 0, 4]), torch.tensor([0, 700, 4159])
     keys = torch.randn(3, num_kv_heads, head_size, generator=generator).to(dtype)
     query = torch.randn(3, num_kv_heads * group, head_size, generator=generator).to(dtype)
-    latest = torch.randn(2, 5, num_latest, num_kv_heads, head_size, generator=generator).to(dtype).sort(0).values
-    (minima, maxima), on_device = bounds.clone().cuda(), latest.clone().cuda()
-    page_bounds.update(*bounds, *latest, request_indices, keys, positions, 16)
-    page_bounds.update(minima, maxima, *on_device, request_indices.cuda(), keys.cuda(), positions.cuda(), 16)
-    assert torch.equal(torch.stack((minima, maxima)).cpu(), bounds) and torch.equal(on_device.cpu(), latest)
-    expected = page_bounds.scores(*bounds, request_indices, query, positions + 1, 16)
-    got = page_bounds.scores(minima, maxima, request_indices.cuda(), query.cuda(), positions.cuda() + 1, 16).cpu()
+    on_device, latest_on_device, inputs = (
+        memory.clone().cuda(),
+        latest.clone().cuda(),
+        (request_indices, keys, positions),
+    )
+    wide = torch.zeros(5, max_blocks + 3, dtype=torch.int32, device="cuda")  # another field's blocks beside it
+    wide[:, 2:-1] = table.cuda()
+    tables = table, wide[:, 2:-1]
+    before = memory.clone()
+    page_bounds.update(table, memory[:, 1], latest, *inputs, 16)
+    page_bounds.update(tables[1], on_device[:, 1], latest_on_device, *(tensor.cuda() for tensor in inputs), 16)
+    assert torch.equal(on_device.cpu(), memory) and torch.equal(latest_on_device.cpu(), latest)
+    assert torch.equal(memory[:, [0, 2]], before[:, [0, 2]]) and not torch.equal(memory, before)
+    expected = page_bounds.scores(table, memory[:, 1], request_indices, query, positions + 1, 16, max_pages)
+    vectors = request_indices.cuda(), query.cuda(), positions.cuda() + 1
+    got = page_bounds.scores(tables[1], on_device[:, 1], *vectors, 16, max_pages).cpu()
     for request, position in enumerate(positions.tolist()):
         num_pages = position // 16 + 1
         torch.testing.assert_close(got[request, :, :num_pages], expected[request, :, :num_pages], atol=1e-3, rtol=1e-4)
