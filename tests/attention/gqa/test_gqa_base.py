@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_hisparse.attention.gqa.base import HotGQAAttention, check_layer, is_full_kv_layer, preferred_block_size
+from vllm_hisparse.attention.gqa.base import (
+    HotGQAAttention,
+    check_layer,
+    check_state_blocks,
+    is_full_kv_layer,
+    preferred_block_size,
+)
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 PLAIN = {
@@ -104,6 +111,14 @@ def test_hot_blocks_fill_the_blocks_of_full_kv_layers(
     spec = spec_of(monkeypatch, num_full_kv)
     assert (spec.num_states, spec.max_blocks_per_request(1)) == (rows, blocks)
     assert spec.page_size_bytes == 2 * rows * 2 * 32 * 4 and spec.row_bytes == 2 * 2 * 32 * 4
+
+
+def test_blocks_smaller_than_an_entry_of_state_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = spec_of(monkeypatch, 0).layout
+    assert layout.state_entries == ((16, 2 * 2 * 32 * 4),) and layout.device_block_bytes == 128 * 4 * 512
+    check_state_blocks(replace(layout, state_entries=((16, 128 * 512),)), "own")
+    with pytest.raises(HiSparseConfigError, match=r"^--block-size: got 128, expected one with blocks of 262148"):
+        check_state_blocks(replace(layout, state_entries=((16, 512), (1, 128 * 512 + 1))), "own")
 
 
 def test_pages_that_do_not_divide_a_block_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class HotGQAAttention(Attention):
             sum(draft_rows),
             _state_entries(config, spec, vllm_config),
         )
-        _check_state_blocks(layout, config.algorithm)
+        check_state_blocks(layout, config.algorithm)
         _check_groups(layout, Counter([row_bytes] * num_full_kv + draft_rows), vllm_config)
         return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
@@ -102,7 +102,7 @@ def _state_entries(
     return config.make_algorithm(shape, model.max_model_len, max_query_len(vllm_config)).state_entries
 
 
-def _check_state_blocks(layout: KVLayout, algorithm: str) -> None:
+def check_state_blocks(layout: KVLayout, algorithm: str) -> None:
     """Refuse a device block that is too small for an entry of an algorithm's state.
 
     Raises:
