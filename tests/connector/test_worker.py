@@ -137,7 +137,7 @@ def test_an_algorithms_state_is_in_the_device_blocks_that_the_scheduler_says() -
         state["bounds"][index, torch.arange(65)] = layer + 1.0
     for layer, name in enumerate(HOT_LAYERS):
         assert (caches[name][9] == layer + 1).all(), "a block of 64 pages is as wide as one of 64 hot rows"
-        assert (caches[name][7] == layer + 1).sum() == 2 * 2 * 32 if layer == 0 else True
+        assert (caches[name][7] == layer + 1).sum() == 2 * 2 * 32, "one page"
     unused = [block for block in range(NUM_DEVICE_BLOCKS) if block not in (7, 9)]
     assert torch.equal(caches["m0"][unused], before[unused])
     worker.apply_changes(HiSparseMetadata(released=[3]))
