@@ -25,6 +25,8 @@ ENVIRONMENT = {
     # Keep the memory of temporary tensors: a third of an engine's CPU time went into page faults.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "NUMBA_NUM_THREADS": "1",  # numba sets as many for all who use OpenMP, torch too
+    "NUMBA_CACHE_DIR": str(HERE.parents[1] / "build" / "numba"),  # `compile_drafting_once`
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -106,6 +108,7 @@ def _serve(args: Sequence[str], environment: dict[str, str], log_path: str, has_
 def fork_children() -> None:
     """Have an engine of this process fork its children; what waits in them sleeps."""
     after_platform_update(_fork_children)
+    compile_drafting_once()
     _poll_seldom()
     _wait_asleep()
 
@@ -121,6 +124,29 @@ def after_platform_update(change: Callable[[Any], None]) -> None:
         change(vllm_config)
 
     type(current_platform).check_and_update_config = staticmethod(update_and_change)
+
+
+def compile_drafting_once() -> None:
+    """Have engines that look drafts up in the text find the compiled code of earlier ones: else each compiles it anew,
+    which takes longer than its start."""
+    after_platform_update(_cache_drafting)
+
+
+def _cache_drafting(vllm_config: Any) -> None:
+    """NOTE: numba is imported late: vLLM looks through all modules for its kernels, and fails on numba's."""
+    if getattr(vllm_config.speculative_config, "method", None) != "ngram":
+        return
+    from vllm.platforms import current_platform
+
+    replace_kernels = current_platform.register_triton_kernel_overrides
+
+    def replace_kernels_and_cache() -> None:
+        replace_kernels()
+        from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
+
+        batch_propose_numba.enable_caching()
+
+    type(current_platform).register_triton_kernel_overrides = staticmethod(replace_kernels_and_cache)
 
 
 def _fork_children(_: Any) -> None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from forks import after_platform_update, begin, fork_children
+from forks import after_platform_update, begin, compile_drafting_once, fork_children
 
 
 def sampling_params(phase: dict[str, Any]) -> Any:
@@ -344,6 +344,7 @@ def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
     sys.path[:0] = job.get("python_path", [])
     for library in job.get("libraries", []):
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # found by its name when a plugin needs it
+    compile_drafting_once()
     if job.get("forks"):
         fork_children()
     engine = OfflineEngine(job)
