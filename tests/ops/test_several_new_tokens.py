@@ -37,6 +37,7 @@ class Simulation:
         self.buffers = [Buffer(self.num_slots, query_len) for _ in range(NUM_REQUESTS)]
         self.host_tables = self._tables(-(-MAX_TOKENS // BLOCK_SIZE))
         self.hot_tables = self._tables(-(-(self.num_slots + query_len) // ROWS_PER_BLOCK))
+        self.host_blocks, self.hot_blocks = self.host_tables.tolist(), self.hot_tables.tolist()
         self.host_rows = torch.full((int(self.host_tables.max() + 1) * BLOCK_SIZE, 3), float("nan"))
         cache = torch.full((int(self.hot_tables.max()) + 1, ROWS_PER_BLOCK, 3), float("nan"))
         self.hot_rows = HotRows.from_cache(cache)
@@ -94,9 +95,9 @@ class Simulation:
             assert (by_request[row, count:] == -1).all()
             for index in range(count):
                 position = buffer.length + index
-                buffer.tokens.append(self.random.random())
+                buffer.tokens.append(self.random.randrange(2**24))  # exact in fp32
                 assert by_request[row, index] == self._hot_id(request, buffer.slot_of_new(position, buffer.length))
-                self.hot_rows.rows[by_request[row, index]] = self._row(request, position)
+                self.hot_rows.rows[by_request[row, index]] = torch.tensor(self._row(request, position))
 
     def _selections(self, request: int, num_new: int) -> list[list[int]]:
         """Of each new token: positions up to its own; -1, or what is no position, elsewhere."""
@@ -120,7 +121,7 @@ class Simulation:
             is_position = 0 <= position < buffer.length + num_new
             assert hot_id == (self._hot_id(request, slots[position]) if is_position else -1)
             if is_position:
-                assert self.hot_rows.rows[hot_id].tolist() == self._row(request, position).tolist()
+                assert self.hot_rows.rows[hot_id].tolist() == self._row(request, position)
         assert self.out.num_misses[row] == len(missed)
         by_token = torch.tensor(hot_ids).view(self.query_len, -1)
         for index, num_valid in enumerate(self.out.num_valid.view(-1, self.query_len)[row].tolist()):
@@ -133,18 +134,18 @@ class Simulation:
         assert self.counts[request].tolist() == [buffer.num_hits, buffer.num_misses]
 
     def _check_host(self, request: int, num_new: int) -> None:
-        for position in range(self.buffers[request].length + num_new):
-            row = self.host_rows[self._host_id(request, position)]
-            assert row.tolist() == self._row(request, position).tolist()
+        positions = range(self.buffers[request].length + num_new)
+        rows = self.host_rows[[self._host_id(request, position) for position in positions]]
+        assert rows.tolist() == [self._row(request, position) for position in positions]
 
-    def _row(self, request: int, position: int) -> torch.Tensor:
-        return torch.tensor([request, position, self.buffers[request].tokens[position]])
+    def _row(self, request: int, position: int) -> list[float]:
+        return [float(request), float(position), float(self.buffers[request].tokens[position])]
 
     def _hot_id(self, request: int, slot: int) -> int:
-        return int(self.hot_tables[request, slot // ROWS_PER_BLOCK]) * ROWS_PER_BLOCK + slot % ROWS_PER_BLOCK
+        return self.hot_blocks[request][slot // ROWS_PER_BLOCK] * ROWS_PER_BLOCK + slot % ROWS_PER_BLOCK
 
     def _host_id(self, request: int, position: int) -> int:
-        return int(self.host_tables[request, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+        return self.host_blocks[request][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 7), st.integers(0, 2**32))
