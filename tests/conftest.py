@@ -1,6 +1,7 @@
 """Hypothesis profiles: the same examples on every run, or (`--hypothesis-profile=explore`) many new ones. And the order
 of tests, and which of them one process runs."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return order.index(True)
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Modules, vLLM's above all, live as long as the process: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
