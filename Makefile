@@ -23,7 +23,7 @@ demo: setup ## run the prefill/decode demo
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup ## also those that take many minutes: on Ray, and with several ranks
+test-all: setup ## also those that take many minutes: on Ray, with several ranks, every variant of an engine
 	@$(PYTEST) $(ARGS)
 
 campaign: setup ## run many lives of requests and kill engines, e.g. make campaign ARGS="--part lives"

@@ -23,6 +23,8 @@ ENGINE_TIMEOUT_S = 500
 VOCABULARY = range(3, 500)
 MAX_MODEL_LEN = 4096
 TOP_K = 256
+# Of `async_scheduling`; without it, one engine of `make test` is enough (test_parity.py).
+ASYNC_ALONE = [pytest.param(False, marks=pytest.mark.slow), True]
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}  # vLLM's, by `async_scheduling`
 
 # Mean logprob difference of a request where the engines cannot run the same batches: matrix products of other shapes

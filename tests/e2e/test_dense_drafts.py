@@ -35,6 +35,9 @@ ALGORITHMS = {
     "pq_cache": (96, {"full_kv_layers": [1]}),
     "oracle": (64, {}),
 }
+# Pages and clusters. What the others keep of rejected tokens: tests/algorithms/test_base.py.
+QUICK = ("quest", "cluster_kv")
+EVERY_ALGORITHM = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALGORITHMS]
 
 
 def repeating(num_tokens: int) -> list[int]:
@@ -87,7 +90,7 @@ def full(tmp_path_factory, shared_result) -> list[dict]:
     return shared_result("dense drafts", compute)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", EVERY_ALGORITHM)
 def test_full_kvs_tokens(run, full, algorithm: str):
     engine = dense_args(algorithm, EVERYTHING, ALGORITHMS[algorithm][1])
     record = run(engine, [phase()])[0]
@@ -96,7 +99,7 @@ def test_full_kvs_tokens(run, full, algorithm: str):
     assert_some_are_rejected(record)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", EVERY_ALGORITHM)
 def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
     """Those that it gives without drafts, and again in conversations that go on from their prefixes."""
     budget, options = ALGORITHMS[algorithm]
@@ -114,7 +117,7 @@ def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
         assert record["counters"]["cache_misses"] > 0
 
 
-@pytest.mark.parametrize("algorithm", ["quest", "cluster_kv"])
+@pytest.mark.parametrize("algorithm", QUICK)
 def test_preempted_requests_go_on_where_they_were(run, full, algorithm: str):
     """The host pool runs out while requests decode."""
     lengths = [1100, 777]

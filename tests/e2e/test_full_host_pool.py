@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import SCHEDULERS, assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
+from conftest import ASYNC_ALONE, SCHEDULERS, assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +29,7 @@ def test_requests_wait_for_host_memory(run, reference):
     assert record["peaks"]["host_blocks_used"] <= 24
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", ASYNC_ALONE)
 def test_host_pool_exhausted_while_decoding(run, reference, async_scheduling):
     """Two requests grow past the pool: one is preempted and loses only the blocks the other needs."""
     lengths, max_tokens = [500, 510], 150  # 8 blocks each at admission, 11 at the end
@@ -43,7 +43,7 @@ def test_host_pool_exhausted_while_decoding(run, reference, async_scheduling):
     assert record["counters"]["recomputed_tokens"] < 512, "most of the preempted request's KV stays on the host"
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_preempted_request_keeps_its_host_blocks(run, reference, enable_prefix_caching):
     """The device cache runs out of indexer blocks: the preempted request resumes without computing anything again."""
     lengths, max_tokens = [610, 620, 630], 60
@@ -69,7 +69,7 @@ def test_many_long_requests_compete(run, reference):
     assert_pools_empty(record)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", ASYNC_ALONE)
 def test_aborted_requests_give_everything_back(run, reference, async_scheduling):
     lengths, max_tokens = [700, 65, 900, 1200, 333, 1500], 30
     abort_after = [0, 0, 1, 3, 12, 9]  # 0: never; the others in the queue, in prefill and in decode
