@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -287,7 +288,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
         check_directory(tmp_path, IDENTITY, "tiers.0.path")
 
 
-def test_drafts_do_not_change_what_a_block_holds() -> None:
+def test_drafts_and_an_algorithms_state_do_not_change_what_a_block_holds() -> None:
     model = SimpleNamespace(model="some/model", revision=None, dtype="torch.float32")
     cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256")
     drafts = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="one", revision=None))
@@ -295,6 +296,8 @@ def test_drafts_do_not_change_what_a_block_holds() -> None:
     layouts = KVLayout(24, 20, 2, 2, 4), KVLayout(24, 20, 2, 2, 4, max_query_len=4), KVLayout(28, 20, 2, 2, 4)
     plain, drafting, other = (BlockIdentity.of(config, layout, 1) for layout in layouts)
     assert plain == drafting != other
+    assert BlockIdentity.of(config, replace(layouts[0], state_entries=((16, 8),)), 1) == plain
+    assert "state_entries" not in plain.layout, "versions that kept state elsewhere have stored the same blocks"
     assert "draft_row_bytes" not in plain.layout, "versions without draft layers have stored the same blocks"
     with_drafts = KVLayout(24, 20, 2, 2, 4, draft_row_bytes=8)
     of_one = BlockIdentity.of(config, with_drafts, 1)

@@ -79,7 +79,7 @@ class BlockIdentity:
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
         seed = os.environ.get("PYTHONHASHSEED")
         sizes = asdict(layout)
-        del sizes["max_query_len"]  # of steps, not blocks
+        del sizes["max_query_len"], sizes["state_entries"]  # of steps and of the device, not of blocks
         if not layout.draft_row_bytes:
             del sizes["draft_row_bytes"]  # so that blocks of versions without it are found
         else:
