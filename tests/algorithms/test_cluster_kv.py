@@ -43,6 +43,18 @@ def test_clusters_partition_the_tokens(num_prompt: int, num_new: int) -> None:
                 assert {(position - first_new) // 7 for position in positions} == {interval}
 
 
+def test_tokens_that_come_after_the_prompt_are_clustered_as_generated_ones() -> None:
+    """However they come: a decoding request may be among those that prefill."""
+    algorithm, keys = make(ClusterKV, **OPTIONS), random_keys(60)
+    generated = represent(algorithm, keys, 40)
+    mixed = represent(algorithm, keys[:45], 40)
+    for position in range(45, 60):
+        algorithm.construct_representations(mixed, ROW, keys[position : position + 1], position)
+    assert mixed["num_clusters"][ROW] == generated["num_clusters"][ROW]
+    for kv_head in range(SHAPE.num_kv_heads):
+        assert cluster_members(mixed, 60, kv_head) == cluster_members(generated, 60, kv_head)
+
+
 def test_centroids_are_the_means_of_their_clusters() -> None:
     algorithm, keys = make(ClusterKV, **OPTIONS), random_keys(95)
     state = represent(algorithm, keys, 80)

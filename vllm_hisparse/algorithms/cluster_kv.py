@@ -77,15 +77,19 @@ class ClusterKV(SparseAlgorithm):
         return self.options.update_interval + (self.max_query_len if self.max_query_len > 1 else 0)
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
-        if first == 0:
-            state["num_clusters"][request_index] = 0
-        state["labels"][request_index, torch.arange(first, first + len(keys), device=keys.device)] = UNCLUSTERED
-        state["first_pending"][request_index] = max(first + len(keys), self.options.sink_tokens)
-        num_sinks = max(self.options.sink_tokens - first, 0)
+        positions, num_sinks = torch.arange(first, first + len(keys), device=keys.device), self.options.sink_tokens
+        if first > 0:  # the prompt came whole: these count as generated
+            requests = torch.full_like(positions, request_index)
+            for token in zip(requests.split(1), keys.split(1), positions.split(1), strict=True):
+                self.update_representations(state, *token)
+            return
+        state["num_clusters"][request_index] = 0
+        state["labels"][request_index, positions] = UNCLUSTERED
+        state["first_pending"][request_index] = max(len(keys), num_sinks)
         clustered = keys[num_sinks:]
         if len(clustered):
             num_clusters = -(-len(clustered) // self.options.tokens_per_cluster)
-            self._add_clusters(state, request_index, clustered, first + num_sinks, num_clusters)
+            self._add_clusters(state, request_index, clustered, num_sinks, num_clusters)
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
