@@ -21,6 +21,7 @@ def run_campaign(output: Path, *options: str) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_result_file(tmp_path: Path) -> None:
     """Processes of its own, with vLLM's CPU platform on any machine, live the lives of this process."""
     output = tmp_path / "campaign.json"

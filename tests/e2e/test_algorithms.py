@@ -101,7 +101,8 @@ def test_requests_that_do_not_run_take_no_memory(run, reference):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "block_size", "num_blocks"), [("oracle", 128, 3 * 3 + 6), ("quest", 32, 3 * 9 + 4)]
+    ("algorithm", "block_size", "num_blocks"),
+    [("oracle", 128, 3 * 3 + 6), pytest.param("quest", 32, 3 * 9 + 4, marks=pytest.mark.slow)],
 )
 def test_a_request_is_preempted_where_blocks_for_state_run_out(run, algorithm, block_size, num_blocks):
     """Hot buffers do not grow here; state does, past 256 and 512 tokens. The tokens are those of one that has room."""
@@ -132,7 +133,10 @@ def test_bf16(run, reference):
     assert_same_but_rounding(record["completions"], reference(lengths, 12, model="llama", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [("quest", {}), ("cluster_kv", {"full_kv_layers": []})])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("quest", {}), pytest.param("cluster_kv", {"full_kv_layers": []}, marks=pytest.mark.slow)],
+)
 def test_preempted_requests_resume(run, reference, algorithm, options):
     """The host pool runs out while requests decode: one is preempted and loses only the blocks the others need."""
     lengths, max_tokens = [500, 510, 250], 150

@@ -117,7 +117,7 @@ def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
         assert record["counters"]["cache_misses"] > 0
 
 
-@pytest.mark.parametrize("algorithm", QUICK)
+@pytest.mark.parametrize("algorithm", ["quest", pytest.param("cluster_kv", marks=pytest.mark.slow)])
 def test_preempted_requests_go_on_where_they_were(run, full, algorithm: str):
     """The host pool runs out while requests decode."""
     lengths = [1100, 777]
@@ -143,7 +143,7 @@ def draft_model(tmp_path_factory) -> Callable[[str], dict]:
     return make
 
 
-@pytest.mark.parametrize(("method", "device_mib"), [("eagle", 56), ("eagle3", 19)])
+@pytest.mark.parametrize(("method", "device_mib"), [pytest.param("eagle", 56, marks=pytest.mark.slow), ("eagle3", 19)])
 def test_a_draft_models_drafts_are_as_good_as_with_full_kv(start, full, draft_model, method: str, device_mib: int):
     """And so they are in conversations that go on, whose KV other requests have driven from the device."""
     drafts = draft_model(method)

@@ -156,7 +156,7 @@ def test_a_full_disk_changes_no_token(start, small_disk: Path, expected):
     assert len(block_files(small_disk)) <= 3
 
 
-@pytest.mark.parametrize("model", SMALL_POOL)
+@pytest.mark.parametrize("model", ["dsv32", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_replica_has_the_prefix(start, expected, model: str):
     """Then without the replica."""
     ports = free_ports(2)
