@@ -16,6 +16,7 @@ from conftest import (
     make_prompt,
 )
 from draft_models import make_draft_model
+from test_dense_drafts import rate
 from test_mtp import CODE_MODEL, DRAFTS, SMALLEST_BUFFER, source
 
 pytestmark = pytest.mark.e2e
@@ -66,9 +67,3 @@ def test_drafts_are_as_good_after_a_tier(start, tmp_path: Path, setting: Callabl
     assert loaded["counters"]["tier_loaded_blocks"] > before["counters"].get("tier_loaded_blocks", 0)
     assert rate(loaded, before) == pytest.approx(rate(computed, expected), abs=0.03)
     assert_pools_empty(loaded)
-
-
-def rate(record: dict, before: dict) -> float:
-    """Accepted drafts of those since an earlier record."""
-    accepted, drafted = (record["drafts"][name] - before["drafts"][name] for name in ("accepted", "drafted"))
-    return accepted / drafted
