@@ -205,14 +205,18 @@ class ShortDecodes:
 
 def wraps_indexer_and_attention(layer_class: Layer) -> Layer:
     """Class decorator of a `DeepseekV32Attention`: indexer and attention of a layer, the part of it that no piecewise
-    CUDA graph captures, run inside `layer.writing_rows(positions, kv_c, k_pe)`, a context manager."""
+    CUDA graph captures, run inside `layer.writing_rows(positions, kv_c, k_pe)`, a context manager, as
+    `layer.select_and_attend(run, tensors)`, where `run` takes a layer and the tensors, [tokens, ...] or None each."""
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    def run(layer: Any, *tensors: torch.Tensor | None) -> None:
+        super(layer_class, layer)._sparse_indexer_and_attn(*tensors)
 
     @eager_break_during_capture  # NOTE: outermost, or replay runs vLLM's part alone
     def _sparse_indexer_and_attn(self: Any, positions: torch.Tensor, *args: Any) -> None:
         kv_c, k_pe = args[6:8]  # q_c, q_nope, q_pe, index_q, index_k, index_weights, kv_c, k_pe, ...
         with self.writing_rows(positions, kv_c, k_pe):
-            super(layer_class, self)._sparse_indexer_and_attn(positions, *args)
+            self.select_and_attend(run, (positions, *args))
 
     layer_class._sparse_indexer_and_attn = _sparse_indexer_and_attn
     return layer_class

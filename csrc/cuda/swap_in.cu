@@ -18,7 +18,7 @@ cudaError_t has_dependent_launch(bool* result) {
 
 // Resolve, then gather, whose launch overlaps the resolution: `SwapInOps.swap_in`.
 //
-// top_k, counts: as in `hisparse_resolve`.
+// top_k, counts: as in `hisparse_resolve`. beside_others: as in `hisparse_gather`.
 extern "C" cudaError_t hisparse_swap_in(
     const Residency* residency,
     const StepTables* tables,
@@ -28,11 +28,12 @@ extern "C" cudaError_t hisparse_swap_in(
     const HotRows* hot,
     int64_t* counts,
     const Resolved* out,
+    bool beside_others,
     cudaStream_t stream
 ) {
     bool overlaps = false;
     if (const cudaError_t error = has_dependent_launch(&overlaps)) return error;
     const cudaError_t error =
         hisparse_resolve(residency, tables, top_k, top_k_stride, hot, counts, out, stream);
-    return error ? error : hisparse_gather(host, hot, out, tables->batch, false, overlaps, stream);
+    return error ? error : hisparse_gather(host, hot, out, tables->batch, beside_others, overlaps, stream);
 }

@@ -20,7 +20,7 @@ def gqa_cuda() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def cuda_modules() -> dict[str, ModuleType]:
-    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend` and `layers`."""
+    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `layers` and `waves`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             module = ModuleType(name)
@@ -29,4 +29,5 @@ def cuda_modules() -> dict[str, ModuleType]:
         return {
             "backend": import_module("vllm_hisparse.attention.mla.cuda"),
             "layers": import_module("vllm_hisparse.attention.mla.fused_cuda"),
+            "waves": import_module("vllm_hisparse.attention.mla.waves_cuda"),
         }

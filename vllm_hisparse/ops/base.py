@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,6 +131,11 @@ class StepTables:
     query_lens: torch.Tensor | None = None
     max_query_len: int = 1
 
+    def part(self, requests: slice) -> StepTables:
+        """Those of some of the requests."""
+        query_lens = None if self.query_lens is None else self.query_lens[requests]
+        return replace(self, handles=self.handles[requests], seq_lens=self.seq_lens[requests], query_lens=query_lens)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -169,6 +174,17 @@ class Resolved:
             torch.zeros(matrix, dtype=torch.int64, device=device),
             torch.zeros(matrix, dtype=torch.int32, device=device),
             torch.zeros(vector, dtype=torch.int32, device=device),
+        )
+
+    def part(self, requests: slice) -> Resolved:
+        """That of some of a batch's requests; the same memory."""
+        query_len = len(self.num_valid) // len(self.num_misses)
+        return Resolved(
+            self.hot_row_ids[requests],
+            self.num_valid[requests.start * query_len : requests.stop * query_len],
+            self.miss_host_row_ids[requests],
+            self.miss_hot_row_ids[requests],
+            self.num_misses[requests],
         )
 
 
@@ -306,12 +322,13 @@ class SwapInOps(ABC):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
+        beside_others: bool = False,
     ) -> None:
         """`resolve`, then `gather`.
 
         Args:
             residency, tables, top_k, hot_rows, counts, out: as in `resolve`.
-            host_rows: as in `gather`.
+            host_rows, beside_others: as in `gather`.
         """
 
     @abstractmethod

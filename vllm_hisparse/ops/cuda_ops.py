@@ -131,7 +131,7 @@ _UNITS, _TOKENS, _BOUNDS = POINTER(_UnitTables), POINTER(_NewTokens), POINTER(Pa
 _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool, c_bool),
-    "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED),
+    "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED, c_bool),
     "newest_row_ids": (_TABLES, _HOT, c_void_p),
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
@@ -253,6 +253,7 @@ class CudaSwapInOps(SwapInOps):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
+        beside_others: bool = False,
     ) -> None:
         launch(
             "swap_in",
@@ -260,6 +261,7 @@ class CudaSwapInOps(SwapInOps):
             *self._rows(host_rows, hot_rows),
             counts.data_ptr(),
             self._resolved(out),
+            beside_others,
         )
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:

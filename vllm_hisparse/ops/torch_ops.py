@@ -75,6 +75,7 @@ class TorchSwapInOps(SwapInOps):
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
+        beside_others: bool = False,
     ) -> None:
         self.resolve(residency, tables, top_k, hot_rows, counts, out)
         self.gather(host_rows, hot_rows, out, len(top_k))

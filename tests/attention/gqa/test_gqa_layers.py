@@ -43,8 +43,8 @@ def assert_latest_are_hot(layer: LayerUnderTest, request: Request) -> None:
 
 def test_prefill_in_chunks_beside_decodes(layer: LayerUnderTest) -> None:
     """Three requests come and decode past several pages, past the budget and past the buffer."""
-    first = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
-    second, third = Request(10, [1, 3, 4, 6, 8, 10, 12], 1), Request(20, [13, 14, 15, 16, 17, 18, 19], 2)
+    first = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
+    second, third = Request(11, [1, 3, 4, 6, 8, 10, 12], 1), Request(21, [13, 14, 15, 16, 17, 18, 19], 2)
     layer.start(first)
     for num in (20, 37, 30, 1, 1):
         layer.step([(first, num)])
@@ -60,11 +60,11 @@ def test_prefill_in_chunks_beside_decodes(layer: LayerUnderTest) -> None:
 
 def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
     """A transfer or the prefix cache brought the first tokens: a request decodes, or prefills, right after them."""
-    former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    former = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(former)
     layer.step([(former, 75)])
     layer.buffer.release(former.handle)
-    other = Request(30, [20, 21, 22, 23, 24, 25, 26], 5)  # leaves its state where the next requests find it
+    other = Request(31, [20, 21, 22, 23, 24, 25, 26], 5)  # leaves its state where the next requests find it
     layer.start(other)
     layer.step([(other, 100)])
     layer.step([(other, 1)])
@@ -83,7 +83,7 @@ def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
 
 def test_the_latest_whole_units_of_a_prompt_are_hot(layer: LayerUnderTest) -> None:
     """A prompt that fits, in chunks that end within pages; then one of which only the end fits."""
-    short, long = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
+    short, long = Request(1, [5, 9, 2, 7, 11, 30, 31], 0), Request(11, [1, 3, 4, 6, 8, 10, 12], 1)
     layer.start(short)
     for num in (5, 20, 15):
         layer.step([(short, num)])
@@ -108,7 +108,7 @@ def test_a_prompt_of_one_token(layer: LayerUnderTest) -> None:
 def test_block_tables_of_no_request_give_zeros(algorithm: type[SparseAlgorithm]) -> None:
     """Profiling and padding."""
     layer = CpuLayer(algorithm)
-    known, unknown = Request(0, [5, 9, 2, 7, 11, 30, 31], 0), Request(20, [1], 1)
+    known, unknown = Request(1, [5, 9, 2, 7, 11, 30, 31], 0), Request(21, [1], 1)
     layer.start(known)
     layer.step([(known, 40)])
     layer.expected = lambda request, span: (
@@ -158,12 +158,12 @@ def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type,
         layer = layer_class(algorithm_class)
         try:
             if used:
-                former = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+                former = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
                 layer.start(former)
                 for num in (100, *[1] * 40):
                     layer.compute([(former, num)])
                 layer.buffer.release(former.handle)
-            request = Request(10, [1, 3, 4, 6, 8, 10, 12], 1)
+            request = Request(11, [1, 3, 4, 6, 8, 10, 12], 1)
             layer.start(request)
             return [layer.compute([(request, 1)])[0] for _ in range(60)]
         finally:
@@ -187,8 +187,8 @@ def test_drafts(drafting_layer: LayerUnderTest) -> None:
     beside a prompt; what was rejected is nowhere when the request goes on with a prompt."""
     layer, choose = drafting_layer, random.Random(0)
     torch.manual_seed(0)
-    first = Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
-    second, third = Request(12, [1, 3, 4, 6, 8, 10, 12], 1), Request(24, [13, 14, 15, 16, 17, 18, 19], 2)
+    first = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
+    second, third = Request(13, [1, 3, 4, 6, 8, 10, 12], 1), Request(25, [13, 14, 15, 16, 17, 18, 19], 2)
     layer.start(first)
     layer.step([(first, 21)])
     for _ in range(10):
@@ -212,7 +212,7 @@ def test_drafts(drafting_layer: LayerUnderTest) -> None:
 @pytest.mark.parametrize("num_rejected", [0, 1])
 def test_drafts_open_a_page_that_the_next_step_continues(drafting_layer: LayerUnderTest, num_rejected: int) -> None:
     """Past the buffer, where the page moves to the first reserved slot."""
-    layer, request = drafting_layer, Request(0, [5, 9, 2, 7, 11, 30, 31], 0)
+    layer, request = drafting_layer, Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
     torch.manual_seed(0)
     layer.start(request)
     layer.step([(request, 170)])

@@ -21,6 +21,7 @@ from vllm_hisparse.attention.mla.base import NewRows
 from vllm_hisparse.attention.mla.cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.ops.base import Resolved
 
 LATENT, ROPE, NUM_HEADS, SCALE = 6, 2, 3, 0.4
 WIDTH = LATENT + ROPE
@@ -50,7 +51,7 @@ def attend(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def stock_forward(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> tuple[torch.Tensor, None]:
     """`forward_mqa` of vLLM: rows of the selected positions by block tables, or by a hook where every token decodes."""
-    query, common = torch.cat(q, -1), metadata.common
+    query, common = torch.cat(q, -1) if isinstance(q, tuple) else q, metadata.common
     top_k = impl.topk_indices_buffer[: len(query)]
     if common.max_query_len == 1:
         row_ids, num_valid = impl._convert_logical_to_physical_topk(top_k, metadata, return_valid_counts=True)
@@ -129,10 +130,13 @@ class LazyStreams:
         self.num_waits, self._on_second = 0, False
         swap_in = MLAHotBuffer.swap_in
 
-        def swap_in_later(buffer: MLAHotBuffer, layer_index: int, top_k: torch.Tensor) -> None:
+        def swap_in_later(
+            buffer: MLAHotBuffer, layer_index: int, top_k: torch.Tensor, requests: None = None
+        ) -> Resolved:
             assert buffer.selects[layer_index] != self._on_second
             copy = partial(swap_in, buffer, layer_index, top_k)
             self.copies.append(copy) if self._on_second else copy()
+            return buffer.step.resolved
 
         monkeypatch.setattr(MLAHotBuffer, "swap_in", swap_in_later)
         stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=self._wait)
@@ -201,13 +205,20 @@ class Model:
         self.buffer.extend_tables({request.handle: (0, request.host_ids)})
         self.buffer.change_hot_tables({request.handle: (0, range(request.handle, request.handle + self.hot_blocks))})
 
-    def step(self, *batch: tuple[Request, int], layer_writes: bool = False, expect_zeros: bool = False) -> None:
+    def step(
+        self,
+        *batch: tuple[Request, int],
+        layer_writes: bool = False,
+        expect_zeros: bool = False,
+        in_waves: bool = False,
+    ) -> None:
         """Compute tokens of each request, those with the fewest first, and compare every layer with the formula.
 
         Args:
             batch: requests and how many tokens.
             layer_writes: the layer's own kernel writes the new rows, as the fused one does.
             expect_zeros: in place of the formula.
+            in_waves: the layer's own kernel writes the new rows, and the layer attends wave by wave.
         """
         spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
         metadata = self.builder.build(0, self._common(spans))
@@ -220,18 +231,35 @@ class Model:
             rows = torch.cat([request.rows[index, list(span)] for request, span in spans])
             query = torch.cat([request.query[index, list(span)] for request, span in spans])
             new_rows = NewRows(rows[:, :LATENT], rows[:, LATENT:])
-            if layer_writes:
+            if layer_writes or in_waves:
                 cache, slots = impl.begin_decode(num_tokens)
                 cache[slots, 0] = rows
-            with impl.writing(None if layer_writes else new_rows):
-                layer = SimpleNamespace(_k_scale=None)
-                out, _ = impl.forward_mqa(tuple(query.split([LATENT, ROPE], -1)), None, metadata, layer)
+            parts, layer = tuple(query.split([LATENT, ROPE], -1)), SimpleNamespace(_k_scale=None)
+            if in_waves:
+                out = self._attend_in_waves(impl, parts, metadata.waves, layer)
+            else:
+                with impl.writing(None if layer_writes else new_rows):
+                    out, _ = impl.forward_mqa(parts, None, metadata, layer)
             owners = [request for request, span in spans for _ in span]
             expected = [attend(query[i], owners[i].rows[index, selected]) for i, selected in enumerate(selections)]
             torch.testing.assert_close(out, torch.stack(expected) * (not expect_zeros))
         for request, span in spans:
             request.num_computed = span.stop
         self.buffer.check_integrity()
+
+    def waves(self, *batch: tuple[Request, int]) -> Any:
+        """Those of a step."""
+        spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
+        return self.builder.build(0, self._common(spans)).waves
+
+    def _attend_in_waves(self, impl: Any, query: tuple[torch.Tensor, ...], waves: Any, layer: Any) -> torch.Tensor:
+        assert [wave.tokens.start for wave in waves[1:]] == [wave.tokens.stop for wave in waves[:-1]]
+        outputs = [
+            impl.of_wave(wave).forward_mqa(tuple(part[wave.tokens] for part in query), None, wave.metadata, layer)[0]
+            for wave in reversed(waves)  # in any order
+        ]
+        self.buffer.step.finish(impl.layer_index)
+        return torch.cat(outputs[::-1])
 
     def check_host(self, request: Request) -> None:
         """Every row that was computed is on the host, in every layer."""
@@ -343,6 +371,30 @@ def test_drafts(
         model.check_host(request)
     hits, misses = model.buffer.counts.take()
     assert hits > 0 and misses > 0
+
+
+@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_waves(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, query_len: int) -> None:
+    """Requests of a wave attend to their own rows; steps in which not all decode alike have no waves."""
+    backend = cuda_modules["backend"]
+    monkeypatch.setattr(cuda_modules["waves"], "MIN_REQUESTS", 3)
+    monkeypatch.setattr(backend, "join_query", lambda nope, rope: torch.cat((nope, rope), -1))
+    model = make_cuda_model(name, backend, monkeypatch, query_len=query_len)
+    requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
+    for request in requests:
+        model.start(request)
+        model.step((request, 9))
+    for _ in range(20 // query_len):
+        model.step(*((request, query_len) for request in requests), in_waves=True)
+    for request in requests:
+        model.check_host(request)
+    hits, misses = model.buffer.counts.take()
+    assert hits > 0 and misses > 0
+    short, *others = [(requests[i], max(query_len - (i == 0), 1)) for i in range(3)]
+    assert bool(model.waves(short, *others)) == (query_len == 1)
+    assert not model.waves(*others)
+    assert not model.waves(*others, (requests[0], query_len + 1))
 
 
 def test_groups_that_share_the_staging_memory(model: Model) -> None:

@@ -105,7 +105,7 @@ def test_counts_hits_and_misses_by_request_and_in_all() -> None:
 def test_prefill_seeds_the_latest_positions_that_fit(num_tokens: int) -> None:
     buffer = make_buffer()
     start(buffer, 40, [1, 2])
-    seeds = buffer.seeds(tensor(40), 0, num_tokens)
+    seeds = buffer.seeds(tensor(40), num_tokens)
     buffer.seed(1, seeds)
     expected, positions = [-1] * ROWS_PER_BLOCK, range(max(num_tokens - NUM_SLOTS, 0), num_tokens)
     for position in positions:
@@ -120,7 +120,7 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3])
     for num_tokens in (5, 9):
-        buffer.seed(0, buffer.seeds(tensor(40), 0, num_tokens))
+        buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
     assert hot(buffer, 0, 40) == [6, 7, 8, 3, 4, 5, -1]
     assert decode(buffer, 0, (40, 10, [3, 8, 2])).num_misses[0] == 1
     assert hot(buffer, 0, 40) == [6, 7, 8, 3, 2, 5, -1]
@@ -128,27 +128,48 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("num_tokens", [7, 12, 13])
 def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_tokens: int) -> None:
-    """As far as they are seeded; also where the blocks are more than the size that is guaranteed."""
+    """Also where the blocks are more than the size that is guaranteed."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
     buffer.change_hot_tables({40: (1, [50])})
-    buffer.seed(0, buffer.seeds(tensor(40), 0, num_tokens))
-    seeded = range(num_tokens - NUM_SLOTS, num_tokens)
-    assert hot(buffer, 0, 40, 50) == [slot if slot in seeded else -1 for slot in range(2 * ROWS_PER_BLOCK)]
-    assert decode(buffer, 0, (40, num_tokens, [num_tokens - 1, num_tokens - 6])).num_misses[0] == 0
+    buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
+    assert hot(buffer, 0, 40, 50) == [slot if slot < num_tokens else -1 for slot in range(2 * ROWS_PER_BLOCK)]
+    assert decode(buffer, 0, (40, num_tokens, [num_tokens - 1, 0])).num_misses[0] == 0
+
+
+def test_a_prompt_that_does_not_fit_fills_what_it_has_been_lent() -> None:
+    """Beside a request with more blocks and one with fewer, whose rows stay what they are."""
+    buffer = make_buffer()
+    for handle in (40, 45, 55):
+        start(buffer, handle, [1, 2, 3, 4, 5])
+    buffer.change_hot_tables({40: (1, [50]), 55: (1, [56, 57])})
+    for position in range(3):
+        decode(buffer, 0, (45, position, []), (55, position, []))
+    before = hot(buffer, 0, 45, 55, 56, 57)
+    for num_tokens in (9, 17):
+        buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
+    num_slots = 2 * ROWS_PER_BLOCK - 1
+    expected = [-1] * (2 * ROWS_PER_BLOCK)
+    for position in range(17 - num_slots, 17):
+        expected[position % num_slots] = position
+    assert hot(buffer, 0, 40, 50) == expected
+    assert hot(buffer, 0, 45, 55, 56, 57) == before
+    assert hot(buffer, 0, 0) == [-1] * ROWS_PER_BLOCK
+    assert decode(buffer, 0, (40, 17, [4, 16, 3])).num_misses[0] == 1
 
 
 def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_before() -> None:
-    """A streaming session: its first turn went further than what it keeps, and the next one's chunk is longer than what
-    is seeded of it."""
+    """A streaming session: its first turn went further than what it keeps."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
     buffer.change_hot_tables({40: (1, [50])})
     for position in range(5):
         decode(buffer, 0, (40, position, []))
-    buffer.seed(0, buffer.seeds(tensor(40), 3, 12))
-    assert hot(buffer, 0, 40, 50) == [0, 1, 2, -1, -1, -1, *range(6, 12), -1, -1]
-    assert decode(buffer, 0, (40, 12, [2, 3, 4])).num_misses[0] == 2
+    seeds = buffer.seeds(tensor(40), 12)
+    buffer.seed(0, seeds)
+    assert hot(buffer, 0, 40, 50) == [*range(12), -1, -1]
+    assert (seeds.first, seeds.last) == (0, 12), "rows of before are written again"
+    assert decode(buffer, 0, (40, 12, [2, 3, 4])).num_misses[0] == 0
 
 
 def test_rows_of_the_last_step_are_empty_when_the_first_block_goes() -> None:

@@ -104,7 +104,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         prefills = [span for span in known if span.num_tokens > max_query_len]
         for span in prefills:
             key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
-            seeds.append(buffer.seeds(handles[span.batch_index, None], span.first, span.seq_len))
+            seeds.append(buffer.seeds(handles[span.batch_index, None], span.seq_len))
         decodes = [span for span in known if span.num_tokens <= max_query_len]
         batch_indices = [span.batch_index for span in decodes]
         query_lens = torch.tensor([span.num_tokens for span in decodes], dtype=torch.int32)

@@ -158,7 +158,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return self.attend(query, positions >= 0, rows_of)
 
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
-        seeds = self.hot_buffer.seeds(chunk.handle, chunk.first, num_tokens)
+        seeds = self.hot_buffer.seeds(chunk.handle, num_tokens)
         self.hot.rows[seeds.hot_row_ids[0]] = self._load_rows(chunk, seeds.units)
         self.hot_buffer.seed(self.layer_index, seeds)
 

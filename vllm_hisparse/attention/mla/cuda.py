@@ -6,7 +6,9 @@ request with more query tokens than that attends over a staged copy of its histo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
+from vllm_hisparse.attention.mla.waves_cuda import Wave, join_query, make_waves
 from vllm_hisparse.compat import SelectionHook, ShortDecodes, attend_to_flat_rows, key_scale, replace_batch
 from vllm_hisparse.config import max_query_len
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
@@ -44,6 +47,7 @@ class HotMLAMetadata(AttentionMetadata):
         prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
         decode: vLLM's metadata of the decoding requests' tokens, each as if it were a request; or None.
         prefill_groups: the prefilling requests.
+        waves: of the decoding requests, where layers may run in waves.
     """
 
     num_actual_tokens: int
@@ -52,6 +56,7 @@ class HotMLAMetadata(AttentionMetadata):
     num_prefills: int
     decode: Any = None
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
+    waves: Sequence[Wave] = ()
     prefill: None = None
 
 
@@ -83,14 +88,27 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_tokens, num_prefills)
         handles = common.block_table_tensor[:num_decodes, 0]
-        drafts = self._query_lens.find(common, num_decodes)
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], *drafts)
+        query_lens, places = self._query_lens.find(common, num_decodes)
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], query_lens, places)
         if num_decodes:
-            metadata.decode = super().build(0, self._by_token(slice_requests(common, 0, num_decodes)))
-            metadata.decode.block_size = self.impl.decode_block_size
+            metadata.decode = self._build_decode(common, slice(0, num_decodes))
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
+        elif places is None:
+            metadata.waves = make_waves(self.impl.hot_buffer, num_decodes, partial(self._build_wave, common))
         return metadata
+
+    def _build_decode(self, common: CommonAttentionMetadata, requests: slice) -> Any:
+        """vLLM's metadata of decoding requests."""
+        part = slice_requests(common, requests.start, requests.stop)
+        metadata = super().build(0, self._by_token(part))
+        metadata.block_size = self.impl.decode_block_size
+        return metadata
+
+    def _build_wave(self, common: CommonAttentionMetadata, requests: slice) -> HotMLAMetadata:
+        num_requests = requests.stop - requests.start
+        num_tokens = num_requests * self._max_query_len
+        return HotMLAMetadata(num_tokens, num_requests, num_tokens, 0, self._build_decode(common, requests))
 
     def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
         if common.max_query_len == 1:
@@ -126,9 +144,11 @@ class HotMLACudaImpl(HotMLAImpl):
         decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
         staging: where prefilling requests' history is staged, shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
+        wave: the requests that this copy of the implementation serves; None: all.
     """
 
     decode_block_size = 1
+    wave: Wave | None = None
     vllm_class: ClassVar[type]
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
@@ -136,10 +156,12 @@ class HotMLACudaImpl(HotMLAImpl):
         self.staging, self.decode_cache = PrefillStaging(hot_buffer), self._decode_cache()
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing to do: the stream that selects is the one that reads the selection.
+        """Let the next wave select; otherwise, the stream that selects is the one that reads the selection.
 
         NOTE: vLLM records an event, which what torch 2.13 compiles of the generic class does not find when it runs.
         """
+        if self.wave is not None:
+            self.wave.selected.record()
 
     def forward_mqa(
         self,
@@ -148,6 +170,8 @@ class HotMLACudaImpl(HotMLAImpl):
         attn_metadata: HotMLAMetadata,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, None]:
+        if self.wave is not None:
+            return self._decode(q, attn_metadata, layer), None
         if not attn_metadata.prefill_groups:
             return self._decode_step(q, attn_metadata, layer), None
         num_tokens, query = attn_metadata.num_actual_tokens, q if isinstance(q, tuple) else (q,)
@@ -170,6 +194,12 @@ class HotMLACudaImpl(HotMLAImpl):
         step.begin(self.layer_index)
         return self.hot.rows.unsqueeze(1), step.by_token(step.newest_row_ids, num_tokens)
 
+    def of_wave(self, wave: Wave) -> Any:
+        """The implementation for the requests of a wave."""
+        impl = self._for_tokens(type(self), wave.tokens.start)
+        impl.wave = wave
+        return impl
+
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         """Write the new rows, attend, and bring the rows of all layers to the host after the last one."""
         if self.new_rows is not None:  # or the layer has begun, and written them
@@ -190,14 +220,15 @@ class HotMLACudaImpl(HotMLAImpl):
         self.staging.load(group, self.host_rows)
         self._write(self.new_rows[group.tokens], self.staging.cache, group.slots, layer)
         self.staging.store(group, self.layer_index, self.host_rows)
-        return self._vllm_impl(group.tokens.start).forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
+        impl = self._for_tokens(self.vllm_class, group.tokens.start)
+        return impl.forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
 
-    def _vllm_impl(self, first_token: int) -> Any:
-        """vLLM's implementation of this layer, for the step's tokens from `first_token` on.
+    def _for_tokens(self, impl_class: type, first_token: int) -> Any:
+        """An implementation of this layer for the step's tokens from `first_token` on.
 
-        NOTE: it reads selections from the start of the buffer, and of this layer's subclass it needs nothing.
+        NOTE: vLLM's code reads selections from the start of the buffer, and of this layer's subclass it needs nothing.
         """
-        impl = object.__new__(self.vllm_class)
+        impl = object.__new__(impl_class)
         impl.__dict__.update(self.__dict__)
         impl.topk_indices_buffer = self.topk_indices_buffer[first_token:]
         return impl
@@ -212,10 +243,10 @@ class HotMLACudaImpl(HotMLAImpl):
         Returns:
             Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
         """
-        step = self.hot_buffer.step
-        self.hot_buffer.copies.swap_in(self.layer_index, step.by_request(top_k))
-        hot_row_ids = step.resolved.hot_row_ids.view(-1, top_k.shape[1])
-        return tuple(step.by_token(values, len(top_k)) for values in (hot_row_ids, step.resolved.num_valid))
+        step, requests = self.hot_buffer.step, None if self.wave is None else self.wave.requests
+        resolved = self.hot_buffer.copies.swap_in(self.layer_index, step.by_request(top_k), requests)
+        hot_row_ids = resolved.hot_row_ids.view(-1, top_k.shape[1])
+        return tuple(step.by_token(values, len(top_k)) for values in (hot_row_ids, resolved.num_valid))
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)
@@ -237,6 +268,11 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
         # page that is not whole may be missing in the shape.
         num_pages, width = len(rows) // BLOCK_SIZE, rows.shape[1]
         return rows.as_strided((num_pages, BLOCK_SIZE, width), (BLOCK_SIZE * width, width, 1))
+
+    def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
+        if self.wave is not None:  # vLLM would join the parts of the query in memory that all waves share
+            q = join_query(*q)
+        return super()._decode(q, metadata, layer)
 
 
 class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):

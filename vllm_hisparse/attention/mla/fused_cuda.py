@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,6 +13,7 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
 from vllm_hisparse.attention.mla.base import HotBufferLayer, HotMLAAttention, NewRows
+from vllm_hisparse.attention.mla.waves_cuda import run_in_waves
 from vllm_hisparse.compat import wraps_indexer_and_attention
 
 
@@ -48,6 +50,20 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
             kv_c, k_pe: as in `NewRows`.
         """
         return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
+
+    def select_and_attend(self, run: Callable[..., None], tensors: Sequence[torch.Tensor | None]) -> None:
+        """Run indexer and attention, in waves if the step has them.
+
+        Args:
+            run: vLLM's, which takes a layer and the tensors.
+            tensors: [tokens, ...] each.
+        """
+        metadata, *_ = get_attention_context(self.layer_name)
+        if not self._kernel_writes_rows(len(tensors[0])) or not metadata.waves:
+            run(self, *tensors)
+            return
+        run_in_waves(self, run, tensors, metadata.waves)
+        self.impl.hot_buffer.step.finish(self.impl.layer_index)
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:
         """Whether the fused kernel writes the rows of a step of so many tokens: all are of requests that decode.

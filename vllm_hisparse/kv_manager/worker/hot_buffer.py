@@ -50,6 +50,11 @@ class HotBufferShape:
     max_query_len: int = 1
     state_columns: Sequence[int] = ()
 
+    def holds_all(self, num_requests: int) -> bool:
+        """Whether so many sequences may all be wholly hot, however long they are."""
+        longest = self.max_blocks * self.block_size
+        return num_requests * longest <= self.num_device_blocks * self.rows_per_hot_block
+
 
 @dataclass(frozen=True)
 class Seeds:
@@ -60,6 +65,7 @@ class Seeds:
         first, last: the units, half-open.
         hot_row_ids: [num_heads, last - first] int64 flat hot row of each.
         entries: [num_heads, last - first] int64 entry of each in a residency.
+        held: [num_heads, last - first] int32 unit of each entry; -1 where there is no slot for it.
         stale_entries: [num_heads, n] int64 of hot rows that become empty.
     """
 
@@ -68,6 +74,7 @@ class Seeds:
     last: int
     hot_row_ids: torch.Tensor
     entries: torch.Tensor
+    held: torch.Tensor
     stale_entries: torch.Tensor
 
     @property
@@ -186,54 +193,56 @@ class HotBuffer(ABC):
         last_certain = held.amax((1, 2), keepdim=True) - self.shape.max_query_len
         self._positions[:, parts] = held.where(held <= last_certain, -1)
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
+    def swap_in(self, layer_index: int, top_k: torch.Tensor, requests: slice | None = None) -> Resolved:
         """Make one layer's selection hot.
 
         Args:
             layer_index: of the layer. If it does not select, its selection has been resolved, and rows are copied.
             top_k: [batch, num_selected * max_query_len] int32 positions of the decoding requests, padding included; of
                 a dense model units, and a batch entry per KV head.
+            requests: those whose selection it is, while kernels run for others; None: all.
         """
         residency, step, layer = self.residency[layer_index], self.step, self.layers[layer_index]
         assert step.tables is not None
-        counts, resolved = self.counts.by_state, step.resolved
+        tables, resolved, is_part = step.tables, step.resolved, requests is not None
+        if is_part:
+            tables, resolved = tables.part(requests), resolved.part(requests)
         if self.selects[layer_index]:
-            self.ops.swap_in(residency, step.tables, top_k, layer.host, layer.hot, counts, resolved)
+            hot, counts = layer.hot, self.counts.by_state
+            self.ops.swap_in(residency, tables, top_k, layer.host, hot, counts, resolved, beside_others=is_part)
         else:
             self.ops.gather(layer.host, layer.hot, resolved, len(top_k))
         return resolved
 
-    def seeds(self, handle: torch.Tensor, first: int, num_tokens: int) -> Seeds:
+    def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
         """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot
-        u if a next token would fit into the request's hot blocks (`SwapInOps`), else in slot `u % num_slots`.
+        u if a next token would fit into the request's hot blocks (`SwapInOps`), else the latest units, as many as there
+        are slots for, in slot u modulo their number.
+
+        NOTE: how many hot blocks a request has is known on the device; the host knows the most that any request has.
 
         Args:
             handle: [1] int32 first hot block of the request.
-            first: position of the chunk's first token.
             num_tokens: of the request, the chunk's included.
         """
-        last_unit = num_tokens // self.heads.tokens_per_unit
-        first_unit = max(last_unit - self.num_slots, 0)
+        last_unit, num_new = num_tokens // self.heads.tokens_per_unit, self.shape.max_query_len
+        first_unit = max(last_unit - max(self.requests.most_hot_rows() - num_new, 0), 0)
         states, hot = self.requests.find_states(handle), self.layers[0].hot
-        tables, num_rows = self.requests.hot_tables[states], self.requests.num_hot_rows[states, None]
+        tables, num_rows = self.requests.hot_tables[states], self.requests.num_hot_rows[states, None].long()
+        num_slots = (num_rows - num_new).clamp_min(1)
         units = torch.arange(first_unit, last_unit, device=handle.device)
-        fits = -(-num_tokens // self.heads.tokens_per_unit) + self.shape.max_query_len <= num_rows
-        slots = units.where(fits, units % self.num_slots)
-        num_all = tables.shape[1] * hot.rows_per_block
-        beyond = torch.arange(self.num_slots if first_unit else num_all, num_all, device=handle.device)
-        # NOTE: a streaming session's turn computes positions again, whose rows of before are in their own slots.
-        again = torch.arange(min(first // self.heads.tokens_per_unit, first_unit), first_unit, device=handle.device)
-        stale = [
-            hot.entries(tables, part.clamp_max(num_all - 1).expand(len(tables), -1)).masked_fill(is_kept, 0)
-            for part, is_kept in ((beyond, fits), (again, ~fits))
-        ]  # entry 0 is one of the null block
-        return Seeds(
+        fits = -(-num_tokens // self.heads.tokens_per_unit) + num_new <= num_rows
+        is_kept = fits | (units >= last_unit - num_slots)
+        slots = units.where(fits, units % num_slots)
+        reserved = num_slots + torch.arange(num_new, device=handle.device)
+        return Seeds(  # where nothing is kept, row and entry 0, which are of the null block
             states,
             first_unit,
             last_unit,
-            hot.flat_row_ids(tables, slots),
-            hot.entries(tables, slots),
-            torch.cat(stale, 1),
+            hot.flat_row_ids(tables, slots).where(is_kept, 0),
+            hot.entries(tables, slots).where(is_kept, 0),
+            units.where(is_kept, -1).int(),
+            hot.entries(tables, reserved).where(~fits, 0),
         )
 
     def seed(self, layer_index: int, seeds: Seeds) -> None:
@@ -243,9 +252,9 @@ class HotBuffer(ABC):
             layer_index: of the layer.
             seeds: from `seeds`.
         """
-        residency, units = self.residency[layer_index], seeds.units.int()
+        residency = self.residency[layer_index]
         residency.positions[seeds.stale_entries] = -1
-        residency.positions[seeds.entries] = residency.last_uses[seeds.entries] = units
+        residency.positions[seeds.entries] = residency.last_uses[seeds.entries] = seeds.held
 
     def staging_memory(self) -> torch.Tensor:
         """Device memory for the longest request in one layer, shared by all layers; allocated when first asked for.

@@ -150,7 +150,7 @@ class PrefillStaging:
     def _make_plan(
         self, request: PrefillRequest, request_index: torch.Tensor, key_spans: tuple[KeySpan, ...]
     ) -> PrefillPlan:
-        seeds, heads = self.hot_buffer.seeds(request.handle, request.first, request.last), self.hot_buffer.heads
+        seeds, heads = self.hot_buffer.seeds(request.handle, request.last), self.hot_buffer.heads
         units, units_per_block = seeds.units, self.block_size // heads.tokens_per_unit
         parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
         staged_seeds = parts * units_per_block + units % units_per_block

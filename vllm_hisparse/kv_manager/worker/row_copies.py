@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+    from vllm_hisparse.ops.base import Resolved
 
 
 class RowCopies:
@@ -25,23 +26,25 @@ class RowCopies:
     def __init__(self, hot_buffer: MLAHotBuffer):
         self.hot_buffer = hot_buffer
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> None:
-        """Make a layer's selection hot, as `HotBuffer.swap_in`."""
+    def swap_in(self, layer_index: int, top_k: torch.Tensor, requests: slice | None = None) -> Resolved:
+        """Make a layer's selection hot, as `HotBuffer.swap_in`; that of some requests only where no layers share."""
         if not self.hot_buffer.selects[layer_index]:
             torch.cuda.current_stream().wait_event(self._copied[layer_index])
-            return
-        self.hot_buffer.swap_in(layer_index, top_k)
+            return self.hot_buffer.step.resolved
+        resolved = self.hot_buffer.swap_in(layer_index, top_k, requests)
         sharing = range(layer_index + 1, layer_index + self.hot_buffer.residency[layer_index].num_layers)
         if not sharing:
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+            return resolved
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for index in sharing:
                 self.hot_buffer.swap_in(index, top_k)
                 self._copied[index].record()
+        return resolved
 
     @cached_property
-    def _stream(self) -> torch.cuda.Stream:
+    def stream(self) -> torch.cuda.Stream:
+        """The second stream."""
         return torch.cuda.Stream(self.hot_buffer.device)
 
     @cached_property

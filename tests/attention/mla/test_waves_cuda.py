@@ -1,0 +1,160 @@
+"""How a layer runs in waves: what each wave sees, and on which stream. vLLM's indexer and attention are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends.mla.indexer import DeepSeekV32IndexerDecodeMetadata, DeepseekV32IndexerMetadata
+
+from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+
+KEYS = ["0.indexer", "1.indexer"]
+
+
+@pytest.fixture
+def waves(cuda_modules: dict[str, ModuleType]) -> ModuleType:
+    return cuda_modules["waves"]
+
+
+@dataclass(frozen=True)
+class Context:
+    attn_metadata: dict[str, Any]
+    no_compile_layers: dict[str, Any]
+
+
+class Metadata(SimpleNamespace):
+    """Of attention layers."""
+
+
+class Layer:
+    def __init__(self, impl: Any):
+        self.impl, self.topk_indices_buffer, self.name = impl, torch.arange(100), "layer"
+
+
+def indexer_metadata(num_requests: int, num_tokens: int, seq_lens: torch.Tensor) -> DeepseekV32IndexerMetadata:
+    """Of a step in which every request decodes."""
+    rows = len(seq_lens)
+    decode = DeepSeekV32IndexerDecodeMetadata(
+        block_table=torch.arange(rows * 2).view(rows, 2),
+        seq_lens=seq_lens,
+        decode_lens=torch.arange(rows),
+        requires_padding=False,
+        schedule_metadata=torch.empty(0),
+    )
+    slots = torch.arange(num_tokens)
+    return DeepseekV32IndexerMetadata(seq_lens, 100, slots, num_requests, num_tokens, 0, 0, decode)
+
+
+def run(
+    waves: ModuleType, monkeypatch: pytest.MonkeyPatch, indexer: DeepseekV32IndexerMetadata, query_len: int
+) -> list[str]:
+    """Run a layer of three requests in two waves; what happened, in order."""
+    events: list[str] = []
+    current = ["main"]
+
+    def stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name,
+            wait_event=lambda event: events.append(f"{name} waits for {event.name}"),
+            wait_stream=lambda other: events.append(f"{name} waits for {other.name}"),
+        )
+
+    @contextmanager
+    def on(used: SimpleNamespace) -> Iterator[None]:
+        before, current[0] = current[0], used.name
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream(current[0]))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(name="the first selection"))
+    monkeypatch.setattr(waves, "num_compute_units", lambda _: 7)
+    monkeypatch.setattr(
+        waves, "get_paged_mqa_logits_metadata", lambda lens, page_size, sms: (lens.tolist(), page_size, sms, *current)
+    )
+    layers = dict.fromkeys(KEYS, SimpleNamespace(kv_cache=torch.zeros(9, 64, 132)))
+    draft, whole = SimpleNamespace(), Metadata(waves="all")
+    context = [Context({"0": whole, "1": whole, "draft": draft} | dict.fromkeys(KEYS, indexer), layers)]
+
+    @contextmanager
+    def override(other: Context) -> Iterator[None]:
+        before, context[0] = context[0], other
+        yield
+        context[0] = before
+
+    monkeypatch.setattr(waves, "get_forward_context", lambda: context[0])
+    monkeypatch.setattr(waves, "override_forward_context", override)
+    buffer = SimpleNamespace(copies=SimpleNamespace(stream=stream("second")))
+    impl = SimpleNamespace(hot_buffer=buffer, of_wave=lambda wave: f"impl of {wave.requests.start}")
+    num_tokens = 3 * query_len
+    layer = Layer(impl)
+    made = [
+        waves.Wave(slice(first, last), query_len, lambda part: Metadata(first=part.start))
+        for first, last in ((0, 1), (1, 3))
+    ]
+
+    def select_and_attend(part: Any, tokens: torch.Tensor, nothing: None) -> None:
+        found = context[0].attn_metadata
+        assert nothing is None and part.name == "layer" and part.topk_indices_buffer[0] == tokens[0]
+        assert found["0"] is found["1"] and found["draft"] is draft and found[KEYS[0]] is found[KEYS[1]]
+        decode = found[KEYS[0]].decode
+        sizes = found[KEYS[0]].num_decodes, found[KEYS[0]].num_decode_tokens
+        assert len(decode.seq_lens) == len(decode.block_table) == len(decode.decode_lens)
+        assert decode.schedule_metadata == (decode.seq_lens.tolist(), 64, 7, "main"), "made before waves begin"
+        events.append(f"{current[0]}: {part.impl}, tokens {tokens.tolist()}, {found['0'].first}, {sizes}")
+        events.append(f"lengths {decode.seq_lens.tolist()}, tables {decode.block_table[:, 0].tolist()}")
+
+    waves.run_in_waves(layer, select_and_attend, (torch.arange(num_tokens), None), made)
+    assert context[0].attn_metadata["0"] is whole and layer.impl is impl
+    return events
+
+
+def test_the_second_wave_begins_when_the_first_has_selected(waves: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer = indexer_metadata(3, 3, torch.tensor([[5], [6], [7]]))
+    assert run(waves, monkeypatch, indexer, 1) == [
+        "main: impl of 0, tokens [0], 0, (1, 1)",
+        "lengths [[5]], tables [0]",
+        "second waits for the first selection",
+        "second: impl of 1, tokens [1, 2], 1, (2, 2)",
+        "lengths [[6], [7]], tables [2, 4]",
+        "main waits for second",
+    ]
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_drafts(waves: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bool) -> None:
+    """vLLM's indexer has a row for each request, or one for each token."""
+    lengths = [[4, 5], [5, 6], [6, 7]]
+    seq_lens = torch.tensor(lengths).view(6, 1) if by_token else torch.tensor(lengths)
+    events = run(waves, monkeypatch, indexer_metadata(3, 6, seq_lens), 2)
+    assert [event for event in events if "tokens" in event] == [
+        "main: impl of 0, tokens [0, 1], 0, (1, 2)",
+        "second: impl of 1, tokens [2, 3, 4, 5], 1, (2, 4)",
+    ]
+    assert [event for event in events if "lengths" in event] == (
+        ["lengths [[4], [5]], tables [0, 2]", "lengths [[5], [6], [6], [7]], tables [4, 6, 8, 10]"]
+        if by_token
+        else ["lengths [[4, 5]], tables [0]", "lengths [[5, 6], [6, 7]], tables [2, 4]"]
+    )
+
+
+def test_which_steps_have_waves(waves: ModuleType) -> None:
+    """Steps of many requests that may miss rows, where every layer selects."""
+    shape = HotBufferShape(99, 99, 64, 2, 8, 10, 64, 500, max_hot_blocks=20, rows_per_hot_block=40)
+    buffer = SimpleNamespace(shape=shape, selects=[True, True])
+
+    def requests_of(num_requests: int, **changes: Any) -> list[slice]:
+        changed = SimpleNamespace(**{**vars(buffer), **changes})
+        return [wave.requests for wave in waves.make_waves(changed, num_requests, lambda _: None)]
+
+    assert requests_of(33) == [slice(0, 16), slice(16, 33)]
+    assert requests_of(waves.MIN_REQUESTS - 1) == []
+    assert requests_of(31) == [], "as many of the longest sequences fit into 20,000 hot rows"
+    assert requests_of(33, selects=[True, False]) == []
+    assert requests_of(33, shape=replace(shape, num_device_blocks=600)) == []

@@ -1,0 +1,149 @@
+"""Decode steps in waves: rows of one wave are copied while another one selects or attends.
+
+A layer's copies need its selection, and its attention needs its copies. Without waves the link is idle while a layer
+computes, and the device while it copies. So where rows may be missed, the requests of a step are divided: each wave
+runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the one before it has
+selected. In a CUDA graph, waves become branches of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm._custom_ops import concat_mla_q
+from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
+
+if TYPE_CHECKING:
+    from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
+    from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer
+
+NUM_WAVES = 2
+MIN_REQUESTS = 24  # of a step in waves; below, launching more kernels costs more than is hidden
+
+
+class Wave:
+    """Consecutive decoding requests of a step. What is costly is made when a step runs, not when a graph replays it.
+
+    Args:
+        requests: which, in the step's batch.
+        query_len: new tokens of each.
+        build: makes their metadata.
+
+    Attributes:
+        tokens: of the step.
+    """
+
+    def __init__(self, requests: slice, query_len: int, build: Callable[[slice], HotMLAMetadata]):
+        self.requests, self.tokens = requests, slice(requests.start * query_len, requests.stop * query_len)
+        self._build = build
+
+    @cached_property
+    def metadata(self) -> HotMLAMetadata:
+        """Of these requests alone."""
+        return self._build(self.requests)
+
+    @cached_property
+    def selected(self) -> torch.cuda.Event:
+        """Recorded when a layer has selected for them."""
+        return torch.cuda.Event()
+
+    @cached_property
+    def attn_metadata(self) -> dict[str, Any]:
+        """What vLLM's forward context has for each layer, of these requests alone."""
+        context, indexers = get_forward_context(), {}
+        found = dict(context.attn_metadata)
+        for name, metadata in found.items():
+            if type(metadata) is type(self.metadata):
+                found[name] = self.metadata
+            elif isinstance(metadata, DeepseekV32IndexerMetadata):
+                if id(metadata) not in indexers:
+                    page_size = context.no_compile_layers[name].kv_cache.shape[1]
+                    indexers[id(metadata)] = self._indexer_metadata(metadata, page_size)
+                found[name] = indexers[id(metadata)]
+        return found
+
+    def _indexer_metadata(self, metadata: DeepseekV32IndexerMetadata, page_size: int) -> DeepseekV32IndexerMetadata:
+        """The indexer's part for these requests.
+
+        Args:
+            metadata: of all requests of a step in which every one decodes.
+            page_size: tokens of a block of indexer keys.
+        """
+        decode, num_requests = metadata.decode, self.requests.stop - self.requests.start
+        rows = self.requests if len(decode.decode_lens) == metadata.num_decodes else self.tokens
+        seq_lens = decode.seq_lens[rows]
+        part = replace(
+            decode,
+            block_table=decode.block_table[rows],
+            seq_lens=seq_lens,
+            decode_lens=decode.decode_lens[rows],
+            schedule_metadata=get_paged_mqa_logits_metadata(
+                seq_lens, page_size, num_compute_units(seq_lens.device.index)
+            ),
+        )
+        num_tokens = self.tokens.stop - self.tokens.start
+        return replace(metadata, num_decodes=num_requests, num_decode_tokens=num_tokens, decode=part)
+
+
+def make_waves(hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], HotMLAMetadata]) -> Sequence[Wave]:
+    """The waves of a step in which so many requests decode; none if it is better done at once.
+
+    Layers that share an indexer need none: copies of those that follow are hidden anyway.
+    """
+    shape = hot_buffer.shape
+    if num_requests < MIN_REQUESTS or shape.holds_all(num_requests) or not all(hot_buffer.selects):
+        return ()
+    ends = [num_requests * (index + 1) // NUM_WAVES for index in range(NUM_WAVES)]
+    return [
+        Wave(slice(first, last), shape.max_query_len, build) for first, last in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def run_in_waves(
+    layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], waves: Sequence[Wave]
+) -> None:
+    """Run indexer and attention of a layer.
+
+    Args:
+        layer: whose implementation is a `HotMLACudaImpl`.
+        run: vLLM's indexer and attention: takes a layer and the tensors.
+        tensors: [tokens, ...] each, of the whole step.
+        waves: of the step.
+    """
+    main, second = torch.cuda.current_stream(), layer.impl.hot_buffer.copies.stream
+    context = get_forward_context()
+    contexts = [replace(context, attn_metadata=wave.attn_metadata) for wave in waves]  # all on the main stream
+    for index, (wave, wave_context) in enumerate(zip(waves, contexts, strict=True)):
+        stream = second if index else main
+        if index:
+            stream.wait_event(waves[index - 1].selected)
+        with torch.cuda.stream(stream), override_forward_context(wave_context):
+            run(_of_wave(layer, wave), *(None if tensor is None else tensor[wave.tokens] for tensor in tensors))
+    main.wait_stream(second)
+
+
+def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """The query of some tokens, [tokens, heads, kv_lora_rank + qk_rope_head_dim].
+
+    Args:
+        nope: [tokens, heads, kv_lora_rank].
+        rope: [tokens, heads, qk_rope_head_dim].
+    """
+    query = nope.new_empty(*nope.shape[:2], nope.shape[2] + rope.shape[2])
+    concat_mla_q(nope, rope, query)
+    return query
+
+
+def _of_wave(layer: Any, wave: Wave) -> Any:
+    """The layer as its part for a wave sees it: vLLM reads selections from the start of the buffer."""
+    part = object.__new__(type(layer))
+    selections = layer.topk_indices_buffer[wave.tokens.start :]
+    part.__dict__.update(layer.__dict__, impl=layer.impl.of_wave(wave), topk_indices_buffer=selections)
+    return part
