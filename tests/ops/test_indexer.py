@@ -126,6 +126,8 @@ def scores(query: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> np.ndarr
 def check_selection(selected: np.ndarray, all_scores: np.ndarray, position: int, top_k: int) -> None:
     """The best `top_k` positions up to `position`, once each; rounding may swap equals."""
     valid = selected[selected >= 0]
+    if position < top_k:
+        assert valid.tolist() == list(range(position + 1)), "all of them, in order"
     assert len(valid) == len(set(valid)) == min(top_k, position + 1)
     assert (selected[len(valid) :] == -1).all()
     assert valid.max(initial=-1) <= position

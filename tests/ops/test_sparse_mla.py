@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -47,6 +49,40 @@ def test_agrees_with_float64_and_ignores_invalid_rows(
     expected = reference(query, rows, valid, 0.3, rank)
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not out[~valid.any(1)].any(), "a token without rows must give zeros"
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 6),
+    history=st.integers(0, 5),
+    k=st.integers(1, 9),
+    chunk=st.integers(1, 4),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_masked_rows_count_nothing(
+    seed: int, tokens: int, history: int, k: int, chunk: int, dtype: torch.dtype
+) -> None:
+    """The last tokens of a sequence, in any chunks, each with a selection of its own or with none."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(history + tokens, 12, generator=generator).to(dtype)
+    query = torch.randn(tokens, 2, 12, generator=generator).to(dtype)
+    selected = torch.full((tokens, k), -1)
+    for token in range(tokens):
+        num_valid = int(torch.randint(0, min(k, history + token + 1) + 1, (), generator=generator))
+        places = torch.randperm(k, generator=generator)[:num_valid]
+        selected[token, places] = torch.randperm(history + token + 1, generator=generator)[:num_valid]
+    out = torch.full((tokens, 2, 8), float("nan"), dtype=dtype)
+    with mock.patch.object(ops, "QUERIES_PER_CHUNK", chunk):
+        ops.masked_mla(query, rows, selected, 0.3, 8, out)
+    expected = reference(query, rows[selected], selected >= 0, 0.3, 8)
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("first", "num_tokens", "expected"), [(0, 15, 0), (0, 16, 16), (0, 99, 40), (30, 20, 10), (40, 20, 0), (99, 20, 0)]
+)
+def test_tokens_with_few_rows_before_them_attend_over_all(first: int, num_tokens: int, expected: int) -> None:
+    assert ops.num_masked(10, first, num_tokens) == expected
 
 
 def test_tokens_without_valid_rows_give_zeros_beside_others() -> None:

@@ -10,6 +10,7 @@ import torch
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 MAX_SCORE_ELEMENTS = 1 << 24  # scores per head held at once
+QUERIES_PER_CHUNK = 64  # at most: few keys that a chunk's last query sees, and its first does not, are scored
 
 
 def ue8m0_scale(amax: torch.Tensor, floor: float) -> torch.Tensor:
@@ -88,7 +89,7 @@ def load_keys(cache: torch.Tensor, head_dim: int, blocks: torch.Tensor) -> torch
 def select_top_k(
     query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Positions of the best-scored keys at or before each query.
+    """Positions of the best-scored keys at or before each query; all of them, in order, if there are no more.
 
     Args:
         query: [batch, queries, heads, head_dim] of any float dtype.
@@ -100,17 +101,31 @@ def select_top_k(
     Returns:
         [batch, queries, top_k] int32, -1 where there are fewer valid keys.
     """
-    batch, num_queries, num_heads, _ = query.shape
-    num_keys = keys.shape[1]
-    scores = torch.empty(batch, num_queries, num_keys)
-    chunk = max(1, MAX_SCORE_ELEMENTS // (batch * num_heads * num_keys))
-    for start in range(0, num_queries, chunk):
+    order = torch.arange(top_k, dtype=torch.int32)
+    selected = order.where(order <= positions[..., None], -1)
+    chunk = max(1, min(QUERIES_PER_CHUNK, MAX_SCORE_ELEMENTS // (keys.shape[1] * query.shape[0] * query.shape[2])))
+    for start in range(0, query.shape[1], chunk):
         part = slice(start, start + chunk)
-        logits = torch.bmm(query[:, part].float().flatten(1, 2), keys.transpose(1, 2)).relu_()
-        logits = logits.unflatten(1, (-1, num_heads))
-        scores[:, part] = torch.einsum("bqhk,bqh->bqk", logits, weights[:, part].float())
-    scores.masked_fill_(torch.arange(num_keys) > positions[..., None], float("-inf"))
-    best = scores.topk(min(top_k, num_keys), dim=-1)
-    selected = torch.full((batch, num_queries, top_k), -1, dtype=torch.int32)
-    selected[..., : best.indices.shape[-1]] = torch.where(best.values.isinf(), -1, best.indices).int()
+        last = positions[:, part]
+        if (num_keys := int(last.max()) + 1) <= top_k:
+            continue
+        scores = score_keys(query[:, part], keys[:, :num_keys], weights[:, part])
+        scores.masked_fill_(torch.arange(num_keys) > last[..., None], float("-inf"))
+        best = scores.topk(top_k, dim=-1).indices.int()
+        selected[:, part] = best.where(last[..., None] >= top_k, selected[:, part])
     return selected
+
+
+def score_keys(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Scores of all keys (equation 1).
+
+    Args:
+        query: [batch, queries, heads, head_dim] of any float dtype.
+        keys: [batch, context, head_dim] float32.
+        weights: [batch, queries, heads] float32.
+
+    Returns:
+        [batch, queries, context] float32.
+    """
+    products = torch.bmm(query.float().flatten(1, 2), keys.transpose(1, 2)).relu_()
+    return torch.einsum("bqhk,bqh->bqk", products.unflatten(1, query.shape[1:3]), weights.float())

@@ -30,16 +30,35 @@ def without_gaps(ids: torch.Tensor) -> torch.Tensor:
     return ids.where(ids >= 0, ids.amax(-1, keepdim=True)).clamp_min(0)
 
 
-def take_paged_rows(cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows of a paged cache: [*blocks.shape, row elements].
+class PagedRows:
+    """A paged cache as one list of rows.
 
-    Args:
-        cache: [num_blocks, block_size, row elements] of any dtype, with contiguous rows.
-        blocks, offsets: int64 block and place in the block of each, of one shape.
+    Attributes:
+        rows: [rows, row elements]; they may overlap, those of the cache do not.
     """
-    num_blocks, block_size, width = cache.shape
-    block_stride, row_stride = cache.stride()[:2]
-    stride = gcd(block_stride, row_stride)  # of rows that may overlap; of those asked for, none does
-    last = (num_blocks - 1) * block_stride + (block_size - 1) * row_stride
-    rows = cache.as_strided((last // stride + 1, width), (stride, 1), cache.storage_offset())
-    return take_rows(rows, blocks * (block_stride // stride) + offsets * (row_stride // stride))
+
+    def __init__(self, cache: torch.Tensor):
+        """View a cache.
+
+        Args:
+            cache: [num_blocks, block_size, row elements] of any dtype, with contiguous rows.
+        """
+        num_blocks, self.block_size, width = cache.shape
+        block_stride, row_stride = cache.stride()[:2]
+        stride = gcd(block_stride, row_stride)
+        last = (num_blocks - 1) * block_stride + (self.block_size - 1) * row_stride
+        self.rows = cache.as_strided((last // stride + 1, width), (stride, 1), cache.storage_offset())
+        self._block_step, self._row_step = block_stride // stride, row_stride // stride
+
+    def ids(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Ids of rows in `rows`: int64, of the shape of `positions`, -1 where this is -1.
+
+        Args:
+            tables: [..., blocks] block ids of any integer dtype; of `positions`' dimensions, or of one.
+            positions: [..., k] int64 positions of a line's table; -1 is none.
+        """
+        known = positions.clamp_min(0)
+        blocks = known // self.block_size
+        block_ids = (tables[blocks] if tables.dim() == 1 else tables.gather(-1, blocks)).long()
+        row_ids = block_ids * self._block_step + (known - blocks * self.block_size) * self._row_step
+        return row_ids.where(positions >= 0, -1)

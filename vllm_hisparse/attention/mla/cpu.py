@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
@@ -11,7 +12,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl
 from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
-from vllm_hisparse.ops.take_rows import take_rows, without_gaps
+from vllm_hisparse.ops.take_rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         return HotMLACpuMetadata(
             common.num_actual_tokens,
             common.block_table_tensor,
-            request_of_token=torch.empty(0),
+            single_requests=torch.empty(0),
+            single_tokens=torch.empty(0),
+            prompts=(),
             num_decodes=num_reqs,
             num_decode_tokens=common.num_actual_tokens,
             decode_tokens=decode_tokens.long(),
@@ -140,9 +143,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         top_k = self.topk_indices_buffer[decode_tokens].where(is_token[:, :, None], -1)
         resolved = self.hot_buffer.swap_in(self.layer_index, top_k.flatten(1))
         selected = resolved.hot_row_ids[:batch].view_as(top_k)[is_token]
-        out[tokens] = self.attend(
-            query[tokens], selected >= 0, lambda chunk: take_rows(self.hot.rows, without_gaps(selected[chunk]))
-        )
+        out[tokens] = self.attend(query[tokens], self.hot.rows, selected)
         step.finish(self.layer_index)
 
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
@@ -150,24 +151,21 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         block_size = self.hot_buffer.shape.block_size
         self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_table, block_size)
         self._seed(chunk, chunk.first + len(new_rows))
-        positions = self.topk_indices_buffer[chunk.tokens].long()
-
-        def rows_of(tokens: slice) -> torch.Tensor:
-            return self._load_rows(chunk, without_gaps(positions[tokens]))
-
-        return self.attend(query, positions >= 0, rows_of)
+        selected = self.topk_indices_buffer[chunk.tokens].long()
+        return self.attend_prompt(query, selected, chunk.first, self.host_rows, partial(self._host_row_ids, chunk))
 
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
         seeds = self.hot_buffer.seeds(chunk.handle, num_tokens)
-        self.hot.rows[seeds.hot_row_ids[0]] = self._load_rows(chunk, seeds.units)
+        self.hot.rows[seeds.hot_row_ids[0]] = take_rows(self.host_rows, self._host_row_ids(chunk, seeds.units))
         self.hot_buffer.seed(self.layer_index, seeds)
 
-    def _load_rows(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of a request from the host pool.
+    def _host_row_ids(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of a request in the host pool: int64, -1 where `positions` is.
 
         Args:
-            positions: int64, any shape.
+            positions: int64, any shape; -1 is none.
         """
-        block_size = self.hot_buffer.shape.block_size
-        row_ids = chunk.host_table[positions // block_size].long() * block_size + positions % block_size
-        return take_rows(self.host_rows, row_ids)
+        block_size, known = self.hot_buffer.shape.block_size, positions.clamp_min(0)
+        blocks = known // block_size
+        row_ids = chunk.host_table[blocks].long() * block_size + known - blocks * block_size
+        return row_ids.where(positions >= 0, -1)

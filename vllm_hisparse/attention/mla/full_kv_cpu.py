@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +22,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.layout import BLOCK_SIZE
-from vllm_hisparse.ops.sparse_mla import sparse_mla, tokens_per_chunk
-from vllm_hisparse.ops.take_rows import take_paged_rows, without_gaps
+from vllm_hisparse.ops.sparse_mla import masked_mla, num_masked, sparse_mla, tokens_per_chunk
+from vllm_hisparse.ops.take_rows import PagedRows, take_rows, without_gaps
 
 BACKEND_NAME = "HISPARSE_MLA_CPU"
 
@@ -33,13 +35,17 @@ class SparseMLACpuMetadata(AttentionMetadata):
     Attributes:
         num_actual_tokens: tokens of the step.
         block_table: [num_requests, blocks] int32.
-        request_of_token: [num_actual_tokens] int64.
+        single_requests: [requests with one token] int64 index of each.
+        single_tokens: int64 of the same shape, index of its token.
+        prompts: (index, its tokens in the step, position of the first) of each request with more tokens.
         num_decodes, num_decode_tokens, num_prefills: read by `MLAAttention`; every token takes `forward_mqa`.
     """
 
     num_actual_tokens: int
     block_table: torch.Tensor
-    request_of_token: torch.Tensor
+    single_requests: torch.Tensor
+    single_tokens: torch.Tensor
+    prompts: tuple[tuple[int, slice, int], ...]
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
@@ -50,11 +56,21 @@ class SparseMLACpuMetadataBuilder(CpuMetadataBuilder[SparseMLACpuMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseMLACpuMetadata:
         common = common_attn_metadata
-        query_lens = torch.diff(common.query_start_loc_cpu[: common.num_reqs + 1])
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1]
+        query_lens, lengths = torch.diff(starts), common.seq_lens[: common.num_reqs]
+        single = (query_lens == 1).nonzero()[:, 0]
+        spans = zip(pairwise(starts.tolist()), lengths.tolist(), strict=True)
+        prompts = [
+            (i, slice(start, end), length - (end - start))
+            for i, ((start, end), length) in enumerate(spans)
+            if end - start > 1
+        ]
         return SparseMLACpuMetadata(
             common.num_actual_tokens,
             common.block_table_tensor,
-            torch.repeat_interleave(torch.arange(common.num_reqs), query_lens),
+            single,
+            starts[single].long(),
+            tuple(prompts),
             num_decodes=common.num_reqs,
             num_decode_tokens=common.num_actual_tokens,
         )
@@ -150,33 +166,61 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         attn_metadata: SparseMLACpuMetadata,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, None]:
-        query = torch.cat(q, -1) if isinstance(q, tuple) else q
-        cache, block_size = kv_c_and_k_pe_cache, kv_c_and_k_pe_cache.shape[1]
-        positions = self.topk_indices_buffer[: len(query)].long()
-        tables = attn_metadata.block_table[attn_metadata.request_of_token]
+        query, tables = torch.cat(q, -1) if isinstance(q, tuple) else q, attn_metadata.block_table
+        cache, selected = PagedRows(kv_c_and_k_pe_cache), self.topk_indices_buffer[: len(query)].long()
+        out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
+        for request, tokens, first in attn_metadata.prompts:
+            row_ids = partial(cache.ids, tables[request])
+            out[tokens] = self.attend_prompt(query[tokens], selected[tokens], first, cache.rows, row_ids)
+        if len(tokens := attn_metadata.single_tokens):
+            row_ids = cache.ids(tables[attn_metadata.single_requests], selected[tokens])
+            out[tokens] = self.attend(query[tokens], cache.rows, row_ids)
+        return out, None
 
-        def rows_of(tokens: slice) -> torch.Tensor:
-            selected = without_gaps(positions[tokens])
-            blocks = tables[tokens].gather(1, selected // block_size).long()
-            return take_paged_rows(cache, blocks, selected % block_size)
-
-        return self.attend(query, positions >= 0, rows_of), None
-
-    def attend(
-        self, query: torch.Tensor, valid: torch.Tensor, rows_of: Callable[[slice], torch.Tensor]
+    def attend_prompt(
+        self,
+        query: torch.Tensor,
+        selected: torch.Tensor,
+        first: int,
+        rows: torch.Tensor,
+        row_ids: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
+        """Attend consecutive tokens of a request: over all of its rows while they are few, then over selected ones.
+
+        Args:
+            query: [tokens, heads, row elements].
+            selected: [tokens, k] int64 positions, -1 for none.
+            first: position of the first token.
+            rows: [rows, row elements].
+            row_ids: positions of the request -> ids of their rows, -1 for -1.
+
+        Returns:
+            [tokens, heads, kv_lora_rank].
+        """
+        out = query.new_empty(len(query), self.num_heads, self.kv_lora_rank)
+        near = num_masked(selected.shape[1], first, len(query))
+        if near:
+            history = take_rows(rows, row_ids(torch.arange(first + near)))
+            masked_mla(query[:near], history, selected[:near], self.scale, self.kv_lora_rank, out[:near])
+        if near < len(query):
+            out[near:] = self.attend(query[near:], rows, row_ids(selected[near:]))
+        return out
+
+    def attend(self, query: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
         """Attend in chunks of tokens that keep the gathered rows small; returns [tokens, heads, kv_lora_rank].
 
         Args:
             query: [tokens, heads, row elements].
-            valid: [tokens, k] bool.
-            rows_of: tokens -> their rows, [tokens, k, row elements].
+            rows: [rows, row elements].
+            row_ids: [tokens, k] int64 or int32 rows of each token, -1 for none.
         """
         out = query.new_empty(len(query), self.num_heads, self.kv_lora_rank)
+        valid, row_ids = row_ids >= 0, without_gaps(row_ids)
         chunk = tokens_per_chunk(valid.shape[1], self.head_size)
         for start in range(0, len(query), chunk):
-            tokens = slice(start, min(start + chunk, len(query)))
-            sparse_mla(query[tokens], rows_of(tokens), valid[tokens], self.scale, self.kv_lora_rank, out[tokens])
+            part = slice(start, start + chunk)
+            gathered = take_rows(rows, row_ids[part])
+            sparse_mla(query[part], gathered, valid[part], self.scale, self.kv_lora_rank, out[part])
         return out
 
     @staticmethod
