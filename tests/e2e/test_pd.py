@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ MODEL = "glm52"  # layers share indexers; tests/e2e/test_cluster.py has one per 
 BLOCK, ROW_BYTES = 64, 4 * 576 * 4  # of all layers
 NUM_HOST_BLOCKS = 66  # of the decode server: few enough for four requests to outgrow them
 NUM_DEVICE_BLOCKS = 1000  # of a decode server: enough for a prompt of 1,500 tokens as a whole, or for several at least
+MAX_NUM_SEQS = {"prefill": "4", "decode": "8", "recompute": "1"}
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
 SMALL_POOL = {**OPTIONS, "host_pool_gib": NUM_HOST_BLOCKS * BLOCK * (ROW_BYTES + 132) / 2**30}
 TOLERANCE = 1e-4
@@ -62,7 +63,7 @@ class Cluster:
 
     def start(self, name: str, connector: dict, core: int) -> DecodeServer:
         port, side_port = free_ports(2)
-        args = ["--max-num-seqs", "8" if name == "decode" else "1", "--max-num-batched-tokens", "512"]
+        args = ["--max-num-seqs", MAX_NUM_SEQS[name], "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
         else:
@@ -73,6 +74,11 @@ class Cluster:
     def prefilled(self, prompt: list[int]) -> dict:
         """Transfer parameters of a prompt that the prefill server has computed."""
         return self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
+
+    def references(self, prompts: Iterable[list[int]], max_tokens: Iterable[int]) -> list[dict]:
+        """Completions of the prefill server, which computes them together."""
+        with ThreadPoolExecutor() as executor:
+            return list(map(completion, executor.map(self.prefill.complete, prompts, max_tokens)))
 
     def kill_prefill(self) -> None:
         self.prefill.process.send_signal(signal.SIGKILL)
@@ -105,8 +111,7 @@ def test_concurrent_requests(cluster: Cluster):
 
     with ThreadPoolExecutor(len(prompts)) as executor:
         replies = list(executor.map(serve, prompts))
-    for prompt, reply in zip(prompts, replies, strict=True):
-        assert_same_but_rounding([completion(reply)], [completion(cluster.prefill.complete(prompt, 12))])
+    assert_same_but_rounding(list(map(completion, replies)), cluster.references(prompts, [12] * len(prompts)))
     assert cluster.decode.metric("hisparse_cache_misses") > 0
     cluster.decode.wait_empty()
 
@@ -179,7 +184,7 @@ def test_preempted_requests_resume(cluster: Cluster):
     """Four prompts arrive by transfer and outgrow the host pool: one is preempted, and nothing is pulled twice."""
     # 16 blocks, and 17 after so many tokens that all have been admitted by then.
     prompts, max_tokens = [make_prompt(961 + 5 * i, seed=10) for i in range(4)], 120
-    expected = [completion(cluster.prefill.complete(prompt, max_tokens)) for prompt in prompts]
+    expected = cluster.references(prompts, [max_tokens] * len(prompts))
     names = ("num_preemptions", "hisparse_resumed_requests", "hisparse_transfer_bytes_to_host")
     before = [cluster.decode.metric(name) for name in names]
     calls = with_tokens(prompts, max_tokens, list(map(cluster.prefilled, prompts)))
@@ -196,7 +201,7 @@ def test_lent_blocks_come_back_while_prompts_arrive(cluster: Cluster):
     """One request is hot as a whole; blocks that it gives back are written by transfers of others."""
     decode, lengths, max_tokens = cluster.decode, (1400, 700, 720, 740), (150, 24, 24, 24)
     prompts = [make_prompt(length, seed=12) for length in lengths]
-    expected = [completion(cluster.prefill.complete(*call)) for call in zip(prompts, max_tokens, strict=True)]
+    expected = cluster.references(prompts, max_tokens)
     calls = list(zip(prompts, max_tokens, map(cluster.prefilled, prompts), strict=True))
     before = decode.metric("hisparse_hot_rows_taken_back")
     with ThreadPoolExecutor(len(calls)) as executor:
