@@ -57,6 +57,16 @@ def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
     engine.check_idle()
 
 
+def test_whoever_takes_the_place_of_another_is_lent_blocks_at_once() -> None:
+    engine = make_engine(80)
+    first = engine.add("a", list(range(20)), max_tokens=3)
+    while not first.is_finished():
+        decode(engine, 1)
+    second = engine.add("b", list(range(50, 70)), max_tokens=8)
+    engine.step()
+    assert second in engine.running and num_rows(engine, "b") > second.num_tokens
+
+
 def test_a_short_sequence_has_no_more_than_its_rows() -> None:
     engine = make_engine(80, device_buffer_size=14)
     engine.add("a", [1, 2, 3], max_tokens=29)

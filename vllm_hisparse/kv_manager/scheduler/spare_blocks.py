@@ -70,7 +70,8 @@ class SpareBlocks:
         self._blocks_per_block = self._num_grown(spec.layout.block_size)  # of as many tokens as a host block has
         self._chunk_blocks = self._num_grown(max_num_batched_tokens)
         self._watermark_blocks = watermark_blocks
-        self._steps_to_balance, self._num_known, self._steps_of_waiting = 0, 0, 0
+        self._known: set[str] = set()
+        self._steps_to_balance, self._steps_of_waiting = 0, 0
 
     @classmethod
     def make(
@@ -110,9 +111,10 @@ class SpareBlocks:
         num_available = self.block_pool.get_num_free_blocks() - num_reserved
         self._steps_to_balance -= 1
         is_short = num_available < 0 and bool(self.lent)
-        has_news, self._num_known = len(ledger.admitted) != self._num_known, len(ledger.admitted)
+        has_news = ledger.admitted.keys() != self._known
         if self._steps_to_balance > 0 and not is_short and not has_news:
             return
+        self._known = set(ledger.admitted)
         self._steps_to_balance = STEPS_PER_BALANCE
         wanted = {name: self._blocks_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
         self._num_wanted = sum(wanted.values())
