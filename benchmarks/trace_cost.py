@@ -67,7 +67,7 @@ def step(buffer: MLAHotBuffer, selections: torch.Tensor, newest: int) -> None:
 def measure(num_requests: int, num_layers: int, top_k: int, context: int, num_steps: int) -> dict[str, Any]:
     """One case."""
     num_blocks = -(-(context + num_steps) // BLOCK_SIZE)
-    sizes = (num_requests, num_requests, 2 * top_k, num_layers, top_k, num_blocks, BLOCK_SIZE, num_requests + 1)
+    sizes = (num_requests, num_requests, num_layers, top_k, num_blocks, BLOCK_SIZE, num_requests + 1)
     shape = HotBufferShape(*sizes, max_hot_blocks=1, rows_per_hot_block=2 * top_k + 1)
     times, write = (Samples(), Samples()), Samples()
     with tempfile.TemporaryDirectory() as directory:

@@ -171,6 +171,20 @@ def attend_to_flat_rows(
     return impl._run_mqa_kernel(*query, rows, *selection, block_size, cache_is_flat=True)
 
 
+def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """The query of some tokens of an MLA layer on CUDA, [tokens, heads, kv_lora_rank + qk_rope_head_dim].
+
+    Args:
+        nope: [tokens, heads, kv_lora_rank].
+        rope: [tokens, heads, qk_rope_head_dim].
+    """
+    from vllm import _custom_ops
+
+    query = nope.new_empty(*nope.shape[:2], nope.shape[2] + rope.shape[2])
+    _custom_ops.concat_mla_q(nope, rope, query)
+    return query
+
+
 class SelectionHook:
     """Mixin of vLLM's `FlashMLASparseImpl`: `locate_selection` turns selected positions into rows of the cache."""
 

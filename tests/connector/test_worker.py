@@ -112,7 +112,7 @@ def test_every_layer_gets_its_own_rows_in_order() -> None:
         assert impl.cache is caches[name]
         assert impl.host_rows is worker.store.main_kv[name]
     shape = worker.hot_buffer.shape
-    assert (shape.num_requests, shape.max_batch, shape.num_slots, shape.top_k) == (4, 4, 64, 32)
+    assert (shape.num_requests, shape.max_batch, shape.top_k) == (4, 4, 32)
     assert (shape.max_blocks, shape.block_size, shape.num_device_blocks) == (5, 64, NUM_DEVICE_BLOCKS)
 
 

@@ -222,7 +222,6 @@ class HiSparseWorkerConnector:
         return HotBufferShape(
             num_requests=min(max_batch, (num_device_blocks - 1) // blocks_per_request),
             max_batch=max_batch,
-            num_slots=self.config.rows,
             num_layers=self.layout.num_layers,
             top_k=self.config.top_k,
             max_blocks=cdiv(self.vllm_config.model_config.max_model_len, self.layout.block_size),

@@ -70,7 +70,8 @@ class LayerUnderTest(ABC):
         self.max_query_len, buffer = max_query_len, max(BUFFER, max_query_len * BUDGET)
         self.algorithm = algorithm_class(algorithm_class.Options(), SHAPE, BUDGET, MAX_TOKENS, max_query_len)
         self.hot_blocks = -(-(buffer + max_query_len * self.algorithm.tokens_per_unit) // ROWS_PER_BLOCK)
-        sizes = 4, 6, buffer, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        self.num_slots = buffer // self.algorithm.tokens_per_unit
+        sizes = 4, 6, 1, BUDGET, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
         self.state_layout = StateLayout(self.algorithm.state_entries, 1, STATE_BLOCK_BYTES)
         columns = self.state_layout.columns(MAX_TOKENS)
         shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, max_query_len, columns)

@@ -174,7 +174,7 @@ class Model:
     ):
         num_slots = NUM_SLOTS + (query_len - 1) * TOP_K
         self.hot_blocks = -(-(num_slots + query_len) // ROWS_PER_BLOCK)
-        sizes = 3, 4, num_slots, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
+        sizes = 3, 4, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
         shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, query_len)
         self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects)
         self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))

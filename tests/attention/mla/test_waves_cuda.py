@@ -146,7 +146,7 @@ def test_drafts(waves: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bo
 
 def test_which_steps_have_waves(waves: ModuleType) -> None:
     """Steps of many requests that may miss rows, where every layer selects."""
-    shape = HotBufferShape(99, 99, 64, 2, 8, 10, 64, 500, max_hot_blocks=20, rows_per_hot_block=40)
+    shape = HotBufferShape(99, 99, 2, 8, 10, 64, 500, max_hot_blocks=20, rows_per_hot_block=40)
     buffer = SimpleNamespace(shape=shape, selects=[True, True])
 
     def requests_of(num_requests: int, **changes: Any) -> list[slice]:

@@ -39,7 +39,6 @@ class Life:
         shape = HotBufferShape(
             num_requests=2,
             max_batch=2,
-            num_slots=self.num_slots,
             num_layers=1,
             top_k=NUM_SELECTED * PER_UNIT,
             max_blocks=NUM_HOST_BLOCKS,

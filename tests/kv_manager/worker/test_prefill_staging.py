@@ -22,7 +22,7 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_buffer(host_rows: torch.Tensor) -> MLAHotBuffer:
-    shape = HotBufferShape(2, 2, NUM_SLOTS, 1, 4, MAX_BLOCKS, BLOCK_SIZE, 8, 1, NUM_SLOTS + 1)
+    shape = HotBufferShape(2, 2, 1, 4, MAX_BLOCKS, BLOCK_SIZE, 8, 1, NUM_SLOTS + 1)
     buffer = MLAHotBuffer(shape, torch.device("cpu"))
     buffer.add_layer(HotRows(torch.zeros(8 * (NUM_SLOTS + 1), WIDTH), NUM_SLOTS + 1, NUM_SLOTS + 1), host_rows)
     return buffer

@@ -18,7 +18,7 @@ from vllm_hisparse.trace import RequestTrace, Trace
 
 NUM_SLOTS, TOP_K, BLOCK_SIZE, NUM_HANDLES = 6, 4, 4, 20
 LAYERS = ["model.layers.0.self_attn.attn", "model.layers.12.self_attn.attn"]
-SHAPE = HotBufferShape(4, 5, NUM_SLOTS, len(LAYERS), TOP_K, 9, BLOCK_SIZE, NUM_HANDLES, 1, NUM_SLOTS + 1)
+SHAPE = HotBufferShape(4, 5, len(LAYERS), TOP_K, 9, BLOCK_SIZE, NUM_HANDLES, 1, NUM_SLOTS + 1)
 CPU = torch.device("cpu")
 NOBODY = 19  # a handle of no request
 

@@ -29,8 +29,15 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
-from vllm_hisparse.attention.mla.waves_cuda import Wave, join_query, make_waves
-from vllm_hisparse.compat import SelectionHook, ShortDecodes, attend_to_flat_rows, key_scale, replace_batch
+from vllm_hisparse.attention.mla.waves_cuda import Wave, make_waves
+from vllm_hisparse.compat import (
+    SelectionHook,
+    ShortDecodes,
+    attend_to_flat_rows,
+    join_query,
+    key_scale,
+    replace_batch,
+)
 from vllm_hisparse.config import max_query_len
 from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm._custom_ops import concat_mla_q
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
@@ -127,18 +126,6 @@ def run_in_waves(
         with torch.cuda.stream(stream), override_forward_context(wave_context):
             run(_of_wave(layer, wave), *(None if tensor is None else tensor[wave.tokens] for tensor in tensors))
     main.wait_stream(second)
-
-
-def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """The query of some tokens, [tokens, heads, kv_lora_rank + qk_rope_head_dim].
-
-    Args:
-        nope: [tokens, heads, kv_lora_rank].
-        rope: [tokens, heads, qk_rope_head_dim].
-    """
-    query = nope.new_empty(*nope.shape[:2], nope.shape[2] + rope.shape[2])
-    concat_mla_q(nope, rope, query)
-    return query
 
 
 def _of_wave(layer: Any, wave: Wave) -> Any:

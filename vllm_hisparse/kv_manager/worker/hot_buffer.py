@@ -24,8 +24,6 @@ class HotBufferShape:
     Attributes:
         num_requests: requests that can have hot blocks at once.
         max_batch: requests of a step, graph padding included.
-        num_slots: hot tokens per request and layer that a long sequence has at least, `device_buffer_size`; the new
-            ones' slots are not counted.
         num_layers: layers with a hot buffer.
         top_k: tokens of a selection.
         max_blocks: host blocks of the longest request.
@@ -39,7 +37,6 @@ class HotBufferShape:
 
     num_requests: int
     max_batch: int
-    num_slots: int
     num_layers: int
     top_k: int
     max_blocks: int
@@ -101,7 +98,6 @@ class HotBuffer(ABC):
         layers: where each layer keeps its rows, in order; `add_layer` fills it.
         residency: of each layer.
         selects: of each layer.
-        num_slots: hot units that a long sequence has at least, the newest one's slot not counted.
         counts: hits and misses.
         staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
         step: the running step's decoding requests.
@@ -114,7 +110,6 @@ class HotBuffer(ABC):
     ):
         self.shape, self.heads, self.device = shape, heads, device
         self.selects = [True] * shape.num_layers if selects is None else list(selects)
-        self.num_slots = shape.num_slots // heads.tokens_per_unit
         self.ops = swap_in_ops(device)
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
         blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
@@ -208,8 +203,7 @@ class HotBuffer(ABC):
         if is_part:
             tables, resolved = tables.part(requests), resolved.part(requests)
         if self.selects[layer_index]:
-            hot, counts = layer.hot, self.counts.by_state
-            self.ops.swap_in(residency, tables, top_k, layer.host, hot, counts, resolved, beside_others=is_part)
+            self.ops.swap_in(residency, tables, top_k, layer.host, layer.hot, self.counts.by_state, resolved, is_part)
         else:
             self.ops.gather(layer.host, layer.hot, resolved, len(top_k))
         return resolved
@@ -225,9 +219,10 @@ class HotBuffer(ABC):
             handle: [1] int32 first hot block of the request.
             num_tokens: of the request, the chunk's included.
         """
-        last_unit, num_new = num_tokens // self.heads.tokens_per_unit, self.shape.max_query_len
-        first_unit = max(last_unit - max(self.requests.most_hot_rows() - num_new, 0), 0)
-        states, hot = self.requests.find_states(handle), self.layers[0].hot
+        hot, num_new = self.layers[0].hot, self.shape.max_query_len
+        last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, max(map(len, self.requests.hot_blocks))
+        first_unit = max(last_unit - max(most_blocks * hot.rows_per_block - num_new, 0), 0)
+        states = self.requests.find_states(handle)
         tables, num_rows = self.requests.hot_tables[states], self.requests.num_hot_rows[states, None].long()
         num_slots = (num_rows - num_new).clamp_min(1)
         units = torch.arange(first_unit, last_unit, device=handle.device)

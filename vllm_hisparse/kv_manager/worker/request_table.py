@@ -137,10 +137,6 @@ class RequestTable:
         """
         return self._index_by_handle[handle]
 
-    def most_hot_rows(self) -> int:
-        """Hot rows, or units, of the request with the most."""
-        return max(map(len, self.hot_blocks)) * self._rows_per_hot_block
-
     def states_in_use(self) -> list[int]:
         """State indices of all requests that run."""
         states = range(self.num_states)
