@@ -1,8 +1,8 @@
-"""Decode steps in waves: rows of one wave are copied while another one selects or attends.
+"""Decode steps in two waves: rows of one are copied while the other selects or attends.
 
 A layer's copies need its selection, and its attention needs its copies. Without waves the link is idle while a layer
 computes, and the device while it copies. So where rows may be missed, the requests of a step are divided: each wave
-runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the one before it has
+runs indexer, swap-in and attention on a CUDA stream of its own, and the second begins to select when the first has
 selected. In a CUDA graph, waves become branches of it.
 """
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
     from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer
 
-NUM_WAVES = 2
 MIN_REQUESTS = 24  # of a step in waves; below, launching more kernels costs more than is hidden
 
 
@@ -92,17 +91,15 @@ class Wave:
 
 
 def make_waves(hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], HotMLAMetadata]) -> Sequence[Wave]:
-    """The waves of a step in which so many requests decode; none if it is better done at once.
+    """The two waves of a step in which so many requests decode; none if it is better done at once.
 
     Layers that share an indexer need none: copies of those that follow are hidden anyway.
     """
     shape = hot_buffer.shape
     if num_requests < MIN_REQUESTS or shape.holds_all(num_requests) or not all(hot_buffer.selects):
         return ()
-    ends = [num_requests * (index + 1) // NUM_WAVES for index in range(NUM_WAVES)]
-    return [
-        Wave(slice(first, last), shape.max_query_len, build) for first, last in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    middle = num_requests // 2
+    return [Wave(part, shape.max_query_len, build) for part in (slice(0, middle), slice(middle, num_requests))]
 
 
 def run_in_waves(
@@ -116,21 +113,20 @@ def run_in_waves(
         tensors: [tokens, ...] each, of the whole step.
         waves: of the step.
     """
-    main, second = torch.cuda.current_stream(), layer.impl.hot_buffer.copies.stream
-    context = get_forward_context()
-    contexts = [replace(context, attn_metadata=wave.attn_metadata) for wave in waves]  # all on the main stream
-    for index, (wave, wave_context) in enumerate(zip(waves, contexts, strict=True)):
-        stream = second if index else main
-        if index:
-            stream.wait_event(waves[index - 1].selected)
-        with torch.cuda.stream(stream), override_forward_context(wave_context):
-            run(_of_wave(layer, wave), *(None if tensor is None else tensor[wave.tokens] for tensor in tensors))
-    main.wait_stream(second)
+    first, second = waves
+    stream, context = layer.impl.hot_buffer.copies.stream, get_forward_context()
+    contexts = [replace(context, attn_metadata=wave.attn_metadata) for wave in waves]  # made on the main stream
+    with override_forward_context(contexts[0]):
+        _run_wave(layer, run, tensors, first)
+    stream.wait_event(first.selected)
+    with torch.cuda.stream(stream), override_forward_context(contexts[1]):
+        _run_wave(layer, run, tensors, second)
+    torch.cuda.current_stream().wait_stream(stream)
 
 
-def _of_wave(layer: Any, wave: Wave) -> Any:
-    """The layer as its part for a wave sees it: vLLM reads selections from the start of the buffer."""
+def _run_wave(layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], wave: Wave) -> None:
+    """Run a wave on a copy of the layer: vLLM reads selections from the start of the layer's buffer."""
     part = object.__new__(type(layer))
     selections = layer.topk_indices_buffer[wave.tokens.start :]
     part.__dict__.update(layer.__dict__, impl=layer.impl.of_wave(wave), topk_indices_buffer=selections)
-    return part
+    run(part, *(None if tensor is None else tensor[wave.tokens] for tensor in tensors))
