@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
 from vllm_hisparse.attention.mla.base import HotMLAImpl
 from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
-from vllm_hisparse.ops.take_rows import take_rows
+from vllm_hisparse.ops.take_rows import PagedRows, take_rows
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,5 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         Args:
             positions: int64, any shape; -1 is none.
         """
-        block_size, known = self.hot_buffer.shape.block_size, positions.clamp_min(0)
-        blocks = known // block_size
-        row_ids = chunk.host_table[blocks].long() * block_size + known - blocks * block_size
-        return row_ids.where(positions >= 0, -1)
+        blocks = self.host_rows.unflatten(0, (-1, self.hot_buffer.shape.block_size))
+        return PagedRows(blocks).ids(chunk.host_table, positions)
