@@ -211,12 +211,14 @@ class Ours:
 
 
 class VllmNative:
-    """The operations of vLLM's native HiSparse, called as in its `HiSparseRuntime`."""
+    """The operations of vLLM's native HiSparse, called as in its `HiSparseRuntime` without drafts."""
 
     name = "vllm_native"
+    max_selections = 1  # of a request in a step, for which the operations have room
 
     def __init__(self, case: Case, host_rows: torch.Tensor, host_tables: torch.Tensor, num_outputs: int):
         self.case, self.host_rows, self.host_tables = case, host_rows, host_tables
+        self.max_union_rows = min(self.max_selections * case.top_k, case.device_buffer_size)
         self.ops = torch.ops._C_cache_ops
         num_blocks = -(-case.device_buffer_size // BLOCK_SIZE)
         size = (case.batch * num_blocks + 1, BLOCK_SIZE, case.row_bytes)
@@ -252,7 +254,7 @@ class VllmNative:
             self.slots,
             self.requests,
             self.case.device_buffer_size,
-            self.case.top_k,
+            self.max_union_rows,
             None,
             self.stats,
             out["physical"],
@@ -284,6 +286,16 @@ class VllmNative:
 
     def num_misses(self, step: int) -> int:
         return int(self.outputs[step]["swap_counts"].sum())
+
+
+class VllmNativeRoomy(VllmNative):
+    """The same with room for two selections, as with one draft.
+
+    Its hash table has an entry more than it has room for rows, so that without drafts it is full.
+    """
+
+    name = "vllm_native_roomy"
+    max_selections = 2
 
 
 class Limits:
@@ -458,7 +470,7 @@ def available_systems() -> list[type]:
     except (ImportError, AttributeError) as error:
         typer.echo(f"vllm_native is skipped: vLLM's HiSparse operations are not installed ({error})", err=True)
         return [Ours]
-    return [Ours, VllmNative]
+    return [Ours, VllmNative, VllmNativeRoomy]
 
 
 @app.command()
