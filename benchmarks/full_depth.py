@@ -590,7 +590,7 @@ def plot(
     result: Annotated[
         list[Path],
         typer.Option(help="Result file of `run`; repeatable. A row of a later one replaces an earlier one's."),
-    ] = [RESULTS / "h200" / f"full_depth_{name}.json" for name in ("fitting", "systems", "trace", "mixed")],  # noqa: B006
+    ] = [RESULTS / "h200" / f"full_depth_{name}.json" for name in ("fitting", "in_waves", "mixed")],  # noqa: B006
     output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/full_depth.png"),
 ) -> None:
     """Plot results: tokens per second of each system, case by case."""
