@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,7 @@ def indexer_metadata(num_requests: int, num_tokens: int, seq_lens: torch.Tensor)
 def run(
     waves: ModuleType, monkeypatch: pytest.MonkeyPatch, indexer: DeepseekV32IndexerMetadata, query_len: int
 ) -> list[str]:
-    """Run a layer of three requests in two waves; what happened, in order."""
+    """Run a layer of four requests in three waves; what happened, in order."""
     events: list[str] = []
     current = ["main"]
 
@@ -73,7 +74,8 @@ def run(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream(current[0]))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(name="the first selection"))
+    names = (f"selection {number}" for number in count())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(name=next(names)))
     monkeypatch.setattr(waves, "num_compute_units", lambda _: 7)
     monkeypatch.setattr(
         waves, "get_paged_mqa_logits_metadata", lambda lens, page_size, sms: (lens.tolist(), page_size, sms, *current)
@@ -90,13 +92,13 @@ def run(
 
     monkeypatch.setattr(waves, "get_forward_context", lambda: context[0])
     monkeypatch.setattr(waves, "override_forward_context", override)
-    buffer = SimpleNamespace(copies=SimpleNamespace(stream=stream("second")))
+    buffer = SimpleNamespace(copies=SimpleNamespace(streams=[stream("second"), stream("third"), stream("unused")]))
     impl = SimpleNamespace(hot_buffer=buffer, of_wave=lambda wave: f"impl of {wave.requests.start}")
-    num_tokens = 3 * query_len
+    num_tokens = 4 * query_len
     layer = Layer(impl)
     made = [
         waves.Wave(slice(first, last), query_len, lambda part: Metadata(first=part.start))
-        for first, last in ((0, 1), (1, 3))
+        for first, last in ((0, 1), (1, 3), (3, 4))
     ]
 
     def select_and_attend(part: Any, tokens: torch.Tensor, nothing: None) -> None:
@@ -115,32 +117,45 @@ def run(
     return events
 
 
-def test_the_second_wave_begins_when_the_first_has_selected(waves: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    indexer = indexer_metadata(3, 3, torch.tensor([[5], [6], [7]]))
+def test_a_wave_begins_when_the_one_before_has_selected(waves: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer = indexer_metadata(4, 4, torch.tensor([[5], [6], [7], [8]]))
     assert run(waves, monkeypatch, indexer, 1) == [
         "main: impl of 0, tokens [0], 0, (1, 1)",
         "lengths [[5]], tables [0]",
-        "second waits for the first selection",
+        "second waits for selection 0",
         "second: impl of 1, tokens [1, 2], 1, (2, 2)",
         "lengths [[6], [7]], tables [2, 4]",
+        "third waits for selection 1",
+        "third: impl of 3, tokens [3], 3, (1, 1)",
+        "lengths [[8]], tables [6]",
         "main waits for second",
+        "main waits for third",
     ]
 
 
 @pytest.mark.parametrize("by_token", [False, True])
 def test_drafts(waves: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bool) -> None:
     """vLLM's indexer has a row for each request, or one for each token."""
-    lengths = [[4, 5], [5, 6], [6, 7]]
-    seq_lens = torch.tensor(lengths).view(6, 1) if by_token else torch.tensor(lengths)
-    events = run(waves, monkeypatch, indexer_metadata(3, 6, seq_lens), 2)
+    lengths = [[4, 5], [5, 6], [6, 7], [7, 8]]
+    seq_lens = torch.tensor(lengths).view(8, 1) if by_token else torch.tensor(lengths)
+    events = run(waves, monkeypatch, indexer_metadata(4, 8, seq_lens), 2)
     assert [event for event in events if "tokens" in event] == [
         "main: impl of 0, tokens [0, 1], 0, (1, 2)",
         "second: impl of 1, tokens [2, 3, 4, 5], 1, (2, 4)",
+        "third: impl of 3, tokens [6, 7], 3, (1, 2)",
     ]
     assert [event for event in events if "lengths" in event] == (
-        ["lengths [[4], [5]], tables [0, 2]", "lengths [[5], [6], [6], [7]], tables [4, 6, 8, 10]"]
+        [
+            "lengths [[4], [5]], tables [0, 2]",
+            "lengths [[5], [6], [6], [7]], tables [4, 6, 8, 10]",
+            "lengths [[7], [8]], tables [12, 14]",
+        ]
         if by_token
-        else ["lengths [[4, 5]], tables [0]", "lengths [[5, 6], [6, 7]], tables [2, 4]"]
+        else [
+            "lengths [[4, 5]], tables [0]",
+            "lengths [[5, 6], [6, 7]], tables [2, 4]",
+            "lengths [[7, 8]], tables [6]",
+        ]
     )
 
 
@@ -153,7 +168,7 @@ def test_which_steps_have_waves(waves: ModuleType) -> None:
         changed = SimpleNamespace(**{**vars(buffer), **changes})
         return [wave.requests for wave in waves.make_waves(changed, num_requests, lambda _: None)]
 
-    assert requests_of(33) == [slice(0, 16), slice(16, 33)]
+    assert requests_of(33) == [slice(0, 8), slice(8, 16), slice(16, 24), slice(24, 33)]
     assert requests_of(waves.MIN_REQUESTS - 1) == []
     assert requests_of(31) == [], "as many of the longest sequences fit into 20,000 hot rows"
     assert requests_of(33, selects=[True, False]) == []

@@ -1,8 +1,8 @@
-"""Decode steps in two waves: rows of one are copied while the other selects or attends.
+"""Decode steps in waves: rows of one wave are copied while others select or attend.
 
 A layer's copies need its selection, and its attention needs its copies. Without waves the link is idle while a layer
 computes, and the device while it copies. So where rows may be missed, the requests of a step are divided: each wave
-runs indexer, swap-in and attention on a CUDA stream of its own, and the second begins to select when the first has
+runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the one before it has
 selected. In a CUDA graph, waves become branches of it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,13 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
+from vllm_hisparse.kv_manager.worker.row_copies import NUM_STREAMS
+
 if TYPE_CHECKING:
     from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
     from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer
 
+NUM_WAVES = 1 + NUM_STREAMS  # the first is on the main stream
 MIN_REQUESTS = 24  # of a step in waves; below, launching more kernels costs more than is hidden
 
 
@@ -91,15 +95,15 @@ class Wave:
 
 
 def make_waves(hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], HotMLAMetadata]) -> Sequence[Wave]:
-    """The two waves of a step in which so many requests decode; none if it is better done at once.
+    """The waves of a step in which so many requests decode; none if it is better done at once.
 
     Layers that share an indexer need none: copies of those that follow are hidden anyway.
     """
     shape = hot_buffer.shape
     if num_requests < MIN_REQUESTS or shape.holds_all(num_requests) or not all(hot_buffer.selects):
         return ()
-    middle = num_requests // 2
-    return [Wave(part, shape.max_query_len, build) for part in (slice(0, middle), slice(middle, num_requests))]
+    ends = [num_requests * index // NUM_WAVES for index in range(NUM_WAVES + 1)]
+    return [Wave(slice(first, last), shape.max_query_len, build) for first, last in pairwise(ends)]
 
 
 def run_in_waves(
@@ -113,15 +117,18 @@ def run_in_waves(
         tensors: [tokens, ...] each, of the whole step.
         waves: of the step.
     """
-    first, second = waves
-    stream, context = layer.impl.hot_buffer.copies.stream, get_forward_context()
+    main, context = torch.cuda.current_stream(), get_forward_context()
+    others = layer.impl.hot_buffer.copies.streams[: len(waves) - 1]
     contexts = [replace(context, attn_metadata=wave.attn_metadata) for wave in waves]  # made on the main stream
-    with override_forward_context(contexts[0]):
-        _run_wave(layer, run, tensors, first)
-    stream.wait_event(first.selected)
-    with torch.cuda.stream(stream), override_forward_context(contexts[1]):
-        _run_wave(layer, run, tensors, second)
-    torch.cuda.current_stream().wait_stream(stream)
+    before: Wave | None = None
+    for wave, wave_context, stream in zip(waves, contexts, [main, *others], strict=True):
+        if before is not None:
+            stream.wait_event(before.selected)
+        with torch.cuda.stream(stream), override_forward_context(wave_context):
+            _run_wave(layer, run, tensors, wave)
+        before = wave
+    for stream in others:
+        main.wait_stream(stream)
 
 
 def _run_wave(layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], wave: Wave) -> None:

@@ -1,4 +1,4 @@
-"""Copies of missed rows on a CUDA stream of their own, while other layers run."""
+"""Copies of missed rows on CUDA streams of their own, while other layers run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
     from vllm_hisparse.ops.base import Resolved
 
+NUM_STREAMS = 3  # beside the main one
+
 
 class RowCopies:
     """Makes selections hot; rows of layers that share the selection of another layer travel before they are needed.
 
     The layer that selects resolves the selection and copies its own rows. The rows of the layers after it that share
     the selection follow on a second stream, in their order, and each of these layers waits for its own. In a CUDA graph
-    both streams become branches of it.
+    streams become branches of it.
 
     Args:
         hot_buffer: of the rows.
@@ -35,17 +37,18 @@ class RowCopies:
         sharing = range(layer_index + 1, layer_index + self.hot_buffer.residency[layer_index].num_layers)
         if not sharing:
             return resolved
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        second = self.streams[0]
+        second.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(second):
             for index in sharing:
                 self.hot_buffer.swap_in(index, top_k)
                 self._copied[index].record()
         return resolved
 
     @cached_property
-    def stream(self) -> torch.cuda.Stream:
-        """The second stream."""
-        return torch.cuda.Stream(self.hot_buffer.device)
+    def streams(self) -> list[torch.cuda.Stream]:
+        """Beside the main one: copies for layers that follow use the first, waves all of them."""
+        return [torch.cuda.Stream(self.hot_buffer.device) for _ in range(NUM_STREAMS)]
 
     @cached_property
     def _copied(self) -> list[torch.cuda.Event]:
