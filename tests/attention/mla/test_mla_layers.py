@@ -378,10 +378,10 @@ def test_drafts(
 def test_waves(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, query_len: int) -> None:
     """Requests of a wave attend to their own rows; steps in which not all decode alike have no waves."""
     backend = cuda_modules["backend"]
-    monkeypatch.setattr(cuda_modules["waves"], "MIN_REQUESTS", 5)
+    monkeypatch.setattr(cuda_modules["waves"], "MIN_WAVE_REQUESTS", 1)
     monkeypatch.setattr(backend, "join_query", lambda nope, rope: torch.cat((nope, rope), -1))
     model = make_cuda_model(name, backend, monkeypatch, query_len=query_len)
-    requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(5)]
+    requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
     for request in requests:
         model.start(request)
         model.step((request, 9))
@@ -391,7 +391,7 @@ def test_waves(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPa
         model.check_host(request)
     hits, misses = model.buffer.counts.take()
     assert hits > 0 and misses > 0
-    short, *others = [(requests[i], max(query_len - (i == 0), 1)) for i in range(5)]
+    short, *others = [(requests[i], max(query_len - (i == 0), 1)) for i in range(3)]
     assert bool(model.waves(short, *others)) == (query_len == 1)
     assert not model.waves(*others)
     assert not model.waves(*others, (requests[0], query_len + 1))

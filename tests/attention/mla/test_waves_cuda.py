@@ -168,8 +168,14 @@ def test_which_steps_have_waves(waves: ModuleType) -> None:
         changed = SimpleNamespace(**{**vars(buffer), **changes})
         return [wave.requests for wave in waves.make_waves(changed, num_requests, lambda _: None)]
 
-    assert requests_of(33) == [slice(0, 8), slice(8, 16), slice(16, 24), slice(24, 33)]
-    assert requests_of(waves.MIN_REQUESTS - 1) == []
+    assert requests_of(35) == [slice(0, 17), slice(17, 35)]
+    assert requests_of(36) == [slice(0, 12), slice(12, 24), slice(24, 36)]
+    assert requests_of(60) == [slice(0, 15), slice(15, 30), slice(30, 45), slice(45, 60)], (
+        "as many as there are streams"
+    )
+    assert requests_of(waves.MAX_REQUESTS) and not requests_of(waves.MAX_REQUESTS + 1)
     assert requests_of(31) == [], "as many of the longest sequences fit into 20,000 hot rows"
+    few = replace(shape, num_device_blocks=1)
+    assert requests_of(24, shape=few) and not requests_of(23, shape=few)
     assert requests_of(33, selects=[True, False]) == []
     assert requests_of(33, shape=replace(shape, num_device_blocks=600)) == []

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
     from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer
 
-NUM_WAVES = 1 + NUM_STREAMS  # the first is on the main stream
-MIN_REQUESTS = 24  # of a step in waves; below, launching more kernels costs more than is hidden
+MAX_WAVES = 1 + NUM_STREAMS  # the first is on the main stream
+MIN_WAVE_REQUESTS = 12  # of each; launching more kernels for fewer costs more than is hidden
+MAX_REQUESTS = 128  # of a step in waves; sequences of more are mostly short and hot, and waves make attention slower
 
 
 class Wave:
@@ -99,10 +100,10 @@ def make_waves(hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice]
 
     Layers that share an indexer need none: copies of those that follow are hidden anyway.
     """
-    shape = hot_buffer.shape
-    if num_requests < MIN_REQUESTS or shape.holds_all(num_requests) or not all(hot_buffer.selects):
+    shape, num_waves = hot_buffer.shape, min(num_requests // MIN_WAVE_REQUESTS, MAX_WAVES)
+    if num_waves < 2 or num_requests > MAX_REQUESTS or shape.holds_all(num_requests) or not all(hot_buffer.selects):
         return ()
-    ends = [num_requests * index // NUM_WAVES for index in range(NUM_WAVES + 1)]
+    ends = [num_requests * index // num_waves for index in range(num_waves + 1)]
     return [Wave(slice(first, last), shape.max_query_len, build) for first, last in pairwise(ends)]
 
 
