@@ -49,7 +49,7 @@ SETTLE_TIMEOUT_S = 180
 END_TIMEOUT_S = 60  # an engine that starts imports vLLM before it looks after its parent
 REPORT_S = 6.0  # until Ray has exported a gauge and forgotten it again
 NUM_TOKENS = 60
-NUM_LAST_TOKENS = 600  # well within longest_request_s
+NUM_LONG_TOKENS = 600  # well within longest_request_s
 LENGTHS = [300, 901, 1500]
 STARTED = re.compile(rb"pid=(\d+)\).*Started vLLM engine\.$", re.MULTILINE)  # the replica that says so
 SHRINKS = b"Downscaling Deployment(name='Decode:tiny'"
@@ -281,20 +281,21 @@ def test_decode_scales_with_the_load(app: RayApp):
         return outcomes
 
     with ThreadPoolExecutor() as executor:
-        many = [executor.submit(client, 300 + index, NUM_TOKENS, enough) for index in range(6)]
+        # Long answers: with short ones, requests wait for the prefill role while the new engine loads.
+        many = [executor.submit(client, 300 + index, NUM_LONG_TOKENS, enough) for index in range(6)]
         try:
             app.wait_ready(num_decode=2)
             grown, num_shrinks = app.replicas(DECODE), app.num_shrinks()
         finally:
             enough.set()
         # As many as one replica is meant to have, one on each: the router prefers the idle one.
-        few = [executor.submit(client, 400 + index, NUM_LAST_TOKENS, shrinks) for index in range(2)]
+        few = [executor.submit(client, 400 + index, NUM_LONG_TOKENS, shrinks) for index in range(2)]
         try:
             wait_for(lambda: app.num_shrinks() > num_shrinks, SETTLE_TIMEOUT_S)
         finally:
             shrinks.set()
-    assert {outcome for future in many for outcome in future.result()} == {(NUM_TOKENS, "")}
-    assert {outcome for future in few for outcome in future.result()} == {(NUM_LAST_TOKENS, "")}
+    assert {outcome for future in many for outcome in future.result()} == {(NUM_LONG_TOKENS, "")}
+    assert {outcome for future in few for outcome in future.result()} == {(NUM_LONG_TOKENS, "")}
     wait_for(lambda: sum(map(is_gone, grown)) == 1, SETTLE_TIMEOUT_S)
     assert not is_error(complete_or_error(app, make_prompt(60, seed=6), 4))
 
