@@ -31,6 +31,8 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.decode import counters, moved
 
+PLOTTED = ("fitting", "in_waves", "four_waves", "waves_by_size", "mixed")  # results, the latest of a case last
+
 app = typer.Typer(add_completion=False)
 
 System = StrEnum("System", ["full", "vllm_native", "ours"])
@@ -590,21 +592,21 @@ def plot(
     result: Annotated[
         list[Path],
         typer.Option(help="Result file of `run`; repeatable. A row of a later one replaces an earlier one's."),
-    ] = [RESULTS / "h200" / f"full_depth_{name}.json" for name in ("fitting", "in_waves", "mixed")],  # noqa: B006
+    ] = [RESULTS / "h200" / f"full_depth_{name}.json" for name in PLOTTED],  # noqa: B006
     output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/full_depth.png"),
 ) -> None:
-    """Plot results: tokens per second of each system, case by case."""
+    """Plot results: tokens per second of each system, case by case, relative to full KV of the same file."""
     import matplotlib.pyplot as plt
 
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in (row for path in result for row in json.loads(path.read_text())["rows"]):
-        found[row["system"], title(row)] = row
+    found: dict[tuple[str, str], float] = {}
+    for path in result:
+        found |= relative_speeds(json.loads(path.read_text())["rows"])
     cases = list(dict.fromkeys(case for _, case in found))
     systems = [system for system in System if any(system == name for name, _ in found)]
     figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
     for index, system in enumerate(systems):
         places = [place + 0.8 / len(systems) * (index - (len(systems) - 1) / 2) for place in range(len(cases))]
-        shares = [relative(found, system, case) for case in cases]
+        shares = [found.get((system, case), 0.0) for case in cases]
         bars = axis.bar(places, shares, width=0.75 / len(systems), label=system)
         axis.bar_label(bars, [f"{share:.2f}" if share else "" for share in shares], fontsize=8)
     axis.set(ylabel="tokens/s, full KV = 1", xticks=range(len(cases)))
@@ -624,10 +626,10 @@ def title(row: dict[str, Any]) -> str:
     return f"{row['requests']} x {size},\n{selection}"
 
 
-def relative(found: dict[tuple[str, str], dict[str, Any]], system: str, case: str) -> float:
-    """A system's tokens/s over those of full KV; 0 if it was not measured."""
-    row, full = found.get((system, case)), found.get((System.full, case))
-    return row["tokens_per_s"] / full["tokens_per_s"] if row and full else 0.0
+def relative_speeds(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    """Tokens/s of a result's rows over those of full KV, by system and case; of cases that full KV has."""
+    full = {title(row): row["tokens_per_s"] for row in rows if row["system"] == System.full}
+    return {(row["system"], case): row["tokens_per_s"] / full[case] for row in rows if (case := title(row)) in full}
 
 
 if __name__ == "__main__":

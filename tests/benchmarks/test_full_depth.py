@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from benchmarks import full_depth
-from benchmarks.full_depth import Case, Clock, ModelName, Selection, merged, scaled_trace, write_config
+from benchmarks.full_depth import Case, Clock, ModelName, Selection, merged, relative_speeds, scaled_trace, write_config
 from benchmarks.kernel_profile import times_by_kind
 
 
@@ -72,6 +72,16 @@ def test_ranks_are_merged() -> None:
     assert merged([{"kernel_ms": {"copies": 2.0, "experts": 1.0}}, {"kernel_ms": {"copies": 4.0}}]) == {
         "kernel_ms": {"copies": 3.0, "experts": 0.5}
     }
+
+
+def test_speeds_are_relative_to_full_kv_of_the_same_case() -> None:
+    def row(system: str, context: int, tokens_per_s: float) -> dict[str, object]:
+        case = {"context": context, "requests": 4, "overlap": None, "selection": "trace"}
+        return {"system": system, "tokens_per_s": tokens_per_s, **case}
+
+    rows = [row("ours", 2048, 30.0), row("full", 2048, 20.0), row("full", 4096, 10.0), row("ours", 8192, 5.0)]
+    short, long = "4 x 2K,\ntrace", "4 x 4K,\ntrace"
+    assert relative_speeds(rows) == {("ours", short): 1.5, ("full", short): 1.0, ("full", long): 1.0}
 
 
 def test_kernel_times_are_summed_by_kind() -> None:

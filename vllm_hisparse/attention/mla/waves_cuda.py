@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer
 
 MAX_WAVES = 1 + NUM_STREAMS  # the first is on the main stream
-MIN_WAVE_REQUESTS = 12  # of each; launching more kernels for fewer costs more than is hidden
-MAX_REQUESTS = 128  # of a step in waves; sequences of more are mostly short and hot, and waves make attention slower
+MIN_WAVE_REQUESTS = 12  # of each; smaller ones are slower with recorded selections
+MAX_REQUESTS = 128  # of a step in waves; sequences of many more are short and mostly hot, so that waves only cost
 
 
 class Wave:

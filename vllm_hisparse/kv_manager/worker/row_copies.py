@@ -18,8 +18,8 @@ class RowCopies:
     """Makes selections hot; rows of layers that share the selection of another layer travel before they are needed.
 
     The layer that selects resolves the selection and copies its own rows. The rows of the layers after it that share
-    the selection follow on a second stream, in their order, and each of these layers waits for its own. In a CUDA graph
-    streams become branches of it.
+    the selection follow on a second stream, in their order, and each of these layers waits for its own. In a CUDA
+    graph, the streams become branches of it.
 
     Args:
         hot_buffer: of the rows.
