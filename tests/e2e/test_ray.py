@@ -242,8 +242,14 @@ def test_a_prefill_replica_is_killed(app: RayApp):
     processes = [victim, *victim.children(recursive=True)]
     with ThreadPoolExecutor() as executor:
         futures = start_streams(app, executor, [make_prompt(300 + index, seed=3) for index in range(2)])
-        futures += [executor.submit(app.stream, make_prompt(1500 + index, seed=3), NUM_TOKENS) for index in range(6)]
-        wait_for(lambda: (app.metric_of(victim, "num_requests_running") or 0) > 0, SETTLE_TIMEOUT_S)
+
+        def is_seen_at_work() -> bool:
+            if all(future.done() for future in futures[2:]):  # all were prefilled between two looks
+                seeds = range(len(futures) + 100, len(futures) + 106)  # of prompts that are in no prefix cache
+                futures.extend(executor.submit(app.stream, make_prompt(1500, seed), NUM_TOKENS) for seed in seeds)
+            return (app.metric_of(victim, "num_requests_running") or 0) > 0
+
+        wait_for(is_seen_at_work, SETTLE_TIMEOUT_S)
         victim.kill()
         outcomes = [future.result() for future in futures]
     assert all(error or len(tokens) == NUM_TOKENS for tokens, error in outcomes)
