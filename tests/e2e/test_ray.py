@@ -244,8 +244,8 @@ def test_a_prefill_replica_is_killed(app: RayApp):
         futures = start_streams(app, executor, [make_prompt(300 + index, seed=3) for index in range(2)])
 
         def is_seen_at_work() -> bool:
-            if all(future.done() for future in futures[2:]):  # all were prefilled between two looks
-                seeds = range(len(futures) + 100, len(futures) + 106)  # of prompts that are in no prefix cache
+            if all(future.done() for future in futures[2:]):  # none yet, or all between two reports of the metric
+                seeds = range(len(futures), len(futures) + 6)  # prompts that no prefix cache has
                 futures.extend(executor.submit(app.stream, make_prompt(1500, seed), NUM_TOKENS) for seed in seeds)
             return (app.metric_of(victim, "num_requests_running") or 0) > 0
 
