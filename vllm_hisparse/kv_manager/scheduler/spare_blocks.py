@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 STEPS_PER_BALANCE = 16  # unless blocks are needed
+STEPS_IN_FLIGHT = 2  # whose tokens the scheduler does not know yet
 MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whatever was lent
 MIN_CHANGE = 1 / 16  # of what a request has or gets, unless it gets all or blocks are needed
 SLACK_SHARE = 1 / 4  # of the reserve; so much more stays free, so that it lasts until the next balance
@@ -43,7 +44,8 @@ class SpareBlocks:
 
     A request wants the hot rows that would hold its whole sequence. Those that have them keep them, those that want
     least get them, as long as there is enough; what is left is divided equally among the others. What running requests
-    may need in their next steps stays free, and what waiting requests need to start.
+    may need in their next steps stays free, and what waiting requests need to start. Rows for a sequence's next tokens
+    are lent early, but only as early as there is room for all.
 
     Args:
         block_pool: vLLM's.
@@ -67,10 +69,13 @@ class SpareBlocks:
         self.block_pool, self.spec, self.max_model_len = block_pool, spec, max_model_len
         self.lent: dict[str, list[KVCacheBlock]] = {}
         self._num_wanted = self._num_taken_back = 0
+        self._num_complete = spec.num_blocks(max_model_len)  # hot blocks of a long request, which get no more
         self._blocks_per_block = self._num_grown(spec.layout.block_size)  # of as many tokens as a host block has
+        self._complete_blocks_per_block = self._num_grown(spec.layout.block_size, is_complete=True)
         self._chunk_blocks = self._num_grown(max_num_batched_tokens)
         self._watermark_blocks = watermark_blocks
         self._known: set[str] = set()
+        self._num_complete_requests = 0
         self._steps_to_balance, self._steps_of_waiting = 0, 0
 
     @classmethod
@@ -107,36 +112,53 @@ class SpareBlocks:
             blocks: request id -> the hot blocks that it has in any case.
             num_scheduled: request id -> tokens that the step computes.
         """
-        num_reserved = self._num_reserved(ledger, num_scheduled)
-        num_available = self.block_pool.get_num_free_blocks() - num_reserved
         self._steps_to_balance -= 1
+        is_due = self._steps_to_balance <= 0 or ledger.admitted.keys() != self._known
+        if is_due:
+            self._num_complete_requests = sum(len(blocks[name]) >= self._num_complete for name in ledger.admitted)
+        num_available = self.block_pool.get_num_free_blocks() - self._num_reserved(ledger, num_scheduled)
         is_short = num_available < 0 and bool(self.lent)
-        has_news = ledger.admitted.keys() != self._known
-        if self._steps_to_balance > 0 and not is_short and not has_news:
+        if not is_due and not is_short:
             return
         self._known = set(ledger.admitted)
         self._steps_to_balance = STEPS_PER_BALANCE
-        wanted = {name: self._blocks_wanted(ledger, name, len(blocks[name])) for name in ledger.admitted}
+        given = {name: len(self.lent.get(name, ())) for name in ledger.admitted}
+        whole = {name for name in given if self._is_whole(ledger, name, len(blocks[name]) + given[name])}
+        num_slack = int(SLACK_SHARE * self._num_growing(ledger))
+        num_blocks = max(num_available + sum(given.values()) - num_slack, 0)
+        wanted = self._blocks_wanted(ledger, blocks, given, num_blocks)
         self._num_wanted = sum(wanted.values())
-        given = {name: len(self.lent.get(name, ())) for name in wanted}
-        whole = {name for name in wanted if self._is_whole(ledger, name, len(blocks[name]) + given[name])}
-        num_slack = int(SLACK_SHARE * len(wanted) * self._blocks_per_block)
-        targets = divide(wanted, whole, max(num_available + sum(given.values()) - num_slack, 0))
-        for request_id, target in targets.items():
-            change, gets_all = target - given[request_id], target == wanted[request_id]
-            is_large = gets_all or abs(change) > MIN_CHANGE * max(target, given[request_id])
-            if change < 0 and (is_short or is_large):
+        changes = {name: target - given[name] for name, target in divide(wanted, whole, num_blocks).items()}
+        is_short |= sum(change for change in changes.values() if change > 0) > num_available
+        for request_id, change in changes.items():
+            if change < 0 and (is_short or self._is_large(change, given[request_id], wanted[request_id])):
                 self._take_back(ledger, request_id, -change, len(blocks[request_id]))
-        for request_id, target in targets.items():
-            change, gets_all = target - given[request_id], target == wanted[request_id]
-            if change > 0 and (gets_all or change > MIN_CHANGE * target):
+        for request_id, change in changes.items():
+            if change > 0 and self._is_large(change, given[request_id], wanted[request_id]):
                 self._lend(ledger, request_id, change)
 
-    def _num_grown(self, num_tokens: int) -> int:
-        """Blocks of all kinds that so many more tokens of a request take at most."""
+    @staticmethod
+    def _is_large(change: int, num_given: int, num_wanted: int) -> bool:
+        """Whether a change is worth telling the worker of: one that gives all that is wanted always is."""
+        target = num_given + change
+        return target == num_wanted or abs(change) > MIN_CHANGE * max(target, num_given)
+
+    def _num_grown(self, num_tokens: int, is_complete: bool = False) -> int:
+        """Blocks of all kinds that so many more tokens of a request take at most.
+
+        Args:
+            num_tokens: more tokens.
+            is_complete: whether the request has all hot blocks that it gets without being lent any.
+        """
         layout = self.spec.layout
-        num_hot = -(-layout.block_size // layout.rows_per_hot_block)
+        num_hot = 0 if is_complete else -(-layout.block_size // layout.rows_per_hot_block)
         return layout.num_blocks(num_tokens) * (num_hot + layout.has_resident_kv) + layout.state.num_blocks(num_tokens)
+
+    def _num_growing(self, ledger: RequestLedger) -> int:
+        """Blocks that running requests may need at once; those that became complete since the last balance count as
+        before."""
+        num_others = len(ledger.admitted) - self._num_complete_requests
+        return num_others * self._blocks_per_block + self._num_complete_requests * self._complete_blocks_per_block
 
     def _is_whole(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> bool:
         """Whether a request's hot blocks hold its sequence."""
@@ -144,7 +166,7 @@ class SpareBlocks:
 
     def _num_reserved(self, ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> int:
         """Blocks that running requests may need in their next steps, and that waiting ones need."""
-        num_reserved = len(ledger.admitted) * self._blocks_per_block
+        num_reserved = self._num_growing(ledger)
         if max(num_scheduled.values(), default=0) > self.spec.layout.max_query_len:
             num_reserved += self._chunk_blocks
         waiting = self._waiting(ledger)
@@ -162,13 +184,36 @@ class SpareBlocks:
         has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
         return list(islice(compress(ledger.requests.values(), has_none), num_seats))
 
-    def _blocks_wanted(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> int:
-        """Blocks that would hold the sequence, also until the next balance; none before the others are complete."""
-        if num_blocks < self.spec.num_blocks(self.max_model_len):
+    def _blocks_wanted(
+        self,
+        ledger: RequestLedger,
+        blocks: Mapping[str, Sequence[KVCacheBlock]],
+        given: Mapping[str, int],
+        num_blocks: int,
+    ) -> dict[str, int]:
+        """Blocks that would hold each sequence: as many as it has, if they last until the next balance, else also those
+        for a few more tokens; just those until the next balance, if only then all sequences can be held.
+
+        Args:
+            ledger: of the requests.
+            blocks: request id -> the hot blocks that it has in any case.
+            given: request id -> blocks that it has been lent.
+            num_blocks: blocks to divide.
+        """
+        num_soon = (STEPS_PER_BALANCE + STEPS_IN_FLIGHT + 1) * self.spec.layout.max_query_len
+        least, most = (
+            {name: self._num_missing(ledger, name, len(blocks[name]), num_new) for name in given}
+            for num_new in (num_soon, num_soon + self.spec.layout.block_size)
+        )
+        wanted = {name: num if least[name] <= num <= most[name] else most[name] for name, num in given.items()}
+        return least if sum(least.values()) <= num_blocks < sum(wanted.values()) else wanted
+
+    def _num_missing(self, ledger: RequestLedger, request_id: str, num_blocks: int, num_new: int) -> int:
+        """Blocks that a sequence and its next tokens are missing; none before the hot buffer is complete."""
+        request = ledger.requests.get(request_id)
+        if request is None or num_blocks < self._num_complete:
             return 0
-        request, layout = ledger.requests.get(request_id), self.spec.layout
-        num_new = STEPS_PER_BALANCE * layout.max_query_len + layout.block_size
-        num_tokens = min(request.num_tokens + num_new, self.max_model_len) if request else 0
+        num_tokens = min(request.num_tokens + num_new, self.max_model_len)
         return max(self.spec.num_whole_blocks(num_tokens) - num_blocks, 0)
 
     def _lend(self, ledger: RequestLedger, request_id: str, num_blocks: int) -> None:
