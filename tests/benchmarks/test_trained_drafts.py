@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.dsa_model import AttentionMode
@@ -13,10 +12,10 @@ from benchmarks.trained_drafts import MODEL, make_prompts, pad_heads
 
 
 def test_more_heads_compute_the_same(tmp_path: Path) -> None:
-    """In both kinds of layers; 600 tokens are more than the 256 that a layer selects."""
+    """600 tokens are more than the 256 that a layer selects."""
     tokens = torch.tensor(make_prompts(MODEL, 600, 1))
     found = []
-    for directory in (MODEL, pad_heads(MODEL, tmp_path, num_heads=16)):
+    for directory in (MODEL, pad_heads(MODEL, tmp_path, num_heads=8)):
         model = load_model(directory, torch.device("cpu"))
         with torch.no_grad():
             hidden, _ = model(tokens, AttentionMode.SPARSE)
@@ -25,8 +24,7 @@ def test_more_heads_compute_the_same(tmp_path: Path) -> None:
     assert found[0][0].abs().mean() > 0.1
 
 
-@pytest.mark.parametrize("num_prompts", [1, 5])
-def test_prompts_are_different_windows(num_prompts: int) -> None:
-    prompts = make_prompts(MODEL, 700, num_prompts)
-    assert [len(prompt) for prompt in prompts] == [700] * num_prompts
-    assert len({tuple(prompt) for prompt in prompts}) == num_prompts
+def test_prompts_are_different_windows() -> None:
+    prompts = make_prompts(MODEL, 700, 5)
+    assert [len(prompt) for prompt in prompts] == [700] * 5
+    assert len({tuple(prompt) for prompt in prompts}) == 5
