@@ -76,6 +76,7 @@ def make_worker(
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         model_config=model,
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=rank, data_parallel_index=3),
+        speculative_config=None,
     )
     options |= {"algorithm": "quest", "algorithm_options": {"page_size": 16}} if is_dense else {}
     config = HiSparseConfig(top_k=32, device_buffer_size=64, host_pool_gib=1.0, **options)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
+from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import (
     BlockPairs,
@@ -21,7 +21,7 @@ from vllm_hisparse.connector.metadata import (
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.worker.algorithm_state import check_fixed_state_fits
+from vllm_hisparse.kv_manager.worker.algorithm_state import check_fixed_state_fits, make_algorithm
 from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.worker.host_memory import allocate_host_pool
@@ -175,7 +175,7 @@ class HiSparseWorkerConnector:
             return self._make_mla_hot_buffer(shape, cache.device)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
-        algorithm, memory = self._make_algorithm(shape, cache.device), _block_memory(caches, self.layout)
+        algorithm, memory = self._make_checked_algorithm(shape, cache.device), _block_memory(caches, self.layout)
         return GQAHotBuffer(algorithm, shape, head_stride, memory)
 
     def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
@@ -189,23 +189,21 @@ class HiSparseWorkerConnector:
         self._recorder = SelectionRecorder(Path(directory), rank, model_name, shape.top_k, self.layout.row_bytes, names)
         return RecordingHotBuffer(shape, device, self._recorder, selects)
 
-    def _make_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:
+    def _make_checked_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:
         """The dense model's algorithm, for whose state of a fixed size the device has room.
 
         Raises:
             HiSparseConfigError: it has not.
         """
-        model, spec, layout = self.vllm_config.model_config, self.groups.hot_spec, self.layout
-        num_heads = model.get_num_attention_heads(self.vllm_config.parallel_config)
-        attention = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
-        algorithm = self.config.make_algorithm(attention, model.max_model_len, shape.max_query_len)
+        max_model_len, layout = self.vllm_config.model_config.max_model_len, self.layout
+        algorithm = make_algorithm(self.config, self.groups.hot_spec, self.vllm_config)
         request_bytes = sum(field.num_bytes for field in algorithm.fixed_fields.values()) * layout.num_layers
         logger.info(
             "HiSparse: of %s's state, %d device blocks of a request of %d tokens, and %.1f MiB beside the KV cache for "
             "%d requests.",
             algorithm.name,
-            layout.state.num_blocks(model.max_model_len),
-            model.max_model_len,
+            layout.state.num_blocks(max_model_len),
+            max_model_len,
             request_bytes * (shape.num_requests + 1) / 2**20,
             shape.num_requests,
         )

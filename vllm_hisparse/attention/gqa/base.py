@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.compat import is_draft_layer
 from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.worker.algorithm_state import make_algorithm
 from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class HotGQAAttention(Attention):
             spec.num_kv_heads,
             max_query_len(vllm_config),
             sum(draft_rows),
-            _state_entries(config, spec, vllm_config),
+            make_algorithm(config, spec, vllm_config).state_entries,
         )
         check_state_blocks(layout, config.algorithm)
         _check_groups(layout, Counter([row_bytes] * num_full_kv + draft_rows), vllm_config)
@@ -90,16 +90,6 @@ def _draft_rows(vllm_config: VllmConfig) -> list[int]:
     layers = vllm_config.compilation_config.static_forward_context.items()
     drafting = [layer for name, layer in layers if isinstance(layer, Attention) and is_draft_layer(name, vllm_config)]
     return [_row_bytes(layer.get_kv_cache_spec(vllm_config)) for layer in drafting]
-
-
-def _state_entries(
-    config: HiSparseConfig, spec: FullAttentionSpec, vllm_config: VllmConfig
-) -> tuple[tuple[int, int], ...]:
-    """What the algorithm keeps for every few tokens of a layer."""
-    model = vllm_config.model_config
-    num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
-    return config.make_algorithm(shape, model.max_model_len, max_query_len(vllm_config)).state_entries
 
 
 def check_state_blocks(layout: KVLayout, algorithm: str) -> None:

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_hisparse.algorithms.base import SparseAlgorithm, State
-from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm, State
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.layout import StateLayout
 from vllm_hisparse.ops.paged_field import PagedField
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+def make_algorithm(config: HiSparseConfig, spec: AttentionSpec, vllm_config: VllmConfig) -> SparseAlgorithm:
+    """The algorithm of a dense model.
+
+    Args:
+        config: with all defaults filled in.
+        spec: of a layer with hot units, or of the full KV in its place.
+        vllm_config: of the engine.
+
+    Raises:
+        HiSparseConfigError: the algorithm's options do not fit the model.
+    """
+    model = vllm_config.model_config
+    num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
+    return config.make_algorithm(shape, model.max_model_len, max_query_len(vllm_config))
 
 
 @dataclass(frozen=True)
