@@ -72,16 +72,15 @@ struct Resolved {
 // Divides non-negative numbers by the same divisor without a division.
 struct Divisor {
     int32_t divisor;
-    uint32_t multiplier;  // ceil(2^(32 + shift) / divisor); 0 where the divisor is 1
+    uint32_t multiplier;  // ceil(2^(31 + shift) / divisor)
     uint32_t shift;
 
-    explicit Divisor(int32_t divisor) : divisor(divisor), multiplier(0), shift(0) {
-        if (divisor == 1) return;
-        while (int64_t{2} << shift < divisor) ++shift;
-        multiplier = static_cast<uint32_t>(((uint64_t{1} << (32 + shift)) + divisor - 1) / divisor);
+    explicit Divisor(int32_t divisor) : divisor(divisor), shift(0) {
+        while (int64_t{1} << shift < divisor) ++shift;
+        multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
     }
     __device__ friend int32_t operator/(int32_t number, const Divisor& by) {
-        return by.multiplier == 0 ? number : static_cast<int32_t>(__umulhi(number, by.multiplier) >> by.shift);
+        return static_cast<int32_t>(__umulhi(2u * number, by.multiplier) >> by.shift);
     }
     __device__ friend int32_t operator%(int32_t number, const Divisor& by) {
         return number - number / by * by.divisor;
@@ -96,13 +95,18 @@ __device__ inline int lane_index() {
     return threadIdx.x % kWarpSize;
 }
 
-// State index of a request; -1 for padding, and for one without hot rows. head_stride: parts of device blocks from one to the next (`KVHeads`).
-__device__ inline int32_t find_state(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
-    const int32_t part = tables.handles[batch_index * tables.handle_stride] * head_stride;
-    const bool known = part >= 0 && part < tables.num_device_blocks && tables.seq_lens[batch_index] > 0;
+// State index of the request of a part of a device block; -1 for padding, and for one without hot rows.
+__device__ inline int32_t find_state_of(const StepTables& tables, int32_t part, int32_t seq_len) {
+    const bool known = part >= 0 && part < tables.num_device_blocks && seq_len > 0;
     const int32_t state_index = known ? tables.state_indices[part] : -1;
     if (state_index < 0 || state_index >= tables.num_states) return -1;
-    return tables.num_hot_rows == nullptr || tables.num_hot_rows[state_index] > 0 ? state_index : -1;
+    return tables.num_hot_rows == nullptr || __ldg(tables.num_hot_rows + state_index) > 0 ? state_index : -1;
+}
+
+// State index of a request of the batch. head_stride: parts of device blocks from one to the next (`KVHeads`).
+__device__ inline int32_t find_state(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
+    const int32_t part = tables.handles[batch_index * tables.handle_stride] * head_stride;
+    return find_state_of(tables, part, tables.seq_lens[batch_index]);
 }
 
 // Flat id of row `row` of a paged table; -1 where its block is -1 or lies beyond the table.
@@ -135,6 +139,10 @@ __device__ inline int64_t flat_host_row_id(
     return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 
+__device__ inline int32_t query_len_of(const StepTables& tables, int batch_index) {
+    return tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index];
+}
+
 // The new positions of a request, [first, end), and their hot slots: of their own numbers while the sequence fits, else
 // the last ones, which are reserved.
 struct NewPositions {
@@ -143,12 +151,15 @@ struct NewPositions {
     bool fits;
     int32_t first_slot;
 
+    __device__ NewPositions(int32_t seq_len, int32_t query_len, int32_t max_query_len, int32_t num_hot_rows)
+        : first(seq_len - query_len),
+          end(seq_len),
+          fits(first + max_query_len <= num_hot_rows),
+          first_slot(fits ? first : num_hot_rows - max_query_len) {}
     __device__ NewPositions(const StepTables& tables, int batch_index, int32_t num_hot_rows)
-        : end(tables.seq_lens[batch_index]) {
-        first = end - (tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index]);
-        fits = first + tables.max_query_len <= num_hot_rows;
-        first_slot = fits ? first : num_hot_rows - tables.max_query_len;
-    }
+        : NewPositions(
+              tables.seq_lens[batch_index], query_len_of(tables, batch_index), tables.max_query_len, num_hot_rows
+          ) {}
     __device__ int32_t slot(int32_t position) const { return first_slot + position - first; }
 };
 

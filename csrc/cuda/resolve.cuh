@@ -9,6 +9,19 @@ constexpr int kMaxQueryLen = 8;      // selections of a request
 constexpr int kMaxColumns = 8192;    // of several selections
 constexpr int kMaxHotRows = 524288;  // of a request, the reserved ones included
 
+// As `hisparse_resolve`. beside_others: as in `hisparse_gather`.
+cudaError_t launch_resolve(
+    const Residency& residency,
+    const StepTables& tables,
+    const int32_t* top_k,
+    int64_t top_k_stride,
+    const HotRows& hot,
+    int64_t* counts,
+    const Resolved& out,
+    bool beside_others,
+    cudaStream_t stream
+);
+
 }  // namespace hisparse
 
 // Find hits, choose victims and update the residency: `SwapInOps.resolve`.

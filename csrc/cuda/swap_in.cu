@@ -34,6 +34,6 @@ extern "C" cudaError_t hisparse_swap_in(
     bool overlaps = false;
     if (const cudaError_t error = has_dependent_launch(&overlaps)) return error;
     const cudaError_t error =
-        hisparse_resolve(residency, tables, top_k, top_k_stride, hot, counts, out, stream);
+        launch_resolve(*residency, *tables, top_k, top_k_stride, *hot, counts, *out, beside_others, stream);
     return error ? error : hisparse_gather(host, hot, out, tables->batch, beside_others, overlaps, stream);
 }

@@ -1,0 +1,117 @@
+// Requests whose sequence fits into their hot rows.
+#pragma once
+
+#include "resolve_request.cuh"
+
+namespace hisparse {
+
+constexpr int32_t kClaim = 1 << 30;  // a last use below 0: the column that claims the row, less this
+
+// Find the place of each selected position of a sequence that fits. Returns the thread's rounds with a hit as bits.
+template <int kColumnRounds>
+__device__ __forceinline__ uint32_t find_fitting_hits(
+    const Residency& residency,
+    const Request& request,
+    const int32_t (&selected)[kColumnRounds],
+    Place (&places)[kColumnRounds]
+) {
+    uint32_t hit_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        places[i] = request.place(request.is_valid(selected[i]) ? selected[i] : 0);
+    }
+    // NOTE: not in a branch, so that the loads do not wait for each other.
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const bool holds = residency.entries[places[i].entry].x == selected[i];
+        hit_bits |= (request.wants(selected[i]) && holds) << i;
+        if (!request.is_valid(selected[i])) places[i] = {-1, -1};
+    }
+    return hit_bits;
+}
+
+// Which of the thread's columns are wanted, as bits; of columns with the same position only the first.
+template <int kColumnRounds, bool kHasDrafts>
+__device__ __forceinline__ uint32_t find_fitting_leads(
+    const Residency& residency,
+    const Request& request,
+    const Share& columns,
+    const int32_t (&selected)[kColumnRounds],
+    const Place (&places)[kColumnRounds]
+) {
+    uint32_t lead_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const bool wanted = request.wants(selected[i]);
+        lead_bits |= wanted << i;
+        if (kHasDrafts && wanted) atomicMin(&residency.entries[places[i].entry].y, columns.at(i) - kClaim);
+    }
+    if constexpr (!kHasDrafts) return lead_bits;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        if (!(lead_bits >> i & 1)) continue;
+        // NOTE: past the L1 cache, which atomics do not write.
+        const bool leads = __ldcg(&residency.entries[places[i].entry].y) == columns.at(i) - kClaim;
+        if (!leads) lead_bits &= ~(1u << i);
+    }
+    return lead_bits;
+}
+
+// Write where each selected row is, and the misses, both in the order of `top_k`; a miss takes the slot of its number.
+template <int kColumnRounds>
+__device__ __forceinline__ void write_fitting_columns(
+    const Resolved& out,
+    const Residency& residency,
+    const Request& request,
+    const Share& columns,
+    const int32_t (&selected)[kColumnRounds],
+    const Place (&places)[kColumnRounds],
+    uint32_t miss_bits,
+    int misses_before
+) {
+    const int64_t first_out = static_cast<int64_t>(request.batch_index) * out.num_columns;
+#pragma unroll
+    for (int i = 0; i < kColumnRounds; ++i) {
+        const int column = columns.at(i);
+        const bool missed = miss_bits >> i & 1;
+        const int rank = take_rank(missed, lane_index(), misses_before);
+        if (!columns.has(i)) continue;
+        const int64_t host_row_id = missed ? request.host_row_id(selected[i]) : -1;
+        write_column(out, first_out + column, first_out + rank, places[i].row_id, missed, host_row_id);
+        if (missed) residency.entries[places[i].entry].x = selected[i];
+        if (places[i].entry >= 0) residency.entries[places[i].entry].y = request.added.first;
+    }
+}
+
+// A sequence that fits: position p is hot if slot p holds it. Nothing is searched for, nothing is evicted.
+template <int kColumnRounds, bool kHasDrafts>
+__device__ __forceinline__ void resolve_fitting(
+    const Residency& residency,
+    const Request& request,
+    int64_t* counts,
+    const Resolved& out,
+    const Share& columns,
+    const int32_t (&selected)[kColumnRounds],
+    const Divisor& top_k,
+    Shared& shared
+) {
+    Place places[kColumnRounds];
+    const uint32_t hit_bits = find_fitting_hits(residency, request, selected, places);
+    const uint32_t lead_bits =
+        find_fitting_leads<kColumnRounds, kHasDrafts>(residency, request, columns, selected, places);
+    count_columns<kColumnRounds>(lead_bits, hit_bits, shared.tallies);
+    __syncthreads();
+    note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, top_k, shared.num_valid);
+    const Tally before{sum_before(shared.tallies)}, total{sum_all(shared.tallies)};
+    const uint32_t miss_bits = lead_bits & ~hit_bits;
+    write_fitting_columns(out, residency, request, columns, selected, places, miss_bits, before.misses());
+    __syncthreads();
+    const int32_t position = request.added.first + threadIdx.x;
+    if (position < request.added.end) {
+        residency.entries[request.place(position).entry] = {position, request.added.first};
+    }
+    report(counts, residency.num_layers, request, total, shared.num_valid, out);
+}
+
+}  // namespace hisparse
