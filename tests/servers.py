@@ -41,6 +41,7 @@ class Server:
 
     process: EngineProcess
     url: str
+    stream_timeout_s = REQUEST_TIMEOUT_S  # no field
 
     def complete(self, prompt: list[int], max_tokens: int = 8, transfer: dict | None = None, **extra: Any) -> dict:
         body = {
@@ -65,7 +66,7 @@ class Server:
         tokens: list[int] = []
         try:
             with requests.post(
-                f"{self.url}/v1/completions", json=body, stream=True, timeout=REQUEST_TIMEOUT_S
+                f"{self.url}/v1/completions", json=body, stream=True, timeout=self.stream_timeout_s
             ) as reply:
                 for line in reply.iter_lines():
                     data = line.decode().removeprefix("data: ")

@@ -128,6 +128,16 @@ def run_engine(directory: Path, engine: dict[str, Any], phases: list[dict[str, A
     return records
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """The failure of a test says what its servers say of themselves."""
+    if call.excinfo is not None and call.when == "call":
+        for server in getattr(item, "funcargs", {}).values():
+            if hasattr(server, "describe"):
+                call.excinfo.value.add_note(server.describe())
+    return (yield)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """`run_engine` in the test's own directory."""

@@ -109,8 +109,7 @@ def fork_children() -> None:
     """Have an engine of this process fork its children; what waits in them sleeps."""
     after_platform_update(_fork_children)
     compile_drafting_once()
-    _poll_seldom()
-    _wait_asleep()
+    sleep_while_waiting()
 
 
 def after_platform_update(change: Callable[[Any], None]) -> None:
@@ -152,6 +151,12 @@ def _cache_drafting(vllm_config: Any) -> None:
 def _fork_children(_: Any) -> None:
     """vLLM's default for children, which its CPU platform changes so that each may bind its own threads."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+def sleep_while_waiting() -> None:
+    """Have engines of this process look for messages seldom, and NIXL's progress thread too: both spin otherwise."""
+    _poll_seldom()
+    _wait_asleep()
 
 
 def _wait_asleep() -> None:
