@@ -9,7 +9,7 @@ SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # which process runs what: tests/conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all campaign sanitize lint clean
+.PHONY: help setup demo test test-slow test-all campaign sanitize lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -23,8 +23,10 @@ demo: setup ## run the prefill/decode demo
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup ## also those that take many minutes: on Ray, with several ranks, every variant of an engine
-	@$(PYTEST) $(ARGS)
+test-slow: setup ## run those that take many minutes, one at a time: on Ray, with several ranks, every variant of an engine
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: test test-slow ## run all tests
 
 campaign: setup ## run many lives of requests and kill engines, e.g. make campaign ARGS="--part lives"
 	@$(BIN)/python -m tests.campaign $(ARGS)
