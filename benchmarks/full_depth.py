@@ -31,7 +31,7 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.decode import counters, moved
 
-PLOTTED = ("fitting", "in_waves", "four_waves", "waves_by_size", "mixed")  # results, the latest of a case last
+PLOTTED = ("full_depth.json", "full_depth_shared.json")
 
 app = typer.Typer(add_completion=False)
 
@@ -592,7 +592,7 @@ def plot(
     result: Annotated[
         list[Path],
         typer.Option(help="Result file of `run`; repeatable. A row of a later one replaces an earlier one's."),
-    ] = [RESULTS / "h200" / f"full_depth_{name}.json" for name in PLOTTED],  # noqa: B006
+    ] = [RESULTS / "h200" / name for name in PLOTTED],  # noqa: B006
     output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/full_depth.png"),
 ) -> None:
     """Plot results: tokens per second of each system, case by case, relative to full KV of the same file."""
@@ -603,7 +603,7 @@ def plot(
         found |= relative_speeds(json.loads(path.read_text())["rows"])
     cases = list(dict.fromkeys(case for _, case in found))
     systems = [system for system in System if any(system == name for name, _ in found)]
-    figure, axis = plt.subplots(figsize=(10, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(12, 4), layout="constrained")
     for index, system in enumerate(systems):
         places = [place + 0.8 / len(systems) * (index - (len(systems) - 1) / 2) for place in range(len(cases))]
         shares = [found.get((system, case), 0.0) for case in cases]
@@ -623,7 +623,8 @@ def title(row: dict[str, Any]) -> str:
         return f"mixed,\n{row['requests']} a minute"
     size = row["context"] if row["context"] < 1024 else f"{row['context'] / 1024:.0f}K"
     selection = row["selection"] if row["overlap"] is None else f"{row['overlap']:.0%} kept"
-    return f"{row['requests']} x {size},\n{selection}"
+    sharing = ",\nshared indexers" if row["shared_indexers"] > 1 else ""
+    return f"{row['requests']} x {size},\n{selection}{sharing}"
 
 
 def relative_speeds(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:

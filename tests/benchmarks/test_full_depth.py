@@ -76,12 +76,13 @@ def test_ranks_are_merged() -> None:
 
 def test_speeds_are_relative_to_full_kv_of_the_same_case() -> None:
     def row(system: str, context: int, tokens_per_s: float) -> dict[str, object]:
-        case = {"context": context, "requests": 4, "overlap": None, "selection": "trace"}
+        case = {"context": context, "requests": 4, "overlap": None, "selection": "trace", "shared_indexers": 1}
         return {"system": system, "tokens_per_s": tokens_per_s, **case}
 
     rows = [row("ours", 2048, 30.0), row("full", 2048, 20.0), row("full", 4096, 10.0), row("ours", 8192, 5.0)]
     short, long = "4 x 2K,\ntrace", "4 x 4K,\ntrace"
     assert relative_speeds(rows) == {("ours", short): 1.5, ("full", short): 1.0, ("full", long): 1.0}
+    assert full_depth.title(rows[0] | {"shared_indexers": 4}) == f"{short},\nshared indexers"
 
 
 def test_kernel_times_are_summed_by_kind() -> None:
