@@ -26,7 +26,9 @@ test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 test-slow: setup ## run those that take many minutes, one at a time: on Ray, with several ranks, every variant of an engine
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-all: test test-slow ## run all tests
+test-all: setup ## run all tests
+	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 campaign: setup ## run many lives of requests and kill engines, e.g. make campaign ARGS="--part lives"
 	@$(BIN)/python -m tests.campaign $(ARGS)

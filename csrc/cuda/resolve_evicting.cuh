@@ -426,7 +426,8 @@ __device__ __forceinline__ Target find_target(
 }
 
 // Write where each selected row of this thread block's slots is, and the misses that take some, both in the order of
-// `top_k`; put the misses there. The first block writes the columns without a slot.
+// `top_k`; put the misses there. The last block writes the columns without a slot.
+// NOTE: there are at least as many slots as columns (`HiSparseConfig`), so every miss has a victim.
 template <int kColumnRounds, bool kIsCluster>
 __device__ __forceinline__ void write_columns(
     const Cluster<kIsCluster>& cluster,

@@ -128,13 +128,20 @@ def run_engine(directory: Path, engine: dict[str, Any], phases: list[dict[str, A
     return records
 
 
+def described(server: Any) -> str:
+    try:
+        return server.describe()
+    except Exception as error:  # what failed is the test
+        return f"{type(server).__name__} cannot be described: {error}"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """The failure of a test says what its servers say of themselves."""
-    if call.excinfo is not None and call.when == "call":
+    if call.excinfo is not None and call.when == "call" and not call.excinfo.errisinstance(pytest.skip.Exception):
         for server in getattr(item, "funcargs", {}).values():
             if hasattr(server, "describe"):
-                call.excinfo.value.add_note(server.describe())
+                call.excinfo.value.add_note(described(server))
     return (yield)
 
 

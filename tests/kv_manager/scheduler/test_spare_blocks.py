@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.spare_blocks import (
@@ -118,8 +119,11 @@ def test_blocks_come_back_before_a_request_waits() -> None:
     engine.check_idle()
 
 
-def test_growing_requests_are_not_preempted_for_what_is_lent() -> None:
-    engine = make_engine(1 + 34)
+@pytest.mark.parametrize(("device_buffer_size", "num_blocks"), [(BUFFER, 34), (14, 37)])
+def test_growing_requests_are_not_preempted_for_what_is_lent(device_buffer_size: int, num_blocks: int) -> None:
+    """Neither those with a complete hot buffer nor those whose own hot blocks grow, too."""
+    engine = make_engine(1 + num_blocks, device_buffer_size)
+    engine.add("z", list(range(70, 86)), max_tokens=14)
     names = "abc"
     for name in names:
         engine.add(name, [ord(name) + i for i in range(6)], max_tokens=12)
@@ -170,7 +174,12 @@ class World:
         requests = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
         tables = SimpleNamespace(change=self.note_change)
         self.ledger = SimpleNamespace(
-            admitted=admitted, requests=requests, hot_tables=tables, max_num_running=999, waiting_for_host=set()
+            admitted=admitted,
+            requests=requests,
+            sessions=set(),
+            hot_tables=tables,
+            max_num_running=999,
+            waiting_for_host=set(),
         )
         self.changes: list[str] = []
         self.num_tokens = dict.fromkeys(lengths, 0)
@@ -209,6 +218,7 @@ class World:
             num_resident = [-(-tokens // 64) for tokens in (last, request.num_tokens)]
             num_hot = [self.spec.num_blocks(tokens) * bool(tokens) for tokens in (last, request.num_tokens)]
             self.take(num_resident[1] - num_resident[0] + num_hot[1] - num_hot[0])
+            self.blocks[name] = range(num_hot[1])
         self.spare.balance(self.ledger, self.blocks, dict.fromkeys(self.num_tokens, 1))
 
 
@@ -226,6 +236,7 @@ def test_requests_of_nearly_equal_lengths_do_not_take_turns(lengths: list[int], 
     world.spare.take_rows_taken_back()
     for _ in range(320):
         world.step()
+        assert world.num_free >= len(lengths), "all may need their next block at once"
     num_taken_back = world.spare.take_rows_taken_back() // World.LAYOUT.rows_per_hot_block
     num_grown = len(lengths) * 320 // 64 * 7
     assert num_taken_back <= num_grown + before // 10
@@ -233,11 +244,41 @@ def test_requests_of_nearly_equal_lengths_do_not_take_turns(lengths: list[int], 
     assert len(world.changes) <= 320 // STEPS_PER_BALANCE * len(lengths) * 3 // 5
 
 
+def test_hot_buffers_that_grow_find_their_blocks_free() -> None:
+    """All in the same steps, while another request is lent what is left."""
+    world = World({"long": 60_000, **{f"{i:02}": 1_000 for i in range(40)}}, 9_000)
+    for _ in range(200):
+        world.step()
+    assert world.spare.lent["long"] and world.num_free < 1_000
+
+
 def test_all_are_whole_until_full_kv_would_just_hold_them() -> None:
-    """But for the last 0.3% of the memory: a full KV cache of 24 GiB holds 16 sequences of 33,507 tokens."""
-    world = World({f"{i:02}": 32_768 for i in range(16)}, 49_536)
-    while max(request.num_tokens for request in world.ledger.requests.values()) < 33_400:
+    """But for the last 0.2% of the memory: a full KV cache of 24 GiB holds 16 sequences of 33,472 tokens. Lengths
+    differ, so that requests need their next blocks in different steps."""
+    world = World({f"{i:02}": 32_768 + 7 * i for i in range(16)}, 49_536)
+    requests = world.ledger.requests.values()
+    while sum(request.num_tokens for request in requests) / len(requests) < 33_410:
         world.step()
         for name, request in world.ledger.requests.items():
             num_blocks = len(world.blocks[name]) + len(world.spare.lent[name])
             assert num_blocks * World.LAYOUT.rows_per_hot_block >= request.num_tokens
+
+
+@pytest.mark.parametrize("num_running", [0, 3])
+def test_the_next_turn_of_a_session_gets_what_was_lent(num_running: int) -> None:
+    """It keeps its own blocks while it waits for the turn. What is lent comes back as soon as the turn is there."""
+    world = World({f"{i:02}": 36_000 for i in range(15)}, 49_536)
+    for _ in range(3):
+        world.step()
+    session, num_before = "00", world.num_free
+    world.ledger.sessions.add(session)
+    for name, request in world.ledger.requests.items():
+        request.status = (
+            RequestStatus.RUNNING if name > f"{14 - num_running:02}" else RequestStatus.WAITING_FOR_STREAMING_REQ
+        )
+    world.spare.balance(world.ledger, world.blocks, {})
+    assert world.num_free <= num_before, "nobody needs any"
+    turn = world.ledger.requests[session]
+    turn.status, turn.num_tokens = RequestStatus.WAITING, turn.num_tokens + 2_000
+    world.spare.balance(world.ledger, world.blocks, {})
+    assert world.num_free >= -(-2_000 // 64)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import compress, islice
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
 
@@ -169,20 +171,36 @@ class SpareBlocks:
         num_reserved = self._num_growing(ledger)
         if max(num_scheduled.values(), default=0) > self.spec.layout.max_query_len:
             num_reserved += self._chunk_blocks
-        waiting = self._waiting(ledger)
-        self._steps_of_waiting = self._steps_of_waiting + 1 if waiting else 0
+        needs = self._needs(ledger)
+        self._steps_of_waiting = self._steps_of_waiting + 1 if needs else 0
         if self._steps_of_waiting > MAX_STEPS_OF_WAITING:
             return self.block_pool.num_gpu_blocks
-        needs = (self.spec.num_request_blocks(request.num_tokens) + self._blocks_per_block for request in waiting)
-        return num_reserved + sum(needs) + (self._watermark_blocks if waiting else 0)
+        return num_reserved + sum(needs) + (self._watermark_blocks if needs else 0)
+
+    def _needs(self, ledger: RequestLedger) -> list[int]:
+        """Blocks of each request that could start if there were device blocks, and of each session's next turn."""
+        size = self.spec.num_request_blocks
+        turns = ((ledger.requests[name].num_tokens, ledger.admitted[name].num_tokens) for name in self._turns(ledger))
+        needs = [size(request.num_tokens) for request in self._waiting(ledger)]
+        needs += [max(size(num_tokens) - size(num_before), 0) for num_tokens, num_before in turns]
+        return [need + self._blocks_per_block for need in needs]
 
     def _waiting(self, ledger: RequestLedger) -> list[Request]:
-        """Requests that could start if there were device blocks."""
         num_seats = ledger.max_num_running - len(ledger.admitted)
         if len(ledger.requests) <= len(ledger.admitted) or num_seats <= 0:
             return []
         has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
         return list(islice(compress(ledger.requests.values(), has_none), num_seats))
+
+    def _turns(self, ledger: RequestLedger) -> list[str]:
+        """Sessions that wait for a step of their next turn; they keep the blocks of those before."""
+        if not ledger.sessions:
+            return []
+        # NOTE: a request that has ended may still be admitted.
+        statuses = {name: request.status for name, request in ledger.requests.items() if name in ledger.admitted}
+        if sum(status == RequestStatus.RUNNING for status in statuses.values()) >= ledger.max_num_running:
+            return []
+        return [name for name in sorted(ledger.sessions) if statuses.get(name) == RequestStatus.WAITING]
 
     def _blocks_wanted(
         self,
