@@ -41,6 +41,26 @@ def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[
     return given
 
 
+def waiting_requests(ledger: RequestLedger) -> list[Request]:
+    """Requests without blocks that could start if there were device blocks."""
+    num_seats = ledger.max_num_running - len(ledger.admitted)
+    if len(ledger.requests) <= len(ledger.admitted) or num_seats <= 0:
+        return []
+    has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
+    return list(islice(compress(ledger.requests.values(), has_none), num_seats))
+
+
+def waiting_turns(ledger: RequestLedger) -> list[str]:
+    """Sessions that wait for a step of their next turn; they keep the blocks of those before."""
+    if not ledger.sessions:
+        return []
+    # NOTE: a request that has ended may still be admitted.
+    statuses = {name: request.status for name, request in ledger.requests.items() if name in ledger.admitted}
+    if sum(status == RequestStatus.RUNNING for status in statuses.values()) >= ledger.max_num_running:
+        return []
+    return [name for name in sorted(ledger.sessions) if statuses.get(name) == RequestStatus.WAITING]
+
+
 class SpareBlocks:
     """Lends vLLM's free blocks to running requests, and takes them back before vLLM runs out of blocks.
 
@@ -180,27 +200,10 @@ class SpareBlocks:
     def _needs(self, ledger: RequestLedger) -> list[int]:
         """Blocks of each request that could start if there were device blocks, and of each session's next turn."""
         size = self.spec.num_request_blocks
-        turns = ((ledger.requests[name].num_tokens, ledger.admitted[name].num_tokens) for name in self._turns(ledger))
-        needs = [size(request.num_tokens) for request in self._waiting(ledger)]
+        turns = ((ledger.requests[name].num_tokens, ledger.admitted[name].num_tokens) for name in waiting_turns(ledger))
+        needs = [size(request.num_tokens) for request in waiting_requests(ledger)]
         needs += [max(size(num_tokens) - size(num_before), 0) for num_tokens, num_before in turns]
         return [need + self._blocks_per_block for need in needs]
-
-    def _waiting(self, ledger: RequestLedger) -> list[Request]:
-        num_seats = ledger.max_num_running - len(ledger.admitted)
-        if len(ledger.requests) <= len(ledger.admitted) or num_seats <= 0:
-            return []
-        has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
-        return list(islice(compress(ledger.requests.values(), has_none), num_seats))
-
-    def _turns(self, ledger: RequestLedger) -> list[str]:
-        """Sessions that wait for a step of their next turn; they keep the blocks of those before."""
-        if not ledger.sessions:
-            return []
-        # NOTE: a request that has ended may still be admitted.
-        statuses = {name: request.status for name, request in ledger.requests.items() if name in ledger.admitted}
-        if sum(status == RequestStatus.RUNNING for status in statuses.values()) >= ledger.max_num_running:
-            return []
-        return [name for name in sorted(ledger.sessions) if statuses.get(name) == RequestStatus.WAITING]
 
     def _blocks_wanted(
         self,
