@@ -6,8 +6,8 @@ tokens are accepted or not by vLLM's rejection sampler. So the acceptance and th
 are those of a model so small that its steps wait for the host.
 
 Prompts are computed. All requests of an engine are submitted at once and never end: after some steps to settle, those
-in which nobody prefills are timed. Each engine runs in a process of its own; they are loaded side by side and take
-turns.
+in which nobody prefills are timed. Each engine runs in a process of its own; they are loaded side by side and
+measured one after the other.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MODEL = Path(__file__).parent / "models" / "code-dsa"
 NUM_HEADS = 64  # which vLLM's sparse kernels need at least
 TEMPERATURE = 0.8
 STOP_TIMEOUT_S = 60
+SIZES = ("kv_dtype", "device_kv_gib", "device_buffer_size", "settle")  # of a job that a row names
 
 app = typer.Typer(add_completion=False)
 
@@ -174,9 +175,6 @@ def measure_all(job: dict[str, Any], drafts: list[int], prompts: list[list[int]]
             typer.echo(f"{system} with {number} drafts has ended", err=True)
         process.join(STOP_TIMEOUT_S)
         process.kill()
-
-
-SIZES = ("kv_dtype", "device_kv_gib", "device_buffer_size", "settle")
 
 
 @app.command()
