@@ -18,7 +18,7 @@ setup: ## create the environment and the tiny models
 	@$(SETUP)
 
 demo: setup ## run the prefill/decode demo
-	@$(BIN)/vllm-hisparse demo $(ARGS)
+	@$(BIN)/python -m tools.demo $(ARGS)
 
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import connector as native
 
 from vllm_hisparse.connector import connector as ours
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostMatch
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostMatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

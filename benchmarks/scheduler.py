@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 from benchmarks.common import RESULTS, Samples, device_groups, show, spread, track, write_result
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
 from vllm_hisparse.layout import BLOCK_SIZE
 
 NUM_LAYERS, TOP_K = 61, 2048  # DeepSeek-V3.2

@@ -139,7 +139,7 @@ def _test_module(name: str) -> Any:
 
 
 def _free_ports(count: int) -> list[int]:
-    from vllm_hisparse.cli.processes import free_ports
+    from tools.harness.processes import free_ports
 
     return free_ports(count)
 

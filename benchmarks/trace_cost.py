@@ -18,9 +18,9 @@ import torch
 import typer
 
 from benchmarks.common import RESULTS, Samples, show, track, write_result
-from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.worker.selection_recorder import RecordingHotBuffer, SelectionRecorder
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer, SelectionRecorder
 from vllm_hisparse.layout import BLOCK_SIZE, mla_row_bytes
 from vllm_hisparse.ops.base import HotRows
 

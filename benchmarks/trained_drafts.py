@@ -74,7 +74,7 @@ def make_prompts(model: Path, context: int, num_prompts: int) -> list[list[int]]
     """Windows of `context` tokens of packages that the model was not trained on, at equal distances."""
     from tokenizers import Tokenizer
 
-    from vllm_hisparse.cli.demo_prompts import source_texts
+    from tools.demo.prompts import source_texts
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     text = "\n".join(text for _, text in source_texts())

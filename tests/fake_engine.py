@@ -18,9 +18,9 @@ from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.layout import KVLayout
 
 BLOCK_SIZE = 4

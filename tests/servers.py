@@ -11,8 +11,8 @@ from typing import Any
 
 import requests
 
-from vllm_hisparse.cli.deployment import MODEL_NAME
-from vllm_hisparse.cli.processes import EngineProcess, ProcessGroup
+from tools.harness.deployment import MODEL_NAME
+from tools.harness.processes import EngineProcess, ProcessGroup
 
 REQUEST_TIMEOUT_S = 180
 START_TIMEOUT_S = 500  # engines load side by side, from a cold disk

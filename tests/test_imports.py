@@ -18,7 +18,7 @@ from vllm_hisparse import plugin
 plugin.cpu_platform()
 plugin.register()
 import vllm_hisparse.connector.connector
-import vllm_hisparse.platform.cpu
+import vllm_hisparse.cpu.platform
 print(*sys.modules, sep="\\n")
 """
 MISSING_EXTRA = """
@@ -53,7 +53,7 @@ def test_a_server_does_not_load_the_command_line() -> None:
     result = run_python(SERVER)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
-    assert {"vllm_hisparse.connector.worker", "vllm_hisparse.platform.cpu"} <= loaded
+    assert {"vllm_hisparse.connector.worker", "vllm_hisparse.cpu.platform"} <= loaded
     assert not [module for module in loaded if is_forbidden(module)]
 
 

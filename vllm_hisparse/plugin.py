@@ -10,7 +10,7 @@ def cpu_platform() -> str | None:
     from vllm_hisparse.lifetime import end_with_parent
 
     end_with_parent()  # on every platform: it is what vLLM calls first
-    return "vllm_hisparse.platform.cpu.HiSparseCpuPlatform" if cpu_platform_plugin() else None
+    return "vllm_hisparse.cpu.platform.HiSparseCpuPlatform" if cpu_platform_plugin() else None
 
 
 def register() -> None:
@@ -19,7 +19,7 @@ def register() -> None:
 
     from vllm_hisparse.compat import register_connector
     from vllm_hisparse.config import CONNECTOR_NAME
-    from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
+    from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
     from vllm_hisparse.lifetime import end_with_parent
 
     end_with_parent()
@@ -34,11 +34,11 @@ def register() -> None:
 def _register_cpu_layers() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_hisparse.attention.mla import full_kv_cpu, indexer_cpu, wrapper_cpu  # noqa: F401 (two register on import)
-    from vllm_hisparse.platform.cpu import FULL_KV_BACKEND
+    from vllm_hisparse.cpu import full_kv_mla, indexer, mla_wrapper  # noqa: F401 (two register on import)
+    from vllm_hisparse.cpu.platform import FULL_KV_BACKEND
 
-    if full_kv_cpu.BACKEND_NAME not in AttentionBackendEnum.__members__:
-        register_backend(full_kv_cpu.BACKEND_NAME, FULL_KV_BACKEND)
+    if full_kv_mla.BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(full_kv_mla.BACKEND_NAME, FULL_KV_BACKEND)
 
 
 def _register_cuda_models() -> None:

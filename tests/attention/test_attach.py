@@ -13,12 +13,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_hisparse.attention import attach
 from vllm_hisparse.attention.gqa.base import HotGQAAttention
-from vllm_hisparse.attention.gqa.cpu import HotGQACpuBackend, HotGQACpuImpl
 from vllm_hisparse.attention.mla.base import HotMLAAttention
-from vllm_hisparse.attention.mla.cpu import HotMLACpuBackend, HotMLACpuImpl
-from vllm_hisparse.attention.mla.full_kv_cpu import SparseMLACpuImpl
-from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpu, IndexerCpuCache
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuImpl
+from vllm_hisparse.cpu.gqa import HotGQACpuBackend, HotGQACpuImpl
+from vllm_hisparse.cpu.indexer import IndexerCpu, IndexerCpuCache
+from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
 FULL_KV_LAYERS = [1]
 

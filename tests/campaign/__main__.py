@@ -119,7 +119,7 @@ def _run_faults(
     progress: Progress, kill_points: int, minutes: float, disconnects: int, known: set[str]
 ) -> Iterator[Row]:
     # NOTE: not above: it starts engines, and only this command has the tests' helpers on its path.
-    from vllm_hisparse.cli.processes import ProcessGroup
+    from tools.harness.processes import ProcessGroup
 
     from . import faults
     from .cluster import Cluster

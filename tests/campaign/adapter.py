@@ -27,9 +27,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.layout import KVLayout
 
 from .checks import check

@@ -16,8 +16,8 @@ import requests
 
 from tests.e2e.forks import forked
 from tests.servers import DO_PREFILL, Server, completion
-from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 from .adapter import MODEL
 

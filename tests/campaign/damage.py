@@ -9,12 +9,12 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
-from vllm_hisparse.kv_manager.scheduler import hot_block_manager
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
-from vllm_hisparse.kv_manager.scheduler.request_ledger import AdmittedRequest, RequestLedger
-from vllm_hisparse.kv_manager.scheduler.sessions import DraftingSession
-from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
+from vllm_hisparse.kv_manager.blocks import hot_block_manager
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
+from vllm_hisparse.kv_manager.blocks.request_ledger import AdmittedRequest, RequestLedger
+from vllm_hisparse.kv_manager.blocks.sessions import DraftingSession
+from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer

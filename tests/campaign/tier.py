@@ -16,7 +16,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 from vllm_hisparse.kv_manager.tiers.sources import Sources

@@ -28,7 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_hisparse.cli.processes import free_ports
+from tools.harness.processes import free_ports
 from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse.connector import nixl_scheduler
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport

@@ -22,8 +22,8 @@ from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.ops.base import HotRows
 from vllm_hisparse.trace import Trace

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_hisparse.cli.processes import free_ports
+from tools.harness.processes import free_ports
 
 pytest.importorskip("ray.serve.llm", reason="Ray is not installed: pip install 'vllm-hisparse[ray]'")
 

@@ -18,7 +18,7 @@ import requests
 import yaml
 from servers import wait_for
 
-from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytest.importorskip("vllm_router", reason="vllm-router is not installed")
 

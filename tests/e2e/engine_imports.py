@@ -16,10 +16,6 @@ import vllm.v1.executor.multiproc_executor
 import vllm.v1.worker.cpu_worker
 from vllm.config.logging import LoggingConfig
 
-import vllm_hisparse.attention.mla.cpu
-import vllm_hisparse.attention.mla.wrapper_cpu
-import vllm_hisparse.connector.connector  # noqa: F401
-
 logging_config = LoggingConfig()  # hundreds of loggers, which every engine would set up anew
 vllm.logger._configure_vllm_root_logger(logging_config)
 vllm.logger._last_configured_logging_config = logging_config

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm_hisparse.cli.processes import EngineProcess
+from tools.harness.processes import EngineProcess
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {

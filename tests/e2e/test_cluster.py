@@ -23,8 +23,8 @@ from forks import forked
 from servers import Server, completion, is_error, wait_for, wait_started
 from test_pd import DecodeServer
 
-from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 

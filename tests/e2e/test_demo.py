@@ -1,4 +1,4 @@
-"""`vllm-hisparse demo`, as a user runs it: real engines, and a model that answers."""
+"""`python -m tools.demo`, as a user runs it: real engines, and a model that answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_hisparse.cli.main import app
+from tools.demo.__main__ import app
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "code-dsa"
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # it writes its logs there
     options = ["--requests", "2", "--max-tokens", "16", "--model-dir", str(MODEL), "--out", "demo.json"]
-    result = CliRunner().invoke(app, ["demo", *options], catch_exceptions=False)
+    result = CliRunner().invoke(app, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "2 of 2 requests: the same tokens as with full KV" in " ".join(result.output.split())
     report = json.loads((tmp_path / "demo.json").read_text())

@@ -15,8 +15,8 @@ from servers import DO_PREFILL, wait_started
 from test_pd import DecodeServer, assert_same
 from test_pd_dense import BLOCK, DECODERS, EVERYTHING, TOKEN_BYTES
 
-from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # no process is forked from one that has imported vLLM
 

@@ -21,8 +21,8 @@ from forks import forked
 from servers import DO_PREFILL, START_TIMEOUT_S, Server, completion, tokens_of, wait_started
 from tokenizers import Tokenizer
 
-from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 

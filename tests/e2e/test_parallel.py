@@ -22,8 +22,8 @@ from forks import forked
 from servers import DO_PREFILL, START_TIMEOUT_S, completion, wait_for, wait_started
 from test_pd import DecodeServer
 
-from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from conftest import MODELS, assert_same_but_rounding, make_prompt
 from forks import forked
 from servers import DO_PREFILL, START_TIMEOUT_S, Server, completion, is_error, tokens_of, wait_for, wait_started
 
-from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 

@@ -13,8 +13,8 @@ from servers import DO_PREFILL, completion, wait_started
 from test_dense_drafts import repeating
 from test_pd import DecodeServer
 
-from vllm_hisparse.cli.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
-from vllm_hisparse.cli.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 

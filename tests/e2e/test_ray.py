@@ -28,7 +28,7 @@ from conftest import MODELS, assert_same_but_rounding, make_prompt
 from servers import REQUEST_TIMEOUT_S, Server, completion, tokens_of
 from test_cluster import complete_or_error, is_error, wait_for
 
-from vllm_hisparse.cli.processes import ANSI_CODE, LOOPBACK, EngineProcess, ProcessGroup, free_ports
+from tools.harness.processes import ANSI_CODE, LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytest.importorskip("ray.serve.llm", reason="Ray is not installed: pip install 'vllm-hisparse[ray]'")
 pytestmark = [

@@ -20,7 +20,7 @@ from conftest import (
     make_prompt,
 )
 
-from vllm_hisparse.cli.processes import LOOPBACK, free_ports
+from tools.harness.processes import LOOPBACK, free_ports
 
 pytestmark = pytest.mark.e2e
 

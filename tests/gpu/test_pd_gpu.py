@@ -17,8 +17,8 @@ import torch
 from engines import assert_same_but_ties, differences, make_prompt
 from servers import DO_PREFILL, Server, completion
 
-from vllm_hisparse.cli.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector
-from vllm_hisparse.cli.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
+from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager, register_hot_block_manager
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager, register_hot_block_manager
 from vllm_hisparse.layout import KVLayout, StateLayout
 
 

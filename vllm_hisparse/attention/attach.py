@@ -92,8 +92,8 @@ def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmCo
     NOTE: a layer that drafts keeps its KV on the device: it attends when the step's forward is over, and several times.
     """
     from vllm_hisparse.attention.mla.base import HotMLAAttention
-    from vllm_hisparse.attention.mla.cpu import HotMLACpuBackend
-    from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpu
+    from vllm_hisparse.cpu.indexer import IndexerCpu
+    from vllm_hisparse.cpu.mla import HotMLACpuBackend
 
     if wrapper.indexer is not None:
         wrapper.indexer.__class__ = IndexerCpu
@@ -105,7 +105,7 @@ def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmCo
 
 def attach_indexer_cache_cpu(cache: DeepseekV32IndexerCache) -> None:
     """Give the indexer's key cache our backend."""
-    from vllm_hisparse.attention.mla.indexer_cpu import IndexerCpuCache
+    from vllm_hisparse.cpu.indexer import IndexerCpuCache
 
     cache.__class__ = IndexerCpuCache
 
@@ -118,7 +118,7 @@ def attach_gqa_cpu(impl: CPUAttentionBackendImpl, vllm_config: VllmConfig) -> No
         vllm_config: names the layer.
     """
     from vllm_hisparse.attention.gqa.base import HotGQAAttention, is_full_kv_layer
-    from vllm_hisparse.attention.gqa.cpu import HotGQACpuBackend
+    from vllm_hisparse.cpu.gqa import HotGQACpuBackend
 
     layers = vllm_config.compilation_config.static_forward_context.values()
     layer = next(layer for layer in layers if getattr(layer, "impl", None) is impl)

@@ -1,4 +1,4 @@
-"""The `vllm-hisparse` command: the demo, the tiny models and replays of traces. A server never imports this package."""
+"""The `vllm-hisparse` command: tiny models, traces of selections and their replay. A server never imports it."""
 
 
 def run() -> None:

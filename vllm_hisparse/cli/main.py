@@ -25,14 +25,6 @@ def main() -> None:
 
 
 @app.command(context_settings=FORWARDED)
-def demo(ctx: typer.Context) -> None:
-    """Ask a small model about source files, on separate prefill and decode instances, and compare with full KV."""
-    from vllm_hisparse.cli.demo import demo_command
-
-    forward(ctx, demo_command)
-
-
-@app.command(context_settings=FORWARDED)
 def replay(ctx: typer.Context) -> None:
     """Simulate hot buffers over a trace of selections: hit rates, and time on the link to host memory."""
     from vllm_hisparse.cli.replay import replay_command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_hisparse.cli.deployment import hisparse_connector
+from tools.harness.deployment import hisparse_connector
 from vllm_hisparse.trace import Trace
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.rows.host_memory import num_host_pools
 from vllm_hisparse.kv_manager.tiers.make_tiers import make_tiers
-from vllm_hisparse.kv_manager.worker.host_memory import num_host_pools
 from vllm_hisparse.lifetime import end_with_parent
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSpa
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.request_log import RequestLog
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
+from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
+from vllm_hisparse.kv_manager.blocks.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
-from vllm_hisparse.kv_manager.scheduler.hot_block_manager import HotBlockManager
-from vllm_hisparse.kv_manager.scheduler.hot_tables import HotTables
-from vllm_hisparse.kv_manager.scheduler.request_ledger import RequestLedger
-from vllm_hisparse.kv_manager.scheduler.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 
 if TYPE_CHECKING:

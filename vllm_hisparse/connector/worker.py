@@ -21,13 +21,13 @@ from vllm_hisparse.connector.metadata import (
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.worker.algorithm_state import check_fixed_state_fits, make_algorithm
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
-from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.worker.host_memory import allocate_host_pool
-from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.worker.selection_recorder import RecordingHotBuffer, SelectionRecorder
+from vllm_hisparse.kv_manager.rows.algorithm_state import check_fixed_state_fits, make_algorithm
+from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
+from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.rows.host_memory import allocate_host_pool
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer, SelectionRecorder
 from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:

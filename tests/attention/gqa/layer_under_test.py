@@ -16,9 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
-from vllm_hisparse.attention.gqa.cpu import HotGQACpuImpl, HotGQACpuMetadataBuilder
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer
-from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+from vllm_hisparse.cpu.gqa import HotGQACpuImpl, HotGQACpuMetadataBuilder
+from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.layout import StateLayout
 
 

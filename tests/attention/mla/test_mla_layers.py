@@ -18,9 +18,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.attention.mla.base import NewRows
-from vllm_hisparse.attention.mla.cpu import HotMLACpuImpl, HotMLACpuMetadataBuilder
-from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.cpu.mla import HotMLACpuImpl, HotMLACpuMetadataBuilder
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.ops.base import Resolved
 
 LATENT, ROPE, NUM_HEADS, SCALE = 6, 2, 3, 0.4

@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm.v1.attention.backends.mla.indexer import DeepSeekV32IndexerDecodeMetadata, DeepseekV32IndexerMetadata
 
-from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 
 KEYS = ["0.indexer", "1.indexer"]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.rows.host_memory import HostPoolMemory, _own_memory
 from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile, HostPools
-from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.worker.host_memory import HostPoolMemory, _own_memory
 from vllm_hisparse.layout import KVLayout
 
 NUM_BLOCKS = 5

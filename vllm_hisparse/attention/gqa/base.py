@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_hisparse.compat import is_draft_layer
 from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.kv_manager.worker.algorithm_state import make_algorithm
+from vllm_hisparse.kv_manager.rows.algorithm_state import make_algorithm
 from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:

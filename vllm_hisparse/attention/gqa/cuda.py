@@ -32,9 +32,9 @@ from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.compat import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
-from vllm_hisparse.kv_manager.worker.algorithm_state import KeySpan
-from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, view_units
-from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, WholeBlockStaging
+from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
+from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, WholeBlockStaging
 from vllm_hisparse.ops.base import Resolved
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes
 from vllm_hisparse.ops.base import HotRows
 

@@ -39,8 +39,8 @@ from vllm_hisparse.compat import (
     replace_batch,
 )
 from vllm_hisparse.config import max_query_len
-from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
 from vllm_hisparse.layout import BLOCK_SIZE
 
 

@@ -20,11 +20,11 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from vllm_hisparse.kv_manager.worker.row_copies import NUM_STREAMS
+from vllm_hisparse.kv_manager.rows.row_copies import NUM_STREAMS
 
 if TYPE_CHECKING:
     from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
-    from vllm_hisparse.kv_manager.worker.hot_buffer import HotBuffer
+    from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 
 MAX_WAVES = 1 + NUM_STREAMS  # the first is on the main stream
 MIN_WAVE_REQUESTS = 12  # of each; smaller ones are slower with recorded selections

@@ -8,7 +8,7 @@ from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
 BATCH = 16  # blocks of one job

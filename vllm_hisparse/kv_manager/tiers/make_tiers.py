@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from vllm_hisparse.compat import register_tier
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier, HostBlocks
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile, HostPools

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_block_hash
 
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
 MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at once

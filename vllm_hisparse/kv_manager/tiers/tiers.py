@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from vllm_hisparse.kv_manager.scheduler.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores, key_of
 from vllm_hisparse.kv_manager.tiers.prefix_loads import PrefixLoads
 from vllm_hisparse.kv_manager.tiers.sources import Sources

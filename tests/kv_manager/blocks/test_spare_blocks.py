@@ -1,0 +1,284 @@
+"""Which blocks are lent, and when they come back: in a schedule over vLLM's real block pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from vllm_hisparse.kv_manager.blocks.spare_blocks import (
+    MAX_STEPS_OF_WAITING,
+    STEPS_PER_BALANCE,
+    SpareBlocks,
+    divide,
+)
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.layout import KVLayout
+
+ROWS_PER_BLOCK, BUFFER = 3, 5  # `HotBufferSpec` of `fake_engine`: 2 blocks in any case
+BLOCKS_PER_BLOCK = 2 + 1  # hot and resident ones, of 4 tokens
+CHUNK_BLOCKS = MAX_BUDGET // BLOCK_SIZE * BLOCKS_PER_BLOCK
+
+
+def make_engine(num_device_blocks: int, device_buffer_size: int = BUFFER) -> FakeEngine:
+    return FakeEngine(num_device_blocks, 64, device_buffer_size=device_buffer_size, elastic=True)
+
+
+def num_lent(engine: FakeEngine, request_id: str) -> int:
+    return len(engine.hot.spare.lent.get(request_id, ()))
+
+
+def num_rows(engine: FakeEngine, request_id: str) -> int:
+    return ROWS_PER_BLOCK * len(engine.hot.hot_blocks(request_id))
+
+
+def decode(engine: FakeEngine, num_steps: int) -> None:
+    """Steps that nobody prefills in; all tables of the worker are what the manager says."""
+    for _ in range(num_steps):
+        engine.step()
+        engine.check_integrity()
+        for request in engine.running:
+            handle = engine.ledger.admitted[request.request_id].handle
+            block_ids = [block.block_id for block in engine.hot.hot_blocks(request.request_id)]
+            assert engine.worker.hot_tables[handle] == block_ids
+
+
+def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
+    engine = make_engine(80)
+    request = engine.add("a", list(range(12)), max_tokens=16)
+    for _ in range(14):
+        decode(engine, 1)
+        assert request.num_computed_tokens < num_rows(engine, "a")
+    decode(engine, 8)
+    assert request.is_finished()
+    engine.check_idle()
+
+
+def test_whoever_takes_the_place_of_another_is_lent_blocks_at_once() -> None:
+    engine = make_engine(80)
+    first = engine.add("a", list(range(20)), max_tokens=3)
+    while not first.is_finished():
+        decode(engine, 1)
+    second = engine.add("b", list(range(50, 70)), max_tokens=8)
+    engine.step()
+    assert second in engine.running and num_rows(engine, "b") > second.num_tokens
+
+
+def test_a_short_sequence_has_no_more_than_its_rows() -> None:
+    engine = make_engine(80, device_buffer_size=14)
+    engine.add("a", [1, 2, 3], max_tokens=29)
+    sizes = {}
+    for num_tokens in range(3, 15):
+        decode(engine, 1)
+        sizes[num_tokens] = num_rows(engine, "a"), num_lent(engine, "a")
+    assert sizes[3] == sizes[4] == (6, 0) and sizes[5] == sizes[8] == (9, 0) and sizes[9] == sizes[12] == (12, 0)
+    assert sizes[13] == (15, 0), "complete: from now on it may be lent more"
+
+
+def test_what_is_free_goes_first_to_those_that_want_least() -> None:
+    assert divide({"a": 5, "b": 3, "c": 0}, set(), 8) == {"a": 5, "b": 3, "c": 0}
+    assert divide({"a": 5, "b": 3, "c": 5}, set(), 9) == {"b": 3, "a": 5, "c": 1}
+    assert divide({"a": 9, "b": 9, "c": 2}, set(), 8) == {"c": 2, "a": 3, "b": 3}
+    assert divide({"a": 9, "b": 9}, set(), 0) == {"a": 0, "b": 0}
+    assert divide({"a": 5, "b": 6, "c": 2}, {"b"}, 8) == {"b": 6, "c": 2, "a": 0}, "who has all keeps it"
+    assert divide({}, set(), 5) == {}
+
+
+def test_requests_share_what_is_free() -> None:
+    """Beyond what stays free."""
+    engine = make_engine(1 + 43)
+    for name in "ab":
+        engine.add(name, [ord(name) + i for i in range(20)], max_tokens=12)
+    decode(engine, 8)
+    lent = num_lent(engine, "a"), num_lent(engine, "b")
+    assert lent[0] > 0 and abs(lent[0] - lent[1]) <= 1, "not enough for one of them"
+    free = engine.kv.block_pool.get_num_free_blocks()
+    assert free >= 2 * BLOCKS_PER_BLOCK, "a block that is needed next may be lent"
+    gauges = engine.stats.data["gauges"]
+    assert gauges["hot_rows_lent"] == sum(lent) * ROWS_PER_BLOCK < gauges["hot_rows_wanted"]
+
+
+def test_blocks_come_back_before_a_request_waits() -> None:
+    """For longer than a step; nobody is preempted."""
+    engine = make_engine(1 + 16)
+    first = engine.add("a", list(range(4)), max_tokens=28)
+    decode(engine, STEPS_PER_BALANCE + 2)
+    before = num_lent(engine, "a")
+    assert before > 0
+    engine.add("b", list(range(50, 60)), max_tokens=2)
+    engine.step()
+    assert num_lent(engine, "a") < before and engine.waiting
+    decode(engine, 1)
+    assert not engine.waiting and first in engine.running
+    assert engine.stats.data["counters"]["hot_rows_taken_back"] > 0
+    decode(engine, 20)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize(("device_buffer_size", "num_blocks"), [(BUFFER, 34), (14, 37)])
+def test_growing_requests_are_not_preempted_for_what_is_lent(device_buffer_size: int, num_blocks: int) -> None:
+    """Neither those with a complete hot buffer nor those whose own hot blocks grow, too."""
+    engine = make_engine(1 + num_blocks, device_buffer_size)
+    engine.add("z", list(range(70, 86)), max_tokens=14)
+    names = "abc"
+    for name in names:
+        engine.add(name, [ord(name) + i for i in range(6)], max_tokens=12)
+    decode(engine, 14)
+    assert not any(request.num_preemptions for request in engine.running)
+    decode(engine, 6)
+    engine.check_idle()
+
+
+def test_whoever_waits_for_something_else_gets_everything() -> None:
+    """Such as for what vLLM reserves: unknown here."""
+    engine = make_engine(80)
+    engine.add("a", list(range(16)), max_tokens=14)
+    decode(engine, 3)
+    assert num_lent(engine, "a") > 0
+    engine.connector.on_new_request(engine.add("other", [1], max_tokens=1))
+    engine.waiting.clear()  # vLLM does not start it
+    decode(engine, MAX_STEPS_OF_WAITING + 1)
+    assert num_lent(engine, "a") == 0
+
+
+def test_sizes_are_looked_at_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(80)
+    engine.add("a", list(range(6)), max_tokens=26)
+    engine.step()
+    calls = []
+    monkeypatch.setattr(engine.hot.spare, "_blocks_wanted", lambda *_: calls.append(1) or {})
+    decode(engine, STEPS_PER_BALANCE)
+    assert len(calls) == 1
+
+
+def test_an_engine_with_fixed_buffers_lends_nothing() -> None:
+    engine = FakeEngine(80)
+    assert engine.hot.spare is None
+    engine.add("a", [1, 2, 3], max_tokens=1)
+    engine.step(2)
+    assert len(engine.hot.hot_blocks("a")) == 2
+
+
+class World:
+    """A block pool of 24 GiB and requests that decode: 61 layers in fp8, blocks of 64 tokens."""
+
+    LAYOUT = KVLayout(656, 132, 61, 61)
+
+    def __init__(self, lengths: dict[str, int], num_blocks: int = 49_978):
+        self.num_free = num_blocks
+        admitted = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
+        requests = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
+        tables = SimpleNamespace(change=self.note_change)
+        self.ledger = SimpleNamespace(
+            admitted=admitted,
+            requests=requests,
+            sessions=set(),
+            hot_tables=tables,
+            max_num_running=999,
+            waiting_for_host=set(),
+        )
+        self.changes: list[str] = []
+        self.num_tokens = dict.fromkeys(lengths, 0)
+        pool = SimpleNamespace(
+            get_num_free_blocks=lambda: self.num_free,
+            get_new_blocks=self.take,
+            free_blocks=lambda blocks: self.take(-len(blocks)),
+            num_gpu_blocks=num_blocks,
+        )
+        mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=656, dtype=torch.uint8)
+        self.spec = HotBufferSpec.from_mla_spec(mla, self.LAYOUT, 4096, elastic=True)
+        self.spare = SpareBlocks(pool, self.spec, 65_536, 1024, 0)
+        self.blocks = {name: range(self.spec.num_blocks(length)) for name, length in lengths.items()}
+        self.num_balances = 0
+        blocks_wanted = self.spare._blocks_wanted
+
+        def counted(*args: object) -> dict[str, int]:
+            self.num_balances += 1
+            return blocks_wanted(*args)
+
+        self.spare._blocks_wanted = counted
+
+    def take(self, num_blocks: int) -> range:
+        self.num_free -= num_blocks
+        assert self.num_free >= 0, "more is lent than is free"
+        return range(max(num_blocks, 0))
+
+    def note_change(self, name: str) -> None:
+        self.changes.append(name)
+
+    def step(self) -> None:
+        for name, request in self.ledger.requests.items():
+            request.num_tokens += bool(self.num_tokens[name])
+            self.ledger.admitted[name].num_tokens = request.num_tokens
+            last, self.num_tokens[name] = self.num_tokens[name], request.num_tokens
+            num_resident = [-(-tokens // 64) for tokens in (last, request.num_tokens)]
+            num_hot = [self.spec.num_blocks(tokens) * bool(tokens) for tokens in (last, request.num_tokens)]
+            self.take(num_resident[1] - num_resident[0] + num_hot[1] - num_hot[0])
+            self.blocks[name] = range(num_hot[1])
+        self.spare.balance(self.ledger, self.blocks, dict.fromkeys(self.num_tokens, 1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_blocks"),
+    [([32_768 + 63 - i % 64 for i in range(24)], 49_978), ([4_000 + 30 * i for i in range(100)], 60_000)],
+)
+def test_requests_of_nearly_equal_lengths_do_not_take_turns(lengths: list[int], num_blocks: int) -> None:
+    """Names order them one way, lengths the other. Blocks that they need as they grow come from the same few."""
+    world = World({f"{i:03}": length for i, length in enumerate(lengths)}, num_blocks)
+    for _ in range(20):
+        world.step()
+    before, world.num_balances = sum(map(len, world.spare.lent.values())), 0
+    world.changes.clear()
+    world.spare.take_rows_taken_back()
+    for _ in range(320):
+        world.step()
+        assert world.num_free >= len(lengths), "all may need their next block at once"
+    num_taken_back = world.spare.take_rows_taken_back() // World.LAYOUT.rows_per_hot_block
+    num_grown = len(lengths) * 320 // 64 * 7
+    assert num_taken_back <= num_grown + before // 10
+    assert world.num_balances <= 2 * 320 // STEPS_PER_BALANCE
+    assert len(world.changes) <= 320 // STEPS_PER_BALANCE * len(lengths) * 3 // 5
+
+
+def test_hot_buffers_that_grow_find_their_blocks_free() -> None:
+    """All in the same steps, while another request is lent what is left."""
+    world = World({"long": 60_000, **{f"{i:02}": 1_000 for i in range(40)}}, 9_000)
+    for _ in range(200):
+        world.step()
+    assert world.spare.lent["long"] and world.num_free < 1_000
+
+
+def test_all_are_whole_until_full_kv_would_just_hold_them() -> None:
+    """But for the last 0.2% of the memory: a full KV cache of 24 GiB holds 16 sequences of 33,472 tokens. Lengths
+    differ, so that requests need their next blocks in different steps."""
+    world = World({f"{i:02}": 32_768 + 7 * i for i in range(16)}, 49_536)
+    requests = world.ledger.requests.values()
+    while sum(request.num_tokens for request in requests) / len(requests) < 33_410:
+        world.step()
+        for name, request in world.ledger.requests.items():
+            num_blocks = len(world.blocks[name]) + len(world.spare.lent[name])
+            assert num_blocks * World.LAYOUT.rows_per_hot_block >= request.num_tokens
+
+
+@pytest.mark.parametrize("num_running", [0, 3])
+def test_the_next_turn_of_a_session_gets_what_was_lent(num_running: int) -> None:
+    """It keeps its own blocks while it waits for the turn. What is lent comes back as soon as the turn is there."""
+    world = World({f"{i:02}": 36_000 for i in range(15)}, 49_536)
+    for _ in range(3):
+        world.step()
+    session, num_before = "00", world.num_free
+    world.ledger.sessions.add(session)
+    for name, request in world.ledger.requests.items():
+        request.status = (
+            RequestStatus.RUNNING if name > f"{14 - num_running:02}" else RequestStatus.WAITING_FOR_STREAMING_REQ
+        )
+    world.spare.balance(world.ledger, world.blocks, {})
+    assert world.num_free <= num_before, "nobody needs any"
+    turn = world.ledger.requests[session]
+    turn.status, turn.num_tokens = RequestStatus.WAITING, turn.num_tokens + 2_000
+    world.spare.balance(world.ledger, world.blocks, {})
+    assert world.num_free >= -(-2_000 // 64)

@@ -1,0 +1,144 @@
+"""Requests by handle: indices, blocks, and what the device finds of them."""
+
+import random
+
+import pytest
+import torch
+
+from vllm_hisparse.kv_manager.rows.request_table import RequestTable
+from vllm_hisparse.ops.kv_heads import KVHeads
+
+NUM_REQUESTS, MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS = 4, 9, 5, 7, 60
+STATE_COLUMNS = [0, 2, 3, 1, 4]
+ONE_HEAD, TWO_HEADS = KVHeads(), KVHeads(num_heads=2, head_stride=6, tokens_per_unit=4)
+
+
+@pytest.fixture(params=[ONE_HEAD, TWO_HEADS])
+def table(request: pytest.FixtureRequest) -> RequestTable:
+    sizes = MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS
+    return RequestTable(NUM_REQUESTS, *sizes, request.param, torch.device("cpu"), STATE_COLUMNS)
+
+
+def tensor(*handles: int) -> torch.Tensor:
+    return torch.tensor(handles, dtype=torch.int32)
+
+
+def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
+    for handle, first, ids in ((40, 0, [7, 3]), (41, 0, [5]), (40, 2, [8])):
+        if first == 0:
+            table.add(handle)
+        table.extend({handle: (first, ids)})
+    table.check_integrity()
+    assert table.host_table(table.index_of(40)).tolist() == [7, 3, 8] + [-1] * 6
+    assert table.host_table(table.find(tensor(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
+
+
+def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
+    for handle in (9, 40):
+        table.add(handle)
+        table.extend({handle: (0, [7, 3])})
+    states = table.find_states(tensor(40))
+    num_heads = table.heads.num_heads
+    assert table.host_tables[states, :2].tolist() == [[7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)]
+
+
+def test_hot_blocks_come_and_go(table: RequestTable) -> None:
+    """Every head has its parts of them; blocks that a request did not have are told."""
+    table.add(40)
+    assert table.change_hot({40: (0, [40, 7, 3])}) == [40, 7, 3]
+    assert table.change_hot({40: (3, [9, 5])}) == [9, 5]
+    assert table.change_hot({40: (1, [5, 8])}) == [8]
+    table.check_integrity()
+    states = table.find_states(tensor(40))
+    parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
+    assert table.hot_tables[states, :3].tolist() == parts
+    beyond = table.hot_tables[states, 3:] // table.heads.head_stride
+    assert not beyond.any(), "blocks that it gave back are still in its table"
+    assert table.num_hot_rows[states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
+    assert table.hot_blocks[table.index_of(40)] == [40, 5, 8]
+    table.remove(40)
+    table.check_integrity()
+    assert not table.num_hot_rows[:-1].any()
+
+
+def test_state_blocks_have_their_places(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they are given, in one copy for all requests; none is left when a request ends."""
+    table.add(40), table.add(41)
+    copied, to_device = [], table.to_device
+    monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])
+    table.extend_state({40: (0, [7, 3, 9]), 41: (0, [8])})
+    table.extend_state({40: (3, [5])})
+    assert len(copied) == 2
+    table.extend_state({})
+    table.check_integrity()
+    assert table.state_tables[[table.index_of(40), table.index_of(41)]].tolist() == [[7, 5, 3, 9, 0], [8, 0, 0, 0, 0]]
+    table.remove(40)
+    table.check_integrity()
+    assert table.state_tables.sum() == 8
+    assert not table.state_tables[NUM_REQUESTS].any()
+
+
+def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy per request takes longer than a decode step of hundreds of requests."""
+    for handle in (10, 20, 30):
+        table.add(handle)
+    copied, to_device = [], table.to_device
+    monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])
+    table.extend({10: (0, [3, 4]), 30: (0, [5]), 20: (0, [6, 7, 8])})
+    assert len(copied) == 1
+    assert table.change_hot({20: (0, [20, 2]), 10: (0, [10]), 30: (0, [30, 1, 4])}) == [20, 2, 10, 30, 1, 4]
+    assert len(copied) == 3  # blocks, and how many
+    table.extend({30: (1, [9]), 10: (2, [1, 2])})
+    assert table.change_hot({30: (1, [4]), 10: (1, [50])}) == [50]
+    host_tables = table.host_table(table.find(tensor(10, 20, 30)))
+    assert host_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
+    for handle, blocks in {10: [10, 50], 20: [20, 2], 30: [30, 4]}.items():
+        for head, state in enumerate(table.find_states(tensor(handle)).tolist()):
+            parts = [block * table.heads.head_stride + head for block in blocks]
+            assert table.hot_tables[state, : len(blocks)].tolist() == parts
+            assert table.num_hot_rows[state] == len(blocks) * ROWS_PER_HOT_BLOCK
+
+
+def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:
+    nobody = table.find_states(tensor(39))
+    assert (table.hot_tables[nobody] == 0).all()
+    assert (table.num_hot_rows[nobody] == MAX_HOT_BLOCKS * ROWS_PER_HOT_BLOCK).all()
+
+
+def test_handles_of_no_request_share_an_index_without_blocks(table: RequestTable) -> None:
+    table.add(40)
+    assert table.find(tensor(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
+    assert table.find_states(tensor(39)).tolist() == [table.num_states] * (table.heads.num_heads)
+    assert table.host_table(NUM_REQUESTS).tolist() == [-1] * MAX_BLOCKS
+
+
+def test_as_many_requests_as_indices_and_reuse(table: RequestTable) -> None:
+    indices = [table.add(handle) for handle in range(NUM_REQUESTS)]
+    assert table.find(tensor(*range(NUM_REQUESTS))).tolist() == indices
+    assert sorted(indices) == list(range(NUM_REQUESTS)) and len(table) == NUM_REQUESTS
+    with pytest.raises(IndexError):
+        table.add(50)
+    table.extend({2: (0, [1, 2])})
+    assert table.remove(2) == indices[2]
+    assert table.add(50) == indices[2]
+    assert table.host_table(indices[2]).tolist() == [-1] * MAX_BLOCKS
+    table.check_integrity()
+
+
+def test_random_requests_keep_their_blocks(table: RequestTable) -> None:
+    source, blocks = random.Random(0), {}
+    for _ in range(200):
+        handle = source.randrange(NUM_DEVICE_BLOCKS)
+        if handle in blocks and source.random() < 0.5:
+            table.remove(handle)
+            del blocks[handle]
+        elif handle in blocks and len(blocks[handle]) < MAX_BLOCKS:
+            table.extend({handle: (len(blocks[handle]), [handle])})
+            blocks[handle].append(handle)
+        elif handle not in blocks and len(blocks) < NUM_REQUESTS:
+            table.add(handle)
+            table.extend({handle: (0, [handle + 1])})
+            blocks[handle] = [handle + 1]
+        table.check_integrity()
+        for known, ids in blocks.items():
+            assert table.host_table(int(table.find(tensor(known)))).tolist() == ids + [-1] * (MAX_BLOCKS - len(ids))

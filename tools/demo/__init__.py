@@ -1,0 +1,1 @@
+"""A demonstration: prefill and decode instances behind a router, compared with full KV."""

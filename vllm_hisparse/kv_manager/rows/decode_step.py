@@ -1,0 +1,232 @@
+"""A decode step: what all layers share of the requests that decode in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_hisparse.kv_manager.rows.request_table import RequestTable
+from vllm_hisparse.ops.base import HotRows, Resolved, StepTables, SwapInOps, UnitTables
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Where one layer keeps its rows.
+
+    Attributes:
+        hot: on the device.
+        host: [num_host_rows, row elements] in the host pool.
+    """
+
+    hot: HotRows
+    host: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step, in selections: requests, or their KV heads where each selects for itself.
+
+    Attributes:
+        max_batch: selections of a layer in a step, graph padding included.
+        num_selected: entries of a selection.
+        block_size: rows of a host block.
+        max_query_len: new tokens of a request, each with a selection: one, and those drafted.
+    """
+
+    max_batch: int
+    num_selected: int
+    block_size: int
+    max_query_len: int = 1
+
+
+class DecodeStep(ABC):
+    """The decoding requests of the running step, in static tensors, so that a CUDA graph may replay the step.
+
+    `plan` says which requests they are, when the metadata is built and without the device. In the forward every layer
+    calls `begin` before its new tokens are written, and `finish` when it has attended: the first and the last one do
+    what the step needs once.
+
+    What the operations work on has `max_query_len` places for each request, request by request; `by_place` and
+    `by_token` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
+
+    NOTE: `begin` looks the requests up, on the device: Model Runner V2 builds the metadata before the connector tells
+    the worker of new requests, and replays the forward from a graph.
+
+    Args:
+        requests: the running requests.
+        layers: all layers' rows, in order; filled before the first step.
+        ops: swap-in operations of the device.
+        shape: sizes.
+        device: where the hot rows are.
+
+    Attributes:
+        tables: of the decoding requests; None before the first `plan`.
+        newest_row_ids: [max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1 for
+            padding.
+        resolved: output of the last `resolve` or `swap_in`.
+    """
+
+    def __init__(
+        self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device
+    ):
+        self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
+        self.tables: StepTables | None = None
+        self._num_places, self._places = 0, None
+        num_new_rows, num_columns = shape.max_batch * shape.max_query_len, shape.num_selected * shape.max_query_len
+        self.newest_row_ids = torch.full((num_new_rows,), -1, dtype=torch.int64, device=device)
+        self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
+
+    def plan(
+        self,
+        handles: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        """Say which requests decode in this step.
+
+        Args:
+            handles: [batch] int32 first hot block of each, graph padding included (`StepTables`).
+            seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
+            query_lens: [batch] int32 new tokens of each; None: one each.
+            places: [tokens] int64 place of each token; None: every request has `max_query_len`.
+        """
+        self._num_places, self._places = len(seq_lens) * self.shape.max_query_len, places
+        self.tables = self._plan(handles, seq_lens, query_lens)
+
+    def by_place(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
+        """Values of a step's tokens, [tokens, ...], by place: [places, ...], `empty` where there is no token."""
+        if self._places is None:
+            return values
+        return values.new_full((self._num_places, *values.shape[1:]), empty).index_copy(0, self._places, values)
+
+    def by_token(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Of values with a place each, [places, ...], those of a step's tokens: [num_tokens, ...]."""
+        return values[:num_tokens] if self._places is None else values[self._places]
+
+    def begin(self, layer_index: int) -> None:
+        """Called by every layer before its new tokens are written."""
+        if layer_index == 0:
+            self._begin()
+
+    def finish(self, layer_index: int) -> None:
+        """Called by every layer when it has attended."""
+        if layer_index == len(self.layers) - 1:
+            self._finish()
+
+    @abstractmethod
+    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+        """The step's tables."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """What the first layer needs done."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """What is left to do after the last layer."""
+
+    def _make_tables(
+        self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+    ) -> StepTables:
+        requests, shape = self.requests, self.shape
+        return StepTables(
+            requests.state_indices,
+            handles,
+            seq_lens,
+            requests.hot_tables,
+            requests.num_hot_rows,
+            requests.host_tables,
+            shape.block_size,
+            query_lens,
+            shape.max_query_len,
+        )
+
+    def _find_newest_rows(self) -> None:
+        """Set `newest_row_ids`, which are the same in all layers."""
+        assert self.tables is not None
+        self.ops.newest_row_ids(self.tables, self.layers[0].hot, self.newest_row_ids)
+
+
+class MLADecodeStep(DecodeStep):
+    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
+
+    def by_request(self, selections: torch.Tensor) -> torch.Tensor:
+        """Selections of a step's tokens, [tokens, num_selected] int32, as `swap_in` takes them."""
+        return self.by_place(selections, -1).view(-1, self.shape.max_query_len * selections.shape[1])
+
+    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+        return self._make_tables(handles, seq_lens, query_lens)
+
+    def _begin(self) -> None:
+        self._find_newest_rows()
+
+    def _finish(self) -> None:
+        assert self.tables is not None
+        hot, host = zip(*((layer.hot, layer.host) for layer in self.layers), strict=True)
+        self.ops.write_back(hot, host, self.tables)
+
+
+class GQADecodeStep(DecodeStep):
+    """Of a dense model: tables by KV head and in units; every layer brings its new tokens to the host itself.
+
+    Args:
+        requests, layers, ops, shape, device: as in `DecodeStep`; sizes by KV head and in units.
+        finds_newest_rows: whether layers write by `newest_row_ids`, not by `write_tokens`.
+
+    Attributes:
+        units: of the decoding requests.
+        first_units: [num_layers, num_states + 1] int32 unit of each state's first new token in its last step; -1: what
+            a request has in its newest unit is on the host, but not in that unit's slot.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        layers: list[LayerRows],
+        ops: SwapInOps,
+        shape: StepShape,
+        device: torch.device,
+        num_layers: int,
+        finds_newest_rows: bool,
+    ):
+        super().__init__(requests, layers, ops, shape, device)
+        heads, self.finds_newest_rows = requests.heads, finds_newest_rows
+        max_batch = shape.max_batch // heads.num_heads
+        self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device, shape.max_query_len)
+        self.first_units = torch.full((num_layers, requests.num_states + 1), -1, dtype=torch.int32, device=device)
+        self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
+
+    def reload_newest_units(self, request_indices: Sequence[int]) -> None:
+        """Note that what requests have in their newest units is on the host, but not in the slots of these units."""
+        states = self.requests.heads.state_indices(torch.tensor(request_indices, dtype=torch.int64))
+        self.first_units.index_fill_(1, self.requests.to_device(states), -1)
+
+    def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the decoding requests' new tokens into their units, on the device and on the host.
+
+        Args:
+            layer_index: of the layer.
+            key, value: [batch * max_query_len, num_kv_heads, head_size], by place.
+        """
+        assert self.tables is not None
+        layer, first_units = self.layers[layer_index], self.first_units[layer_index]
+        self.ops.write_tokens(key, value, self.units, self.tables, layer.hot, layer.host, first_units)
+
+    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+        units, by_head = self.units, slice(0, len(seq_lens) * self.requests.heads.num_heads)
+        self._by_request = handles, seq_lens, query_lens
+        # NOTE: units of the new tokens, which may be fewer than the tokens; slots are reserved for as many units.
+        return self._make_tables(units.handles[by_head], units.num_units[by_head], units.num_new_units[by_head])
+
+    def _begin(self) -> None:
+        assert self._by_request is not None
+        self.ops.begin_units(*self._by_request, self.requests.state_indices, self.units)
+        if self.finds_newest_rows:
+            self._find_newest_rows()
+
+    def _finish(self) -> None:
+        """Nothing is left: a layer's tokens went to the host with `write_tokens`, or before it attended."""

@@ -1,0 +1,130 @@
+"""Hot buffer of a dense model: one selection per KV head, in units of an algorithm, with the algorithm's state."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.kv_manager.rows.algorithm_state import AlgorithmState, KeySpan
+from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.rows.request_table import TableChanges
+from vllm_hisparse.layout import StateLayout
+from vllm_hisparse.ops.base import HotRows, Resolved
+from vllm_hisparse.ops.kv_heads import KVHeads
+
+
+class GQAHotBuffer(HotBuffer):
+    """A `HotBuffer` whose rows are units of one KV head (`KVHeads`), and what the algorithm knows of each request.
+
+    Args:
+        algorithm: selects the units.
+        shape: sizes.
+        head_stride: parts of KV heads from one device block to the next.
+        memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks.
+
+    Attributes:
+        state: of the algorithm.
+    """
+
+    step: GQADecodeStep
+
+    def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, memory: torch.Tensor):
+        heads, device = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit), memory.device
+        super().__init__(shape, heads, device)
+        self.algorithm = algorithm
+        assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
+        layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])
+        self.state = AlgorithmState(algorithm, layout, self.requests.state_tables, memory)
+        self.step = GQADecodeStep(
+            self.requests,
+            self.layers,
+            self.ops,
+            self.step_shape(algorithm.num_selected),
+            device,
+            num_layers=shape.num_layers,
+            finds_newest_rows=device.type == "cpu",
+        )
+
+    def change_hot_tables(self, changes: TableChanges) -> None:
+        super().change_hot_tables(changes)
+        if changes:
+            self.step.reload_newest_units([self.requests.index_of(handle) for handle in changes])
+
+    def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Represent the decoding requests' new tokens one after the other, and select for each what it would select if
+        it were the only one.
+
+        Args:
+            layer_index: of the layer.
+            key: [batch * max_query_len, num_kv_heads, head_size], by place.
+            query: [batch * max_query_len, num_heads, head_size].
+
+        Returns:
+            [batch * num_kv_heads, max_query_len * num_selected] int32 units, selections of a request side by side.
+        """
+        state, units, max_query_len = self.state.layers[layer_index], self.step.units, self.step.shape.max_query_len
+        keys, queries = (rows.unflatten(0, (-1, max_query_len)) for rows in (key, query))
+        batch, selections = len(keys), []
+        for i in range(max_query_len):
+            requests = units.request_indices[i, :batch]
+            self.algorithm.update_representations(state, requests, keys[:, i], units.positions[i, :batch])
+            selection = self.algorithm.retrieve_topk(state, requests, queries[:, i], units.num_tokens[i, :batch])
+            selections.append(selection.flatten(0, 1))
+        return torch.cat(selections, 1) if max_query_len > 1 else selections[0]
+
+    def resolve(self, layer_index: int, units: torch.Tensor) -> Resolved:
+        """`swap_in` without the copies, which depend on how the host orders a unit.
+
+        Args:
+            layer_index: of the layer.
+            units: [batch * num_heads, max_query_len * num_selected] int32 of the decoding requests' heads.
+        """
+        residency, step, hot = self.residency[layer_index], self.step, self.layers[layer_index].hot
+        assert step.tables is not None
+        self.ops.resolve(residency, step.tables, units, hot, self.counts.by_state, step.resolved)
+        return step.resolved
+
+    def begin_decoding(self, handle: int, position: int) -> tuple[KeySpan, ...]:
+        """What to represent before the token at `position`, which a request decodes next."""
+        return self.state.begin_decoding(self.requests.index_of(handle), position)
+
+    def begin_prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
+        """What to represent when a chunk of the prompt, positions [first, last), is on the host; called before anything
+        of it becomes hot.
+
+        Args:
+            request_index: of the request, or `num_requests` in a run without requests.
+            first, last: the chunk.
+        """
+        if request_index == self.requests.num_requests:
+            return ()
+        if self.state.is_decoding(request_index):
+            # NOTE: a chunk of a prompt goes to the host alone, and may complete units that are hot.
+            self._empty(request_index)
+        return self.state.prefill(request_index, first, last)
+
+    def _start(self, request_index: int) -> None:
+        self.state.start(request_index)
+        self.step.reload_newest_units([request_index])
+
+    def _empty(self, request_index: int) -> None:
+        super()._empty(request_index)
+        self.step.reload_newest_units([request_index])
+
+
+def view_units(cache: torch.Tensor, heads: KVHeads) -> HotRows:
+    """View a layer's cache as units of one KV head, each part of a block being a block.
+
+    Args:
+        cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size], a whole number of heads' parts from
+            one block to the next.
+        heads: says that number, and how many rows a unit has.
+    """
+    num_blocks, num_heads, rows_per_block, width = cache.shape
+    num_parts = heads.device_parts(num_blocks - 1).stop
+    num_units, unit_elements = rows_per_block // heads.tokens_per_unit, heads.tokens_per_unit * width
+    assert num_heads == heads.num_heads, f"cache of {num_heads} KV heads, expected {heads.num_heads}"
+    return HotRows.from_cache(
+        cache.as_strided((num_parts, num_units, unit_elements), (cache.stride(1), unit_elements, 1))
+    )

@@ -1,0 +1,150 @@
+"""Records what decoding requests select: one trace per request (option `selection_trace_dir`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.ops.base import Resolved
+from vllm_hisparse.trace import Trace
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
+
+@dataclass
+class Recording:
+    """Steps of one request, one position after the other.
+
+    Attributes:
+        first_position: newest position in the first step.
+        steps: of each step, [layers, top_k] int32 positions, -1 for none.
+    """
+
+    first_position: int
+    steps: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def next_position(self) -> int:
+        return self.first_position + len(self.steps)
+
+
+class SelectionRecorder:
+    """Collects selections, and writes them when a request has ended, in a thread of its own.
+
+    A request that is preempted, or that a session's next turn continues, is recorded in several traces: each has
+    consecutive steps.
+
+    Args:
+        directory: of the traces; made if missing.
+        rank: data parallel rank of the engine; ranks may share a directory.
+        model: name of the model.
+        top_k: positions of a selection.
+        row_bytes: of one position's KV in one layer.
+        layers: names of the layers with hot buffers, in order.
+
+    Raises:
+        HiSparseConfigError: the directory cannot be made.
+    """
+
+    def __init__(self, directory: Path, rank: int, model: str, top_k: int, row_bytes: int, layers: Sequence[str]):
+        self.directory, self.rank = directory, rank
+        self.model, self.top_k, self.row_bytes = model, top_k, row_bytes
+        self.layers = tuple(short_name(layer) for layer in layers)
+        self._recordings: dict[int, Recording] = {}  # by request index
+        self._writer = ThreadPoolExecutor(1, "selection-traces")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._number = max((int(path.stem.rpartition("-")[2]) for path in self._existing()), default=0)
+        except OSError as error:
+            raise HiSparseConfigError(
+                "selection_trace_dir", str(directory), f"a directory that can be written ({error})", "Choose another."
+            ) from None
+
+    def add_step(self, requests: list[int], positions: list[int], selected: np.ndarray) -> None:
+        """Record one step.
+
+        Args:
+            requests: index of each decoding request.
+            positions: newest position of each.
+            selected: [layers, requests, top_k] int32 positions, -1 for none.
+        """
+        for number, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            if request in self._recordings and self._recordings[request].next_position != position:
+                self.end(request)
+            self._recordings.setdefault(request, Recording(position)).steps.append(selected[:, number])
+
+    def end(self, request_index: int) -> None:
+        """A request has ended."""
+        recording = self._recordings.pop(request_index, None)
+        if recording is not None:
+            self._number += 1
+            path = self.directory / f"{self.rank}-{self._number:06}.trace"
+            self._writer.submit(self._write, recording, path)
+
+    def close(self) -> None:
+        """Write what is left, and wait until everything is written."""
+        for request_index in list(self._recordings):
+            self.end(request_index)
+        self._writer.shutdown()
+
+    def _existing(self) -> Iterator[Path]:
+        """Traces of this rank, of an earlier run."""
+        return (path for path in self.directory.iterdir() if re.fullmatch(rf"{self.rank}-\d+\.trace", path.name))
+
+    def _write(self, recording: Recording, path: Path) -> None:
+        ranked = [(recording.first_position, np.stack(recording.steps, axis=1))]
+        try:
+            Trace.from_ranked(self.model, self.top_k, self.row_bytes, self.layers, (self.top_k,), ranked).write(path)
+        except OSError as error:  # NOTE: a full disk does not end the engine.
+            logger.error("HiSparse: a trace of selections is lost: %s", error)
+
+
+class RecordingHotBuffer(MLAHotBuffer):
+    """An `MLAHotBuffer` that records what is selected. Its tensors must be on the CPU.
+
+    Args:
+        shape, device, selects: as in `HotBuffer`.
+        recorder: gets every step.
+    """
+
+    def __init__(
+        self,
+        shape: HotBufferShape,
+        device: torch.device,
+        recorder: SelectionRecorder,
+        selects: Sequence[bool] | None = None,
+    ):
+        super().__init__(shape, device, selects)
+        self.recorder = recorder
+        self._selected = np.empty((shape.num_layers, 0, shape.top_k), np.int32)
+
+    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
+        if layer_index == 0:
+            self._selected = np.empty((self.shape.num_layers, *top_k.shape), np.int32)
+        self._selected[layer_index] = top_k.numpy()
+        if layer_index == self.shape.num_layers - 1:
+            tables = self.step.tables
+            requests, newest = self.requests.find(tables.handles), tables.seq_lens - 1
+            known = requests < self.requests.num_requests
+            self.recorder.add_step(requests[known].tolist(), newest[known].tolist(), self._selected[:, known.numpy()])
+        return super().swap_in(layer_index, top_k)
+
+    def release(self, handle: int) -> None:
+        self.recorder.end(self.requests.index_of(handle))
+        super().release(handle)
+
+
+def short_name(layer: str) -> str:
+    """Number of a layer in the model: "3" of "model.layers.3.self_attn.attn"; the whole name if it has none."""
+    number = re.search(r"\.(\d+)\.", layer)
+    return number[1] if number else layer
