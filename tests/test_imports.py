@@ -69,3 +69,13 @@ def test_the_command_names_the_extra_that_is_missing(package: str) -> None:
     assert result.returncode == 1
     assert package in result.stderr and "pip install 'vllm-hisparse[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_workers_import_nothing_of_the_scheduler_side() -> None:
+    scheduler_side = ("vllm_hisparse.kv_manager.blocks", "vllm_hisparse.kv_manager.tiers")
+    folders = ("kv_manager/rows", "attention", "cpu", "ops", "algorithms")
+    files = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
+    files += [PACKAGE / "connector" / name for name in ("metadata.py", "worker.py", "nixl_worker.py")]
+    imports = {path.relative_to(PACKAGE): imported_modules(path.read_text()) for path in files}
+    assert len(files) > 40
+    assert not [(path, name) for path, names in imports.items() for name in names if name.startswith(scheduler_side)]

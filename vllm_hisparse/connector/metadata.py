@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 
 BlockPairs = list[tuple[int, int]]
 

@@ -21,6 +21,7 @@ from vllm_hisparse.connector.metadata import (
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
 from vllm_hisparse.kv_manager.rows.algorithm_state import check_fixed_state_fits, make_algorithm
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
@@ -60,10 +61,12 @@ class HiSparseWorkerConnector:
     ):
         self.config, self.vllm_config = config, vllm_config
         self.groups, self.layout, self.transport = groups, groups.layout, transport
-        num_bytes = num_host_blocks * self.layout.host_block_bytes
-        self.host_memory = allocate_host_pool(num_bytes, vllm_config, config.size_option, bool(config.tiers))
+        pool_layout = HostPoolLayout(self.layout, num_host_blocks)
+        self.host_memory = allocate_host_pool(
+            pool_layout.num_bytes, vllm_config, config.size_option, bool(config.tiers)
+        )
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
-        self.store = HostKVStore(self.layout, num_host_blocks, hot_layers, dtype, self.host_memory.memory)
+        self.store = HostKVStore(pool_layout, hot_layers, dtype, self.host_memory.memory)
         self._saves: BlockPairs = []
         self._recorder: SelectionRecorder | None = None
         self.reports_requests = vllm_config.parallel_config.rank == 0

@@ -4,16 +4,18 @@ from itertools import pairwise
 import pytest
 import torch
 
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
 from vllm_hisparse.layout import KVLayout
 
 NUM_BLOCKS = 7
 MAIN = ["m0", "m1", "m2"]
 LAYOUT = KVLayout(row_bytes=24, resident_row_bytes=20, num_layers=3, num_resident_layers=2, block_size=3)
+POOL = HostPoolLayout(LAYOUT, NUM_BLOCKS)
 
 
 def make_store(dtype: torch.dtype = torch.bfloat16) -> HostKVStore:
-    return HostKVStore(LAYOUT, NUM_BLOCKS, MAIN, dtype, mmap.mmap(-1, NUM_BLOCKS * LAYOUT.host_block_bytes))
+    return HostKVStore(POOL, MAIN, dtype, mmap.mmap(-1, POOL.num_bytes))
 
 
 def views(store: HostKVStore) -> list[torch.Tensor]:

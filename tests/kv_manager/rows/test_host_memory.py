@@ -1,11 +1,14 @@
+import mmap
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows import host_memory
 from vllm_hisparse.kv_manager.rows.free_memory import FreeMemory
 from vllm_hisparse.kv_manager.rows.host_memory import (
@@ -121,17 +124,12 @@ def test_the_pools_of_all_ranks_must_fit(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    ranks, open_file = Ranks(monkeypatch, 3), host_memory._identity
-    calls = []
+    ranks, map_file = Ranks(monkeypatch, 3), HostPoolFile.map
 
-    def identity(file: int) -> tuple[int, int]:
-        calls.append(ranks.here.index)
-        # The owner's first call is for what it tells the others.
-        if ranks.here.index == failing and calls.count(failing) == (2 if failing == 0 else 1):
-            return (-1, -1)
-        return open_file(file)
+    def map_another_file(file: HostPoolFile) -> mmap.mmap:
+        return map_file(replace(file, inode=-1) if ranks.here.index == failing else file)
 
-    monkeypatch.setattr(host_memory, "_identity", identity)
+    monkeypatch.setattr(HostPoolFile, "map", map_another_file)
     results = ranks.allocate()
     assert isinstance(results[failing], HiSparseConfigError)
     assert "is another file" in str(results[failing])

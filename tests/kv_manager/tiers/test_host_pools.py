@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile, HostPoolLayout
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.rows.host_memory import HostPoolMemory, _own_memory
-from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile, HostPools
+from vllm_hisparse.kv_manager.tiers.host_pools import HostPools
 from vllm_hisparse.layout import KVLayout
 
 NUM_BLOCKS = 5
@@ -25,9 +26,10 @@ def layout(request: pytest.FixtureRequest) -> KVLayout:
 
 def make_pool(layout: KVLayout, seed: int) -> tuple[HostKVStore, HostPoolMemory]:
     """A worker's pool with random rows."""
-    memory = _own_memory(NUM_BLOCKS * layout.host_block_bytes, has_file=True)
+    pool = HostPoolLayout(layout, NUM_BLOCKS)
+    memory = _own_memory(pool.num_bytes, has_file=True)
     names = [f"layer{index}" for index in range(layout.num_layers)]
-    store = HostKVStore(layout, NUM_BLOCKS, names, torch.float32, memory.memory)
+    store = HostKVStore(pool, names, torch.float32, memory.memory)
     torch.manual_seed(seed)
     for rows in store.main_kv.values():
         rows.copy_(torch.randn_like(rows))
@@ -44,7 +46,7 @@ def block_of(store: HostKVStore, block_id: int) -> bytes:
 @pytest.mark.parametrize("num_pools", [1, 2])
 def test_blocks_are_what_the_workers_see(layout: KVLayout, num_pools: int) -> None:
     stores, memories = zip(*(make_pool(layout, seed) for seed in range(num_pools)), strict=True)
-    pools = HostPools([memory.file for memory in memories], layout, NUM_BLOCKS)
+    pools = HostPools([memory.file for memory in memories], HostPoolLayout(layout, NUM_BLOCKS))
     block = np.zeros(pools.block_bytes, np.uint8)
     pools.read(3, block)
     expected = b"".join(block_of(store, 3) for store in stores)
@@ -60,12 +62,13 @@ def test_blocks_are_what_the_workers_see(layout: KVLayout, num_pools: int) -> No
 def test_a_file_that_is_gone_or_another_is_refused() -> None:
     memory = _own_memory(4096, has_file=True)
     file = memory.file
+    layout = HostPoolLayout(KVLayout(16, 0, 1, 0, block_size=4), 64)
     with pytest.raises(HiSparseConfigError, match="is another file"):
-        replace(file, inode=file.inode + 1).map()
+        HostPools([replace(file, inode=file.inode + 1)], layout)
     memory.close_file()
     assert memory.file is None
     with pytest.raises(HiSparseConfigError, match="one container"):
-        file.map()
+        HostPools([file], layout)
 
 
 def test_a_mapping_outlives_the_file() -> None:

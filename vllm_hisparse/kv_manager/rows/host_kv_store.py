@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
 from vllm_hisparse.kv_manager.rows.pinned_memory import PinnedMemory
-from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:
     import mmap
@@ -18,32 +18,22 @@ class HostKVStore:
     """Main KV and copies of device-resident KV, all host blocks in one allocation.
 
     Args:
-        layout: byte sizes.
-        num_blocks: host blocks.
-        main_layers: layer names.
+        layout: byte ranges of the pool.
+        main_layers: names of the layers with main KV, in the order of the pool.
         dtype: element type of a main row.
-        memory: `num_blocks * layout.host_block_bytes` bytes, page-aligned.
+        memory: `layout.num_bytes` bytes, page-aligned.
 
     Attributes:
         main_kv: layer -> [num_blocks, block_size, row elements] of `dtype`.
         resident_kv: [num_blocks, bytes of all layers] uint8.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        num_blocks: int,
-        main_layers: Sequence[str],
-        dtype: torch.dtype,
-        memory: mmap.mmap,
-    ):
+    def __init__(self, layout: HostPoolLayout, main_layers: Sequence[str], dtype: torch.dtype, memory: mmap.mmap):
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        main_bytes = layout.block_size * layout.row_bytes * num_blocks
-        self.main_kv = {
-            name: flat[i * main_bytes : (i + 1) * main_bytes].view(dtype).view(num_blocks, layout.block_size, -1)
-            for i, name in enumerate(main_layers)
-        }
-        self.resident_kv = flat[len(main_layers) * main_bytes :].view(num_blocks, -1)
+        rows = (layout.num_blocks, layout.kv.block_size, -1)
+        main = flat[layout.main_kv].view(layout.main_shape)
+        self.main_kv = {name: main[i].view(dtype).view(rows) for i, name in enumerate(main_layers)}
+        self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
         self._pinned: PinnedMemory | None = None
         self._flat, self._device_view = flat, self.resident_kv
 

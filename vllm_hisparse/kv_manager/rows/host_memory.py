@@ -12,8 +12,8 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows.free_memory import engines_beside, free_memory, host_pool_bytes
-from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -152,22 +152,18 @@ def _share(
         check_free_memory(num_bytes, size_option)
         return _create_file(num_bytes)
 
-    own = _on_all_ranks(gather, create)
-    path, identity = gather(None if own is None else (f"/proc/{os.getpid()}/fd/{own}", _identity(own)))[0]
-    file, memory = _on_all_ranks(gather, lambda: _map(own, path, identity, num_bytes))
-    if is_owner and keeps_file:
-        return HostPoolMemory(memory, file)
-    os.close(file)  # the mappings stay
-    return HostPoolMemory(memory)
+    descriptor = _on_all_ranks(gather, create)
+    file = gather(None if descriptor is None else HostPoolFile.of(descriptor, num_bytes))[0]
+    memory = _on_all_ranks(gather, lambda: _map(file))
+    if descriptor is not None and not keeps_file:
+        os.close(descriptor)  # the mappings stay
+        descriptor = None
+    return HostPoolMemory(memory, descriptor)
 
 
-def _map(own: int | None, path: str, identity: tuple[int, int], num_bytes: int) -> tuple[int, mmap.mmap]:
-    """The owner's file, and a mapping of it."""
+def _map(file: HostPoolFile) -> mmap.mmap:
     try:
-        file = os.open(path, os.O_RDWR) if own is None else own
-        if _identity(file) != identity:
-            raise FileNotFoundError(f"{path} is another file")
-        return file, mmap.mmap(file, num_bytes)
+        return file.map()
     except OSError as error:
         raise HiSparseConfigError(
             "--tensor-parallel-size",
@@ -175,11 +171,6 @@ def _map(own: int | None, path: str, identity: tuple[int, int], num_bytes: int) 
             "ranks of one user in one container, which share the host pool through /proc",
             "Start all ranks of an engine in one container.",
         ) from error
-
-
-def _identity(file: int) -> tuple[int, int]:
-    status = os.fstat(file)
-    return status.st_dev, status.st_ino
 
 
 def _on_all_ranks(gather: Gather, action: Callable[[], T]) -> T:

@@ -26,9 +26,10 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm_hisparse.compat import register_tier
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile, HostPoolLayout
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier, HostBlocks
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
-from vllm_hisparse.kv_manager.tiers.host_pools import HostPoolFile, HostPools
+from vllm_hisparse.kv_manager.tiers.host_pools import HostPools
 from vllm_hisparse.kv_manager.tiers.peers import Peers
 from vllm_hisparse.kv_manager.tiers.sources import Sources
 from vllm_hisparse.kv_manager.tiers.tier_manager import STORE_SHARE, BufferTier, HostTierManager
@@ -116,7 +117,7 @@ def make_tiers(
     for index, tier in enumerate(config.tiers):
         if isinstance(tier, FsTier):
             check_directory(Path(tier.path), identity, f"tiers.{index}.path")
-    hosts = HostPools(files, layout, host_pool.num_blocks)
+    hosts = HostPools(files, HostPoolLayout(layout, host_pool.num_blocks))
     return build_tiers(vllm_config, config, identity, hosts, hosts.block_bytes, host_pool)
 
 
