@@ -9,7 +9,7 @@ SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # which process runs what: tests/conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all campaign sanitize lint clean
+.PHONY: help setup demo test test-slow test-all campaign sanitize pages lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -36,6 +36,9 @@ campaign: setup ## run many lives of requests and kill engines, e.g. make campai
 sanitize: setup ## run the kernel tests under compute-sanitizer; needs a CUDA device
 	@compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -q tests/gpu/test_cuda_ops.py
 	@compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -q tests/gpu/test_cuda_ops.py -k random
+
+pages: setup ## write the generated pages of the documentation: results, index of decisions
+	@$(BIN)/python tools/docs_pages.py
 
 lint: setup ## check style and formatting
 	@$(BIN)/ruff check .

@@ -114,9 +114,10 @@ def write_result(
     rows: list[dict[str, Any]],
     extra_hardware: dict[str, Any] | None = None,
 ) -> None:
-    """Write a result file: command, date, hardware, versions and rows."""
+    """Write a result file: command, commit, date, hardware, versions and rows."""
     result = {
         "command": command(ctx, module),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": hardware() | (extra_hardware or {}),
         "versions": versions(),
@@ -138,6 +139,16 @@ def command(ctx: typer.Context, module: str) -> str:
             named = Path(str(item)).name if Path(str(item)).is_absolute() else item
             parts += [f"--{name.replace('_', '-')}", str(named)]
     return " ".join(parts)
+
+
+def commit() -> str:
+    """The commit of the code that runs, "+" appended if the working tree differs from it; "unknown" outside of git."""
+    git = ["git", "-C", str(RESULTS)]
+    found = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
+    if found.returncode != 0:
+        return "unknown"
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD"]).returncode != 0
+    return found.stdout.strip() + ("+" if changed else "")
 
 
 def hardware() -> dict[str, str | int | float]:

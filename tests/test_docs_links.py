@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere."""
+"""Links of the documentation lead somewhere, and every page can be reached."""
 
 from __future__ import annotations
 
@@ -8,19 +8,47 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
+# The results page is generated, and has thousands of table cells: links to it are checked, too.
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(document: Path) -> list[tuple[str, str]]:
+    """(path, anchor) of each link and picture that does not lead to another host."""
+    return re.findall(r"\]\((?!https?:|mailto:)([^)#]*)#?([^)]*)\)", without_code(document.read_text()))
 
 
 def anchors(text: str) -> set[str]:
     """Anchors of a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
-    text = document.read_text()
-    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+    for target, anchor in links(document):
         path = document.parent / target if target else document
         assert path.exists(), target
-        assert not anchor or anchor in anchors(path.read_text()), anchor
+        assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
+
+
+def test_every_page_can_be_reached() -> None:
+    """From the README, over links between documents."""
+    seen, to_read = set(), [ROOT / "README.md"]
+    while to_read:
+        document = to_read.pop()
+        if document in seen:
+            continue
+        seen.add(document)
+        targets = [(document.parent / target).resolve() for target, _ in links(document) if target]
+        to_read += [target for target in targets if target.suffix == ".md"]
+    assert not [str(page.relative_to(ROOT)) for page in PAGES if page not in seen]
+
+
+def test_every_picture_is_used() -> None:
+    used = {(page.parent / target).resolve() for page in DOCUMENTS for target, _ in links(page) if target}
+    assert not [path.name for path in (ROOT / "docs").rglob("*.png") if path not in used]

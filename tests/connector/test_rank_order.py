@@ -1,4 +1,7 @@
-"""Tensor parallel ranks of an MLA model that share a host pool and whose devices run apart: `docs/decisions.md`."""
+"""Tensor parallel ranks of an MLA model that share a host pool and whose devices run apart.
+
+See `docs/decisions/one-host-pool-per-node.md`.
+"""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,0 +1,108 @@
+"""Numbers that the README and docs/performance.md claim are those of committed result files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
+    """Rows of a result file on H200s whose columns have the wanted values."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "h200" / f"{name}.json").read_text())["rows"]
+    return [row for row in found if all(row[column] == value for column, value in wanted.items())]
+
+
+def cell(name: str, column: str, **wanted: Any) -> float:
+    (row,) = rows(name, **wanted)
+    return row[column]
+
+
+def ratio(name: str, column: str = "tokens_per_s", *, over: str = "full", **wanted: Any) -> float:
+    return cell(name, column, system="ours", **wanted) / cell(name, column, system=over, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("result", "case", "label"),
+    [
+        ("full_depth", {"context": 32768, "requests": 56}, "56 requests of 32K"),
+        ("full_depth", {"context": 65536, "requests": 28}, "28 requests of 64K"),
+        ("full_depth", {"context": 67832, "requests": 28}, "28 requests of 66K, recorded trace"),
+        ("full_depth_shared", {"context": 32768, "requests": 56}, "56 requests of 32K, indexers shared as in GLM-5.2"),
+        ("full_depth", {"context": "mixed"}, "short and long prompts mixed, 900 per minute"),
+    ],
+)
+def test_rows_of_the_first_table(result: str, case: dict[str, Any], label: str) -> None:
+    line = re.search(rf"^\| {re.escape(label)} \|.*$", PERFORMANCE, re.MULTILINE)
+    assert line is not None
+    *speeds, claimed = re.findall(r"([\d,.]+) (?:tokens/s|\|)", line[0].replace(label, ""))
+    expected = [cell(result, "tokens_per_s", system=system, **case) for system in ("full", "ours")]
+    assert [speed.replace(",", "") for speed in speeds] == [f"{speed:.0f}" for speed in expected]
+    assert claimed == f"{expected[1] / expected[0]:.2f}"
+    if "running" in line[0]:
+        running = [str(cell(result, "running_max", system=system, **case)) for system in ("full", "ours")]
+        assert re.findall(r"(\d+) running", line[0]) == running
+
+
+@pytest.mark.parametrize(
+    ("context", "label"),
+    [
+        (500, "400 requests of 500 tokens"),
+        (16384, "one request of 16K"),
+        (32768, "16 requests of 32K"),
+    ],
+)
+def test_where_full_kv_fits(context: int, label: str) -> None:
+    requests = {500: 400, 16384: 1, 32768: 16}[context]
+    measured = ratio("full_depth", context=context, requests=requests)
+    assert re.search(rf"^\| {label}[^|]*\| {measured:.2f} \|$", PERFORMANCE, re.MULTILINE)
+    assert 0.955 < measured < 0.995, "the text says 1 to 4% slower"
+
+
+def test_without_locality() -> None:
+    beyond = [ratio("decode_random_weights", context=12000, requests=requests) for requests in (34, 68, 136)]
+    assert [f"{min(beyond):.2f}", f"{max(beyond):.2f}"] == ["0.64", "0.68"]
+    assert "0.64 to 0.68 of full KV's" in " ".join(PERFORMANCE.split())
+    assert "as low as 0.64 of full KV's" in " ".join(README.split())
+    assert f"{ratio('decode_random_weights', context=12000, requests=17):.2f}" == "0.56"
+    longer = [ratio("decode_random_weights", context=64000, requests=requests) for requests in (7, 13, 26)]
+    assert [f"{min(longer):.1f}", f"{max(longer):.1f}"] == ["2.2", "2.4"]
+
+
+def test_latency() -> None:
+    latencies = [cell("full_depth", "itl_ms_p50", context=32768, requests=56, system=each) for each in ("ours", "full")]
+    assert [f"{latency:.0f}" for latency in latencies] == ["46", "24"]
+    assert "is 46 ms instead of 24 ms" in PERFORMANCE and "46 instead of 24 ms" in README
+
+
+def test_drafts() -> None:
+    ratios = [
+        ratio("mtp", context=context, requests=requests, drafts=drafts)
+        for context, requests in ((32768, 56), (65536, 28))
+        for drafts in (1, 2, 3)
+    ]
+    assert f"## With drafts: {min(ratios):.1f} to {max(ratios):.1f} times" in PERFORMANCE
+
+
+def test_swap_in() -> None:
+    case = {"kernels": "now", "device_buffer_size": 4096}
+    ours = {row["batch"]: row["us_p50"] for row in rows("swap_in_resolve", system="ours", op="swap_in", **case)}
+
+    def slower(system: str) -> list[float]:
+        found = rows("swap_in_resolve", system=system, op="swap_in", **case)
+        return [row["us_p50"] / ours[row["batch"]] for row in found]
+
+    native, roomy = slower("vllm_native"), slower("vllm_native_roomy")
+    assert f"## Swap-in: {min(native):.0f} to {max(native):.0f} times" in PERFORMANCE
+    assert f"takes {min(roomy):.2f} to {max(roomy):.1f} times" in " ".join(PERFORMANCE.split())
+
+
+def test_dense_model() -> None:
+    assert f"{ratio('decode_llama_128k', context=128000, requests=8):.1f}" == "3.2"

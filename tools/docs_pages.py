@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Writes the generated pages of the documentation: the tables of results, and the index of decisions.
+
+`make pages` runs it; `tests/test_docs_pages.py` fails if a page is not what it would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DECISIONS = ROOT / "docs" / "decisions"
+MAX_ROWS = 160  # larger results are left to their file and its plot
+
+Row = dict[str, Any]
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page by its path."""
+    return {ROOT / "docs" / "results.md": results_page(), DECISIONS / "index.md": decisions_page()}
+
+
+def results_page() -> str:
+    files = sorted(RESULTS.rglob("*.json"))
+    contents = [json.loads(file.read_text()) for file in files]
+    lines = [
+        "# Results",
+        "",
+        "Generated from the files in `benchmarks/results` by `make pages`; do not edit. *Commit* is the code that was",
+        'measured. For older files, which do not record it, it is the commit that added the result ("in"). Values with',
+        "several measurements are medians, followed by the 10th and 90th (or 99th) percentile. A decode case without a",
+        "spread was measured once.",
+        "",
+        "| result | date | commit | hardware | rows |",
+        "|---|---|---|---|---|",
+    ]
+    for file, result in zip(files, contents, strict=True):
+        name = file.relative_to(RESULTS).with_suffix("").as_posix()
+        cells = (f"[{name}](#{anchor(name)})", result["date"], commit(result), hardware(result), len(result["rows"]))
+        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+    for file, result in zip(files, contents, strict=True):
+        lines += ["", *section(file, result)]
+    return "\n".join(lines) + "\n"
+
+
+def anchor(name: str) -> str:
+    """Anchor of a heading that is the name of a result, as GitHub and mkdocs make it."""
+    return re.sub(r"[^\w\- ]", "", name).lower()
+
+
+def commit(result: Row) -> str:
+    return result.get("commit") or f"in {result['recorded_in']}"
+
+
+def hardware(result: Row) -> str:
+    machine = result["hardware"]
+    return machine.get("gpu") or f"{machine['num_cores']} CPU cores"
+
+
+def section(file: Path, result: Row) -> list[str]:
+    """Heading, provenance and table of one result file."""
+    path = file.relative_to(ROOT).as_posix()
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    lines = [
+        f"## {file.relative_to(RESULTS).with_suffix('').as_posix()}",
+        "",
+        f"[File](../{path}), {result['date']}, commit {commit(result)}, {hardware(result)}; {versions}.",
+        *([f"Note of the file: *{result['note']}*"] if "note" in result else []),
+        "",
+        "```",
+        result["command"],
+        "```",
+        "",
+    ]
+    rows = table_rows(result["rows"])
+    if len(rows) > MAX_ROWS:
+        return [*lines, f"{len(rows)} rows, in the file."]
+    return lines + table(rows)
+
+
+def table_rows(rows: list[Row] | dict[str, Any]) -> list[Row]:
+    """Rows of a result as flat dictionaries. Tests write theirs by name, with a list of compared requests each."""
+    if isinstance(rows, list):
+        return [flat(row) for row in rows]
+    flattened = []
+    for name, value in rows.items():
+        value = value if isinstance(value, dict) else {"value": value}
+        compared = value.get("requests")
+        found = {f"{system} same tokens": same_tokens(each) for system, each in (compared or {}).items() if each}
+        flattened.append({"test": name} | found if found else {"test": name} | flat(value))
+    return flattened
+
+
+def same_tokens(requests: list[Row]) -> str:
+    """Tokens in common with the reference before the first tie, and the widest tie in logprobs."""
+    ties = [request["margin"] for request in requests if request["margin"] is not None]
+    tokens = f"{sum(request['same'] for request in requests)} of {sum(request['tokens'] for request in requests)}"
+    return f"{tokens}, widest tie {max(ties):.2f}" if ties else tokens
+
+
+def flat(row: Row) -> Row:
+    """A row with one entry per column: percentiles are joined, what is nested gets dotted names, lists are left out."""
+    out: Row = {}
+    for name, value in row.items():
+        if isinstance(value, dict) and "median" in value:
+            out[name] = f"{number(value['median'])} ({number(value['p10'])} to {number(value['p90'])})"
+        elif isinstance(value, dict):
+            out |= {f"{name}.{key}": number(each) for key, each in flat(value).items()}
+        elif not isinstance(value, list):
+            out[name] = number(value)
+    for name in [name.removesuffix("_p50") for name in out if name.endswith("_p50")]:
+        parts = {suffix: out.pop(f"{name}_{suffix}", None) for suffix in ("p50", "p10", "p90", "p99")}
+        others = [f"p{key[1:]} {value}" for key, value in parts.items() if key != "p50" and value is not None]
+        out[name] = f"{parts['p50']} ({', '.join(others)})" if others else parts["p50"]
+    return out
+
+
+def number(value: Any) -> Any:
+    """A number with four significant digits, a dash for None; anything else as it is."""
+    if value is None:
+        return "–"
+    return (f"{value:.4g}" if abs(value) < 1e4 else round(value)) if isinstance(value, float) else value
+
+
+def table(rows: list[Row]) -> list[str]:
+    """A table of the columns that differ between rows, after a line with those that do not."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    same = [name for name in columns if len(rows) > 1 and len({str(row.get(name)) for row in rows}) == 1]
+    shown = [name for name in columns if name not in same]
+    lines = []
+    if same:
+        lines += [f"All rows: {', '.join(f'{name} {rows[0][name]}' for name in same)}.", ""]
+    lines += [f"| {' | '.join(shown)} |", "|" + "---|" * len(shown)]
+    return lines + [f"| {' | '.join(str(row.get(name, '–')) for name in shown)} |" for row in rows]
+
+
+def decisions_page() -> str:
+    """One line per decision: date and title."""
+    found = []
+    for file in DECISIONS.glob("*.md"):
+        if file.name == "index.md":
+            continue
+        text = file.read_text()
+        title = re.search(r"^# (.*)$", text, re.MULTILINE)
+        date = re.search(r"\b20\d\d-\d\d-\d\d\b", text)
+        if title is None or date is None:
+            raise SystemExit(f"{file.relative_to(ROOT)}: a decision has a title and a date")
+        found.append((date[0], title[1], file.name))
+    lines = [
+        "# Decisions",
+        "",
+        "Each record has its context, the decision, the alternatives with their numbers, and the condition under which",
+        "to look at it again. Generated by `make pages`; to add a decision, add a file to this folder.",
+        "",
+        "| date | decision |",
+        "|---|---|",
+        *(f"| {date} | [{title}]({name}) |" for date, title, name in sorted(found)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
