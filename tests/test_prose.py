@@ -1,0 +1,123 @@
+"""Sentences of documents, docstrings and comments name their subject first.
+
+A sentence that begins with one of `FIRST_WORDS` refers to something that the reader has not met yet ("Of those that the
+worker knows"). Start with a name or a verb instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FIRST_WORDS = ("Of", "Those", "What", "Whether", "As", "That")
+# Folders whose docstrings and comments are still to be rewritten. This list only shrinks.
+LATER = (
+    "vllm_hisparse/attention/",
+    "vllm_hisparse/connector/",
+    "vllm_hisparse/kv_manager/",
+    "vllm_hisparse/cpu/",
+    "vllm_hisparse/compat.py",
+    "vllm_hisparse/algorithms/",
+    "vllm_hisparse/cli/",
+    "vllm_hisparse/layout.py",
+    "vllm_hisparse/ops/",
+    "vllm_hisparse/tier_config.py",
+    "benchmarks/",
+    "deploy/",
+    "tests/",
+    "tools/",
+)
+
+GENERATED = ("docs/results.md", "docs/decisions/index.md")
+DOCUMENTS = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    if str(path.relative_to(ROOT)) not in GENERATED
+)
+CODE = sorted(
+    path
+    for folder in ("vllm_hisparse", "tests", "benchmarks", "tools", "deploy")
+    for path in (ROOT / folder).rglob("*.py")
+    if not str(path.relative_to(ROOT)).startswith(LATER)
+)
+
+SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*]*\s+")
+FIRST_WORD = re.compile(rf"[\"'(*]*({'|'.join(FIRST_WORDS)})\b(?!`)")
+
+
+def bad_sentences(paragraph: str) -> list[str]:
+    """Sentences of a paragraph that begin with one of `FIRST_WORDS`; a question may."""
+    sentences = SENTENCE_END.split(" ".join(paragraph.split()))
+    return [sentence[:80] for sentence in sentences if FIRST_WORD.match(sentence) and not sentence.endswith("?")]
+
+
+def markdown_paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs, list items, headings and table cells of a Markdown document, without code."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*\-#>]|\d+\.) )|\n(?=\|)", text):
+        for cell in block.split("|") if block.lstrip().startswith("|") else [block]:
+            yield re.sub(r"^\s*(?:[*\-#>]+|\d+\.)\s+", "", cell)
+
+
+def code_paragraphs(source: str) -> Iterator[str]:
+    """Paragraphs of a Python file's docstrings, and its comments; comments on consecutive lines are one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for paragraph in re.split(r"\n\s*\n|\n(?=\s*[*\-] )", ast.get_docstring(node) or ""):
+                yield re.sub(r"^\s*[*\-] ", "", paragraph)
+    comment, last_line = "", -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last_line + 1:
+                yield comment
+                comment = ""
+            comment, last_line = f"{comment} {token.string.lstrip('# ')}", token.start[0]
+    yield comment
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents(document: Path) -> None:
+    found = [line for paragraph in markdown_paragraphs(document.read_text()) for line in bad_sentences(paragraph)]
+    assert not found
+
+
+def test_code() -> None:
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in CODE
+        if (lines := [line for part in code_paragraphs(path.read_text()) for line in bad_sentences(part)])
+    }
+    assert not found
+
+
+def test_list_of_exceptions_shrinks() -> None:
+    """An entry of `LATER` that has nothing left to rewrite is removed from the list."""
+    for entry in LATER:
+        path = ROOT / entry
+        files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
+        if any(bad_sentences(part) for file in files for part in code_paragraphs(file.read_text())):
+            continue
+        pytest.fail(f"{entry} is clean: remove it from LATER")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Rows of a step. Those that miss are copied.", ["Those that miss are copied."]),
+        ("**What limits it.** The link.", ["**What limits it."]),
+        ("Rows that were selected, as before.", []),
+        ("`As` is a word.", []),
+        ("Asynchronous scheduling. Thatched roofs.", []),
+        ("What does a step cost?", []),
+        ("Hot\nrows. Of\nthese, few.", ["Of these, few."]),
+    ],
+)
+def test_sentences_are_found(text: str, expected: list[str]) -> None:
+    assert bad_sentences(text) == expected
