@@ -34,7 +34,12 @@ def test_of_vllms_prefill_side() -> None:
     params.check_tp_size(1)
     params.check_prompt(10, 4)
     assert TransferParams.parse(changed(remote_block_ids=([3, 1, 2],))) == params
-    assert set(params.model_dump()) <= set(PARAMS)
+    assert set(params.model_dump()) - set(PARAMS) == {"remote_registration_generation"}
+
+
+def test_the_registration_of_a_prefill_instance_that_slept_is_forwarded() -> None:
+    params = TransferParams.parse(changed(remote_registration_generation=3))
+    assert params is not None and params.model_dump()["remote_registration_generation"] == 3
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"remote_host": 7}])
@@ -87,6 +92,8 @@ def test_no_transfer(params: dict | None) -> None:
         ("remote_num_tokens", 1e3),
         ("remote_num_tokens", 2**31),
         ("transfer_mode", "push"),
+        ("remote_registration_generation", -1),
+        ("remote_registration_generation", "1"),
         *((name, MISSING) for name in ("remote_block_ids", "remote_engine_id", "remote_request_id")),
         *((name, MISSING) for name in ("remote_host", "remote_port", "remote_num_tokens", "tp_size")),
     ],

@@ -53,6 +53,8 @@ class TransferParams(BaseModel):
     pp_size: int = Field(default=1, ge=1, le=1)
     dcp_size: int = Field(default=1, ge=1, le=1)
     transfer_mode: Literal["pull"] = "pull"
+    remote_registration_generation: int = Field(default=0, ge=0)
+    """How often the prefill instance has registered its memory anew (vLLM 0.33: after it slept)."""
 
     @classmethod
     def parse(cls, params: object) -> TransferParams | None:
