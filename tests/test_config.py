@@ -27,6 +27,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         kv_transfer_config=SimpleNamespace(
             kv_connector=CONNECTOR_NAME,
             kv_role="kv_consumer",
+            kv_buffer_device="cuda",
             kv_connector_extra_config=GIB if extra_config is None else extra_config,
         ),
         model_config=SimpleNamespace(
@@ -352,6 +353,12 @@ def test_accepts_unquantised_kv(dtype: str) -> None:
             "no microbatches",
         ),
         ({"cache_config__prefix_match_unit": 16}, "--prefix-match-unit", "16", "none: prefixes are matched"),
+        (
+            {"device_config__device_type": "cuda", "kv_transfer_config__kv_buffer_device": "cpu"},
+            "kv_buffer_device",
+            "'cpu'",
+            "cuda: NIXL writes into the host pool",
+        ),
         (
             {"device_config__device_type": "cuda", "use_v2_model_runner": False},
             "VLLM_USE_V2_MODEL_RUNNER",

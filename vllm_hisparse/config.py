@@ -521,6 +521,14 @@ def _check_engine(vllm_config: VllmConfig) -> None:
     device = vllm_config.device_config.device_type
     if device not in KV_CACHE_DTYPES:
         raise HiSparseConfigError("device", device, " or ".join(KV_CACHE_DTYPES), f"Remove {CONNECTOR_NAME}.")
+    buffer_device = vllm_config.kv_transfer_config.kv_buffer_device
+    if device == "cuda" and role == "kv_consumer" and buffer_device != "cuda":
+        raise HiSparseConfigError(
+            "kv_buffer_device",
+            buffer_device,
+            "cuda: NIXL writes into the host pool and the device KV cache themselves",
+            "Remove it from --kv-transfer-config.",
+        )
     if device == "cuda" and not vllm_config.use_v2_model_runner:
         raise HiSparseConfigError(
             "VLLM_USE_V2_MODEL_RUNNER",

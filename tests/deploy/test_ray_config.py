@@ -75,6 +75,19 @@ def test_shipped_configs_parse(path: Path):
         ),
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),
+        *(
+            ({"prefill": {"engine_kwargs": {option: 2}}}, f"prefill.engine_kwargs.{option}: got 2, expected no value")
+            for option in ("data_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
+        ),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, "prefill.engine_kwargs.data_parallel_size: got 2"),
+        (
+            {"decode": {"engine_kwargs": {"hf_overrides": {"rope_theta": 1}}}},
+            "prefill.engine_kwargs.hf_overrides: got None, expected {'rope_theta': 1}",
+        ),
+        (
+            {"decode": {"hisparse": {"host_pool_gib": 8, "kv_lease_duration": 300}}},
+            "decode.hisparse.kv_lease_duration: got 300",
+        ),
         ({"env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}}, "prefill.env.VLLM_NIXL_SIDE_CHANNEL_PORT: got '5600'"),
         ({"env": {"VLLM_P2P_SIDE_CHANNEL_PORT": "1"}}, "prefill.env.VLLM_P2P_SIDE_CHANNEL_PORT: got '1'"),
         ({"decode": with_tiers({**DISK, "quota": 1})}, "tiers.0.fs.quota: got 1"),

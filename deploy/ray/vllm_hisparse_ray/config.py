@@ -11,9 +11,28 @@ from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.tier_config import P2PTier
 
 # Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte.
-SHARED_ENGINE_OPTIONS = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision", "seed")
+SHARED_ENGINE_OPTIONS = (
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "max_model_len",
+    "quantization",
+    "revision",
+    "seed",
+    "hf_overrides",
+)
 # Derived from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
+# A replica is one engine, whose tensor parallel ranks take the GPUs and the ports that are reserved for it.
+SINGLE_ENGINE_OPTIONS = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_rank",
+    "data_parallel_backend",
+)
 # Every replica sets these for itself.
 RESERVED_ENV = (
     "VLLM_NIXL_SIDE_CHANNEL_HOST",
@@ -159,6 +178,14 @@ def _check_engine_kwargs(name: str, engine_kwargs: dict[str, Any]) -> None:
                 "no value here",
                 "It is derived from model_id, model_source, gpus and decode.hisparse: set those.",
             )
+    for option in SINGLE_ENGINE_OPTIONS:
+        if option in engine_kwargs:
+            raise HiSparseConfigError(
+                f"{name}.engine_kwargs.{option}",
+                engine_kwargs[option],
+                "no value here: a replica is one engine with tensor parallel ranks only",
+                "Remove it; set gpus and replicas.",
+            )
 
 
 def _check_env(name: str, env: dict[str, str]) -> None:
@@ -255,6 +282,13 @@ def _check_tiers(decode: Decode) -> None:
 
 def _check_decode(config: AppConfig) -> None:
     options = HiSparseConfig.from_extra_config(config.decode.hisparse)
+    if "kv_lease_duration" in config.decode.hisparse:
+        raise HiSparseConfigError(
+            "decode.hisparse.kv_lease_duration",
+            config.decode.hisparse["kv_lease_duration"],
+            "no value here: both roles must have the same",
+            "Set kv_lease_s of the application.",
+        )
     if options.dense_unit is not None and config.prefill.gpus != config.decode.gpus:
         raise HiSparseConfigError(
             "prefill.gpus",
