@@ -113,6 +113,7 @@ def test_schema_knows_every_value():
         {"enginePort": 80},
         {"nixl": {"lockMemory": True}},
         {"nixl": {"sideChannelPort": 70000}},
+        {"nixl": {"leaseSeconds": 5}},
         {"router": {"policy": {"decode": "fastest"}}},
         {"runAsUser": 0},
         {"prefill": {"replicas": 0}},
@@ -182,21 +183,21 @@ def test_pods_end_after_their_longest_request(name: str):
         assert f"--shutdown-timeout={values['longestRequestSeconds']}" in pod["containers"][0]["args"]
 
 
-def decode_connector(pod: dict) -> dict:
-    """`--kv-transfer-config` of a decode pod."""
+def kv_connector(pod: dict) -> dict:
+    """`--kv-transfer-config` of an engine's pod."""
     (argument,) = [arg for arg in pod["containers"][0]["args"] if arg.startswith("--kv-transfer-config=")]
     return json.loads(argument.partition("=")[2])
 
 
 def decode_tiers(pod: dict) -> list[Tier]:
     """The tiers that the engine of a decode pod gets from its options."""
-    return HiSparseConfig.from_extra_config(decode_connector(pod)["kv_connector_extra_config"]).tiers
+    return HiSparseConfig.from_extra_config(kv_connector(pod)["kv_connector_extra_config"]).tiers
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_decode_asks_for_its_host_pool(name: str):
     container = pod_spec(name, "decode")["containers"][0]
-    config = decode_connector(pod_spec(name, "decode"))
+    config = kv_connector(pod_spec(name, "decode"))
     assert config["kv_connector"] == "HiSparseHostConnector" and config["kv_role"] == "kv_consumer"
     pool_mib = config["kv_connector_extra_config"]["host_pool_gib"] * 1024
     resources = container["resources"]
@@ -205,13 +206,21 @@ def test_decode_asks_for_its_host_pool(name: str):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_only_routers_and_engines_reach_the_nixl_ports(name: str):
+def test_both_roles_have_one_lease(name: str):
+    seconds = chart_values(name)["nixl"]["leaseSeconds"]
+    for component in ("prefill", "decode"):
+        options = kv_connector(pod_spec(name, component))["kv_connector_extra_config"]
+        assert options["kv_lease_duration"] == seconds, component
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_only_engines_reach_the_nixl_ports(name: str):
     values = chart_values(name)
     policy = by_name(name, "NetworkPolicy")["hisparse-engine"]["spec"]
     (rule,) = [rule for rule in policy["ingress"] if any(port["port"] == "nixl" for port in rule["ports"])]
     (peer,) = rule["from"]
     (expression,) = peer["podSelector"]["matchExpressions"]
-    assert set(expression["values"]) == {"prefill", "decode", "router"} and "namespaceSelector" not in peer
+    assert set(expression["values"]) == {"prefill", "decode"} and "namespaceSelector" not in peer
     data = values["nixl"]["dataPorts"]
     assert {"protocol": "TCP", "port": data["first"], "endPort": data["last"]} in rule["ports"]
     assert not any("from" not in rule for rule in policy["ingress"])
@@ -316,6 +325,18 @@ def test_renderings_are_current(name: str):
         ("router.metricsPort=8000", "router.metricsPort: got 8000"),
         ("decode.extraArgs={-tp}", "decode.extraArgs: got -tp"),
         ("decode.extraArgs={--revision=main}", "Move it to engine.extraArgs"),
+        ("decode.extraArgs={--hf-overrides.rope_theta=1}", "Move it to engine.extraArgs"),
+        ("decode.extraArgs={-qfp8}", "Move it to engine.extraArgs"),
+        *(
+            (f"prefill.extraArgs={{{argument}}}", f"prefill.extraArgs: got {argument}, expected no option that")
+            for argument in (
+                "--kv-transfer-config.kv_connector_extra_config.kv_lease_duration=300",
+                "--kv_transfer_config.kv_role=kv_both",
+                "--kv-transfer-conf",
+                "--tensor-parallel=4",
+                "-tp=4",
+            )
+        ),
         ("prefill.env.HF_TOKEN=secret", "prefill.env: got HF_TOKEN"),
         ("nixl.env.UCX_TLS=tcp", "nixl.env: got UCX_TLS"),
         ("service.port=29000", "service.port: got 29000"),
@@ -332,6 +353,7 @@ def test_renderings_are_current(name: str):
         ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
         ("decode.hisparse.extraConfig.tiers=none", "decode.hisparse.extraConfig: got tiers"),
+        ("decode.hisparse.extraConfig.kv_lease_duration=300", "decode.hisparse.extraConfig: got kv_lease_duration"),
         ("decode.p2pPort=5600", "decode.p2pPort: got 5600"),
         ("decode.p2pPort=30001", "decode.p2pPort: got 30001"),
         ("decode.env.AWS_SECRET_ACCESS_KEY=x", "decode.env: got AWS_SECRET_ACCESS_KEY"),
@@ -360,7 +382,10 @@ def helm_tiers(*tiers: dict, **sets: str) -> subprocess.CompletedProcess[str]:
         ([PEERS, PEERS], {}, "decode.tiers: got several of type p2p"),
         ([STORE, {**STORE, "credentialsSecret": "b"}], {}, "decode.tiers: got credentialsSecret kv-store, b"),
         ([PEERS], {"decode__extraArgs": "{--data-parallel-size=2}"}, "decode.extraArgs: got --data-parallel-size=2"),
-        ([DISK], {"engine__extraArgs": "{--no-enable-prefix-caching}"}, "engine.extraArgs: got --no-enable-prefix-c"),
+        *(
+            ([DISK], {"engine__extraArgs": f"{{{argument}}}"}, f"engine.extraArgs: got {argument}")
+            for argument in ("--no-enable-prefix-caching", "--disable-prefix-caching", "--no-enable-prefix-cach")
+        ),
         ([DISK], {"decode__memoryGiB": "147"}, "at least 148: a host pool of 128 GiB and decode.overheadGiB 16, and 4"),
     ],
 )

@@ -41,6 +41,18 @@
 {{- end -}}
 {{- end }}
 
+{{/*
+The options of a list that an argument spells for vLLM, or nothing; call with (list $argument $options). vLLM takes
+underscores for dashes, a unique beginning for the option, a dot for a key of its JSON value, and -qfp8 for -q fp8.
+*/}}
+{{- define "hisparse.spells" -}}
+{{- $name := regexReplaceAll "[=.+].*" (toString (index . 0)) "" | replace "_" "-" -}}
+{{- range $option := index . 1 -}}
+{{- $begins := and (hasPrefix "--" $name) (gt (len $name) 2) (hasPrefix $name $option) -}}
+{{- if or $begins (eq $name $option) (and (eq $option "-q") (hasPrefix "-q" $name)) }}{{ $option }}{{ end -}}
+{{- end -}}
+{{- end }}
+
 {{/* Options that the chart sets are refused among the free arguments, those that both roles must share in a role's. */}}
 {{- define "hisparse.checkArgs" -}}
 {{- $fixed := list "--model" "--served-model-name" "--dtype" "--kv-cache-dtype" "--block-size" "--max-model-len" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--port" "--host" "--shutdown-timeout" "--kv-cache-memory-bytes" -}}
@@ -48,11 +60,10 @@
 {{- $args := dict "engine.extraArgs" .Values.engine.extraArgs "prefill.extraArgs" .Values.prefill.extraArgs "decode.extraArgs" .Values.decode.extraArgs -}}
 {{- range $option, $list := $args -}}
 {{- range $argument := $list -}}
-{{- $name := regexReplaceAll "=.*" (toString $argument) "" | replace "_" "-" -}}
-{{- if has $name $fixed -}}
+{{- if include "hisparse.spells" (list $argument $fixed) -}}
 {{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" "no option that the chart sets" "fix" "Use model, engine, enginePort, gpus or decode.hisparse: both roles get the same value where KV must match.") -}}
 {{- end -}}
-{{- if and (has $name $shared) (ne $option "engine.extraArgs") -}}
+{{- if and (ne $option "engine.extraArgs") (include "hisparse.spells" (list $argument $shared)) -}}
 {{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" "no option that prefill and decode must share" "fix" "Move it to engine.extraArgs, which both roles get.") -}}
 {{- end -}}
 {{- end -}}
@@ -95,8 +106,8 @@
 {{- end -}}
 {{- end -}}
 {{- range $key, $_ := $options.extraConfig -}}
-{{- if has $key (list "host_pool_gib" "host_to_device_ratio" "device_buffer_size" "tiers") -}}
-{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that the chart has a value for" "fix" "Use hostPoolGiB, hostToDeviceRatio, deviceBufferSize or decode.tiers.") -}}
+{{- if has $key (list "host_pool_gib" "host_to_device_ratio" "device_buffer_size" "tiers" "kv_lease_duration") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.hisparse.extraConfig" "got" $key "expected" "no key that the chart has a value for" "fix" "Use hostPoolGiB, hostToDeviceRatio, deviceBufferSize, decode.tiers or nixl.leaseSeconds.") -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -112,13 +123,14 @@
 {{- include "hisparse.refuse" (dict "option" "decode.tiers" "got" (printf "credentialsSecret %s" (compact $secrets | uniq | join ", ")) "expected" "one secret for all tiers: an engine has one set of AWS_* variables" "fix" "Give the same secret rights to all buckets.") -}}
 {{- end -}}
 {{- $refused := dict -}}
-{{- if .Values.decode.tiers }}{{ $_ := set $refused "--no-enable-prefix-caching" "the prefix cache, whose blocks decode.tiers hold" }}{{ end -}}
+{{- if .Values.decode.tiers }}{{ range list "--no-enable-prefix-caching" "--disable-prefix-caching" }}{{ $_ := set $refused . "the prefix cache, whose blocks decode.tiers hold" }}{{ end }}{{ end -}}
 {{- if $p2p }}{{ range list "--data-parallel-size" "-dp" }}{{ $_ := set $refused . "one engine per pod with a tier of type p2p: each has a port of its own" }}{{ end }}{{ end -}}
 {{- range $option, $list := dict "engine.extraArgs" .Values.engine.extraArgs "decode.extraArgs" .Values.decode.extraArgs -}}
 {{- range $argument := $list -}}
-{{- $name := regexReplaceAll "=.*" (toString $argument) "" | replace "_" "-" -}}
-{{- if hasKey $refused $name -}}
-{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" (index $refused $name) "fix" "Remove it, or the tier.") -}}
+{{- range $name, $expected := $refused -}}
+{{- if include "hisparse.spells" (list $argument (list $name)) -}}
+{{- include "hisparse.refuse" (dict "option" $option "got" $argument "expected" $expected "fix" "Remove it, or the tier.") -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

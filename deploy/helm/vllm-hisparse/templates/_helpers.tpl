@@ -55,10 +55,17 @@ imagePullSecrets: {{ toYaml . | nindent 2 }}
 sum(vllm:num_requests_waiting{namespace="{{ (index . 0).Release.Namespace }}",pod=~"{{ include "hisparse.name" (index . 0) }}-{{ index . 1 }}-.*"})
 {{- end }}
 
+{{/* --kv-transfer-config of the prefill fleet. */}}
+{{- define "hisparse.prefillConnector" -}}
+{{- $extra := dict "kv_lease_duration" (int .Values.nixl.leaseSeconds) -}}
+{{- dict "kv_connector" "NixlConnector" "kv_role" "kv_producer" "kv_connector_extra_config" $extra | toJson -}}
+{{- end }}
+
 {{/* --kv-transfer-config of the decode fleet. */}}
 {{- define "hisparse.decodeConnector" -}}
 {{- $options := .Values.decode.hisparse -}}
 {{- $extra := deepCopy $options.extraConfig -}}
+{{- $_ := set $extra "kv_lease_duration" (int .Values.nixl.leaseSeconds) -}}
 {{- if $options.hostToDeviceRatio }}{{ $_ := set $extra "host_to_device_ratio" $options.hostToDeviceRatio }}{{ end -}}
 {{- if $options.hostPoolGiB }}{{ $_ := set $extra "host_pool_gib" $options.hostPoolGiB }}{{ end -}}
 {{- if $options.deviceBufferSize }}{{ $_ := set $extra "device_buffer_size" (int $options.deviceBufferSize) }}{{ end -}}
