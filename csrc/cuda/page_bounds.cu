@@ -105,14 +105,15 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     const int64_t query_stride,
     const int32_t group,
     const int32_t lanes,
-    float* scores  // [batch, num_heads, max_pages]
+    float* scores  // [batch, num_heads, max_pages]; only pages that a request has are written
 ) {
     extern __shared__ float shared_query[];  // [group, head_size]
     __shared__ int64_t page_starts[kPagesPerBlock];
     const int head = blockIdx.y, batch_index = blockIdx.z, size = bounds.head_size;
+    const int64_t num_pages = (num_tokens[batch_index] + bounds.page_size - 1) / bounds.page_size;
+    if (static_cast<int64_t>(blockIdx.x) * kPagesPerBlock >= num_pages) return;  // the grid is for the longest request
     const T* heads = query + batch_index * query_stride + static_cast<int64_t>(head) * group * size;
     for (int i = threadIdx.x; i < group * size; i += kBoundThreads) shared_query[i] = to_float(heads[i]);
-    const int64_t num_pages = (num_tokens[batch_index] + bounds.page_size - 1) / bounds.page_size;
     for (int i = threadIdx.x; i < kPagesPerBlock; i += kBoundThreads) {
         const int page = blockIdx.x * kPagesPerBlock + i;
         if (page < num_pages) page_starts[i] = page_start(bounds, request_indices[batch_index], page);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     const int lane = threadIdx.x % lanes, first = lane * kLaneElements;
     for (int i = threadIdx.x / lanes; i < kPagesPerBlock; i += kBoundThreads / lanes) {
         const int page = blockIdx.x * kPagesPerBlock + i;
-        const bool exists = page < num_pages, loads = exists && first < size;
+        const bool loads = page < num_pages && first < size;
         Vector<T> low, high;
         low.bits = high.bits = uint4{};
         if (loads) {
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
             }
             best = fmaxf(best, sum);
         }
-        if (lane == 0 && page < bounds.max_pages) out[page] = exists ? best : -CUDART_INF_F;
+        if (lane == 0 && page < num_pages) out[page] = best;
     }
 }
 
@@ -214,7 +215,7 @@ extern "C" cudaError_t hisparse_update_page_bounds(
 // Upper bounds of the pages' scores: `page_bounds.scores`.
 //
 // request_indices, num_tokens: [batch]. query: [batch, num_heads * group, head_size] of the bounds' type, requests
-// query_stride elements apart. scores: [batch, num_heads, max_pages]. Errors as in `hisparse_update_page_bounds`.
+// query_stride elements apart. scores: [batch, num_heads, max_pages], written where a request has a page. Errors as in `hisparse_update_page_bounds`.
 extern "C" cudaError_t hisparse_page_scores(
     const PageBounds* bounds,
     const int64_t* request_indices,

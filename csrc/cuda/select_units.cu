@@ -6,10 +6,11 @@ namespace {
 constexpr int kSelectThreads = 512;
 constexpr int kSelectWarps = kSelectThreads / kWarpSize;
 constexpr int kDigitBits = 8, kNumDigits = 1 << kDigitBits;
-constexpr uint32_t kNothing = 0x007fffff;  // key of -infinity: never selected
+constexpr uint32_t kNothing = 0x007fffff;  // key of -infinity: it and what is below it are never selected
 
-// Unsigned order of the keys is the order of the scores.
+// Unsigned order of the keys is the order of the scores. NaN is the least of all.
 __device__ inline uint32_t sort_key(float score) {
+    if (isnan(score)) return 0;
     const uint32_t bits = __float_as_uint(score);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }

@@ -130,7 +130,6 @@ def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_siz
     for request, position in enumerate(positions.tolist()):
         num_pages = position // 16 + 1
         torch.testing.assert_close(got[request, :, :num_pages], expected[request, :, :num_pages], atol=1e-3, rtol=1e-4)
-        assert (got[request, :, num_pages:] == -float("inf")).all()
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -138,13 +137,14 @@ def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_siz
     ("max_units", "num_selected"), [(1, 1), (7, 7), (700, 1), (700, 64), (8192, 128), (16500, 4096)]
 )
 def test_select_units(max_units: int, num_selected: int, ties: bool) -> None:
-    """The same units but for ties, of which as many; the newest last; sinks at plus and holes at minus infinity."""
+    """The same units but for ties, of which as many; the newest last; sinks are plus infinity, holes minus infinity or
+    NaN."""
     generator = torch.Generator().manual_seed(max_units + num_selected)
     num_tokens = torch.tensor([0, 1, 16, 17, max_units * 8, max_units * 16])
     scores = torch.randn(len(num_tokens), 2, max_units, generator=generator)
     if ties:
         scores = (scores * 4).round()
-    scores[:, :, :2], scores[:, :, 5:9] = float("inf"), -float("inf")
+    scores[:, :, :2], scores[:, :, 5:9], scores[:, :, 11:13] = float("inf"), -float("inf"), float("nan")
     expected = select_units(scores, num_tokens, 16, num_selected)
     units = select_units(scores.cuda(), num_tokens.cuda(), 16, num_selected).cpu()
     for request, length in enumerate(num_tokens.tolist()):

@@ -15,8 +15,8 @@ def select_units(
     """The newest token's unit and the best of those before it.
 
     Args:
-        scores: [batch, num_kv_heads, max_units] float32; minus infinity is never selected; anything from the newest
-            token's unit on.
+        scores: [batch, num_kv_heads, max_units] float32; minus infinity and NaN are never selected; anything from the
+            newest token's unit on.
         num_tokens: [batch] int64; with 0 nothing is selected.
         tokens_per_unit: neighbouring tokens of a unit.
         num_selected: units to select at most, from 1 to max_units.
@@ -30,7 +30,8 @@ def select_units(
     """
     units = torch.arange(scores.shape[-1], device=scores.device)
     newest = (num_tokens + tokens_per_unit - 1) // tokens_per_unit - 1
-    best = scores.masked_fill((units >= newest[:, None])[:, None], -float("inf")).topk(num_selected - 1)
+    out = (units >= newest[:, None])[:, None] | scores.isnan()
+    best = scores.masked_fill(out, -float("inf")).topk(num_selected - 1)
     valid = best.values > -float("inf")
     num_others = valid.sum(-1, keepdim=True)
     chosen = functional.pad(best.indices.masked_fill(~valid, -1), (0, 1), value=-1)
