@@ -9,6 +9,7 @@ INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
+RESIDENCY_ENTRY_BYTES = 8  # position and last use
 MAX_HOT_ROWS = 1 << 19  # of a request, or of a KV head in units: the CUDA kernels' limit
 MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows, if that is more than half a unit
 MAX_UNUSED_UNITS = 0.75  # of hot rows, whatever the share
@@ -147,6 +148,14 @@ class KVLayout:
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
         widest = max(hot, self.resident_block_bytes)
         return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
+
+    @property
+    def residency_block_bytes(self) -> int:
+        """Bytes of one device block's residency, outside vLLM's KV cache: of a DSA model, an entry for each row and layer
+        that selects; of a dense model, for each unit that would fit into the block."""
+        if self.num_kv_heads is None:
+            return self.num_resident_layers * self.rows_per_hot_block * RESIDENCY_ENTRY_BYTES
+        return self.device_block_bytes // self.unit_bytes * RESIDENCY_ENTRY_BYTES
 
     @cached_property
     def state(self) -> StateLayout:

@@ -15,7 +15,7 @@ from engines import EngineRun, assert_pools_empty, assert_same_but_ties, engine_
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PHASE = {"prompts": [make_prompt(length) for length in (1, 65, 2500, 6000)], "max_tokens": 32}
-DEVICE_SHARE = 0.3
+DEVICE_SHARE, LARGE_DEVICE_SHARE = 0.3, 0.8
 DSA_SIZES = {"num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
 GENERIC_CLASS = {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 1 << 18}
 EVERYTHING = {"algorithm": "quest", "top_k": 8192, "device_buffer_size": 8192}
@@ -59,4 +59,26 @@ def test_vllm_sizes_the_kv_cache(
     del engine["kv_cache_memory_bytes"]
     record = EngineRun.start(tmp_path, name, {**engine, "gpu_memory_utilization": DEVICE_SHARE}, [PHASE]).phases()[0]
     assert_same_but_ties(record["completions"], references[name]["completions"])
+    assert_pools_empty(record)
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("pq_cache", {"full_kv_layers": []}), ("quest", {})])
+def test_residency_bytes_of_llama_8b(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str, options: dict[str, Any]
+) -> None:
+    """An engine with the layers and KV heads of Llama-3.1-8B, and most of the device, starts: its residency is a small
+    share of its KV cache, and vLLM leaves room for it."""
+    from vllm_hisparse.cli import tiny_model
+
+    monkeypatch.setitem(tiny_model.VARIANTS, "llama", {**tiny_model.VARIANTS["llama"], "head_dim": 128})
+    model = tiny_model.make_model("llama", tmp_path / "model", num_layers=32, num_heads=32)
+    phase = {"prompts": [make_prompt(length) for length in (1, 65, 2500)], "max_tokens": 16}
+    common = {**COMMON, "hf_overrides": {}, "max_num_seqs": 4}
+    reference = EngineRun.start(tmp_path, "full", engine_args(model, **common), [phase]).phases()[0]
+    everything = {"algorithm": algorithm, "top_k": 4096, "device_buffer_size": 4096, "host_pool_gib": 4.0, **options}
+    engine = hot_args(model, everything, **common)
+    del engine["kv_cache_memory_bytes"]
+    engine["gpu_memory_utilization"] = LARGE_DEVICE_SHARE
+    record = EngineRun.start(tmp_path, algorithm, engine, [phase]).phases()[0]
+    assert_same_but_ties(record["completions"], reference["completions"])
     assert_pools_empty(record)

@@ -28,6 +28,7 @@ from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.rows.host_memory import allocate_host_pool
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.reserved_memory import check_residency_fits, release_residency
 from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer, SelectionRecorder
 from vllm_hisparse.layout import KVLayout
 
@@ -171,9 +172,15 @@ class HiSparseWorkerConnector:
 
         Args:
             caches: of each layer with hot rows, [num_blocks, KV heads, rows, row elements].
+
+        Raises:
+            HiSparseConfigError: the device has no room for what is kept beside the KV cache.
         """
         cache = caches[0]
         shape = self._shape(len(cache))
+        release_residency()
+        if cache.device.type != "cpu":
+            check_residency_fits(self.layout, shape.num_device_blocks, _free_bytes(cache.device))
         if self.config.algorithm_class.model_family == "mla":
             return self._make_mla_hot_buffer(shape, cache.device)
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
@@ -212,7 +219,8 @@ class HiSparseWorkerConnector:
         )
         if device.type != "cpu":
             staging_bytes = shape.max_blocks * layout.block_size * layout.row_bytes
-            free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - staging_bytes
+            beside_bytes = staging_bytes + shape.num_device_blocks * layout.residency_block_bytes
+            free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - beside_bytes
             check_fixed_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         return algorithm
 

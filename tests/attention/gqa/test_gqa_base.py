@@ -96,6 +96,7 @@ def spec_of(
     drafting = {f"layers.{4 + i}.attn": DraftAttention(heads, block_size) for i, heads in enumerate(draft_heads)}
     layers = {"layers.3.attn": object.__new__(HotGQAAttention), **drafting}
     engine = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=model,
         speculative_config=drafts_of(draft_heads) if draft_heads else None,
         parallel_config=None,

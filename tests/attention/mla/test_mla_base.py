@@ -25,6 +25,7 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
         layer.__dict__["indexer"] = object() if index < num_indexers else None
     others = {"indexer.k_cache": object()}
     config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=128)),
         speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context={**dict(enumerate(layers)), **others}),
@@ -45,6 +46,7 @@ def test_layers_that_draft_keep_their_kv_on_the_device(monkeypatch: pytest.Monke
     for layer in layers:
         layer.__dict__["indexer"] = object()
     config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=128)),
         speculative_config=SimpleNamespace(num_speculative_tokens=2),
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes
 from vllm_hisparse.ops.base import HotRows
 
@@ -66,6 +67,7 @@ class HotBufferLayer:
             max_query_len=max_query_len(vllm_config),
             draft_row_bytes=sum(draft_rows) + key_bytes * sum(layer.indexer is not None for layer in drafting),
         )
+        reserve_residency(layout, vllm_config)
         return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)
 
 

@@ -9,6 +9,7 @@ from vllm_hisparse.kv_manager.rows.algorithm_state import AlgorithmState, KeySpa
 from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.request_table import TableChanges
+from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.layout import StateLayout
 from vllm_hisparse.ops.base import HotRows, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
@@ -31,7 +32,10 @@ class GQAHotBuffer(HotBuffer):
 
     def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, memory: torch.Tensor):
         heads, device = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit), memory.device
-        super().__init__(shape, heads, device)
+        units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
+        sizes = shape.num_device_blocks, head_stride * units_per_block, heads.num_heads * units_per_block
+        table = ResidencyTable.by_row(*sizes, shape.num_layers, device)
+        super().__init__(shape, heads, table, [True] * shape.num_layers)
         self.algorithm = algorithm
         assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
         layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import DecodeStep, LayerRows, StepShape
 from vllm_hisparse.kv_manager.rows.hit_counts import HitCounts
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable, TableChanges
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved
+from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
+from vllm_hisparse.ops.base import HotRows, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 
@@ -88,15 +88,15 @@ class HotBuffer(ABC):
 
     Args:
         shape: sizes.
-        heads: KV heads that select for themselves, each with a residency.
-        device: where the hot rows are.
-        selects: whether each layer selects, or shares selections and residency with the last one that does; None: all.
+        heads: KV heads that select for themselves.
+        table: residency of all layers, on the device of the hot rows.
+        selects: whether each layer selects, or shares selections and residency with the last one that does.
 
     Attributes:
         ops: swap-in operations of the device.
         requests: the running requests.
         layers: where each layer keeps its rows, in order; `add_layer` fills it.
-        residency: of each layer.
+        residency: of each layer, in the table.
         selects: of each layer.
         counts: hits and misses.
         staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
@@ -105,24 +105,15 @@ class HotBuffer(ABC):
 
     step: DecodeStep
 
-    def __init__(
-        self, shape: HotBufferShape, heads: KVHeads, device: torch.device, selects: Sequence[bool] | None = None
-    ):
-        self.shape, self.heads, self.device = shape, heads, device
-        self.selects = [True] * shape.num_layers if selects is None else list(selects)
+    def __init__(self, shape: HotBufferShape, heads: KVHeads, table: ResidencyTable, selects: Sequence[bool]):
+        self.shape, self.heads, self.device = shape, heads, table.entries.device
+        self.table, self.residency, self.selects = table, table.layers, list(selects)
+        device = self.device
         self.ops = swap_in_ops(device)
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
         blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
         self.layers: list[LayerRows] = []
-        num_parts = shape.num_device_blocks * heads.head_stride
-        assert self.selects[0], "the first layer has nobody to share a selection with"
-        groups = [index for index, selects in enumerate(self.selects) if selects] + [shape.num_layers]
-        every_group = Residency.allocate((len(groups) - 1) * num_parts * units_per_block, device)
-        self._positions = every_group.positions.view(len(groups) - 1, num_parts, units_per_block)
-        self.residency: list[Residency] = []
-        for entries, (first, end) in zip(every_group.entries.chunk(len(groups) - 1), pairwise(groups), strict=True):
-            self.residency += [Residency(entries, end - first)] * (end - first)
         self.counts = HitCounts(shape.num_requests, heads, device)
         self.staged_bytes = 0
         self._staging: torch.Tensor | None = None
@@ -160,8 +151,8 @@ class HotBuffer(ABC):
         moved = [blocks for blocks, (first, _) in zip(blocks_of, changes.values(), strict=True) if first < len(blocks)]
         if added := self.requests.change_hot(changes):
             self._empty_blocks(added)
-        for blocks in moved:
-            self._empty_latest(blocks)
+        if moved:
+            self._empty_latest(moved)
 
     def release(self, handle: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
@@ -177,16 +168,18 @@ class HotBuffer(ABC):
         self._empty_blocks(self.requests.hot_blocks[request_index])
 
     def _empty_blocks(self, blocks: Sequence[int]) -> None:
-        parts = self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten()
-        self._positions.index_fill_(1, self.requests.to_device(parts), -1)
+        self.table.empty(self.requests.to_device(torch.tensor(blocks, dtype=torch.int64)))
 
-    def _empty_latest(self, blocks: Sequence[int]) -> None:
-        """Empty rows of a request's last step after a move: the next step may compute its positions again, where they
-        were rejected or a session's turn drops them, and its units may not be whole."""
-        parts = self.requests.to_device(self.heads.parts_of(torch.tensor(blocks, dtype=torch.int64)).flatten())
-        held = self._positions[:, parts]
-        last_certain = held.amax((1, 2), keepdim=True) - self.shape.max_query_len
-        self._positions[:, parts] = held.where(held <= last_certain, -1)
+    def _empty_latest(self, moved: Sequence[Sequence[int]]) -> None:
+        """Empty rows of the last step of requests that were moved: the next step may compute its positions again, where
+        they were rejected or a session's turn drops them, and its units may not be whole.
+
+        Args:
+            moved: blocks of each request.
+        """
+        owned = [(block, number) for number, blocks in enumerate(moved) for block in blocks]
+        blocks, owners = self.requests.to_device(torch.tensor(owned).t().contiguous())
+        self.table.empty_latest(blocks, owners, len(moved), self.shape.max_query_len)
 
     def swap_in(self, layer_index: int, top_k: torch.Tensor, requests: slice | None = None) -> Resolved:
         """Make one layer's selection hot.
@@ -276,7 +269,6 @@ class HotBuffer(ABC):
         """
         self.requests.check_integrity()
         num_positions = self.shape.max_blocks * self.shape.block_size // self.heads.tokens_per_unit
-        for state in self.requests.states_in_use():
-            num_blocks = int(self.requests.num_hot_rows[state]) // self._positions.shape[2]
-            held = self._positions[:, self.requests.hot_tables[state, :num_blocks].long()]
+        for blocks in self.requests.hot_blocks:
+            held = self.table.held(self.requests.to_device(torch.tensor(blocks, dtype=torch.int64)))
             assert ((held >= -1) & (held < num_positions)).all(), "a hot row holds no position"

@@ -8,6 +8,7 @@ import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import MLADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.row_copies import RowCopies
 from vllm_hisparse.ops.kv_heads import KVHeads
 
@@ -16,7 +17,9 @@ class MLAHotBuffer(HotBuffer):
     """A `HotBuffer` whose newest rows go to the host at the end of a step, those of all layers at once.
 
     Args:
-        shape, device, selects: as in `HotBuffer`.
+        shape: sizes.
+        device: where the hot rows are.
+        selects: as in `HotBuffer`; None: every layer selects.
 
     Attributes:
         copies: swap-in on CUDA, where rows of layers that share a selection are copied ahead.
@@ -25,7 +28,9 @@ class MLAHotBuffer(HotBuffer):
     step: MLADecodeStep
 
     def __init__(self, shape: HotBufferShape, device: torch.device, selects: Sequence[bool] | None = None):
-        super().__init__(shape, KVHeads(), device, selects)
+        selects = [True] * shape.num_layers if selects is None else selects
+        sizes = shape.num_device_blocks, shape.rows_per_hot_block
+        super().__init__(shape, KVHeads(), ResidencyTable.by_selection(*sizes, selects, device), selects)
         self.copies = RowCopies(self)
         self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
 

@@ -137,11 +137,6 @@ class RequestTable:
         """
         return self._index_by_handle[handle]
 
-    def states_in_use(self) -> list[int]:
-        """State indices of all requests that run."""
-        states = range(self.num_states)
-        return [state for index in self._index_by_handle.values() for state in states[self.heads.states(index)]]
-
     def find(self, handles: torch.Tensor) -> torch.Tensor:
         """Index of each request, [batch] int64; `num_requests` where there is none.
 

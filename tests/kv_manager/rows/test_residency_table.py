@@ -1,0 +1,187 @@
+"""Residency of real models' layers: how many bytes it has, whose entries are whose, and what a moved request forgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from vllm_hisparse.algorithms.base import AttentionShape
+from vllm_hisparse.algorithms.registry import find_algorithm
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.rows import reserved_memory, residency_table
+from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
+from vllm_hisparse.layout import KVLayout
+
+CPU = torch.device("cpu")
+KV_BYTES = 24 << 20
+# Layers, full-KV layers, KV heads, heads, block size.
+LLAMA_8B, LLAMA_70B_TP8, QWEN3_32B = (32, 8, 32), (80, 1, 8), (64, 8, 64)
+MODELS = [
+    (LLAMA_8B, "pq_cache", 0, 16),
+    (LLAMA_8B, "cluster_kv", 2, 16),
+    (LLAMA_8B, "oracle", 0, 16),
+    (LLAMA_8B, "quest", 2, 256),
+    (LLAMA_70B_TP8, "pq_cache", 0, 16),
+    (LLAMA_70B_TP8, "quest", 2, 256),
+    (QWEN3_32B, "pq_cache", 0, 16),
+]
+
+
+def dense_buffer(
+    sizes: tuple[int, int, int], name: str, num_full_kv: int, block_size: int, kv_bytes: int = KV_BYTES
+) -> tuple[GQAHotBuffer, KVLayout]:
+    """The hot buffer of a model with heads of 128 bf16 elements, over blocks as vLLM would lay them out."""
+    num_layers, kv_heads, heads = sizes
+    cls = find_algorithm(name)
+    algorithm = cls(cls.Options(), AttentionShape(heads, kv_heads, 128, torch.bfloat16), 2048, 32768, 1)
+    row_bytes = 2 * 128 * 2 * kv_heads
+    per_unit, state = algorithm.tokens_per_unit, algorithm.state_entries
+    num_hot = num_layers - num_full_kv
+    layout = KVLayout(row_bytes, row_bytes, num_hot, num_full_kv, block_size, per_unit, kv_heads, state_entries=state)
+    num_blocks = max(kv_bytes // layout.device_block_bytes, 3)
+    shape = HotBufferShape(
+        num_requests=2,
+        max_batch=2,
+        num_layers=num_hot,
+        top_k=2048,
+        max_blocks=32768 // block_size,
+        block_size=block_size,
+        num_device_blocks=num_blocks,
+        max_hot_blocks=4,
+        rows_per_hot_block=layout.rows_per_hot_block,
+        state_columns=layout.state.columns(32768),
+    )
+    # As HiSparseWorkerConnector finds it: parts of one KV head from one block to the next.
+    head_stride = layout.device_block_bytes // layout.block_alignment_bytes
+    memory = torch.zeros(num_blocks, layout.device_block_bytes, dtype=torch.uint8)
+    return GQAHotBuffer(algorithm, shape, head_stride, memory), layout
+
+
+@pytest.mark.parametrize(("sizes", "name", "num_full_kv", "block_size"), MODELS)
+def test_residency_bytes_of_dense_models(
+    sizes: tuple[int, int, int], name: str, num_full_kv: int, block_size: int
+) -> None:
+    """One entry for each unit of the KV cache, whatever the number of layers: what the layout says, and memory holds."""
+    buffer, layout = dense_buffer(sizes, name, num_full_kv, block_size)
+    storages = {r.entries.untyped_storage().data_ptr(): r.entries.untyped_storage() for r in buffer.residency}
+    num_blocks = buffer.shape.num_device_blocks
+    assert sum(storage.nbytes() for storage in storages.values()) == num_blocks * layout.residency_block_bytes
+    assert layout.residency_block_bytes / layout.device_block_bytes == 8 / layout.unit_bytes <= 0.016
+
+
+def test_residency_bytes_of_dsa_models() -> None:
+    """A table for each layer that selects: a layer that shares an indexer has no other."""
+    layout = KVLayout(1152, 132, num_layers=78, num_resident_layers=20)
+    shape = HotBufferShape(2, 2, 78, 2048, 16, 64, 50, 4, layout.rows_per_hot_block)
+    buffer = MLAHotBuffer(shape, CPU, [index % 4 == 0 for index in range(78)])
+    tables = {residency.entries.data_ptr() for residency in buffer.residency}
+    assert len(tables) == 20
+    assert buffer.table.nbytes == 50 * layout.residency_block_bytes == 20 * 50 * layout.rows_per_hot_block * 8
+
+
+def test_the_layers_of_a_dense_model_have_entries_of_their_own() -> None:
+    buffer, _ = dense_buffer((5, 2, 4), "streaming_llm", 0, 32, 1 << 20)
+    heads, per_block = buffer.heads, buffer.shape.rows_per_hot_block // buffer.heads.tokens_per_unit
+    parts = heads.parts_of(torch.arange(buffer.shape.num_device_blocks))[..., None] * per_block
+    entries = (parts + torch.arange(per_block)).flatten()
+    for layer, residency in enumerate(buffer.residency):
+        assert (residency.positions[entries] == -1).all(), "another layer's"
+        residency.positions[entries] = layer
+    for layer, residency in enumerate(buffer.residency):
+        assert (residency.positions[entries] == layer).all()
+    blocks = torch.tensor([1])
+    buffer.table.empty(blocks)
+    assert (buffer.table.held(blocks) == -1).all() and (buffer.table.held(torch.tensor([0, 2])) >= 0).any()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("num_latest", [1, 3])
+def test_moved_requests_forget_their_latest_positions(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, num_latest: int
+) -> None:
+    """All of them together, each from the latest that any of its layers holds; nobody else forgets anything."""
+    monkeypatch.setattr(residency_table, "CHUNK_BYTES", chunk_bytes)
+    generator = torch.Generator().manual_seed(num_latest)
+    table = ResidencyTable.by_selection(11, 7, [True, True, False, True], CPU)
+    table.entries[..., 0] = torch.randint(-1, 500, table.entries.shape[:-1], generator=generator)
+    table.entries[:, [5, 6], :, 0] = -1  # of a request that has nothing hot
+    before = table.entries.clone()
+    owned = {0: [3, 9, 1], 1: [8], 2: [5, 6]}
+    blocks = torch.tensor([block for ids in owned.values() for block in ids])
+    owners = torch.tensor([owner for owner, ids in owned.items() for _ in ids])
+    table.empty_latest(blocks, owners, len(owned), num_latest)
+    expected = before.clone()
+    for ids in owned.values():
+        held = expected[:, ids, :, 0]
+        expected[:, ids, :, 0] = held.where(held <= held.max() - num_latest, -1)
+    assert torch.equal(table.entries, expected) and not torch.equal(expected, before)
+
+
+@dataclass
+class Config:
+    """A part of vLLM's configuration."""
+
+    device_type: str = "cuda"
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+
+    @property
+    def device_config(self) -> Config:
+        return self
+
+    @property
+    def cache_config(self) -> Config:
+        return self
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 80 MiB with 16 MiB of weights."""
+    monkeypatch.setattr(reserved_memory, "_reserve", None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (60 << 20, 80 << 20))
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 16 << 20)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CPU)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+
+
+def reserved() -> int:
+    return 0 if reserved_memory._reserve is None else reserved_memory._reserve.memory.nbytes
+
+
+def test_residency_bytes_are_held_while_vllm_measures(device: None) -> None:
+    """As much as belongs to the largest KV cache that may become of what the weights leave; once per engine."""
+    _, layout = dense_buffer(LLAMA_8B, "pq_cache", 0, 16, 1 << 20)
+    left = int((80 << 20) * 0.9) - (16 << 20)
+    engine = Config()
+    for _ in range(layout.num_layers):
+        reserved_memory.reserve_residency(layout, engine)
+    num_bytes = reserved()
+    num_blocks = (left - num_bytes) // layout.device_block_bytes
+    assert num_blocks * layout.residency_block_bytes <= num_bytes + layout.residency_block_bytes
+    assert 0 <= num_bytes - left * 8 / (layout.unit_bytes + 8) + layout.residency_block_bytes
+    reserved_memory.release_residency()
+    assert reserved() == 0
+    reserved_memory.reserve_residency(layout, engine)
+    assert reserved() == 0, "taken again after the KV cache was allocated"
+    reserved_memory.reserve_residency(layout, other := Config())
+    assert reserved() == num_bytes and other
+
+
+@pytest.mark.parametrize("config", [Config(device_type="cpu"), Config(kv_cache_memory_bytes=1 << 20)])
+def test_no_residency_bytes_are_held_where_vllm_does_not_measure(device: None, config: Config) -> None:
+    _, layout = dense_buffer(LLAMA_8B, "quest", 2, 256, 1 << 20)
+    reserved_memory.reserve_residency(layout, config)
+    assert reserved() == 0
+
+
+def test_residency_bytes_that_do_not_fit_are_refused() -> None:
+    _, layout = dense_buffer(LLAMA_8B, "pq_cache", 0, 16, 1 << 20)
+    needed = 100 * layout.residency_block_bytes
+    reserved_memory.check_residency_fits(layout, 100, needed)
+    with pytest.raises(HiSparseConfigError, match="--kv-cache-memory-bytes"):
+        reserved_memory.check_residency_fits(layout, 100, needed - 1)
