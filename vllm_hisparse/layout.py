@@ -151,8 +151,11 @@ class KVLayout:
 
     @property
     def residency_block_bytes(self) -> int:
-        """Bytes of one device block's residency, outside vLLM's KV cache: of a DSA model, an entry for each row and layer
-        that selects; of a dense model, for each unit that would fit into the block."""
+        """Bytes of one device block's residency, outside vLLM's KV cache.
+
+        A DSA model has an entry for each row and layer that selects, a dense model for each unit that fits into the
+        block.
+        """
         if self.num_kv_heads is None:
             return self.num_resident_layers * self.rows_per_hot_block * RESIDENCY_ENTRY_BYTES
         return self.device_block_bytes // self.unit_bytes * RESIDENCY_ENTRY_BYTES

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch.nn.functional import normalize
 
 from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, State, StateField
-from vllm_hisparse.algorithms.kmeans import kmeans
+from vllm_hisparse.algorithms.kmeans import chunks, kmeans
 
 UNCLUSTERED = -1
 
@@ -138,16 +138,34 @@ class ClusterKV(SparseAlgorithm):
     def _add_clusters(
         self, state: State, request_index: int, keys: torch.Tensor, first: int, num_clusters: int
     ) -> None:
+        num_tokens, num_heads, head_size = keys.shape
+        start = int(state["num_clusters"][request_index])
+        clusters = torch.arange(start, start + num_clusters, device=keys.device)
+        positions = torch.arange(first, first + num_tokens, device=keys.device)
+        means = torch.empty(num_clusters, num_heads, head_size, device=keys.device)
+        labels = torch.empty(num_tokens, num_heads, dtype=torch.int32, device=keys.device)
+        for heads in chunks(num_heads, num_tokens * head_size * means.element_size()):
+            means[:, heads], labels[:, heads] = self._cluster(keys[:, heads], num_clusters)
+        state["centroids"][request_index, clusters] = means
+        state["labels"][request_index, positions] = labels + start
+        state["num_clusters"][request_index] = start + num_clusters
+
+    def _cluster(self, keys: torch.Tensor, num_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Means of the clusters of some heads' keys, and the cluster of each key.
+
+        Args:
+            keys: [tokens, heads, head_size].
+            num_clusters: of each head.
+
+        Returns:
+            [num_clusters, heads, head_size] float32 and [tokens, heads] int64.
+        """
         keys = keys.float().transpose(0, 1)
         # NOTE: on the unit sphere |a - b|^2 = 2 (1 - cos): Euclidean k-means there ranks by the paper's distance.
         _, labels = kmeans(normalize(keys, dim=-1), num_clusters, self.options.num_iterations)
         sums = keys.new_zeros(len(keys), num_clusters, keys.shape[-1])
         sums.scatter_add_(1, labels[..., None].expand_as(keys), keys)
-        counts = keys.new_zeros(len(keys), num_clusters).scatter_add_(1, labels, torch.ones_like(keys[..., 0]))
-        start = int(state["num_clusters"][request_index])
+        ones = keys.new_ones(()).expand_as(labels)
+        counts = keys.new_zeros(len(keys), num_clusters).scatter_add_(1, labels, ones)
         means = sums / counts.clamp_min(1)[..., None]
-        clusters = torch.arange(start, start + num_clusters, device=keys.device)
-        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-        state["centroids"][request_index, clusters] = means.transpose(0, 1)
-        state["labels"][request_index, positions] = (labels + start).transpose(0, 1).int()
-        state["num_clusters"][request_index] = start + num_clusters
+        return means.transpose(0, 1), labels.transpose(0, 1)

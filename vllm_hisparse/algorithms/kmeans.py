@@ -1,14 +1,20 @@
-"""Lloyd's k-means, batched, without randomness and without waiting for the device."""
+"""Lloyd's k-means, batched, without random numbers, without waiting for the device and in memory of bounded size."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+
+CHUNK_BYTES = 64 << 20  # of the points of a run, and of the distances that are compared together
 
 
 def kmeans(points: torch.Tensor, num_clusters: int, num_iterations: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster by Euclidean distance, from points at even distances as first centroids.
 
-    An empty cluster keeps its centroid.
+    An empty cluster keeps its centroid. The result is the same in every run on the CPU; on CUDA, sums of points differ
+    in their last bits from run to run. Beside the result, it takes `CHUNK_BYTES` for distances, whatever the number of
+    points.
 
     Args:
         points: [batch, num_points, dim] float32, at least one.
@@ -21,7 +27,7 @@ def kmeans(points: torch.Tensor, num_clusters: int, num_iterations: int) -> tupl
     batch, num_points, dim = points.shape
     starts = torch.arange(num_clusters, device=points.device) * num_points // num_clusters
     centroids = points[:, starts].clone()
-    ones = points.new_ones(batch, num_points)
+    ones = points.new_ones(()).expand(batch, num_points)
     for _ in range(num_iterations):
         labels = nearest(points, centroids)
         sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand(-1, -1, dim), points)
@@ -41,4 +47,17 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
         [batch, num_points] int64; of equal distances the first centroid.
     """
     # |p - c|^2 without |p|^2, which is the same for all centroids.
-    return (centroids.square().sum(-1)[:, None] - 2 * points @ centroids.transpose(1, 2)).argmin(-1)
+    lengths, by_column = centroids.square().sum(-1)[:, None], centroids.transpose(1, 2)
+    distance_bytes = len(points) * centroids.shape[1] * points.element_size()
+    labels = [
+        torch.baddbmm(lengths, points[:, chunk], by_column, alpha=-2).argmin(-1)
+        for chunk in chunks(points.shape[1], distance_bytes)
+    ]
+    return torch.cat(labels, 1)
+
+
+def chunks(count: int, num_bytes: int) -> Iterator[slice]:
+    """Parts of `count` items of `num_bytes` each, of at most `CHUNK_BYTES` or one item."""
+    size = max(CHUNK_BYTES // max(num_bytes, 1), 1)
+    for first in range(0, count, size):
+        yield slice(first, min(first + size, count))

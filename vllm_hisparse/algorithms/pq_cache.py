@@ -12,7 +12,7 @@ from vllm_hisparse.algorithms.base import (
     State,
     StateField,
 )
-from vllm_hisparse.algorithms.kmeans import kmeans, nearest
+from vllm_hisparse.algorithms.kmeans import chunks, kmeans, nearest
 
 
 class PQCacheOptions(AlgorithmOptions):
@@ -75,15 +75,19 @@ class PQCache(SparseAlgorithm):
             if first == 0:
                 state["codebooks"][request_index] = 0  # a prompt of one token has nothing to learn from
             return
-        by_head = self._parts(keys)
-        points = by_head.flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
-        if first == 0:
-            codebooks, codes = kmeans(points, self.num_centroids, self.options.num_iterations)
-            state["codebooks"][request_index] = codebooks.view_as(state["codebooks"][request_index])
-        else:
-            codes = nearest(points, state["codebooks"][request_index].flatten(0, 1))
+        codebooks = state["codebooks"][request_index]  # a view
+        codes = torch.empty(len(keys), *codebooks.shape[:2], dtype=torch.uint8, device=keys.device)
+        for heads in chunks(len(codebooks), len(keys) * self.shape.head_size * codebooks.element_size()):
+            by_head = self._parts(keys[:, heads])
+            points = by_head.flatten(1, 2).transpose(0, 1)  # [heads * parts, tokens, part size]
+            if first == 0:
+                learnt, labels = kmeans(points, self.num_centroids, self.options.num_iterations)
+                codebooks[heads] = learnt.view_as(codebooks[heads])
+            else:
+                labels = nearest(points, codebooks[heads].flatten(0, 1))
+            codes[:, heads] = labels.T.view(by_head.shape[:3]).byte()
         positions = torch.arange(first, first + len(keys), device=keys.device)
-        state["codes"][request_index, positions] = codes.T.view(len(keys), *by_head.shape[1:3]).byte()
+        state["codes"][request_index, positions] = codes
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor

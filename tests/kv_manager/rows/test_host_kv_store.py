@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
-from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.rows import host_kv_store
+from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore, widest_word
 from vllm_hisparse.layout import KVLayout
 
 NUM_BLOCKS = 7
@@ -78,3 +79,40 @@ def test_nothing_to_copy() -> None:
     store.save_resident_kv(cache, [])
     store.restore_resident_kv(cache, [])
     assert torch.equal(store.resident_kv, host_before) and torch.equal(cache, device_before)
+
+
+@pytest.mark.parametrize("limit", [1, 240, 1 << 20])
+def test_many_blocks_travel_through_memory_of_bounded_size(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """In either direction, and as words where the layout allows it."""
+    monkeypatch.setattr(host_kv_store, "CHUNK_BYTES", limit)
+    store, cache, sizes = make_store(), device_cache(NUM_BLOCKS), []
+    select = torch.Tensor.index_select
+    monkeypatch.setattr(
+        torch.Tensor,
+        "index_select",
+        lambda source, *args: sizes.append((found := select(source, *args)).nbytes) or found,
+    )
+    order = [(3, 6), (0, 2), (5, 1), (2, 0), (6, 3)]
+    store.save_resident_kv(cache, order)
+    restored = torch.zeros_like(cache)
+    store.restore_resident_kv(restored, [(host, device) for device, host in order])
+    kept = [device for device, _ in order]
+    assert torch.equal(restored[kept], cache[kept]) and not restored[[1, 4]].any()
+    assert max(sizes) <= max(limit, cache.shape[1]) and sum(sizes) == 2 * 5 * cache.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("offset", "width", "expected"),
+    [
+        (0, 128, torch.int64),
+        (64, 128, torch.int64),
+        (4, 128, torch.int32),
+        (0, 124, torch.int32),
+        (0, 127, torch.uint8),
+    ],
+)
+def test_words_of_blocks(offset: int, width: int, expected: torch.dtype) -> None:
+    blocks = torch.zeros(3, 256, dtype=torch.uint8)
+    assert widest_word(blocks[:, :128], blocks[:, offset : offset + width]) == expected
+    odd = torch.zeros(3, 130, dtype=torch.uint8)[:, :128]
+    assert widest_word(odd, blocks[:, :128]) == torch.int16

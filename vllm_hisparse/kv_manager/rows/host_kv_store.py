@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import mmap
 
 
+CHUNK_BYTES = 64 << 20  # of blocks that are copied together
+
+
 class HostKVStore:
     """Main KV and copies of device-resident KV, all host blocks in one allocation.
 
@@ -50,9 +53,7 @@ class HostKVStore:
             cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: block ids.
         """
-        if pairs:
-            device_ids, host_ids = self._ids(pairs, cache.device)
-            self._device_view.index_copy_(0, host_ids, cache.index_select(0, device_ids))
+        self._copy(cache, self._device_view, pairs)
 
     def restore_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (host, device) blocks of all layers to the device.
@@ -61,9 +62,7 @@ class HostKVStore:
             cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: block ids.
         """
-        if pairs:
-            host_ids, device_ids = self._ids(pairs, cache.device)
-            cache.index_copy_(0, device_ids, self._device_view.index_select(0, host_ids))
+        self._copy(self._device_view, cache, pairs)
 
     def wait(self) -> None:
         """Wait until the copies between host and device are done."""
@@ -76,6 +75,33 @@ class HostKVStore:
             self._pinned.close()
             self._pinned = None
 
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, through at most `CHUNK_BYTES` of device memory at a time.
+
+        NOTE: in words, not in bytes: a kernel of torch moves one element per lane, over the link to the host, too.
+
+        Args:
+            source, target: [blocks, bytes of all layers] uint8.
+            pairs: block ids in `source` and in `target`.
+        """
+        if not pairs:
+            return
+        dtype = widest_word(source, target)
+        source, target = source.view(dtype), target.view(dtype)
+        source_ids, target_ids = self._ids(pairs, self._device_view.device)
+        size = max(CHUNK_BYTES // (source.shape[1] * source.element_size()), 1)
+        for ids, homes in zip(source_ids.split(size), target_ids.split(size), strict=True):
+            target.index_copy_(0, homes, source.index_select(0, ids))
+
     def _ids(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.tensor(pairs, pin_memory=self._pinned is not None).to(device, non_blocking=True)
         return ids[:, 0].contiguous(), ids[:, 1].contiguous()
+
+
+def widest_word(*blocks: torch.Tensor) -> torch.dtype:
+    """The largest integer dtype in which all of some tensors can be seen: each [blocks, bytes] uint8, blocks apart."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        sizes = [size for each in blocks for size in (each.data_ptr(), each.stride(0), each.shape[1])]
+        if not any(size % dtype.itemsize for size in sizes):
+            return dtype
+    return torch.uint8

@@ -1,8 +1,8 @@
 """Device memory for residency, held while vLLM measures how much is left for its KV cache.
 
-vLLM gives its KV cache all that is left of its share of the device, counting what is allocated at the end of a profiling
-run. Residency is proportional to the KV cache, so its size is known only afterwards. The most that it can be is
-allocated before that run and given back when the hot buffers are made.
+vLLM gives its KV cache all that is left of its share of the device, counting what is allocated at the end of a
+profiling run. Residency is proportional to the KV cache, so its size is known only afterwards. The most that it can be
+is allocated before that run and given back when the hot buffers are made.
 """
 
 from __future__ import annotations
