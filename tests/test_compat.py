@@ -7,7 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_hisparse.compat import owns_transfer
+from vllm_hisparse.compat import owns_transfer, transfer_of_sample
 
 ROUTED = "___prefill_addr_10.0.0.1:8100___decode_addr_10.0.0.2:8100_8b9414439ef443b5a93544c563595e11"
 
@@ -36,6 +36,17 @@ def test_first_sample_of_the_first_prompt(n: int, same_name: bool) -> None:
         for prompt in range(3):
             owners = [owns_transfer(name, remote) for name in engine_ids(f"cmpl-{ROUTED}-{prompt}", n)]
             assert owners == [prompt == 0] + [False] * (n - 1)
+
+
+@pytest.mark.parametrize("answered", range(3))
+def test_each_sample_of_the_prefill_side_has_one_here(answered: int) -> None:
+    remote, other = engine_ids(f"cmpl-{ROUTED}-0", 3), engine_ids("cmpl-abc-1", 3)
+    samples = [transfer_of_sample(name, remote[answered]) for name in engine_ids("cmpl-abc-0", 3)]
+    assert samples[0] is None
+    assert sorted(samples[1:]) == sorted(set(remote) - {remote[answered]})
+    assert [transfer_of_sample(name, remote[answered]) for name in other] == [None] * 3
+    (single,) = engine_ids(f"cmpl-{ROUTED}-0")
+    assert [transfer_of_sample(name, single) for name in engine_ids("cmpl-abc-0", 3)] == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["a-1", "a-0-deadbeef", "a-3-12345678", "7_a", "a\nb"])

@@ -101,6 +101,21 @@ def owns_transfer(request_id: str, remote_request_id: str) -> bool:
     return _is_zero(sample) and (name == remote_name or (_is_first_prompt(name) and _is_first_prompt(remote_name)))
 
 
+def transfer_of_sample(request_id: str, remote_request_id: str) -> str | None:
+    """The prefill side's request that nobody will pull because this sample here is computed; None if there is none.
+
+    The prefill side computes as many samples as the decode side, under ids that differ in their number alone, and hands
+    over the transfer of one of them. The first sample here owns that one. Each other sample here stands for the one of
+    its number there, or for the first one where its own was handed over.
+    """
+    sample, name = _REQUEST_ID.fullmatch(request_id).groups()
+    remote_sample, remote_name = _REQUEST_ID.fullmatch(remote_request_id).groups()
+    is_same_prompt = name == remote_name or (_is_first_prompt(name) and _is_first_prompt(remote_name))
+    if _is_zero(sample) or remote_sample is None or not is_same_prompt:
+        return None
+    return f"{'0' if sample == remote_sample else sample}_{remote_request_id.partition('_')[2]}"
+
+
 def _is_first_prompt(name: str) -> bool:
     match = _PROMPT_INDEX.fullmatch(name)
     return match is None or _is_zero(match[1] or match[2])
@@ -109,14 +124,6 @@ def _is_first_prompt(name: str) -> bool:
 def _is_zero(digits: str | None) -> bool:
     """Whether digits, or none, spell 0. NOTE: clients choose ids, and `int` fails on more than 4,300 digits."""
     return not (digits or "").strip("0")
-
-
-def is_rejection_notice(request: Request) -> bool:
-    """Whether this may be `AsyncLLM.notify_kv_transfer_request_rejected`: it ends at once, to release a transfer.
-
-    vLLM does not tell the scheduler; a user's request may look the same.
-    """
-    return request.prompt_token_ids == [0] and request.max_tokens == 1
 
 
 def cut_session(session: Request, num_tokens: int, hash_block_size: int) -> None:

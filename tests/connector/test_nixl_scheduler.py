@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -99,7 +100,9 @@ class Engine:
     def add(
         self, params: Any, request_id: str = "cmpl-d-0-11111111", prompt: list[int] = PROMPT, **sampling
     ) -> Request:
-        request = make_request(request_id, prompt, extra_args={"kv_transfer_params": params}, **sampling)
+        return self.add_request(make_request(request_id, prompt, extra_args={"kv_transfer_params": params}, **sampling))
+
+    def add_request(self, request: Request) -> Request:
         self.scheduler.add_request(request)
         self.num_refused += self.half.take_stats().data["counters"].get("transfers_refused", 0)
         return request
@@ -296,21 +299,69 @@ def test_a_refused_request_releases_nothing(engine: Engine) -> None:
     assert engine.num_refused == 3
 
 
+def notice(params: Any, name: str = "8b9414439ef443b5") -> Request:
+    """What `AsyncLLM.notify_kv_transfer_request_rejected` sends: a request of one token that ends at once."""
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(name, [0], sampling, None, abort_immediately=True)
+
+
 def test_rejected_by_the_api_server(engine: Engine) -> None:
-    """vLLM sends a request of one token that ends at once, so that the prefill side's blocks are released."""
-    notice = engine.add(transfer(), "8b9414439ef443b5", prompt=[0], max_tokens=1)
-    assert not engine.transport.is_remote(notice)
-    engine.abort(notice)
+    """The prefill side's blocks are released."""
+    engine.abort(engine.add_request(notice(transfer())))
     assert released(engine.step()) == ["cmpl-p-0-00000000"]
+    assert engine.num_refused == 0 and not engine.warnings
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, [0]])
-def test_what_looks_like_a_rejection_and_is_none_is_computed(engine: Engine, prompt: list[int]) -> None:
-    request = engine.add(transfer(prompt, remote_block_ids=[[1, 2, 3]]), prompt=[0], max_tokens=1)
-    assert not engine.transport.is_remote(request)
+@pytest.mark.parametrize("is_pulled", [True, False])
+def test_a_notice_of_a_request_that_was_here_is_no_refusal(engine: Engine, is_pulled: bool) -> None:
+    """vLLM sends it for every request that failed or was aborted, too."""
+    request = engine.add(transfer())
+    if is_pulled:
+        engine.step()
+    engine.abort(request)
+    engine.abort(engine.add_request(notice(transfer())))
+    assert released(engine.step()) == ([] if is_pulled else ["cmpl-p-0-00000000"])
+    assert engine.num_refused == 0 and not engine.warnings
+
+
+@pytest.mark.parametrize(
+    "params", [7, transfer(remote_block_ids=7), transfer(remote_num_tokens=-1), transfer(tp_size=2)]
+)
+def test_a_notice_of_a_request_that_was_refused_is_not_counted_again(engine: Engine, params: Any) -> None:
+    engine.abort(engine.add(params))
+    engine.abort(engine.add_request(notice(params)))
+    assert not engine.step().reqs_to_recv
+    assert engine.num_refused == len(engine.warnings) == 1
+
+
+def test_a_prompt_that_looks_like_a_notice_is_pulled(engine: Engine) -> None:
+    request = engine.add(transfer([0]), prompt=[0], max_tokens=1)
+    assert list(pulled(engine.step())) == [request.request_id]
+    assert not engine.transport.is_remote(
+        engine.add(transfer(name="cmpl-q-0-00000000"), "cmpl-e-0-2", [0], max_tokens=1)
+    )
+    assert engine.num_refused == 1
+
+
+@pytest.mark.parametrize("answered", [0, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_samples_that_nobody_pulls_are_released(engine: Engine, order: tuple[int, ...], answered: int) -> None:
+    """The prefill side has computed each sample, hands over one, and would keep the others until their leases end."""
+    for index in order:
+        engine.add(transfer(name=f"{answered}_cmpl-p-0-00000000"), f"{index}_cmpl-d-0-11111111")
     metadata = engine.step()
-    assert not metadata.reqs_to_recv and request.is_finished()
-    assert released(engine.step()) == ["cmpl-p-0-00000000"]
+    assert pulled(metadata) == {"0_cmpl-d-0-11111111": f"{answered}_cmpl-p-0-00000000"}
+    assert sorted(released(metadata)) == [f"{index}_cmpl-p-0-00000000" for index in range(3) if index != answered]
+    assert engine.num_refused == 2
+
+
+def test_a_sample_is_released_once_and_by_its_own_prompt(engine: Engine) -> None:
+    engine.add(transfer(name="0_cmpl-p-0-00000000"), "1_cmpl-d-1-22222222")
+    engine.add(transfer(), "1_cmpl-d-0-11111111")
+    assert not engine.step().reqs_to_recv, "another prompt's sample, and a prefill side with one sample"
+    for suffix in ("33333333", "44444444"):
+        engine.add(transfer(name="0_cmpl-p-0-00000000"), f"1_cmpl-d-0-{suffix}")
+    assert released(engine.step()) == ["1_cmpl-p-0-00000000"]
 
 
 # Parameters that cannot be

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_hisparse.compat import is_rejection_notice, owns_transfer
+from vllm_hisparse.compat import owns_transfer, transfer_of_sample
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.connector.transfer_params import TransferParams, TransferRefused
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -58,23 +58,27 @@ class NixlSchedulerTransport:
         self._warned: set[str] = set()
 
     def accept(self, request: Request) -> bool:
-        """Take the transfer that came with a new request, if it is the request's; False if it is refused."""
+        """Take the transfer that came with a new request, if it is the request's; False if it is refused.
+
+        vLLM's notice of a request that its API refused, a request that ends at once (`abort_immediately`), lets the
+        prefill instance go of the request's KV. It comes for requests that have been here, too, and is no prompt:
+        nothing is refused then.
+        """
         try:
             params = TransferParams.parse(request.kv_transfer_params)
             if params is not None:
                 self._claim(request, params)
         except TransferRefused as refusal:
-            self._warn(request, refusal)
             _drop_unreadable_params(request)
-            return False
+            if not request.abort_immediately:
+                self._warn(request, refusal)
+                return False
         return True
 
     def is_remote(self, request: Request) -> bool:
         """Whether a prefill instance still holds the request's KV."""
         params = self._accepted.get(request.request_id)
-        if params is None or is_rejection_notice(request):
-            return False
-        return params["do_remote_prefill"]  # NIXL clears it when it starts the pull
+        return params is not None and params["do_remote_prefill"]  # NIXL clears it when it starts the pull
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Prompt tokens that the prefill instance holds beyond `num_computed_tokens`; 0 for a local request."""
@@ -134,18 +138,31 @@ class NixlSchedulerTransport:
         self._check_owner(request, params)
         if request.prompt_token_ids is None:
             raise TransferRefused("prompt", "embeddings", "token ids: NIXL does not know the number of embeddings")
-        if not is_rejection_notice(request):  # which stands for a prompt of any length, and only releases its KV
+        if not request.abort_immediately:  # which stands for a prompt of any length
             params.check_prompt(request.num_prompt_tokens, self._block_size)
-        self._claims[params.remote_engine_id, params.remote_request_id] = None
-        if len(self._claims) > _MAX_CLAIMS:
-            self._claims.popitem(last=False)
+        self._remember(params.remote_engine_id, params.remote_request_id)
         self._accepted[request.request_id] = params.model_dump()
         self.connector.on_new_request(self._seen_by_nixl(request))
+
+    def _remember(self, engine_id: str, remote_request_id: str) -> None:
+        self._claims[engine_id, remote_request_id] = None
+        if len(self._claims) > _MAX_CLAIMS:
+            self._claims.popitem(last=False)
+
+    def _release_sample(self, request: Request, params: TransferParams) -> None:
+        """Let the prefill instance go of the sample whose KV a refused sample of the same prompt leaves there."""
+        sample = transfer_of_sample(request.request_id, params.remote_request_id)
+        if sample is not None and (params.remote_engine_id, sample) not in self._claims:
+            self._remember(params.remote_engine_id, sample)
+            seen = copy(request)
+            seen.kv_transfer_params = {**params.model_dump(), "remote_request_id": sample}
+            self.connector.request_finished_all_groups(seen, self._no_blocks)
 
     def _check_owner(self, request: Request, params: TransferParams) -> None:
         if params.remote_engine_id == self.connector.engine_id:
             raise TransferRefused("remote_engine_id", params.remote_engine_id, "another engine")
         if not owns_transfer(request.request_id, params.remote_request_id):
+            self._release_sample(request, params)
             expected = "the one made for this request: a transfer serves the first prompt of a request, once"
             raise TransferRefused("remote_request_id", params.remote_request_id, expected)
         if (params.remote_engine_id, params.remote_request_id) in self._claims:
