@@ -38,6 +38,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             is_encoder_decoder=False,
             is_hybrid=False,
             is_attention_free=False,
+            enable_sleep_mode=False,
             get_sliding_window=lambda: None,
             hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
         ),
@@ -352,6 +353,7 @@ def test_accepts_unquantised_kv(dtype: str) -> None:
             "2",
             "no microbatches",
         ),
+        ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode", "True", "False: device memory"),
         ({"cache_config__prefix_match_unit": 16}, "--prefix-match-unit", "16", "none: prefixes are matched"),
         (
             {"device_config__device_type": "cuda", "kv_transfer_config__kv_buffer_device": "cpu"},

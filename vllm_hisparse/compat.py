@@ -7,17 +7,19 @@ decorator that calls a method with a public name.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from random import SystemRandom
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm_hisparse.config import CONNECTOR_NAME
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -161,21 +163,23 @@ def attend_to_flat_rows(
     query: tuple[torch.Tensor, torch.Tensor],
     rows: torch.Tensor,
     selection: tuple[torch.Tensor, torch.Tensor],
-    block_size: int,
+    layer: torch.nn.Module,
 ) -> torch.Tensor:
     """Run the kernel of vLLM's `FlashAttnMLASparseImpl` over rows that have been selected.
 
     Args:
         impl: of the layer.
         query: [tokens, num_heads, kv_lora_rank] and [tokens, num_heads, qk_rope_head_dim].
-        rows: [num_rows, row elements].
+        rows: [num_rows, row elements], contiguous.
         selection: [tokens, k] int32 row ids, and [tokens] int32 how many lead.
-        block_size: of the metadata.
+        layer: the attention layer.
 
     Returns:
         [tokens, num_heads, kv_lora_rank].
     """
-    return impl._run_mqa_kernel(*query, rows, *selection, block_size, cache_is_flat=True)
+    if hasattr(impl, "_run_mqa_kernel"):  # vLLM 0.32
+        return impl._run_mqa_kernel(*query, rows, *selection, 1, cache_is_flat=True)
+    return impl._forward_mqa_kernel(query, rows.unsqueeze(1), *selection, layer=layer, block_size=1, is_decode=True)[0]
 
 
 def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -325,3 +329,27 @@ def tolerate_missing_telemetry(tier: ObjectStoreSecondaryTierManager) -> None:
             return SimpleNamespace(xferDuration=0)
 
     tier._agent.get_xfer_telemetry = get_xfer_telemetry
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds modules under the names that they had before vLLM moved them.
+
+    NOTE: `ray.llm` of Ray 2.60 imports `vllm.entrypoints.launchers.cli_args` in every process of an application, after
+    vLLM has asked for platforms; vLLM 0.33 has this module elsewhere. A finder is asked last, for names that nobody
+    has, and by the import alone: a module in `sys.modules` is looked at by whoever inspects a stack.
+    """
+
+    NAMES: ClassVar[dict[str, str]] = {"vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args"}
+
+    @classmethod
+    def install(cls) -> None:
+        """Let imports ask; nothing happens if they do."""
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.append(cls())
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in self.NAMES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        moved = import_module(self.NAMES[module.__name__])
+        vars(module).update((name, value) for name, value in vars(moved).items() if not name.startswith("__"))

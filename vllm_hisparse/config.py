@@ -543,6 +543,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "no microbatches in this release",
             "Remove it: all requests of a step must share one batch, because they share the state of the hot buffers.",
         )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise HiSparseConfigError(
+            "--enable-sleep-mode",
+            True,
+            "False: device memory that hot buffers, CUDA graphs and other instances know stays where it is",
+            "Remove it.",
+        )
     if vllm_config.cache_config.prefix_match_unit is not None:
         raise HiSparseConfigError(
             "--prefix-match-unit",

@@ -7,14 +7,19 @@ def cpu_platform() -> str | None:
     """`vllm.platform_plugins`: our platform where vLLM would pick its CPU platform, None elsewhere."""
     from vllm.platforms import cpu_platform_plugin
 
+    from vllm_hisparse.compat import MovedModules
     from vllm_hisparse.lifetime import end_with_parent
 
+    MovedModules.install()
     end_with_parent()  # on every platform: it is what vLLM calls first
     return "vllm_hisparse.cpu.platform.HiSparseCpuPlatform" if cpu_platform_plugin() else None
 
 
 def register() -> None:
     """`vllm.general_plugins`: called in every process of every engine; registering twice is harmless."""
+    from vllm_hisparse.releases import check_release
+
+    check_release()
     from vllm.platforms import current_platform
 
     from vllm_hisparse.compat import register_connector

@@ -2,7 +2,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -13,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from tests.moved_names import is_kv_cache_spec_uniform
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager, register_hot_block_manager
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout, StateLayout

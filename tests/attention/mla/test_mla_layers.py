@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from vllm_hisparse.attention.mla.base import NewRows
+from vllm_hisparse.compat import attend_to_flat_rows
 from vllm_hisparse.cpu.mla import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
@@ -75,6 +77,34 @@ def attend_flat(
     return out
 
 
+def run_kernel(
+    _impl: Any, nope: torch.Tensor, rope: torch.Tensor, rows: torch.Tensor, *selection: Any, cache_is_flat: bool
+) -> torch.Tensor:
+    """`FlashAttnMLASparseImpl._run_mqa_kernel` of vLLM 0.32 over flat rows."""
+    assert cache_is_flat
+    return attend_flat(torch.cat((nope, rope), -1), rows, *selection[:2])
+
+
+def forward_kernel(
+    _impl: Any, query: Any, cache: torch.Tensor, *selection: torch.Tensor, layer: Any, block_size: int, is_decode: bool
+) -> tuple[torch.Tensor, None]:
+    """`FlashAttnMLASparseImpl._forward_mqa_kernel` of vLLM 0.33 over a paged cache."""
+    assert is_decode and cache.shape[1] == block_size
+    return attend_flat(torch.cat(query, -1), flat_kv_row_view(cache, block_size)[0], *selection), None
+
+
+def test_the_kernel_of_each_release() -> None:
+    """The same rows are attended to, whichever method vLLM has; hot rows lie in one allocation with others."""
+    rows, query = torch.randn(9, WIDTH)[2:], torch.randn(4, NUM_HEADS, WIDTH)
+    ids = torch.tensor([[6, 0, -1], [3, 3, 5], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    num_valid = torch.tensor([2, 3, 1, 0], dtype=torch.int32)
+    expected = attend_flat(query, rows, ids, num_valid)
+    for name, kernel in (("_run_mqa_kernel", run_kernel), ("_forward_mqa_kernel", forward_kernel)):
+        impl = type("Impl", (), {name: kernel})()
+        parts = query[..., :LATENT], query[..., LATENT:]
+        assert torch.equal(attend_to_flat_rows(impl, parts, rows, (ids, num_valid), object()), expected)
+
+
 def update_cache(_impl: Any, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any):
     """`concat_and_cache_mla`: as many rows as there are slots, none for a negative one."""
     rows = torch.cat((kv_c, k_pe.flatten(1)), -1)[: len(slots)]
@@ -106,13 +136,9 @@ def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPa
     for vllm_class in (backend.FlashMLASparseImpl, backend.FlashAttnMLASparseImpl):
         monkeypatch.setattr(vllm_class, "forward_mqa", stock_forward)
         monkeypatch.setattr(vllm_class, "do_kv_cache_update", update_cache)
-    monkeypatch.setattr(
-        backend.FlashAttnMLASparseImpl,
-        "_run_mqa_kernel",
-        lambda _impl, nope, rope, rows, ids, num_valid, _size, cache_is_flat: attend_flat(
-            torch.cat((nope, rope), -1), rows, ids, num_valid
-        ),
-    )
+    for method, kernel in (("_run_mqa_kernel", run_kernel), ("_forward_mqa_kernel", forward_kernel)):
+        if hasattr(backend.FlashAttnMLASparseImpl, method):
+            monkeypatch.setattr(backend.FlashAttnMLASparseImpl, method, kernel)
     for builder in (backend.FlashMLASparseMetadataBuilder, backend.FlashAttnMLASparseMetadataBuilder):
         monkeypatch.setattr(
             builder,

@@ -43,6 +43,13 @@ def test_one_page_aligned_allocation_without_gaps_or_overlaps() -> None:
     assert sum(size for _, size in ranges) == NUM_BLOCKS * LAYOUT.host_block_bytes
 
 
+def test_layers_do_not_share_a_storage() -> None:
+    """NIXL takes layers of one storage for parts of the same blocks."""
+    storages = [tensor.untyped_storage() for tensor in make_store().main_kv.values()]
+    assert len({storage.data_ptr() for storage in storages}) == len(MAIN)
+    assert all(storage.nbytes() == NUM_BLOCKS * LAYOUT.block_size * LAYOUT.row_bytes for storage in storages)
+
+
 def test_views_do_not_overlap() -> None:
     store = make_store()
     patterns = []

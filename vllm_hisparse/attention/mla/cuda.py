@@ -287,7 +287,7 @@ class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         selection = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
-        return attend_to_flat_rows(self, q, self.hot.rows, selection, self.decode_block_size)
+        return attend_to_flat_rows(self, q, self.hot.rows, selection, layer)
 
 
 class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):

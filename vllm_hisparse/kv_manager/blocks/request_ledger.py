@@ -134,7 +134,7 @@ class RequestLedger:
         self.requests[request.request_id] = request
         if request.resumable:
             self.sessions.add(request.request_id)
-            if self.has_drafts:
+            if self.has_drafts and DraftingSession.IS_NEEDED:
                 DraftingSession.take_over(request)
 
     def remove(self, request: Request) -> None:

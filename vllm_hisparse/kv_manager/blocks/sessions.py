@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.compat import cut_session
+from vllm_hisparse.releases import serves
 
 if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.blocks.request_ledger import RequestLedger
@@ -23,6 +24,8 @@ class DraftingSession(Request):
     and would take the next turn's first tokens for them (`Scheduler._update_request_as_session`). What it has scheduled
     of a step in flight, its placeholders, it takes off itself.
     """
+
+    IS_NEEDED: ClassVar[bool] = serves(">=0.32,<0.33")  # 0.33 takes the dropped drafts off itself
 
     @classmethod
     def take_over(cls, session: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +35,14 @@ class HostKVStore:
     def __init__(self, layout: HostPoolLayout, main_layers: Sequence[str], dtype: torch.dtype, memory: mmap.mmap):
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         rows = (layout.num_blocks, layout.kv.block_size, -1)
-        main = flat[layout.main_kv].view(layout.main_shape)
-        self.main_kv = {name: main[i].view(dtype).view(rows) for i, name in enumerate(main_layers)}
+        # NOTE: a storage of its own for every layer. vLLM's NIXL worker takes layers of one storage for pages that lie
+        # side by side in every block.
+        layer_bytes = prod(layout.main_shape[1:])
+        starts = range(layout.main_kv.start, layout.main_kv.stop, layer_bytes)
+        self.main_kv = {
+            name: torch.frombuffer(memory, dtype=dtype, count=layer_bytes // dtype.itemsize, offset=start).view(rows)
+            for name, start in zip(main_layers, starts, strict=True)
+        }
         self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
         self._pinned: PinnedMemory | None = None
         self._flat, self._device_view = flat, self.resident_kv
