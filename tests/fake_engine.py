@@ -469,7 +469,7 @@ class FakeEngine:
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
         assert not self.hot._parked and not self.hot.frees.blocks
         ledger = self.ledger
-        for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
+        for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.obstacles):
             assert not leftover
         assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
         assert not len(ledger.hot_tables) and not (self.hot.spare and self.hot.spare.lent) and not self.hot.state.given

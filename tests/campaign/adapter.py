@@ -49,7 +49,7 @@ CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "co
 NUM_LAYERS = 2
 STATE_ENTRIES = ((2, 10), (5, 16))  # an algorithm's: tokens and bytes of an entry in a layer; 5 blocks of a request
 Drafter = Callable[[list[int], int], list[int]]  # known tokens, placeholders -> drafts, perhaps fewer
-_LEDGER = ("requests", "sessions", "admitted", "waiting_for_host", "_matches")
+_LEDGER = ("requests", "sessions", "admitted", "obstacles", "_matches")
 _LEDGER += ("_changed", "hot_tables", "_released", "_tail_saves")
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 

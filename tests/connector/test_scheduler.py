@@ -468,6 +468,45 @@ def test_a_request_that_the_host_cannot_take_waits() -> None:
     engine.check_idle()
 
 
+def num_waiting_for_host(engine: FakeEngine) -> int:
+    return engine.connector.take_stats().data["gauges"]["requests_waiting_for_host_memory"]
+
+
+def test_all_requests_behind_one_that_the_host_cannot_take_wait_for_host_memory() -> None:
+    """vLLM asks for the first of them alone, and one of the others would fit."""
+    engine = FakeEngine(num_device_blocks=60, num_host_blocks=8)
+    running = engine.add("a", list(range(24)), max_tokens=2)
+    for index in range(5):
+        engine.add(f"waits-{index}", [100 * (index + 1) + i for i in range(24)], max_tokens=2)
+    engine.add("short", [1], max_tokens=2)
+    engine.step(budget=60)
+    assert len(engine.waiting) == 6 and num_waiting_for_host(engine) == 6
+    engine.abort(engine.waiting[2])
+    assert num_waiting_for_host(engine) == 5
+    engine.abort(running)
+    assert num_waiting_for_host(engine) == 0, "there is room: they wait for their turn alone"
+    engine.step(budget=60)
+    assert len(engine.running) == 1 and num_waiting_for_host(engine) == 4
+    engine.run_to_end()
+    assert num_waiting_for_host(engine) == 0
+    engine.check_idle()
+
+
+def test_a_preempted_request_waits_for_host_memory() -> None:
+    engine = FakeEngine(num_device_blocks=60, num_host_blocks=8)
+    for name, first in (("a", 0), ("b", 50)):
+        engine.add(name, list(range(first, first + 14)), max_tokens=8)
+    while engine.waiting:
+        engine.step(budget=60)
+    while not engine.waiting:
+        engine.step(budget=60)
+    engine.step(budget=60)
+    assert [request.num_preemptions for request in engine.waiting] == [1]
+    assert num_waiting_for_host(engine) == 1
+    engine.run_to_end()
+    engine.check_idle()
+
+
 def test_reports_come_every_few_calls_and_when_no_request_is_left() -> None:
     engine = FakeEngine()
     engine.add("a", PROMPT[:5], max_tokens=2)

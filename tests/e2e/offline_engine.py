@@ -144,7 +144,7 @@ def pools(core: Any) -> dict[str, Any]:
         "host_blocks_cached": host_pool.num_cached,
         "states": len(ledger.admitted),
         "requests": len(ledger.requests),
-        "waiting_for_host": len(ledger.waiting_for_host),
+        "obstacles": len(ledger.obstacles),
     }
 
 

@@ -15,7 +15,7 @@ from vllm_hisparse.connector.request_log import RequestLog
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
-from vllm_hisparse.kv_manager.blocks.request_ledger import RequestLedger
+from vllm_hisparse.kv_manager.blocks.request_ledger import Obstacle, RequestLedger
 from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
@@ -92,7 +92,9 @@ class HiSparseSchedulerConnector:
             if num_remote:
                 return num_remote, True
         if self.tiers and not request.skip_reading_prefix_cache:
-            if self.tiers.is_loading(request, match):
+            is_loading = self.tiers.is_loading(request, match)
+            self.ledger.set_obstacle(request.request_id, Obstacle.LOADS_FROM_TIER if is_loading else None)
+            if is_loading:
                 return None, False
             match = self._find_match(request)
         return max(match.num_tokens - num_computed_tokens, 0), False
@@ -186,7 +188,7 @@ class HiSparseSchedulerConnector:
         self.hot_manager.release_parked()
         stats = self.counts.take()
         stats.set_gauges(**self.host_pool.block_counts())
-        stats.set_gauges(requests_waiting_for_host_memory=len(self.ledger.waiting_for_host))
+        stats.set_gauges(requests_waiting_for_host_memory=self.hot_manager.num_waiting_for_host())
         if spare := self.hot_manager.spare:
             stats.set_gauges(**spare.row_counts())
             stats.add(hot_rows_taken_back=spare.take_rows_taken_back())

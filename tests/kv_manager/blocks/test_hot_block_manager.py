@@ -204,6 +204,27 @@ def test_host_blocks_need_not_wait_for_those_of_requests_that_ended_earlier() ->
     assert engine.host_pool.num_used == num_prefill
 
 
+def test_host_blocks_follow_hot_blocks_that_are_lent_at_once() -> None:
+    """To a request that is being transferred, in a step for which vLLM asks for no block."""
+    engine = FakeEngine(20, device_buffer_size=5, elastic=True, transport=FakeTransport())
+    ended = engine.add("ended", list(range(50, 70)))
+    while not ended.num_output_tokens:
+        engine.step()
+    engine.add("remote", list(range(20)))
+    for _ in range(3):
+        engine.step()
+    assert [request.request_id for request in engine.loading] == ["remote"]
+    first_hot_block = engine.hot.req_to_blocks["ended"][0]
+    engine.abort(ended)
+    engine.kv.new_step_starts()
+    engine.worker.apply(engine.connector.build_connector_meta(scheduler_output({})))
+    engine.connector.step_processed()
+    assert first_hot_block in engine.hot.spare.lent["remote"]
+    assert engine.host_pool.num_used == len(engine.host_pool.block_ids("remote"))
+    engine.run_to_end()
+    engine.check_idle()
+
+
 def test_host_blocks_of_a_forced_preemption_wait_for_the_step_in_flight() -> None:
     engine = FakeEngine(num_device_blocks=60, num_host_blocks=MAX_MODEL_LEN // BLOCK_SIZE)
     request = engine.add("preempted", PROMPT)

@@ -8,7 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
-from vllm_hisparse.kv_manager.blocks.request_ledger import RequestChanges, RequestLedger
+from vllm_hisparse.kv_manager.blocks.request_ledger import Obstacle, RequestChanges, RequestLedger
 from vllm_hisparse.kv_manager.blocks.sessions import DraftingSession
 
 BLOCK_SIZE = 4
@@ -224,12 +224,12 @@ def test_nothing_is_left_of_a_request() -> None:
     request = arrive(ledger, "a", 10, resumable=True)
     assert ledger.sessions == {"a"}
     assert ledger.find_match(request) == HostMatch()
-    ledger.wait_for_host("a", True)
+    ledger.set_obstacle("a", Obstacle.HOST_POOL_FULL)
     admit(ledger, request, handle=7)
     ledger.give_room("a", 3)
     ledger.remove(request)
     ledger.release("a")
-    for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.waiting_for_host):
+    for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.obstacles):
         assert not leftover
     assert not ledger._matches and not ledger._changed and not ledger._released
 

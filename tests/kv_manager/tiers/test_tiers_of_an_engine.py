@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
+from vllm_hisparse.kv_manager.blocks.spare_blocks import MAX_STEPS_OF_REFUSAL
 from vllm_hisparse.kv_manager.tiers import prefix_loads
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.layout import KVLayout
@@ -319,3 +320,19 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HiSparseConfigError, match="can be written"):
         check_directory(tmp_path / "file" / "below", IDENTITY, "tiers.0.path")
+
+
+def test_lent_while_waiting_for_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose prefix is being loaded takes nothing away from those that run."""
+    options = {"num_device_blocks": 80, "num_host_blocks": 24, "elastic": True, "device_buffer_size": 5}
+    with TieredEngine([fs(tmp_path)], **options) as engine:
+        engine.add("running", list(range(12)), max_tokens=20)
+        while not engine.hot.spare.lent:
+            engine.step()
+        before = len(engine.hot.spare.lent["running"])
+        monkeypatch.setattr(FileSystemTierManager, "lookup", lambda *_: LookupResult.RETRY)
+        engine.add("waits", PROMPT, max_tokens=1)
+        for _ in range(MAX_STEPS_OF_REFUSAL + 3):
+            engine.step()
+            assert len(engine.waiting) == 1
+            assert len(engine.hot.spare.lent["running"]) == before

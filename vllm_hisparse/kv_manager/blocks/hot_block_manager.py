@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
-from vllm_hisparse.kv_manager.blocks.request_ledger import AdmittedRequest, RequestLedger
+from vllm_hisparse.kv_manager.blocks.request_ledger import AdmittedRequest, Obstacle, RequestLedger
 from vllm_hisparse.kv_manager.blocks.sessions import cut_long_sessions
 from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.blocks.state_blocks import StateBlocks
@@ -41,6 +41,7 @@ class HotBlockManager(CircularBufferManager):
         super().__init__(*args, **kwargs)
         self._parked: list[tuple[KVCacheBlock, list[int]]] = []  # (first hot block, pinned host blocks)
         self._is_scheduling = False
+        self._asked: str | None = None  # the request that vLLM last asked for in this step, until it gets its blocks
         self.spare: SpareBlocks | None = None
         self.state = StateBlocks(self.block_pool, self.kv_cache_spec.layout.state)
 
@@ -83,7 +84,7 @@ class HotBlockManager(CircularBufferManager):
         return tuple([] for _ in kv_cache_group_ids), num_tokens
 
     def new_step_starts(self) -> None:
-        self._is_scheduling = True
+        self._is_scheduling, self._asked = True, None
         cut_long_sessions(self.ledger, self.max_model_len, self.block_pool.hash_block_size)
 
     def step_scheduled(self) -> None:
@@ -97,8 +98,19 @@ class HotBlockManager(CircularBufferManager):
 
     def balance(self, num_scheduled: Mapping[str, int]) -> None:
         """Lend free device blocks, or take them back; called once per step, before its changes are taken."""
+        self.release_parked()  # a block that is lent has an owner again
         if self.spare:
-            self.spare.balance(self.ledger, self.req_to_blocks, num_scheduled)
+            has_refused = self._asked is not None
+            self.spare.balance(self.ledger, self.req_to_blocks, num_scheduled, has_refused)
+
+    def num_waiting_for_host(self) -> int:
+        """Requests that wait for host blocks: the first one that the host pool cannot take, and those behind it."""
+        obstacles = self.ledger.obstacles.items()
+        refused = [name for name, obstacle in obstacles if obstacle is Obstacle.HOST_POOL_FULL]
+        refused = [name for name in refused if not self._host_fits(name, self.ledger.requests[name].num_tokens)]
+        if not refused:
+            return 0
+        return len({*refused, *(request.request_id for request in self.ledger.waiting())})
 
     def hot_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """All hot blocks of a request, lent ones last."""
@@ -120,7 +132,8 @@ class HotBlockManager(CircularBufferManager):
         has_room = is_admitted and num_tokens <= self.host_pool.capacity(request_id)
         if not has_room and not self._host_fits(request_id, num_tokens):
             return self._refuse_admission(request_id)
-        self.ledger.wait_for_host(request_id, False)
+        self.ledger.set_obstacle(request_id, None)
+        self._asked = request_id
         return self._num_missing(request_id, num_tokens) + self.state.num_missing(request_id, num_tokens)
 
     def allocate_external_computed_blocks(
@@ -139,6 +152,7 @@ class HotBlockManager(CircularBufferManager):
         if num_tokens > self.host_pool.capacity(request_id):
             self.host_pool.grow(request_id, num_tokens)
         self.ledger.give_room(request_id, num_tokens)
+        self._asked = None
         return new_blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -185,7 +199,8 @@ class HotBlockManager(CircularBufferManager):
 
     def _refuse_admission(self, request_id: str) -> int:
         """Have vLLM wait or preempt: returns more device blocks than there can be."""
-        self.ledger.wait_for_host(request_id, True)
+        self.ledger.set_obstacle(request_id, Obstacle.HOST_POOL_FULL)
+        self._asked = None
         return self.block_pool.num_gpu_blocks + 1
 
     def _num_missing(self, request_id: str, num_tokens: int) -> int:

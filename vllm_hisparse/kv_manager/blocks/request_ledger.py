@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
@@ -14,6 +15,13 @@ from vllm_hisparse.kv_manager.blocks.sessions import DraftingSession, turns_that
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class Obstacle(Enum):
+    """Why a request could not start when vLLM last asked for it, other than a lack of device blocks."""
+
+    HOST_POOL_FULL = auto()
+    LOADS_FROM_TIER = auto()
 
 
 @dataclass
@@ -96,7 +104,8 @@ class RequestLedger:
         requests: request id -> request, from its arrival to its end.
         sessions: ids of those that get their prompt in turns.
         admitted: request id -> what is known of a request that holds blocks.
-        waiting_for_host: ids of requests that the host pool could not take.
+        obstacles: request id -> why it could not start when vLLM last asked for it. vLLM asks for the first request
+            of its queue; most of those behind it are not here.
         hot_tables: told by whoever gives or takes hot blocks or state blocks.
     """
 
@@ -115,7 +124,7 @@ class RequestLedger:
         self.requests: dict[str, Request] = {}
         self.sessions: set[str] = set()
         self.admitted: dict[str, AdmittedRequest] = {}
-        self.waiting_for_host: set[str] = set()
+        self.obstacles: dict[str, Obstacle] = {}
         self._matches: dict[str, HostMatch] = {}
         self._changed: dict[str, None] = {}
         self._released: list[int] = []
@@ -145,6 +154,7 @@ class RequestLedger:
         self.requests.pop(request.request_id, None)
         self.sessions.discard(request.request_id)
         self._matches.pop(request.request_id, None)
+        self.obstacles.pop(request.request_id, None)
 
     # Blocks
 
@@ -157,9 +167,22 @@ class RequestLedger:
         match = self._matches[request.request_id] = self.host_pool.find_match(request, self.enable_caching)
         return match
 
-    def wait_for_host(self, request_id: str, waits: bool) -> None:
-        """Whether the host pool could not take a request when vLLM last asked."""
-        (self.waiting_for_host.add if waits else self.waiting_for_host.discard)(request_id)
+    def set_obstacle(self, request_id: str, obstacle: Obstacle | None) -> None:
+        """vLLM has asked for a request. None: only device blocks may be missing."""
+        if obstacle is not None:
+            self.obstacles[request_id] = obstacle
+        elif self.obstacles:
+            self.obstacles.pop(request_id, None)
+
+    def waiting(self) -> Iterator[Request]:
+        """Requests without blocks that could start if there were blocks for them, in the order of their arrival.
+
+        A request that vLLM would skip, because it loads from a tier or waits for a grammar, is not among them.
+        """
+        for name, request in self.requests.items():
+            is_ready = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if is_ready and name not in self.admitted and self.obstacles.get(name) is not Obstacle.LOADS_FROM_TIER:
+                yield request
 
     def admit(self, request_id: str, handle: int) -> None:
         """A request has got its hot blocks, and host blocks that begin with its match."""
@@ -187,7 +210,6 @@ class RequestLedger:
 
     def release(self, request_id: str) -> AdmittedRequest | None:
         """A request has lost its blocks. Returns what was known of it; None if it had none."""
-        self.waiting_for_host.discard(request_id)
         self._changed.pop(request_id, None)
         self.hot_tables.forget(request_id)
         if (admitted := self.admitted.pop(request_id, None)) and admitted.num_sent_blocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from itertools import compress, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STEPS_PER_BALANCE = 16  # unless blocks are needed
 STEPS_IN_FLIGHT = 2  # whose tokens the scheduler does not know yet
-MAX_STEPS_OF_WAITING = 8  # before a request that waits for something gets whatever was lent
+MAX_STEPS_OF_REFUSAL = 8  # for want of device blocks, before a request gets whatever was lent
 MIN_CHANGE = 1 / 16  # of what a request has or gets, unless it gets all or blocks are needed
 SLACK_SHARE = 1 / 4  # of the reserve; so much more stays free, so that it lasts until the next balance
 
@@ -43,11 +43,9 @@ def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[
 
 def waiting_requests(ledger: RequestLedger) -> list[Request]:
     """Requests without blocks that could start if there were device blocks."""
-    num_seats = ledger.max_num_running - len(ledger.admitted)
-    if len(ledger.requests) <= len(ledger.admitted) or num_seats <= 0:
-        return []
-    has_none = (name not in ledger.admitted and name not in ledger.waiting_for_host for name in ledger.requests)
-    return list(islice(compress(ledger.requests.values(), has_none), num_seats))
+    num_seats = max(ledger.max_num_running - len(ledger.admitted), 0)
+    could_start = (request for request in ledger.waiting() if request.request_id not in ledger.obstacles)
+    return list(islice(could_start, num_seats))
 
 
 def waiting_turns(ledger: RequestLedger) -> list[str]:
@@ -66,8 +64,11 @@ class SpareBlocks:
 
     A request wants the hot rows that would hold its whole sequence. Those that have them keep them, those that want
     least get them, as long as there is enough; what is left is divided equally among the others. What running requests
-    may need in their next steps stays free, and what waiting requests need to start. Rows for a sequence's next tokens
-    are lent early, but only as early as there is room for all.
+    may need in their next steps stays free. Rows for a sequence's next tokens are lent early, but only as early as
+    there is room for all.
+
+    If vLLM has refused a request for want of device blocks, what it needs to start stays free as well, and what the
+    requests behind it need. Requests that wait for anything else take nothing away from those that run.
 
     Args:
         block_pool: vLLM's.
@@ -98,7 +99,7 @@ class SpareBlocks:
         self._watermark_blocks = watermark_blocks
         self._known: set[str] = set()
         self._num_complete_requests = 0
-        self._steps_to_balance, self._steps_of_waiting = 0, 0
+        self._steps_to_balance, self._steps_of_refusal = 0, 0
 
     @classmethod
     def make(
@@ -125,7 +126,11 @@ class SpareBlocks:
         return self.lent.pop(request_id, [])
 
     def balance(
-        self, ledger: RequestLedger, blocks: Mapping[str, Sequence[KVCacheBlock]], num_scheduled: Mapping[str, int]
+        self,
+        ledger: RequestLedger,
+        blocks: Mapping[str, Sequence[KVCacheBlock]],
+        num_scheduled: Mapping[str, int],
+        has_refused: bool,
     ) -> None:
         """Lend or take back, every few steps and whenever blocks are needed; called when a step has been scheduled.
 
@@ -133,7 +138,9 @@ class SpareBlocks:
             ledger: of the requests; told of what changes.
             blocks: request id -> the hot blocks that it has in any case.
             num_scheduled: request id -> tokens that the step computes.
+            has_refused: whether vLLM has refused a request for want of device blocks when it scheduled this step.
         """
+        self._steps_of_refusal = self._steps_of_refusal + 1 if has_refused else 0
         self._steps_to_balance -= 1
         is_due = self._steps_to_balance <= 0 or ledger.admitted.keys() != self._known
         if is_due:
@@ -187,14 +194,17 @@ class SpareBlocks:
         return num_blocks >= self.spec.num_whole_blocks(ledger.admitted[request_id].num_tokens)
 
     def _num_reserved(self, ledger: RequestLedger, num_scheduled: Mapping[str, int]) -> int:
-        """Blocks that running requests may need in their next steps, and that waiting ones need."""
+        """Blocks that running requests may need in their next steps, and waiting ones if one of them was refused.
+
+        NOTE: a step that has no tokens left for a waiting request computes a part of some prompt. Blocks for one more
+        such part stay free then, and the waiting request can start with them in the next step.
+        """
         num_reserved = self._num_growing(ledger)
         if max(num_scheduled.values(), default=0) > self.spec.layout.max_query_len:
             num_reserved += self._chunk_blocks
-        needs = self._needs(ledger)
-        self._steps_of_waiting = self._steps_of_waiting + 1 if needs else 0
-        if self._steps_of_waiting > MAX_STEPS_OF_WAITING:
+        if self._steps_of_refusal > MAX_STEPS_OF_REFUSAL:
             return self.block_pool.num_gpu_blocks
+        needs = self._needs(ledger) if self._steps_of_refusal else []
         return num_reserved + sum(needs) + (self._watermark_blocks if needs else 0)
 
     def _needs(self, ledger: RequestLedger) -> list[int]:
