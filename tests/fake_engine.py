@@ -309,23 +309,33 @@ class FakeEngine:
                 scheduled[request.request_id] = num_tokens
                 budget -= num_tokens
         self.waiting.sort(key=lambda request: request.request_id not in self.received)
-        while self.waiting and budget and len(self.running) >= num_running:
-            num_tokens = self.admit(self.waiting[0], budget)
+        for request in list(self.waiting):
+            if not budget or len(self.running) < num_running:
+                break
+            num_tokens = self.admit(request, budget)
+            if num_tokens is None:
+                continue
             if not num_tokens:
                 break
-            scheduled[self.waiting[0].request_id] = num_tokens
+            scheduled[request.request_id] = num_tokens
             budget -= num_tokens
-            self.running.append(self.waiting.pop(0))
+            self.waiting.remove(request)
+            self.running.append(request)
         return scheduled
 
-    def admit(self, request: Request, budget: int) -> int:
-        """Try to admit a request; returns its tokens of this step, 0 if it has to wait or to load first."""
+    def admit(self, request: Request, budget: int) -> int | None:
+        """Try to admit a request.
+
+        Returns:
+            Its tokens of this step; 0 if it has to wait or to receive its KV first, and those behind it with it; None
+            if it waits for a tier.
+        """
         blocks, num_local, num_external, is_async = self.kv.empty_kv_cache_blocks, 0, 0, False
         if request.request_id not in self.received:
             blocks, num_local, _ = self.kv.get_computed_blocks(request)
             num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
             if num_external is None:
-                return 0
+                return None
         num_computed = request.num_computed_tokens + num_local + num_external
         num_tokens = 0 if is_async else min(budget, request.num_tokens - num_computed)
         allocated = self.kv.allocate_slots(

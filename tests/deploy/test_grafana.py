@@ -63,6 +63,8 @@ def test_alerts_fire(tmp_path: Path):
         'vllm:nixl_num_kv_expired_reqs_total{instance="a",role="prefill"}': "0+1x60",
         'vllm:hisparse_tier_damaged_blocks_total{instance="a"}': "0+1x60",
         'vllm:hisparse_tier_load_timeouts_total{instance="a"}': "0+1x60",
+        'vllm:hisparse_tier_slow_loads_total{instance="a"}': "0+1x60",
+        'vllm:hisparse_tier_skipped_loads_total{instance="a"}': "0+0x60",
         'vllm:kv_offload_tiering_cascade_job_failures_total{instance="a",tier="1:fs"}': "1+1x60",
         'vllm:hisparse_cache_hits_total{instance="a"}': "0+90x1500 135000+50x60",
         'vllm:hisparse_cache_misses_total{instance="a"}': "0+10x1500 15000+50x60",

@@ -33,6 +33,8 @@ COUNTERS = {
     "tier_loaded_blocks": "Number of blocks loaded into the host pool from the tiers below it.",
     "tier_damaged_blocks": "Number of blocks from a tier that were not what had been stored, and were not used.",
     "tier_load_timeouts": "Number of requests that computed the rest of their prefix because a tier did not answer.",
+    "tier_slow_loads": "Number of requests that computed the rest of their prefix because it came too slowly.",
+    "tier_skipped_loads": "Number of requests that computed their prefix because too many others were being loaded.",
     "tier_dropped_blocks": "Number of blocks evicted from the host pool before they could be stored in a tier.",
 }
 GAUGES = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
@@ -65,6 +67,7 @@ class HiSparseSchedulerConnector:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.tiers: Tiers | None = None
         self._calls_to_report, self._restores = 0, BlockPairs()
+        self._hit_tokens: dict[CacheHitSource, int] = {}  # of the request that was admitted last, from elsewhere
         self.request_log = RequestLog() if config.log_request_stats else None
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -101,9 +104,10 @@ class HiSparseSchedulerConnector:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Start a remote load, or plan the copies that bring host-held selector state back to the device."""
-        if self.tiers:
-            self.tiers.forget(request.request_id)
+        num_blocks = self.tiers.forget(request.request_id) if self.tiers else {}
+        self._hit_tokens = {source: num * self.layout.block_size for source, num in num_blocks.items()}
         if self.transport and self.transport.is_remote(request):
+            self._hit_tokens = {CacheHitSource.P2P: num_external_tokens}
             self._start_transfer(request, blocks, num_external_tokens)
             return
         if num_external_tokens:
@@ -111,6 +115,18 @@ class HiSparseSchedulerConnector:
         if request.num_preemptions and request.status == RequestStatus.PREEMPTED:
             num_matched = self.ledger.admitted[request.request_id].num_matched_tokens
             self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
+
+    def cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Where the external tokens of a request that has just been admitted come from, by vLLM's names.
+
+        Tokens that were in the host pool when the request came are the host's, wherever they were before.
+        """
+        sources, num_left = Counter(), num_external_tokens
+        for source, num_tokens in self._hit_tokens.items():
+            sources[source] = min(num_tokens, num_left)
+            num_left -= sources[source]
+        sources[CacheHitSource.HOST] = num_left
+        return dict(+sources)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
         num_scheduled = scheduler_output.num_scheduled_tokens

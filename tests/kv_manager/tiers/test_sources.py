@@ -2,8 +2,9 @@ import socket
 
 import pytest
 from vllm.v1.kv_offload.base import Locality, Medium
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_hisparse.kv_manager.tiers import peers, prefix_loads
+from vllm_hisparse.kv_manager.tiers import peers
 from vllm_hisparse.kv_manager.tiers.peers import Peers
 from vllm_hisparse.kv_manager.tiers.prefix_loads import MAX_RETRY_S, RETRY_S, Source
 from vllm_hisparse.kv_manager.tiers.sources import Sources
@@ -74,13 +75,34 @@ def test_peers_that_are_gone_are_forgotten(names: dict[str, list[str]]) -> None:
     assert list(sources._by_address) == [("10.0.0.7", 5710)]
 
 
-def test_a_source_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_loads.time, "monotonic", lambda: 1000.0)
-    source, pauses = Source("peer"), []
+def silence(source: Source, now: float) -> float:
+    """Tell a source at a time that a load which began then has waited in vain; returns how long it is left alone."""
+    source.was_silent(now, now)
+    return source.retry_at - now
+
+
+def test_a_source_is_left_alone_for_longer_each_time() -> None:
+    source, pauses, now = Source("peer", CacheHitSource.P2P), [], 1000.0
     for _ in range(7):
-        source.has_not_answered()
-        pauses.append(source.retry_at - 1000.0)
+        pauses.append(silence(source, now))
+        now = source.retry_at
     assert pauses[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and pauses[-1] == MAX_RETRY_S
-    source.has_answered()
-    source.has_not_answered()
-    assert source.retry_at - 1000.0 == RETRY_S
+    source.has_answered(now)
+    assert silence(source, now + 1) == RETRY_S
+
+
+def test_a_late_tier_is_left_alone_once_for_all_loads_of_one_silence() -> None:
+    source = Source("peer", CacheHitSource.P2P)
+    for since in range(8):
+        source.was_silent(1000.0 + since, 1005.0 + since)
+    assert source.retry_at == 1005.0 + RETRY_S
+    assert source.pause_s == 2 * RETRY_S
+
+
+def test_a_source_that_has_delivered_to_others_is_no_late_tier() -> None:
+    source = Source("peer", CacheHitSource.P2P)
+    source.has_answered(1003.0)
+    source.was_silent(1000.0, 1005.0)
+    assert source.retry_at == 0.0
+    source.was_silent(1003.0, 1008.0)
+    assert source.retry_at == 1008.0 + RETRY_S, "nothing has come since"

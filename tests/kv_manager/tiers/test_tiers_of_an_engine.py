@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks.spare_blocks import MAX_STEPS_OF_REFUSAL
-from vllm_hisparse.kv_manager.tiers import prefix_loads
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.layout import KVLayout
 
@@ -127,20 +126,6 @@ def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage)
     engine.tiers.manager.reset_cache()
     _, counted = engine.ask("repaired", PROMPT)
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS
-
-
-def test_a_tier_that_does_not_answer_costs_a_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with TieredEngine([fs(tmp_path)], timeout_s=0.05) as engine:
-        monkeypatch.setattr(FileSystemTierManager, "lookup", lambda *_: LookupResult.RETRY)
-        request, counted = engine.ask("first", PROMPT)
-        assert request.is_finished()
-        assert counted["tier_load_timeouts"] == 1
-        _, counted = engine.ask("second", PROMPT[1:])
-        assert counted["tier_load_timeouts"] == 0, "the source is left alone for a while"
-        monkeypatch.undo()
-        monkeypatch.setattr(prefix_loads.time, "monotonic", lambda: 10**9)
-        engine.loads_again = engine.ask("third", PROMPT[2:])
-        assert engine.loads_again[1]["tier_load_timeouts"] == 0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, build_tiers
+from vllm_hisparse.kv_manager.tiers.prefix_loads import Clock
 
 BLOCK_BYTES = 8192
 IDENTITY = BlockIdentity("model", "float32", {"row_bytes": 24}, 1, "sha256")
@@ -50,13 +51,18 @@ class TieredEngine(FakeEngine):
     """A `FakeEngine` whose host pool is small; a context manager."""
 
     def __init__(
-        self, tiers: Sequence[dict[str, Any]], engine_id: str = "engine", timeout_s: float = TIMEOUT_S, **options: Any
+        self,
+        tiers: Sequence[dict[str, Any]],
+        engine_id: str = "engine",
+        timeout_s: float = TIMEOUT_S,
+        clock: Clock = time.monotonic,
+        **options: Any,
     ):
         super().__init__(tiers=tiers, **{"num_host_blocks": 12, **options})
         config = HiSparseConfig(host_pool_gib=1.0, tiers=list(tiers), tier_timeout_s=timeout_s)
         hosts = FakeHostBlocks(self.worker)
         self.tiers = self.connector.tiers = build_tiers(
-            vllm_config(engine_id), config, IDENTITY, hosts, BLOCK_BYTES, self.host_pool
+            vllm_config(engine_id), config, IDENTITY, hosts, BLOCK_BYTES, self.host_pool, clock
         )
 
     def __enter__(self) -> Self:

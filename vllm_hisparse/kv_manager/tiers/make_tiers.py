@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier, HostBlocks
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 from vllm_hisparse.kv_manager.tiers.host_pools import HostPools
 from vllm_hisparse.kv_manager.tiers.peers import Peers
+from vllm_hisparse.kv_manager.tiers.prefix_loads import Clock
 from vllm_hisparse.kv_manager.tiers.sources import Sources
 from vllm_hisparse.kv_manager.tiers.tier_manager import STORE_SHARE, BufferTier, HostTierManager
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
@@ -128,6 +130,7 @@ def build_tiers(
     hosts: HostBlocks,
     block_bytes: int,
     host_pool: HostBlockPool,
+    clock: Clock = time.monotonic,
 ) -> Tiers:
     """`make_tiers` over any host blocks.
 
@@ -138,6 +141,7 @@ def build_tiers(
         hosts: reads and writes them.
         block_bytes: of one.
         host_pool: the host pool.
+        clock: tells the time to loads.
     """
     num_chunks = _num_chunks(config, block_bytes, host_pool.num_blocks)
     buffer = TransferBuffer(block_bytes, num_chunks)
@@ -151,7 +155,7 @@ def build_tiers(
         logger.info(
             "HiSparse tier: %s. Blocks of %.2f MiB pass through a buffer of %d.", tier, block_bytes / 2**20, num_chunks
         )
-    return Tiers(manager, host_pool, _sources(vllm_config, config, spec), config.tier_timeout_s)
+    return Tiers(manager, host_pool, _sources(vllm_config, config, spec), config.tier_timeout_s, clock)
 
 
 def check_directory(path: Path, identity: BlockIdentity, option: str) -> None:

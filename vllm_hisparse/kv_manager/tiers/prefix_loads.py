@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_block_hash
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
@@ -18,32 +21,56 @@ MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at o
 MAX_ORIGINS = 10_000  # blocks whose source is remembered
 LOADS_SHARE = 0.5  # of the transfer buffer, for the windows of all loads
 RETRY_S, MAX_RETRY_S = 30.0, 600.0  # for which a source that did not answer is not asked: twice as long each time
+MIN_LOOKS = 10  # at a load before it is given up: the time between two of them counts as a tenth of its timeout at most
+MAX_TIMEOUTS = 6.0  # the timeouts that a load takes at most, however steadily its blocks come
+MAX_WAITING = 32  # requests that wait for another load to end: vLLM asks for each of them in every step
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
+Clock = Callable[[], float]  # seconds since any time
 
 
 @dataclass
 class Source:
     """Where blocks may come from: the stores that a request needs no peer for, or one peer.
 
+    Times are those of the loads' clock.
+
     Attributes:
         name: for the log.
-        retry_at: not asked before this time, by `time.monotonic`.
+        kind: vLLM's name for it in its metrics.
+        retry_at: when it may be asked again.
         pause_s: how long it is left alone the next time.
+        answered_at: when a block came from it last.
     """
 
     name: str
+    kind: CacheHitSource
     retry_at: float = 0.0
     pause_s: float = RETRY_S
+    answered_at: float = -inf
 
-    def has_answered(self) -> None:
+    def has_answered(self, now: float) -> None:
         """A block came from it."""
-        self.pause_s = RETRY_S
+        self.pause_s, self.answered_at = RETRY_S, now
 
-    def has_not_answered(self) -> None:
-        """Leave it alone for a while."""
-        self.retry_at = time.monotonic() + self.pause_s
-        self.pause_s = min(2 * self.pause_s, MAX_RETRY_S)
+    def was_silent(self, since: float, now: float) -> None:
+        """A load has waited in vain since a time: leave the source alone for a while.
+
+        Nothing happens if it is left alone already, because all loads of one silence are given up together, or if
+        other loads have got blocks from it meanwhile.
+        """
+        if now >= self.retry_at and self.answered_at <= since:
+            self.retry_at = now + self.pause_s
+            self.pause_s = min(2 * self.pause_s, MAX_RETRY_S)
+
+
+class Stage(Enum):
+    """How far a block of a load is."""
+
+    ASKED = auto()  # a source looks for it
+    COMING = auto()  # a source has it and sends it
+    HERE = auto()  # it is in the host pool, or being copied there
 
 
 @dataclass
@@ -54,33 +81,53 @@ class PrefixLoad:
         keys: blocks beyond what the host pool has.
         contexts: the request's context with each source, in the order in which they are asked.
         end: keys from here on are in no tier.
+        looked_at, moved_at: when somebody looked at it last, and when something had come then; seconds of the clock.
         first: keys before it are in the host pool.
         loaded: other indices of keys that are.
         copying: indices of keys on their way from the transfer buffer.
-        waits_for: the source that has not answered, or None.
-        progress_at: when a block came last.
+        stages: how far a key is, by index, and which source has it or looks for it.
+        waits_for: the source of the first block that is missing, or None.
+        silent_s, total_s: how long it was looked at since something came, and in all; seconds.
+        was_looked_at: whether somebody has in this step.
+        loaded_from: blocks that were loaded, by the kind of their source.
     """
 
     keys: list[OffloadKey]
     contexts: list[tuple[Source, ReqContext]]
     end: int
-    progress_at: float
+    looked_at: float
+    moved_at: float
     first: int = 0
     loaded: set[int] = field(default_factory=set)
     copying: set[int] = field(default_factory=set)
+    stages: dict[int, tuple[Stage, Source | None]] = field(default_factory=dict)
     waits_for: Source | None = None
+    silent_s: float = 0.0
+    total_s: float = 0.0
+    was_looked_at: bool = False
+    loaded_from: Counter[CacheHitSource] = field(default_factory=Counter)
 
     @property
     def is_over(self) -> bool:
         return self.first >= self.end and not self.copying
 
-    def has_loaded(self, index: int) -> None:
+    def look(self, now: float, most_s: float) -> None:
+        """Somebody looks at it; of the time since the last look, `most_s` count at most."""
+        elapsed_s = min(now - self.looked_at, most_s)
+        self.silent_s, self.total_s = self.silent_s + elapsed_s, self.total_s + elapsed_s
+        self.looked_at, self.was_looked_at = now, True
+
+    def has_moved(self, now: float) -> None:
+        """A block has come closer."""
+        self.silent_s, self.moved_at = 0.0, now
+
+    def has_loaded(self, index: int, now: float) -> None:
         """A block is in the host pool."""
         self.loaded.add(index)
         while self.first in self.loaded:
             self.loaded.remove(self.first)
             self.first += 1
-        self.progress_at = time.monotonic()
+        self.has_moved(now)
 
 
 @dataclass
@@ -90,20 +137,28 @@ class _Copy:
     context: ReqContext
     block_id: int
     future: Future
+    source: Source | None  # None if the block was in the transfer buffer already
 
 
 class PrefixLoads:
     """Loads prefixes block by block; a request whose load is over, or makes no progress, goes on with what there is.
 
+    Every load is looked at once per step, whether vLLM asks for its request or not: vLLM does not while all seats are
+    taken, or while the requests that run use up the token budget.
+
     Args:
         manager: of the tiers.
         host_pool: where the blocks go.
         make_contexts: of a request id, its context with each source.
-        timeout_s: seconds without a block after which a load is given up, and the source left alone for a while.
+        timeout_s: seconds without a block after which a load is given up, and the source left alone for a while; also
+            how long a request waits for another load to end.
         are_stored: told of blocks, by key, that came from a tier.
+        clock: tells the time.
 
     Attributes:
-        num_loaded, num_damaged, num_timeouts: blocks, blocks and loads since they were last set to 0.
+        num_loaded, num_damaged: blocks since they were last set to 0.
+        num_timeouts, num_slow, num_skipped: loads since they were last set to 0 that were given up because nothing
+            came, were given up because they took too long, and did not begin because too many others were under way.
     """
 
     def __init__(
@@ -113,12 +168,14 @@ class PrefixLoads:
         make_contexts: Callable[[str], list[tuple[Source, ReqContext]]],
         timeout_s: float,
         are_stored: Callable[[dict[OffloadKey, int]], None],
+        clock: Clock = time.monotonic,
     ):
         self.manager, self.host_pool, self.timeout_s = manager, host_pool, timeout_s
-        self._make_contexts, self._are_stored = make_contexts, are_stored
-        self.num_loaded = self.num_damaged = self.num_timeouts = 0
+        self._make_contexts, self._are_stored, self._clock = make_contexts, are_stored, clock
+        self.num_loaded = self.num_damaged = self.num_timeouts = self.num_slow = self.num_skipped = 0
         self._loads: dict[str, PrefixLoad] = {}
-        self._ended: set[str] = set()  # requests that have loaded what they could
+        self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
+        self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests that have loaded what they could -> from where
         self._copies: list[_Copy] = []
         self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # of blocks that were asked for
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
@@ -129,11 +186,6 @@ class PrefixLoads:
     def num_copies(self) -> int:
         """Blocks on their way into the host pool."""
         return len(self._copies)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a load cannot begin before another one is over."""
-        return len(self._loads) >= self._max_loads
 
     def has(self, request_id: str) -> bool:
         """Whether a request's prefix is being loaded."""
@@ -150,35 +202,62 @@ class PrefixLoads:
             request_id: of the request.
             keys: its blocks beyond what the host pool has.
         """
+        self._waiting.pop(request_id, None)
         contexts = self._make_contexts(request_id)
         if not contexts:
-            self._ended.add(request_id)
+            self._ended[request_id] = Counter()
             return
         for _, context in contexts:
             self.manager.on_new_request(context)
-        self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), time.monotonic())
+        now = self._clock()
+        self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), now, now)
+
+    def must_wait(self, request_id: str) -> bool:
+        """Whether a request should wait until another load has ended.
+
+        It need not if a load can begin now, nor if it has waited long enough or many others wait: then it has ended.
+        """
+        if len(self._loads) < self._max_loads:
+            return False
+        if request_id not in self._waiting and len(self._waiting) < MAX_WAITING:
+            self._waiting[request_id] = self._clock()
+        if self._clock() - self._waiting.get(request_id, -inf) <= self.timeout_s:
+            return True
+        self._waiting.pop(request_id, None)
+        self._ended[request_id] = Counter()
+        self.num_skipped += 1
+        logger.warning_once(
+            "Requests compute prompts that a tier may have, because %d other prefixes are being loaded; "
+            "vllm:hisparse_tier_skipped_loads counts them. A larger tier_buffer_gib lets more load at once.",
+            self._max_loads,
+        )
+        return False
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a request should wait for its prefix, whose load has begun."""
-        load = self._loads[request_id]
-        # NOTE: in this order: what has just been asked for is not given up in the same step, which vLLM's peers mind.
-        is_late = time.monotonic() - load.progress_at > self.timeout_s
-        if not is_late:
-            self._advance(load)
-        if not load.is_over and not is_late:
-            return True
-        if not load.is_over:
-            self._give_up(request_id, load)
-        self._end(request_id)
-        return False
+        if not self._loads[request_id].was_looked_at:
+            self._look(request_id)
+        return request_id in self._loads
 
-    def forget(self, request_id: str) -> None:
-        """A request was admitted, or has ended: if it waits again, it may load again."""
+    def forget(self, request_id: str) -> Counter[CacheHitSource]:
+        """A request was admitted, or has ended: if it waits again, it may load again.
+
+        Returns:
+            The blocks that were loaded for it, by the kind of their source.
+        """
         self._end(request_id)
-        self._ended.discard(request_id)
+        self._waiting.pop(request_id, None)
+        return self._ended.pop(request_id, Counter())
 
     def step(self) -> None:
-        """Publish what has been copied to the host pool."""
+        """Publish what has been copied to the host pool, and look at the loads that vLLM did not ask for."""
+        self._collect_copies()
+        for request_id, load in list(self._loads.items()):
+            if not load.was_looked_at:
+                self._look(request_id)
+            load.was_looked_at = False
+
+    def _collect_copies(self) -> None:
         copies, self._copies = self._copies, []
         for copy in copies:
             if copy.future.done():
@@ -190,78 +269,108 @@ class PrefixLoads:
         """Wait until no block is on its way into the host pool."""
         for copy in self._copies:
             copy.future.exception()
-        self.step()
+        self._collect_copies()
 
     def reset(self) -> None:
         """Give up all loads; the requests go on without."""
         for request_id in list(self._loads):
             self._end(request_id)
+        self._waiting.clear()
 
     def _end(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self._ended.add(request_id)
+            self._ended[request_id] = load.loaded_from
             for _, context in load.contexts:
                 self.manager.on_request_finished(context)
 
-    def _give_up(self, request_id: str, load: PrefixLoad) -> None:
-        self.num_timeouts += 1
-        source = load.waits_for
-        logger.warning(
-            "Request %s computes the rest of its prompt: no block came from %s within %.1f s.",
-            request_id,
-            source.name if source else "the tiers",
-            self.timeout_s,
-        )
-        if source is not None:
-            source.has_not_answered()
+    def _look(self, request_id: str) -> None:
+        """Move a load on, and end it if it is over or takes too long.
 
-    def _advance(self, load: PrefixLoad) -> None:
+        NOTE: a load does not end in the step in which a source is asked for one more of its blocks, which vLLM's tiers
+        mind: that is progress, and a load that takes too long in all asks for nothing more.
+        """
+        load, now = self._loads[request_id], self._clock()
+        load.look(now, self.timeout_s / MIN_LOOKS)
+        limit_s = MAX_TIMEOUTS * self.timeout_s
+        if load.total_s > limit_s:
+            self.num_slow += 1
+            message = (
+                "Request %s computes the rest of its prompt: its blocks came too slowly to be there within %.1f s."
+            )
+            logger.warning(message, request_id, limit_s)
+            self._end(request_id)
+            return
+        self._advance(load, now)
+        if not load.is_over and load.silent_s > self.timeout_s:
+            self.num_timeouts += 1
+            name = load.waits_for.name if load.waits_for else "the tiers"
+            message = "Request %s computes the rest of its prompt: no block came from %s within %.1f s."
+            logger.warning(message, request_id, name, self.timeout_s)
+            if load.waits_for:
+                load.waits_for.was_silent(load.moved_at, now)
+            self._end(request_id)
+        elif load.is_over:
+            self._end(request_id)
+
+    def _advance(self, load: PrefixLoad, now: float) -> None:
+        load.waits_for = None
         for index in range(load.first, min(load.first + self._window, load.end)):
-            if index not in load.copying and index not in load.loaded and not self._find(load, index):
+            if index in load.copying or index in load.loaded:
+                continue
+            found = self._find(load, index, now)
+            if found is None:
                 load.end = index
                 break
+            if load.stages.get(index) != found:
+                load.stages[index] = found
+                load.has_moved(now)
+            load.waits_for = load.waits_for or found[1]
 
-    def _find(self, load: PrefixLoad, index: int) -> bool:
-        """Move one block on; False if it is in no tier, or the host pool has no room for it."""
+    def _find(self, load: PrefixLoad, index: int, now: float) -> tuple[Stage, Source | None] | None:
+        """Move one block on.
+
+        Returns:
+            How far it is, and the source it comes from; None if it is in no tier, or the host pool has no room for it.
+        """
         key = load.keys[index]
         if self.host_pool.find(get_offload_block_hash(key)) is not None:
-            load.has_loaded(index)
-            return True
+            load.has_loaded(index, now)
+            return Stage.HERE, None
         if any(copy.load.keys[copy.index] == key for copy in self._copies):
-            return True
+            return Stage.HERE, None
         _, context = load.contexts[0]
         found = self.manager.buffer.lookup(key, context)
         if found is LookupResult.HIT:
-            if (source := self._origins.pop(key, None)) is not None:
-                source.has_answered()
-            return self._copy(load, index, context)
+            source = self._origins.pop(key, None)
+            if source is not None:
+                source.has_answered(now)
+            return (Stage.HERE, None) if self._copy(load, index, context, source) else None
         if found is LookupResult.HIT_PENDING:
-            load.waits_for = self._origins.get(key)
-            return True
-        return self._ask(load, key)
+            return Stage.COMING, self._origins.get(key)
+        return self._ask(load, key, now)
 
-    def _ask(self, load: PrefixLoad, key: OffloadKey) -> bool:
-        """Ask the sources for a block in their order; False if none has it."""
+    def _ask(self, load: PrefixLoad, key: OffloadKey, now: float) -> tuple[Stage, Source | None] | None:
+        """Ask the sources for a block in their order; None if none has it."""
         for source, context in load.contexts:
-            if time.monotonic() < source.retry_at:
+            if now < source.retry_at:
                 continue
-            result = self.manager.lookup(key, context)
-            if result is not LookupResult.MISS:
-                load.waits_for = self._origins[key] = source
+            if self.manager.lookup(key, context) is not LookupResult.MISS:
+                self._origins[key] = source
                 if len(self._origins) > MAX_ORIGINS:
                     self._origins.popitem(last=False)
-                return True
-        return False
+                is_coming = self.manager.buffer.lookup(key, context) is not LookupResult.MISS
+                return Stage.COMING if is_coming else Stage.ASKED, source
+        return None
 
-    def _copy(self, load: PrefixLoad, index: int, context: ReqContext) -> bool:
+    def _copy(self, load: PrefixLoad, index: int, context: ReqContext, source: Source | None) -> bool:
         block_id = self.host_pool.take()
         if block_id is None:
             return False
         key = load.keys[index]
         (chunk_id,) = self.manager.prepare_load([key], context).chunk_ids.tolist()
         future = self.manager.copier.load(chunk_id, block_id, key)
-        self._copies.append(_Copy(load, index, context, block_id, future))
+        self._copies.append(_Copy(load, index, context, block_id, future, source))
         load.copying.add(index)
         return True
 
@@ -274,7 +383,9 @@ class PrefixLoads:
             self.num_loaded += 1
             self.host_pool.publish(copy.block_id, get_offload_block_hash(key))
             self._are_stored({key: copy.block_id})
-            load.has_loaded(copy.index)
+            load.has_loaded(copy.index, self._clock())
+            if copy.source is not None:
+                load.loaded_from[copy.source.kind] += 1
         else:
             self.num_damaged += 1
             self.host_pool.unpin([copy.block_id])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from vllm.v1.kv_offload.base import Medium, ReqContext, TierFilter, TierMatcher
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_hisparse.kv_manager.tiers.peers import Peers
 from vllm_hisparse.kv_manager.tiers.prefix_loads import Source
@@ -29,7 +30,7 @@ class Sources:
 
     def __init__(self, engine_id: str, stores: Sequence[str], peers: Peers | None, peers_first: bool):
         self.engine_id, self.peers, self.peers_first = engine_id, peers, peers_first
-        self._stores = Source(" and ".join(stores)) if stores else None
+        self._stores = Source(" and ".join(stores), CacheHitSource.DISK) if stores else None
         self._by_address: dict[tuple[str, int], Source] = {}
         self._numbers = count()
 
@@ -52,4 +53,4 @@ class Sources:
 
 def _source(address: tuple[str, int]) -> Source:
     host, port = address
-    return Source(f"peer {host}:{port}")
+    return Source(f"peer {host}:{port}", CacheHitSource.P2P)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores, key_of
-from vllm_hisparse.kv_manager.tiers.prefix_loads import PrefixLoads
+from vllm_hisparse.kv_manager.tiers.prefix_loads import Clock, PrefixLoads
 from vllm_hisparse.kv_manager.tiers.sources import Sources
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
 
 
@@ -26,12 +28,20 @@ class Tiers:
         host_pool: the host pool.
         sources: where a request's blocks may come from.
         timeout_s: seconds without a block after which a request stops waiting for its prefix.
+        clock: tells the time.
     """
 
-    def __init__(self, manager: HostTierManager, host_pool: HostBlockPool, sources: Sources, timeout_s: float):
+    def __init__(
+        self,
+        manager: HostTierManager,
+        host_pool: HostBlockPool,
+        sources: Sources,
+        timeout_s: float,
+        clock: Clock = time.monotonic,
+    ):
         self.manager, self.host_pool = manager, host_pool
         self.stores = BlockStores(manager, host_pool)
-        self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored)
+        self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored, clock)
         self._num_scheduled, self._num_processed = 0, 0
         self._published: deque[tuple[int, list[int]]] = deque()  # (steps scheduled by then, blocks)
 
@@ -49,15 +59,21 @@ class Tiers:
                 return False
             if not self.host_pool.can_allocate(request.num_tokens, match):
                 return False  # it waits for memory first
-            if self.loads.is_full:
+            if self.loads.must_wait(request_id):
                 return True
+            if self.loads.has_ended(request_id):
+                return False
             self.host_pool.touch(match.block_ids)  # not to be evicted by what follows them
             self.loads.begin(request_id, [key_of(block_hash) for block_hash in request.block_hashes[first:last]])
         return self.loads.has(request_id) and self.loads.is_loading(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """A request was admitted or has ended."""
-        self.loads.forget(request_id)
+    def forget(self, request_id: str) -> Counter[CacheHitSource]:
+        """A request was admitted or has ended.
+
+        Returns:
+            The blocks that were loaded for it from tiers, by the kind of tier.
+        """
+        return self.loads.forget(request_id)
 
     def step_scheduled(self) -> None:
         """A step's metadata is complete."""
@@ -99,9 +115,12 @@ class Tiers:
             "tier_loaded_blocks": loads.num_loaded,
             "tier_damaged_blocks": loads.num_damaged,
             "tier_load_timeouts": loads.num_timeouts,
+            "tier_slow_loads": loads.num_slow,
+            "tier_skipped_loads": loads.num_skipped,
             "tier_dropped_blocks": stores.num_dropped,
         }
-        loads.num_loaded = loads.num_damaged = loads.num_timeouts = stores.num_dropped = 0
+        loads.num_loaded = loads.num_damaged = stores.num_dropped = 0
+        loads.num_timeouts = loads.num_slow = loads.num_skipped = 0
         return counters
 
     def take_stats(self) -> OffloadingConnectorStats | None:

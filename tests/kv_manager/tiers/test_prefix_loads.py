@@ -1,0 +1,246 @@
+"""How long requests wait for tiers that are silent, slow or healthy, by a clock that the tests set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fake_engine import BLOCK_SIZE
+from tiered_engine import TieredEngine
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
+
+from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
+from vllm_hisparse.kv_manager.tiers.prefix_loads import MAX_TIMEOUTS, MAX_WAITING, RETRY_S
+
+TIMEOUT_S = 5.0
+PROMPT = list(range(200, 221))  # five whole blocks and one token
+NUM_BLOCKS = 5
+Lookup = Callable[[FileSystemTierManager, bytes, object], LookupResult]
+
+
+@dataclass
+class SetClock:
+    """A clock that stands still.
+
+    Attributes:
+        now: its time in seconds.
+    """
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+def answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a disk answer before the next step, because the clock does not wait for it."""
+    submit_load, load = FileSystemTierManager.submit_load, BlockCopier.load
+
+    def lookup(self: FileSystemTierManager, key: bytes, _: object) -> LookupResult:
+        is_there = os.path.exists(self.file_mapper.get_file_name(key))
+        return LookupResult.HIT if is_there else LookupResult.MISS
+
+    def submit_and_wait(self: FileSystemTierManager, job: TransferJob) -> None:
+        submit_load(self, job)
+        self._pool.wait_idle()
+
+    def load_and_wait(self: BlockCopier, chunk_id: int, block_id: int, key: bytes) -> Future[bool]:
+        future = load(self, chunk_id, block_id, key)
+        future.exception()
+        return future
+
+    monkeypatch.setattr(FileSystemTierManager, "lookup", lookup)
+    monkeypatch.setattr(FileSystemTierManager, "submit_load", submit_and_wait)
+    monkeypatch.setattr(BlockCopier, "load", load_and_wait)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, clock: SetClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredEngine]:
+    """An engine with a disk that has `PROMPT`, and a host pool that does not."""
+    answer_at_once(monkeypatch)
+    tier = {"type": "fs", "path": str(tmp_path), "quota_gib": 1.0, "num_threads": 2}
+    with TieredEngine([tier], timeout_s=TIMEOUT_S, clock=clock, num_host_blocks=40) as engine:
+        engine.ask("first", PROMPT)
+        engine.settle()
+        engine.connector.reset_cache()
+        engine.kv.reset_prefix_cache()
+        engine.tiers.manager.reset_cache()
+        engine.count()
+        yield engine
+
+
+def answers_with(monkeypatch: pytest.MonkeyPatch, lookup: Lookup) -> None:
+    monkeypatch.setattr(FileSystemTierManager, "lookup", lookup)
+
+
+def is_silent(*_: object) -> LookupResult:
+    return LookupResult.RETRY
+
+
+def step_until_admitted(engine: TieredEngine, request: Request, clock: SetClock, step_s: float) -> float:
+    """Step as long as a request waits; returns for how many seconds of the clock."""
+    first = clock.now
+    for _ in range(1000):
+        engine.step()
+        if request not in engine.waiting:
+            return clock.now - first
+        clock.now += step_s
+    raise AssertionError("the request waits for ever")
+
+
+def test_a_late_tier_costs_a_recomputation_once(engine: TieredEngine, clock: SetClock) -> None:
+    with pytest.MonkeyPatch.context() as silence:
+        answers_with(silence, is_silent)
+        waited_s = step_until_admitted(engine, engine.add("again", PROMPT, 1), clock, 0.1)
+    assert TIMEOUT_S < waited_s < TIMEOUT_S + 0.3
+    assert engine.count()["tier_load_timeouts"] == 1
+    request = engine.add("other", PROMPT[1:], 1)
+    assert step_until_admitted(engine, request, clock, 0.1) < 0.3, "the source is left alone for a while"
+    engine.run()
+    engine.connector.reset_cache()
+    engine.kv.reset_prefix_cache()
+    clock.now += RETRY_S
+    _, counted = engine.ask("last", PROMPT, 1)
+    assert counted["tier_load_timeouts"] == 0 and counted["tier_loaded_blocks"] == NUM_BLOCKS
+
+
+def test_a_disk_is_no_late_tier_while_nobody_asks(engine: TieredEngine, clock: SetClock) -> None:
+    """Nobody asks while all seats are taken; nor is a load looked at while vLLM is paused."""
+    request = engine.add("again", PROMPT, 1)
+    engine.step()
+    engine.waiting.remove(request)
+    clock.now += 100 * TIMEOUT_S
+    for _ in range(200):
+        engine.step()
+        clock.now += TIMEOUT_S / 2
+    engine.waiting.append(request)
+    engine.run()
+    counted = engine.count()
+    assert counted["tier_load_timeouts"] == counted["tier_slow_loads"] == 0
+    assert counted["host_prefix_tokens"] == BLOCK_SIZE * NUM_BLOCKS
+
+
+def test_a_load_goes_on_while_nobody_asks(engine: TieredEngine) -> None:
+    request = engine.add("again", PROMPT, 1)
+    engine.step()
+    engine.waiting.remove(request)
+    engine._wait_until(lambda: engine.tiers.loads.has_ended("again"))
+    assert engine.count()["tier_loaded_blocks"] == NUM_BLOCKS
+    engine.waiting.append(request)
+    engine.abort(request)
+
+
+def test_a_disk_is_no_late_tier_because_steps_are_long(engine: TieredEngine, clock: SetClock) -> None:
+    request = engine.add("again", PROMPT, 1)
+    step_until_admitted(engine, request, clock, 3 * TIMEOUT_S)
+    counted = engine.count()
+    assert counted["tier_load_timeouts"] == 0 and counted["tier_loaded_blocks"] == NUM_BLOCKS
+
+
+def test_a_late_tier_is_left_alone_as_long_for_many_loads_as_for_one(
+    engine: TieredEngine, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_with(monkeypatch, is_silent)
+    monkeypatch.setattr(engine.tiers.loads, "_max_loads", 4)
+    requests = [engine.add(f"again-{index}", PROMPT[index:], 1) for index in range(4)]
+    for request in requests:
+        step_until_admitted(engine, request, clock, 0.1)
+    ((source, _),) = engine.tiers.loads._make_contexts("probe")
+    assert source.retry_at <= clock.now + RETRY_S
+    assert source.pause_s == 2 * RETRY_S
+
+
+def one_block_at_a_time(clock: SetClock, interval_s: float) -> Lookup:
+    """A tier that has one more block of each request now and then."""
+    real, first, asked = FileSystemTierManager.lookup, clock.now, {}
+
+    def lookup(self: FileSystemTierManager, key: bytes, context: object) -> LookupResult:
+        keys = asked.setdefault(context.req_id, [])
+        if key not in keys:
+            keys.append(key)
+        has_come = clock.now - first > interval_s * (keys.index(key) + 1)
+        return real(self, key, context) if has_come else LookupResult.RETRY
+
+    return lookup
+
+
+def test_a_trickling_tier_holds_a_request_for_a_limited_time(
+    engine: TieredEngine, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_prompt = list(range(300, 332))[:31]
+    engine.ask("long", long_prompt, 1)
+    engine.settle()
+    engine.connector.reset_cache()
+    engine.kv.reset_prefix_cache()
+    engine.tiers.manager.reset_cache()
+    answers_with(monkeypatch, one_block_at_a_time(clock, 0.95 * TIMEOUT_S))
+    waited_s = step_until_admitted(engine, engine.add("again", long_prompt, 1), clock, TIMEOUT_S / 20)
+    assert waited_s < MAX_TIMEOUTS * TIMEOUT_S + 1
+    counted = engine.count()
+    assert counted["tier_slow_loads"] == 1 and counted["tier_load_timeouts"] == 0
+    assert 0 < counted["tier_loaded_blocks"] < 7
+    ((source, _),) = engine.tiers.loads._make_contexts("probe")
+    assert source.retry_at == 0.0, "it has delivered"
+    engine.run()
+    assert not engine.tiers.manager._req_state
+
+
+def test_a_trickling_tier_holds_nobody_else_for_longer_than_the_timeout(
+    engine: TieredEngine, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_with(monkeypatch, one_block_at_a_time(clock, 0.95 * TIMEOUT_S))
+    monkeypatch.setattr(engine.tiers.loads, "_max_loads", 1)
+    engine.add("slow", PROMPT, 1)
+    engine.step()
+    request = engine.add("new", list(range(700, 709)), 1)
+    waited_s = step_until_admitted(engine, request, clock, 0.1)
+    assert waited_s < TIMEOUT_S + 0.3
+    assert engine.count()["tier_skipped_loads"] == 1
+    monkeypatch.undo()
+    engine.run()
+    assert not engine.tiers.loads._waiting and not engine.tiers.loads._ended
+
+
+def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks for each of them in every step."""
+    answers_with(monkeypatch, is_silent)
+    loads = engine.tiers.loads
+    loads.begin("slow", [])
+    monkeypatch.setattr(loads, "_max_loads", 1)
+    must_wait = [loads.must_wait(f"request-{index}") for index in range(100)]
+    assert must_wait == [True] * MAX_WAITING + [False] * (100 - MAX_WAITING)
+    assert loads.num_skipped == 100 - MAX_WAITING
+    loads.forget("request-0")
+    assert loads.must_wait("another")
+    loads.forget("slow")
+    assert not loads.must_wait("request-1") and not loads.has_ended("request-1"), "it may load now"
+
+
+def test_hits_are_called_after_where_they_come_from(engine: TieredEngine) -> None:
+    sources = []
+    admitted = engine.connector.update_state_after_alloc
+
+    def admit(request: Request, blocks: object, num_external_tokens: int) -> None:
+        admitted(request, blocks, num_external_tokens)
+        sources.append(engine.connector.cache_hit_sources(request, num_external_tokens))
+
+    engine.connector.update_state_after_alloc = admit
+    engine.ask("from disk", PROMPT, 1)
+    engine.kv.reset_prefix_cache()
+    engine.ask("from the host pool", PROMPT, 1)
+    engine.ask("new", list(range(700, 709)), 1)
+    num_tokens = BLOCK_SIZE * NUM_BLOCKS
+    assert sources == [{CacheHitSource.DISK: num_tokens}, {CacheHitSource.HOST: num_tokens}, {}]
