@@ -32,6 +32,14 @@ def replay(ctx: typer.Context) -> None:
     forward(ctx, replay_command)
 
 
+@app.command(context_settings=FORWARDED)
+def plan(ctx: typer.Context) -> None:
+    """Predict requests at once, latency and tokens/s of a model on given GPUs, and print the commands to start it."""
+    from vllm_hisparse.cli.plan.command import plan_command
+
+    forward(ctx, plan_command)
+
+
 @trace_app.command(context_settings=FORWARDED)
 def record(ctx: typer.Context) -> None:
     """Let a DSA model continue some texts and record which positions it selects."""

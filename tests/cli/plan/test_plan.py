@@ -1,0 +1,231 @@
+"""`vllm-hisparse plan`: sizes against vLLM's own, predictions against committed measurements, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchmarks.plan_calibration import all_rows, errors, fit, nonnegative_least_squares, predict
+from vllm_hisparse.cli.main import app
+from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
+from vllm_hisparse.cli.plan.memory import KVMemory, System, independent_hit_rate
+from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_indexers
+from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+def planned(*words: str) -> dict:
+    result = invoke(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def refusal(*words: str) -> str:
+    result = invoke(*words)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_weights_of_deepseek_v32() -> None:
+    """671 billion parameters, of which 37 billion work on a token (DeepSeek's model card)."""
+    shape = ModelShape.load("deepseek-v3.2", "fp8")
+    assert shape.weight_bytes == pytest.approx(671e9, rel=0.01)
+    assert shape.token_flops == pytest.approx(2 * 37e9, rel=0.03)
+    assert shape.token_bytes == 61 * (656 + 132)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("Llama-3.1-8B", 8.0), ("Llama-3.3-70B", 70.6), ("Qwen3-32B", 32.8)])
+def test_weights_of_dense_models(preset: str, billions: float) -> None:
+    """Parameters as the model cards state them; the embedding is looked up, not read in every step."""
+    config = PRESETS[preset]
+    embedding = config["hidden_size"] * config["vocab_size"] * 2
+    assert ModelShape.load(preset).weight_bytes + embedding == pytest.approx(2e9 * billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 61),
+        ({"index_topk_freq": 4}, 16),
+        ({"index_topk_pattern": "FSSF" * 15 + "F"}, 31),
+        ({"indexer_types": ["full", "shared", "shared"] * 20 + ["full"]}, 21),
+    ],
+)
+def test_layers_that_share_an_indexer(config: dict, expected: int) -> None:
+    assert num_indexers(PRESETS["DeepSeek-V3.2"] | config) == expected
+
+
+def test_tiny_models_are_read_from_their_directory() -> None:
+    directory = ROOT / "benchmarks" / "models" / "code-dsa"
+    shape = ModelShape.load(str(directory), "bfloat16")
+    config = json.loads((directory / "config.json").read_text())
+    assert (shape.num_layers, shape.top_k) == (config["num_hidden_layers"], config["index_topk"])
+    assert shape.row_bytes == 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+
+
+def test_a_request_is_as_large_as_its_engine_says() -> None:
+    """Bytes of `HotBufferSpec.request_bytes`, which sizes the engine's pool."""
+    from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+
+    shape = ModelShape.load("DeepSeek-V3.2", "fp8")
+    memory = KVMemory(shape, 24 * GIB, 88 * GIB, 1, 4096, 2048)
+    spec = object.__new__(HotBufferSpec)  # its bytes follow from these three alone
+    for name, value in {"layout": memory.layout, "device_buffer_size": 4096, "elastic": True}.items():
+        object.__setattr__(spec, name, value)
+    for num_tokens in (100, 4000, 33_001, 131_072):
+        assert memory.request_bytes(System.plugin, num_tokens)[0] == spec.request_bytes(num_tokens)
+
+
+def test_host_memory_limits_the_plugin_alone() -> None:
+    memory = KVMemory(ModelShape.load("DeepSeek-V3.2", "fp8"), 24 * GIB, 10 * GIB, 1, 4096, 2048)
+    assert memory.seats(System.plugin, 32_768).bound == "host memory"
+    assert memory.seats(System.plugin, 32_768).running == 6
+    assert (memory.seats(System.full, 32_768).running, memory.seats(System.full, 32_768).bound) == (16, "device memory")
+
+
+def test_hit_rate_of_independent_selections() -> None:
+    """Against a simulated LRU buffer."""
+    num_tokens, top_k, rows, overlap = 4000, 200, 700, 0.8
+    source = np.random.default_rng(0)
+    selection = source.choice(num_tokens, top_k, replace=False)
+    last_use, hits = np.full(num_tokens, -1), []
+    for step in range(400):
+        stays = source.random(top_k) < overlap
+        others = np.setdiff1d(np.arange(num_tokens), selection)
+        selection = np.concatenate([selection[stays], source.choice(others, int((~stays).sum()), replace=False)])
+        hot = np.argsort(last_use)[-rows:]
+        hits.append(np.isin(selection, hot[last_use[hot] >= 0]).mean())
+        last_use[selection] = step
+    assert independent_hit_rate(overlap, top_k, rows, num_tokens) == pytest.approx(np.mean(hits[100:]), abs=0.01)
+    assert independent_hit_rate(overlap, top_k, num_tokens, num_tokens) == 1.0
+
+
+def test_the_fit_is_the_least_squares_one_where_that_is_positive() -> None:
+    source = np.random.default_rng(1)
+    a, x = source.random((30, 4)), np.array([0.5, 2.0, 0.1, 1.0])
+    assert nonnegative_least_squares(a, a @ x) == pytest.approx(x)
+    found = nonnegative_least_squares(a, a @ np.array([1.0, -2.0, 0.5, 1.0]))
+    gradient = a.T @ (a @ found - a @ np.array([1.0, -2.0, 0.5, 1.0]))
+    assert (found >= 0).all() and (gradient > -1e-8).all() and gradient @ found == pytest.approx(0, abs=1e-8)
+
+
+def test_factors_come_from_the_committed_results() -> None:
+    stored = json.loads(CALIBRATION.read_text())["factors"]
+    found = fit(all_rows())
+    assert {part: pytest.approx(costs, rel=1e-3, abs=1e-4) for part, costs in found.items()} == stored
+
+
+def test_predictions_are_held_to_the_measurements() -> None:
+    rows, factors = all_rows(), json.loads(CALIBRATION.read_text())["factors"]
+    predictions = [predict(row, factors) for row in rows]
+    is_dsa = np.array([row.model.is_dsa for row in rows])
+    for what in ("tokens_per_s", "itl_ms"):
+        off = np.abs(errors(predictions, what))
+        assert off[is_dsa].max() < 0.16 and np.median(off) < 0.07
+        assert off.max() < 0.35  # one request of 8 dense layers waits for the host
+    assert np.abs(errors(predictions, "running")).max() <= 0.03
+    stored = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["rows"]
+    assert stored == predictions
+
+
+def test_more_misses_take_longer() -> None:
+    shape = ModelShape.load("DeepSeek-V3.2", "fp8")
+    times = [
+        Step(shape, GPUS["H200"], System.plugin, 40, 32_768, 2048, 0, missed, tensor_parallel=8).total_ms()
+        for missed in (0, 100, 400, 800, 1600)
+    ]
+    assert times == sorted(times) and times[-1] > times[0] + 20
+
+
+def test_a_plan_says_where_the_plugin_pays() -> None:
+    found = planned("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "65536")
+    systems = found["systems"]
+    assert set(systems) == {"full KV", "native HiSparse", "vllm_hisparse"}
+    assert systems["vllm_hisparse"]["tokens_per_s"] > 1.4 * systems["full KV"]["tokens_per_s"]
+    assert systems["full KV"]["seats"] < found["crossover"] <= found["concurrency"]
+    assert sum(systems["full KV"]["step_parts_ms"].values()) == pytest.approx(systems["full KV"]["itl_ms"], abs=0.1)
+    assert "HiSparseHostConnector" in found["commands"]["decode"]
+
+
+def test_it_does_not_pay_where_full_kv_fits() -> None:
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "2000")
+    found = planned(*words, "--concurrency", "16")
+    assert found["crossover"] is None
+    assert "It does not pay" in invoke(*words, "--concurrency", "16").output
+
+
+def test_arrivals_give_the_concurrency() -> None:
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "16384")
+    found = planned(*words, "--output-tokens", "500", "--request-rate", "1")
+    system = found["systems"]["vllm_hisparse"]
+    in_system = 1 * 500 * system["itl_ms"] / 1e3  # Little's law
+    assert found["concurrency"] == pytest.approx(in_system, rel=0.1)
+
+
+def test_lengths_from_a_file_and_a_range(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("1000\n3000\n8000\n")
+    words = ("Llama-3.1-8B", "--gpu", "H100")
+    assert "Prompts of 4000" in invoke(*words, "--context", str(tmp_path / "lengths")).output
+    assert "Prompts of 6000" in invoke(*words, "--context", "4000-8000").output
+
+
+def test_start_commands_are_accepted_by_the_product() -> None:
+    from vllm_hisparse_ray.config import AppConfig
+
+    from vllm_hisparse.config import HiSparseConfig
+
+    found = planned("GLM-5.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts", "1")
+    AppConfig(**found["ray_options"])
+    HiSparseConfig.from_extra_config(found["ray_options"]["decode"]["hisparse"])
+
+
+def test_rates_of_a_doctor(tmp_path: Path) -> None:
+    report = {"gpu": {"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}, "rates": {"rows_gb_s": 12.0}}
+    (tmp_path / "doctor.json").write_text(json.dumps(report))
+    gpu = Gpu.find(str(tmp_path / "doctor.json"))
+    assert (gpu.memory_gib, gpu.rows_gb_s, gpu.memory_tb_s) == (79.1, 12.0, GPUS["H100"].memory_tb_s)
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "16", "--kv-cache-dtype", "fp8", "--overlap", "0.5")
+    slow, fast = (planned(*words, "--gpu", gpu)["systems"] for gpu in (str(tmp_path / "doctor.json"), "H100"))
+    assert slow["vllm_hisparse"]["tokens_per_s"] < 0.8 * fast["vllm_hisparse"]["tokens_per_s"]
+    assert slow["full KV"]["tokens_per_s"] == pytest.approx(fast["full KV"]["tokens_per_s"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("DeepSeek-V3.2",), "GiB of weights on each GPU"),
+        (("DeepSeek-V3.2", "--hit-rate", "0.5", "--overlap", "0.3"), "got 0.5, and 0.3 for --overlap"),
+        (("Llama-3.1-8B", "--concurrency", "4", "--request-rate", "2"), "they contradict each other"),
+        (("no/such/model",), "expected a directory, a config.json or one of DeepSeek-V3.2"),
+        (("Llama-3.1-8B", "--gpu", "H1000"), "expected one of H200"),
+        (("Llama-3.1-8B", "--drafts", "1"), "has no draft layer"),
+        (("Llama-3.1-8B", "--context", "0"), "expected tokens as a number"),
+        (("Llama-3.1-8B", "--context", "200000"), "that Llama-3.1-8B takes"),
+        (("DeepSeek-V3.2", "--top-k", "1024", "--tensor-parallel-size", "8"), "expected the model's index_topk, 2048"),
+        (("Llama-3.1-8B", "--kv-cache-dtype", "int4"), "expected one of auto, bfloat16, fp8"),
+    ],
+)
+def test_refusals(words: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal(*words)
+
+
+def test_a_model_that_nothing_is_known_of_is_refused() -> None:
+    with pytest.raises(ModelError, match="without an indexer"):
+        ModelShape.from_config("v3", {**PRESETS["DeepSeek-V3.2"], "index_topk": None} | {"kv_lora_rank": 512}, "auto")
+
+
+def test_draws_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = invoke("Llama-3.1-8B", "--gpu", "H100", "--chart", str(tmp_path / "plan.png"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "plan.png").stat().st_size > 10_000

@@ -1,0 +1,289 @@
+"""`vllm-hisparse plan`: options, the table, the picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
+from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options
+from vllm_hisparse.cli.plan.memory import System, independent_hit_rate
+from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape
+from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError
+
+DENSE_TOP_K = 2048
+REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows in top-k
+MIN_WIDTH = 120  # of the tables
+KV_DTYPES = ("auto", "bfloat16", "fp8")
+
+
+def plan_command(
+    model: Annotated[str, typer.Argument(help=f"Directory, config.json, or one of {', '.join(PRESETS)}.")],
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}, or the JSON file of `vllm-hisparse doctor`.")] = "H200",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a rank, as in vLLM.")] = 1,
+    data_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, with expert parallelism.")] = 1,
+    kv_cache_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}.")] = "auto",
+    weight_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}; auto: as config.json says.")] = "auto",
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1.0, help="As in vLLM.")] = 0.92,
+    device_kv_gib: Annotated[float | None, typer.Option(min=0.1, help="Device memory for KV on each GPU.")] = None,
+    host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory for KV, of all ranks.")] = 512.0,
+    context: Annotated[str, typer.Option(help="Prompt tokens: a number, LOW-HIGH, or a file of lengths.")] = "32768",
+    output_tokens: Annotated[str, typer.Option(help="Answer tokens, in the same way.")] = "1024",
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: all that fit.")] = None,
+    request_rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second, instead.")] = None,
+    hit_rate: Annotated[float | None, typer.Option(min=0, max=1, help="Share of selected rows that are hot.")] = None,
+    overlap: Annotated[float | None, typer.Option(min=0, max=1, help="Share kept from step to step.")] = None,
+    trace: Annotated[Path | None, typer.Option(exists=True, help="Trace of selections (trace record).")] = None,
+    drafts: Annotated[int, typer.Option(min=0, max=7, help="Drafts of a step (MTP).")] = 0,
+    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability that a draft is accepted.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Of a dense model. Default: 2048.")] = None,
+    device_buffer_size: Annotated[int | None, typer.Option(min=1, help="Hot rows per request and layer.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="As in vLLM, per rank.")] = 1024,
+    chart: Annotated[Path | None, typer.Option(help="Picture of tokens/s and latency over concurrency.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict requests at once, latency and tokens/s of a model on given GPUs, and print the commands to start it.
+
+    Compares full KV, vLLM's native HiSparse and vllm_hisparse. Needs no GPU and no network.
+    """
+    for option, value in (("--kv-cache-dtype", kv_cache_dtype), ("--weight-dtype", weight_dtype)):
+        if value not in KV_DTYPES:
+            raise typer.BadParameter(f"got {value!r}, expected one of {', '.join(KV_DTYPES)}", param_hint=option)
+    _only_one("--concurrency", concurrency, "--request-rate", request_rate)
+    _only_one("--hit-rate", hit_rate, "--overlap", overlap)
+    _only_one("--trace", trace, "--hit-rate or --overlap", hit_rate if overlap is None else overlap)
+    shape, found_gpu = _model(model, kv_cache_dtype, weight_dtype), _gpu(gpu)
+    if drafts and not shape.has_draft_layer:
+        raise typer.BadParameter(f"got {drafts}, but {shape.name} has no draft layer", param_hint="--drafts")
+    if top_k is not None and shape.is_dsa and top_k != shape.top_k:
+        message = f"got {top_k}, expected the model's index_topk, {shape.top_k}: leave the option out"
+        raise typer.BadParameter(message, param_hint="--top-k")
+    selected = shape.top_k or top_k or DENSE_TOP_K
+    prompts, answers = lengths(context, "--context"), lengths(output_tokens, "--output-tokens")
+    load = Load(_mean(prompts), _mean(answers), max(prompts) + max(answers), concurrency, request_rate)
+    rate, locality = _locality(hit_rate, overlap, trace, selected)
+    try:
+        plan = Plan(
+            model=shape,
+            gpu=found_gpu,
+            load=load,
+            hit_rate=rate,
+            locality=locality,
+            host_gib=host_memory_gib,
+            top_k=selected,
+            device_buffer_size=device_buffer_size or selected * max(2, 1 + drafts),
+            tensor_parallel=tensor_parallel_size,
+            data_parallel=data_parallel_size,
+            drafts=drafts,
+            acceptance=acceptance,
+            gpu_memory_utilization=gpu_memory_utilization,
+            device_kv_gib=device_kv_gib,
+            max_num_seqs=max_num_seqs,
+            systems=tuple(System) if shape.is_dsa else (System.full, System.plugin),
+        )
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+    starts = commands(plan, model, kv_cache_dtype)
+    deployments = {
+        "helm_values": helm_values(plan, model, kv_cache_dtype),
+        "ray_options": ray_options(plan, model, kv_cache_dtype),
+    }
+    if as_json:
+        typer.echo(json.dumps(plan.as_json() | {"commands": starts} | deployments, indent=2))
+    else:
+        show(plan, starts, deployments)
+    if chart is not None:
+        draw(plan, chart)
+
+
+def _only_one(first: str, value: object, second: str, other: object) -> None:
+    if value is not None and other is not None:
+        raise typer.BadParameter(
+            f"got {value}, and {other} for {second}: they contradict each other, give one", param_hint=first
+        )
+
+
+def _model(model: str, kv_cache_dtype: str, weight_dtype: str) -> ModelShape:
+    try:
+        return ModelShape.load(model, kv_cache_dtype, weight_dtype)
+    except ModelError as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+
+
+def _gpu(gpu: str) -> Gpu:
+    try:
+        return Gpu.find(gpu)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu") from None
+
+
+def lengths(text: str, option: str) -> list[int]:
+    """Parse a number of tokens, a range LOW-HIGH, or a file with one number per line.
+
+    Raises:
+        BadParameter: it is none of them, or a number is not positive.
+    """
+    try:
+        path = Path(text)
+        if path.is_file():
+            found = [int(word) for word in path.read_text().split()]
+        else:
+            low, _, high = text.partition("-")
+            found = [int(low), int(high)] if high else [int(low)]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(
+            f"got {text!r}, expected tokens as a number, as LOW-HIGH, or a file with a number per line",
+            param_hint=option,
+        )
+    return found
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)
+
+
+def _locality(hit_rate: float | None, overlap: float | None, trace: Path | None, top_k: int) -> tuple[HitRate, str]:
+    if hit_rate is not None:
+        return lambda rows, tokens: hit_rate, f"a hit rate of {hit_rate:.0%}, whatever the buffer"
+    if trace is not None:
+        return replayed_hit_rates(trace), f"the trace {trace.name}, replayed with LRU"
+    kept = 0.87 if overlap is None else overlap
+    where = "assumed: record a trace of your model to know" if overlap is None else "given"
+    return lambda rows, tokens: independent_hit_rate(kept, top_k, rows, tokens), (
+        f"{kept:.0%} of a selection kept from step to step ({where})"
+    )
+
+
+def replayed_hit_rates(path: Path) -> HitRate:
+    """Replay a trace with LRU buffers of several sizes and interpolate between them, in top-k of the trace."""
+    import numpy as np
+
+    from vllm_hisparse.cli.replay import WARM_UP_STEPS, replays
+    from vllm_hisparse.trace import Trace, TraceError
+
+    try:
+        trace = Trace.read(path)
+    except TraceError as error:
+        raise typer.BadParameter(str(error), param_hint="--trace") from None
+    rates = []
+    for replay in replays(trace, ["lru"], [*REPLAYED_SIZES], ["buffers"]):
+        missed, selected = replay.missed[:, :, WARM_UP_STEPS:].sum(), replay.selected[:, :, WARM_UP_STEPS:].sum()
+        rates.append(1 - missed / max(selected, 1))
+
+    def hit_rate(rows: int, num_tokens: int) -> float:
+        # The trace's requests are shorter than those planned for: a buffer counts in selections, not in tokens.
+        size = rows / trace.top_k if trace.top_k >= 1024 else rows / 2048
+        return float(np.interp(size, REPLAYED_SIZES, rates))
+
+    return hit_rate
+
+
+def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> None:
+    """Print the plan."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, MIN_WIDTH)
+    ranks, load = f"{plan.tensor_parallel * plan.data_parallel} x {plan.gpu.name}", plan.load
+    console.print(
+        f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights, {plan.kv_gib:.1f} GiB for KV on "
+        f"each GPU; {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "
+        f"{load.output:.0f} tokens. Locality: {plan.locality}."
+    )
+    console.print(_summary(plan), _step_table(plan))
+    console.print(verdict(plan))
+    console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]\n")
+    for title in ("one instance", "prefill", "decode", "router"):
+        console.print(f"[bold]{title}[/]\n{starts[title]}", markup=True)
+    for title, options in deployments.items():
+        console.print(f"\n[bold]{title.replace('_', ' ')}[/]\n{yaml.safe_dump(options, sort_keys=False).rstrip()}")
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table(
+        title=f"{plan.concurrency} requests at once", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+    )
+    for header in ("", "GPU MiB", "host MiB", "seats", "limited by", "running", "tokens/s", "ms/token", "hits"):
+        table.add_column(header, justify="left" if header in ("", "limited by") else "right", no_wrap=True)
+    for system in plan.systems:
+        seats, point = plan.seats(system), plan.point(system, plan.concurrency)
+        hits = "" if point.hit_rate is None else f"{point.hit_rate:.1%}"
+        latency = f"{point.itl_ms:.1f}" if math.isfinite(point.itl_ms) else "-"
+        memory = (f"{seats.device_bytes / 2**20:.0f}", f"{seats.host_bytes / 2**20:.0f}" if seats.host_bytes else "")
+        table.add_row(
+            str(system), *memory, str(seats.running * plan.data_parallel), seats.bound, str(point.running),
+            f"{point.tokens_per_s:.0f}", latency, hits,
+        )  # fmt: skip
+    return table
+
+
+def _step_table(plan: Plan) -> Table:
+    points = {system: plan.point(system, plan.concurrency) for system in plan.systems}
+    parts = list(dict.fromkeys(part for point in points.values() for part in point.parts_ms))
+    table = Table(title="milliseconds of a step", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for header in ("", *map(str, points)):
+        table.add_column(header, justify="right" if header else "left", no_wrap=True)
+    for part in parts:
+        label = "copies waited for" if part == "copies" else part
+        table.add_row(label, *(f"{p.parts_ms[part]:.1f}" if part in p.parts_ms else "" for p in points.values()))
+    table.add_row("copies hidden", *(f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms else "" for p in points.values()))
+    table.add_row("all", *(f"{sum(p.parts_ms.values()):.1f}" for p in points.values()))
+    return table
+
+
+def verdict(plan: Plan) -> str:
+    """Say in a sentence whether the plugin pays."""
+    full = plan.point(System.full, plan.concurrency)
+    plugin = plan.point(System.plugin, plan.concurrency)
+    if not plugin.running:
+        return "Not one request fits: give the plan more host memory or shorter prompts."
+    if not full.running:
+        return "Full KV cannot run one such request on these GPUs; vllm_hisparse can."
+    ratio = plugin.tokens_per_s / full.tokens_per_s
+    if plan.crossover is None:
+        return (
+            f"It does not pay: {ratio:.2f}x the tokens/s of full KV at {plan.concurrency} requests. Stock vLLM is as "
+            "good for this load."
+        )
+    return (
+        f"It pays from {plan.crossover} requests on; below that, stock vLLM is as good. At {plan.concurrency} "
+        f"requests: {ratio:.2f}x full KV's tokens/s, {plugin.itl_ms:.1f} instead of {full.itl_ms:.1f} ms per token."
+    )
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw tokens/s and inter-token latency over concurrency."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--chart") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for system in plan.systems:
+        points = [point for point in plan.curve(system) if point.running]
+        x = [point.concurrency for point in points]
+        axes[0].plot(x, [point.tokens_per_s for point in points], label=str(system))
+        axes[1].plot(x, [point.itl_ms for point in points], label=str(system))
+    for axis, label in zip(axes, ("tokens/s", "ms per token of a running request"), strict=True):
+        axis.axvline(plan.concurrency, color="grey", linestyle=":", linewidth=1)
+        axis.set(xlabel="requests at once", ylabel=label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(
+        f"{plan.model.name}, {plan.gpu.name}, prompts of {plan.load.context:.0f} tokens (predicted)", fontsize=10
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,94 @@
+"""GPUs that a plan can be made for: what is measured on one, and what a datasheet says of the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of one GPU and its link to host memory.
+
+    Attributes:
+        name: the product's name.
+        memory_gib: memory of one GPU that a process can use.
+        memory_tb_s: bandwidth of this memory in TB/s, by the datasheet.
+        bf16_tflops: dense bf16 rate in TFLOP/s, by the datasheet.
+        link_gb_s: rate of a large copy from pinned host memory, in GB/s.
+        rows_gb_s: rate of scattered rows from a large host pool, in GB/s. None: not measured.
+        source: where the figures come from.
+    """
+
+    name: str
+    memory_gib: float
+    memory_tb_s: float
+    bf16_tflops: float
+    link_gb_s: float
+    rows_gb_s: float | None = None
+    source: str = "datasheet"
+
+    @property
+    def is_measured(self) -> bool:
+        return self.rows_gb_s is not None
+
+    @property
+    def scattered_gb_s(self) -> float:
+        """Rate of scattered rows: measured, or the share of the link that an H200 reaches."""
+        if self.rows_gb_s is not None:
+            return self.rows_gb_s
+        return self.link_gb_s * GPUS["H200"].rows_gb_s / GPUS["H200"].link_gb_s
+
+    @classmethod
+    def find(cls, name: str) -> Gpu:
+        """Return the GPU of a name, or of a JSON file that `vllm-hisparse doctor` wrote.
+
+        Raises:
+            ValueError: neither is known; the text names those that are.
+        """
+        if name.upper() in GPUS:
+            return GPUS[name.upper()]
+        path = Path(name)
+        if path.suffix == ".json" and path.is_file():
+            return cls.from_doctor(json.loads(path.read_text()))
+        raise ValueError(f"got {name!r}, expected one of {', '.join(GPUS)}, or a JSON file of `vllm-hisparse doctor`")
+
+    @classmethod
+    def from_doctor(cls, report: dict) -> Gpu:
+        """Take the rates that a doctor's report has, and the rest from the datasheet of the nearest known GPU.
+
+        Raises:
+            ValueError: the report has no GPU, or one that is not known.
+        """
+        found = (report.get("gpu") or {}).get("name", "")
+        known = next((gpu for name, gpu in GPUS.items() if name in found.upper().replace("-", " ").split()), None)
+        if known is None:
+            raise ValueError(f"got a report of the GPU {found!r}, expected one of {', '.join(GPUS)}")
+        rates = report.get("rates") or {}
+        return replace(
+            known,
+            name=found,
+            memory_gib=report["gpu"].get("memory_gib", known.memory_gib),
+            link_gb_s=rates.get("copy_to_device_gb_s") or known.link_gb_s,
+            rows_gb_s=rates.get("rows_gb_s") or known.rows_gb_s,
+            source="doctor, and the datasheet for the GPU's own rates",
+        )
+
+
+# The H200's link rates are measured (benchmarks/results/h200/host_reads.json, swap_in_fp8.json); its other figures, and
+# all figures of the other GPUs, are the vendor's.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H200", 139.8, 4.8, 989, 55.4, 36.0, "measured link, datasheet for the rest"),
+        Gpu("H100", 79.6, 3.35, 989, 55.4),
+        Gpu("H20", 95.6, 4.0, 148, 55.4),
+        Gpu("GH200", 94.5, 4.0, 989, 420.0),
+        Gpu("B200", 178.0, 7.7, 2250, 55.4),
+        Gpu("B300", 268.0, 7.7, 2250, 110.0),
+        Gpu("GB200", 184.0, 8.0, 2500, 420.0),
+        Gpu("A100", 79.3, 2.04, 312, 25.0),
+        Gpu("L40S", 44.5, 0.86, 362, 25.0),
+    )
+}

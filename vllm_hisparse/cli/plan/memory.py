@@ -1,0 +1,135 @@
+"""Where KV is and how many requests run at once: full KV, vLLM's native HiSparse and the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vllm_hisparse.cli.plan.models import ModelShape
+from vllm_hisparse.layout import KVLayout
+
+QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
+
+
+class System(StrEnum):
+    """What decodes."""
+
+    full = "full KV"
+    native = "native HiSparse"
+    plugin = "vllm_hisparse"
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Memory of the requests of one engine rank.
+
+    Attributes:
+        device_bytes: KV of one request on each GPU, at least.
+        host_bytes: KV of one request in host memory.
+        running: requests at once, as far as device and host memory allow.
+        bound: what limits them: `device memory`, `host memory` or `--max-num-seqs`.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    running: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """KV memory of one engine rank.
+
+    Attributes:
+        model: its sizes.
+        device_bytes: device memory for KV on each GPU.
+        host_bytes: host memory for KV of the rank.
+        tensor_parallel: GPUs of the rank.
+        device_buffer_size: hot rows of a long request.
+        top_k: positions selected per query token.
+        drafts: drafts of a step.
+        max_num_seqs: vLLM's limit.
+    """
+
+    model: ModelShape
+    device_bytes: int
+    host_bytes: int
+    tensor_parallel: int
+    device_buffer_size: int
+    top_k: int
+    drafts: int = 0
+    max_num_seqs: int = 1 << 30
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of the KV of one GPU. Ranks of a DSA model hold the same rows, those of a dense model a share."""
+        layout = self.model.layout(self.drafts)
+        if self.model.is_dsa:
+            return layout
+        heads = max(1, self.model.num_kv_heads // self.tensor_parallel)
+        row_bytes = self.model.row_bytes * heads // self.model.num_kv_heads
+        bounds = ((QUEST_PAGE, row_bytes),)  # Quest's lower and upper bound of each page of keys
+        return KVLayout(
+            row_bytes=row_bytes,
+            resident_row_bytes=0,
+            num_layers=self.model.num_layers,
+            num_resident_layers=0,
+            tokens_per_unit=QUEST_PAGE,
+            num_kv_heads=heads,
+            max_query_len=1 + self.drafts,
+            state_entries=bounds,
+        )
+
+    def seats(self, system: System, num_tokens: int) -> Seats:
+        """Count the requests of `num_tokens` that run at once."""
+        device, host = self.request_bytes(system, num_tokens)
+        limits = {"device memory": self.device_bytes // device, "--max-num-seqs": self.max_num_seqs}
+        if host:
+            limits["host memory"] = self.host_bytes // host
+        bound = min(limits, key=limits.__getitem__)
+        return Seats(device, host, limits[bound], bound)
+
+    def request_bytes(self, system: System, num_tokens: int) -> tuple[int, int]:
+        """Return the least device bytes on each GPU and the host bytes of a request of `num_tokens`."""
+        layout = self.layout
+        if system == System.full:
+            return layout.full_request_bytes(num_tokens), 0
+        host = layout.host_request_bytes(num_tokens)
+        host *= 1 if self.model.is_dsa else self.tensor_parallel
+        if system == System.native:
+            # vLLM's hot buffer has room for `device_buffer_size` rows and one more selection; it never grows.
+            rows = self._native_rows(num_tokens)
+            resident = (
+                layout.num_blocks(num_tokens) * layout.block_size * self.model.num_indexers * self.model.key_bytes
+            )
+            return resident + rows * layout.num_layers * layout.row_bytes, host
+        blocks = layout.num_hot_blocks(self.device_buffer_size, num_tokens) + layout.state.num_blocks(num_tokens)
+        blocks += layout.num_blocks(num_tokens) if layout.has_resident_kv else 0
+        return blocks * layout.device_block_bytes, host
+
+    def _native_rows(self, num_tokens: int) -> int:
+        return min(num_tokens, self.top_k + max(self.device_buffer_size, self.top_k * (1 + self.drafts)))
+
+    def hot_rows(self, system: System, num_tokens: int, running: int) -> int:
+        """Return the rows of a request in each layer that are hot when `running` requests share the device memory."""
+        if system == System.full:
+            return num_tokens
+        if system == System.native:
+            return self._native_rows(num_tokens)
+        layout = self.layout
+        device, _ = self.request_bytes(System.plugin, num_tokens)
+        spare = max(0, self.device_bytes - running * device) // max(running, 1)
+        rows = layout.num_hot_blocks(self.device_buffer_size, num_tokens) * layout.rows_per_hot_block
+        return min(num_tokens, rows + spare // layout.device_block_bytes * layout.rows_per_hot_block)
+
+
+def independent_hit_rate(overlap: float, top_k: int, hot_rows: int, num_tokens: int) -> float:
+    """Return the share of selected rows that are hot, if a share `overlap` of the selection stays from step to step.
+
+    The rest moves to positions that are independent of all before; a buffer beyond the selection then hits the share of
+    the sequence that it holds.
+    """
+    if hot_rows >= num_tokens or top_k >= num_tokens:
+        return 1.0
+    kept = max(0, hot_rows - top_k) / (num_tokens - top_k)
+    return overlap + (1 - overlap) * kept

@@ -1,0 +1,279 @@
+"""Sizes of a model, read from its config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, indexer_row_bytes, mla_row_bytes
+
+BF16, FP8 = 2, 1
+
+_V32: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 163840,
+    "quantization_config": {"quant_method": "fp8"},
+}
+_GLM5: dict[str, Any] = _V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "max_position_embeddings": 202752,
+}
+
+
+def _dense(name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "architectures": [name],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "max_position_embeddings": 131072,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3.2": _V32,
+    "GLM-5": _GLM5,
+    "GLM-5.2": _GLM5 | {"index_topk_freq": 4},
+    "Llama-3.1-8B": _dense("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128256),
+    "Llama-3.3-70B": _dense("LlamaForCausalLM", 80, 8192, 28672, 64, 8, 128256),
+    "Qwen3-8B": _dense("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936),
+    "Qwen3-32B": _dense("Qwen3ForCausalLM", 64, 5120, 25600, 64, 8, 151936),
+}
+
+
+class ModelError(ValueError):
+    """A configuration that no plan can be made for; the text names what is missing."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a plan needs to know of a model. Bytes and FLOPs are of the whole model, without parallelism.
+
+    Attributes:
+        name: shown to the user.
+        num_layers: attention layers.
+        num_indexers: layers with an indexer of their own; 0 for a dense model.
+        top_k: positions that a DSA model selects; 0 for a dense model.
+        row_bytes: main KV of one token in one layer.
+        key_bytes: indexer key of one token in one layer; 0 for a dense model.
+        num_kv_heads: KV heads of a dense model; 1 for a DSA model.
+        max_model_len: the longest sequence that the model takes.
+        dense_weight_bytes: weights that every step reads once, whatever its size.
+        expert_bytes: one routed expert in all layers that have experts.
+        num_experts, experts_per_token: routed experts of a layer; 0 for a model without.
+        token_flops: multiplications and additions per token, attention aside.
+        row_flops: the same per attended row, in all layers.
+        has_draft_layer: whether the checkpoint has an MTP layer.
+    """
+
+    name: str
+    num_layers: int
+    num_indexers: int
+    top_k: int
+    row_bytes: int
+    key_bytes: int
+    num_kv_heads: int
+    max_model_len: int
+    dense_weight_bytes: float
+    expert_bytes: float
+    num_experts: int
+    experts_per_token: int
+    token_flops: float
+    row_flops: float
+    has_draft_layer: bool
+
+    @property
+    def is_dsa(self) -> bool:
+        return self.top_k > 0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.dense_weight_bytes + self.num_experts * self.expert_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Full KV of one token in all layers, indexer keys included."""
+        return self.num_layers * self.row_bytes + self.num_indexers * self.key_bytes
+
+    def layout(
+        self, drafts: int, tokens_per_unit: int = 1, state_entries: tuple[tuple[int, int], ...] = ()
+    ) -> KVLayout:
+        """Return the plugin's layout of this model's KV.
+
+        Args:
+            drafts: drafts of a step; with a draft layer, its KV stays on the device.
+            tokens_per_unit: rows that are selected and copied together.
+            state_entries: what an algorithm keeps for every few tokens (`KVLayout.state_entries`).
+        """
+        return KVLayout(
+            row_bytes=self.row_bytes,
+            resident_row_bytes=self.key_bytes,
+            num_layers=self.num_layers,
+            num_resident_layers=self.num_indexers,
+            tokens_per_unit=tokens_per_unit,
+            num_kv_heads=None if self.is_dsa else self.num_kv_heads,
+            max_query_len=1 + drafts,
+            draft_row_bytes=(self.row_bytes + self.key_bytes) if drafts and self.is_dsa else 0,
+            state_entries=state_entries,
+        )
+
+    @classmethod
+    def load(cls, model: str, kv_dtype: str = "auto", weight_dtype: str = "auto") -> ModelShape:
+        """Read a preset, a model directory or a config.json.
+
+        Args:
+            model: name of a preset, in any case, or a path.
+            kv_dtype: `auto`, `bfloat16` or `fp8`, as `--kv-cache-dtype`.
+            weight_dtype: `auto` (what the configuration says), `bfloat16` or `fp8`.
+
+        Raises:
+            ModelError: there is no such model, or its attention is of another kind.
+        """
+        name, config = _read(model)
+        return cls.from_config(name, config, kv_dtype, weight_dtype)
+
+    @classmethod
+    def from_config(cls, name: str, config: dict[str, Any], kv_dtype: str, weight_dtype: str = "auto") -> ModelShape:
+        """Read a parsed config.json; see `load`."""
+        config = config.get("text_config", config)
+        missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if key not in config]
+        if missing:
+            raise ModelError(f"{name}: config.json has no {', '.join(missing)}; no plan can be made for it")
+        is_dsa = bool(config.get("index_topk")) and "kv_lora_rank" in config
+        if "kv_lora_rank" in config and not is_dsa:
+            raise ModelError(f"{name} has multi-head latent attention without an indexer, which selects no positions")
+        quantized = bool(config.get("quantization_config")) if weight_dtype == "auto" else weight_dtype == "fp8"
+        weight = FP8 if quantized else BF16
+        attention = _dsa_attention(config, kv_dtype) if is_dsa else _gqa_attention(config, kv_dtype)
+        return cls(
+            name=name,
+            num_layers=config["num_hidden_layers"],
+            max_model_len=config.get("max_position_embeddings", 1 << 17),
+            has_draft_layer=config.get("num_nextn_predict_layers", 0) > 0,
+            **attention["kv"],
+            **_weights(config, weight, attention["parameters"]),
+        )
+
+
+def _read(model: str) -> tuple[str, dict[str, Any]]:
+    for name, config in PRESETS.items():
+        if name.lower() == model.lower():
+            return name, config
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ModelError(f"got {model!r}, expected a directory, a config.json or one of {', '.join(PRESETS)}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}") from None
+    return path.parent.name if path.name == "config.json" else path.stem, config
+
+
+def num_indexers(config: dict[str, Any]) -> int:
+    """Count the layers with an indexer of their own, as vLLM reads `indexer_types`, the pattern and the frequency."""
+    num_layers = config["num_hidden_layers"]
+    if types := config.get("indexer_types"):
+        return sum(kind != "shared" for kind in types[:num_layers])
+    if pattern := config.get("index_topk_pattern"):
+        return sum(letter != "S" for letter in pattern[:num_layers])
+    frequency, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
+    return sum(max(layer - offset + 1, 0) % frequency == 0 for layer in range(num_layers))
+
+
+def _dsa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
+    latent, rope, heads = config["kv_lora_rank"], config["qk_rope_head_dim"], config["num_attention_heads"]
+    nope, value, hidden = config["qk_nope_head_dim"], config["v_head_dim"], config["hidden_size"]
+    query, index_dim, index_heads = config["q_lora_rank"], config["index_head_dim"], config["index_n_heads"]
+    projections = hidden * query + query * heads * (nope + rope) + hidden * (latent + rope)
+    projections += latent * heads * (nope + value) + heads * value * hidden
+    indexer = query * index_heads * index_dim + hidden * (index_dim + index_heads)
+    return {
+        "kv": {
+            "num_indexers": num_indexers(config),
+            "top_k": config["index_topk"],
+            "row_bytes": FP8_DS_MLA_ROW_BYTES if kv_dtype == "fp8" else mla_row_bytes(latent, rope, BF16),
+            "key_bytes": indexer_row_bytes(index_dim),
+            "num_kv_heads": 1,
+            "row_flops": 2.0 * config["num_hidden_layers"] * heads * (2 * latent + rope),
+        },
+        "parameters": config["num_hidden_layers"] * projections + num_indexers(config) * indexer,
+    }
+
+
+def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    kv_heads, size = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
+    element = FP8 if kv_dtype == "fp8" else BF16
+    return {
+        "kv": {
+            "num_indexers": 0,
+            "top_k": 0,
+            "row_bytes": 2 * kv_heads * size * element,
+            "key_bytes": 0,
+            "num_kv_heads": kv_heads,
+            "row_flops": 4.0 * config["num_hidden_layers"] * heads * size,
+        },
+        "parameters": config["num_hidden_layers"] * size * hidden * (2 * heads + 2 * kv_heads),
+    }
+
+
+def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> dict[str, Any]:
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    experts = next(
+        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
+    )
+    size = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
+    dense_layers = min(config.get("first_k_dense_replace", 0), layers) if experts else layers
+    moe_layers = layers - dense_layers
+    head = hidden * config.get("vocab_size", 0)  # the embedding is looked up, not read
+    dense = attention_parameters + dense_layers * 3 * hidden * config.get("intermediate_size", 0)
+    dense += moe_layers * 3 * hidden * size * config.get("n_shared_experts", 0)
+    expert = moe_layers * 3 * hidden * size if experts else 0
+    per_token = min(config.get("num_experts_per_tok", 0), experts)
+    return {
+        "dense_weight_bytes": float(dense * weight + head * BF16),
+        "expert_bytes": float(expert * weight),
+        "num_experts": experts,
+        "experts_per_token": per_token,
+        "token_flops": 2.0 * (dense + head + per_token * expert),
+    }

@@ -1,0 +1,266 @@
+"""A plan: how full KV, vLLM's native HiSparse and the plugin would serve a load on given GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from vllm_hisparse.cli.plan.gpus import Gpu
+from vllm_hisparse.cli.plan.memory import KVMemory, Seats, System
+from vllm_hisparse.cli.plan.models import ModelShape
+from vllm_hisparse.cli.plan.step_time import Step
+
+ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
+WORTH_IT = 1.02  # less than 2% more tokens/s is not worth another system
+HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
+
+
+class PlanError(ValueError):
+    """Options that contradict each other or the model; the text names them."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are to be served.
+
+    Attributes:
+        context: mean tokens of a prompt.
+        output: mean tokens of an answer.
+        longest: tokens of the longest prompt with its answer.
+        concurrency: requests at once on all ranks. None: it follows from `requests_per_s`.
+        requests_per_s: arrivals.
+    """
+
+    context: float
+    output: float
+    longest: int
+    concurrency: int | None = None
+    requests_per_s: float | None = None
+
+    @property
+    def mean_tokens(self) -> int:
+        """Mean tokens of a request while it decodes."""
+        return round(self.context + self.output / 2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """How a system decodes at one concurrency.
+
+    Attributes:
+        concurrency: requests that want to run, on all ranks.
+        running: requests that run; the others wait.
+        tokens_per_s: of all ranks.
+        itl_ms: mean time between two tokens of a request.
+        hit_rate: share of selected rows that are hot.
+        parts_ms: the step by part; the copies are those that it waits for.
+        hidden_copy_ms: copies that run beside other work.
+    """
+
+    concurrency: int
+    running: int
+    tokens_per_s: float
+    itl_ms: float
+    hit_rate: float | None
+    parts_ms: dict[str, float]
+    hidden_copy_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a load does on given GPUs.
+
+    Attributes:
+        model, gpu, load: what is planned for.
+        hit_rate: locality of the selections.
+        locality: where the hit rate comes from, in words.
+        host_gib: host memory for KV of all ranks of one host.
+        top_k, device_buffer_size: options of both HiSparse.
+        tensor_parallel, data_parallel: GPUs of a rank, and ranks.
+        drafts, acceptance: drafts of a step, and the probability of each.
+        gpu_memory_utilization: vLLM's option.
+        device_kv_gib: device memory for KV of each GPU. None: what the weights leave.
+        max_num_seqs: vLLM's option, per rank.
+    """
+
+    model: ModelShape
+    gpu: Gpu
+    load: Load
+    hit_rate: HitRate
+    locality: str
+    host_gib: float
+    top_k: int
+    device_buffer_size: int
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    drafts: int = 0
+    acceptance: float = 0.8
+    gpu_memory_utilization: float = 0.92
+    device_kv_gib: float | None = None
+    max_num_seqs: int = 1024
+    systems: tuple[System, ...] = field(default=tuple(System))
+
+    def __post_init__(self) -> None:
+        if self.kv_gib <= 0:
+            raise PlanError(
+                f"{self.model.name} has {self.weights_gib:.0f} GiB of weights on each GPU, {self.gpu.name} has "
+                f"{self.gpu.memory_gib:.0f} GiB: no memory is left for KV. Raise --tensor-parallel-size or "
+                "--data-parallel-size, or choose a larger --gpu"
+            )
+        if self.load.longest > self.model.max_model_len:
+            raise PlanError(
+                f"--context and --output-tokens: got {self.load.longest} tokens at most, expected up to the "
+                f"{self.model.max_model_len} that {self.model.name} takes"
+            )
+
+    @property
+    def weights_gib(self) -> float:
+        """Weights on each GPU: everything divided by tensor parallelism, experts by all GPUs."""
+        dense = self.model.dense_weight_bytes / self.tensor_parallel
+        experts = self.model.num_experts * self.model.expert_bytes / (self.tensor_parallel * self.data_parallel)
+        return (dense + experts) / 2**30
+
+    @property
+    def kv_gib(self) -> float:
+        """Device memory for KV on each GPU."""
+        if self.device_kv_gib is not None:
+            return self.device_kv_gib
+        return self.gpu.memory_gib * self.gpu_memory_utilization - self.weights_gib - ACTIVATIONS_GIB
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens that a request gets in a step: one, and the drafts that are accepted in a row."""
+        return sum(self.acceptance**index for index in range(self.drafts + 1))
+
+    @cached_property
+    def memory(self) -> KVMemory:
+        """KV memory of one rank."""
+        return KVMemory(
+            self.model,
+            int(self.kv_gib * 2**30),
+            int(self.host_gib * 2**30 / self.data_parallel),
+            self.tensor_parallel,
+            self.device_buffer_size,
+            self.top_k,
+            self.drafts,
+            self.max_num_seqs,
+        )
+
+    def seats(self, system: System) -> Seats:
+        """Requests of mean length that run at once on one rank."""
+        return self.memory.seats(system, round(self.load.context + self.load.output))
+
+    def point(self, system: System, concurrency: int) -> Point:
+        """Predict the decode of `concurrency` requests on all ranks."""
+        per_rank = -(-concurrency // self.data_parallel)
+        running = min(per_rank, self.seats(system).running)
+        if running == 0:
+            return Point(concurrency, 0, 0.0, float("inf"), None, {})
+        step, hit_rate = self._step(system, running)
+        parts = step.parts_ms()
+        step_ms = sum(parts.values())
+        hidden = max(0.0, step.copy_ms - parts.get("copies", 0.0)) if system == System.plugin else 0.0
+        total = min(running * self.data_parallel, concurrency)
+        tokens_per_s = total * self.tokens_per_step / step_ms * 1e3
+        return Point(concurrency, total, tokens_per_s, step_ms / self.tokens_per_step, hit_rate, parts, hidden)
+
+    def _step(self, system: System, running: int) -> tuple[Step, float | None]:
+        num_tokens = self.load.mean_tokens
+        rows = self.memory.hot_rows(system, num_tokens, running)
+        hit_rate = None
+        if system != System.full:
+            hit_rate = 1.0 if rows >= num_tokens else self.hit_rate(rows, num_tokens)
+        missed = 0.0 if hit_rate is None else (1 - hit_rate) * self.top_k * (1 + self.drafts)
+        step = Step(
+            self.model, self.gpu, system, running, num_tokens, self.top_k, self.drafts, missed,
+            self.tensor_parallel, self.data_parallel,
+        )  # fmt: skip
+        return step, hit_rate
+
+    @property
+    def concurrency(self) -> int:
+        """Requests at once that are planned for: as given, by the arrivals, or as many as the plugin runs."""
+        if self.load.concurrency is not None:
+            return self.load.concurrency
+        most = max(self.seats(system).running for system in self.systems) * self.data_parallel
+        if self.load.requests_per_s is None:
+            return max(1, most)
+        concurrency = 1
+        while concurrency < most:  # Little's law: requests in the system = arrivals x time in it
+            needed = self.load.requests_per_s * self.load.output * self.point(System.plugin, concurrency).itl_ms / 1e3
+            if needed <= concurrency:
+                break
+            concurrency = min(most, max(concurrency + 1, round(needed)))
+        return concurrency
+
+    def curve(self, system: System) -> list[Point]:
+        """Predict concurrencies up to beyond what is planned for and what runs."""
+        most = max(self.concurrency, *(self.seats(each).running * self.data_parallel for each in self.systems))
+        count = min(most, 40)
+        steps = sorted({max(1, round(most * index / count)) for index in range(1, count + 1)} | {1, self.concurrency})
+        return [self.point(system, concurrency) for concurrency in steps]
+
+    @cached_property
+    def crossover(self) -> int | None:
+        """The least concurrency from which on the plugin pays, up to the one planned for. None: there is none."""
+        found = None
+        for concurrency in range(self.concurrency, 0, -1):
+            plugin = self.point(System.plugin, concurrency).tokens_per_s
+            if plugin < WORTH_IT * self.point(System.full, concurrency).tokens_per_s:
+                break
+            found = concurrency
+        return found
+
+    @property
+    def confidence(self) -> str:
+        """How sure the prediction is, in a sentence."""
+        if not self.model.is_dsa:
+            return (
+                "Rough: fitted to 8 layers of one Llama with Quest on an H200; errors of the rows it was fitted to are "
+                "up to 35%."
+            )
+        if self.gpu.name == "H200":
+            return "Calibrated on an H200 with models of 61 layers; errors of the rows it was fitted to are below 15%."
+        if self.gpu.is_measured:
+            return "Scaled from an H200 by the datasheet's GPU rates and the measured link: expect errors of 20 to 30%."
+        return (
+            "Scaled from an H200 by datasheets, the link too: expect errors of 30%. Run `vllm-hisparse doctor` there."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was predicted."""
+        systems: dict[str, Any] = {}
+        for system in self.systems:
+            seats, point = self.seats(system), self.point(system, self.concurrency)
+            systems[str(system)] = {
+                "device_bytes_per_request": seats.device_bytes,
+                "host_bytes_per_request": seats.host_bytes,
+                "seats": seats.running * self.data_parallel,
+                "bound": seats.bound,
+                "running": point.running,
+                "tokens_per_s": round(point.tokens_per_s, 1),
+                "itl_ms": round(point.itl_ms, 2) if point.running else None,
+                "hit_rate": point.hit_rate,
+                "step_parts_ms": {name: round(value, 2) for name, value in point.parts_ms.items()},
+                "hidden_copies_ms": round(point.hidden_copy_ms, 2),
+                "curve": [
+                    {"concurrency": p.concurrency, "running": p.running, "tokens_per_s": round(p.tokens_per_s, 1)}
+                    | {"itl_ms": round(p.itl_ms, 2) if p.running else None}
+                    for p in self.curve(system)
+                ],
+            }
+        return {
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "gpu_source": self.gpu.source,
+            "concurrency": self.concurrency,
+            "weights_gib_per_gpu": round(self.weights_gib, 1),
+            "device_kv_gib_per_gpu": round(self.kv_gib, 1),
+            "host_kv_gib": round(self.host_gib, 1),
+            "locality": self.locality,
+            "confidence": self.confidence,
+            "crossover": self.crossover,
+            "systems": systems,
+        }

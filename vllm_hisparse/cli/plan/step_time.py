@@ -1,0 +1,167 @@
+"""Time of a decode step, as a sum of parts: each is what a datasheet would take, times a calibrated factor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm_hisparse.cli.plan.gpus import Gpu
+from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System
+from vllm_hisparse.cli.plan.models import ModelShape
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
+# Parts of a step of every system, by the kinds of kernels that `benchmarks.full_depth` profiles.
+STOCK_PARTS = ("matrix products", "experts", "attention", "indexer", "communication", "other")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one engine rank.
+
+    Attributes:
+        model: sizes.
+        gpu: rates.
+        system: what decodes.
+        requests: requests of the rank.
+        num_tokens: tokens of each of them.
+        top_k: positions that a query token selects; of a dense model with full KV, all of them are read.
+        drafts: drafts of each request.
+        missed_rows: rows per request and layer that are copied from host memory.
+        tensor_parallel, data_parallel: GPUs of the rank, and ranks that share the experts.
+    """
+
+    model: ModelShape
+    gpu: Gpu
+    system: System
+    requests: float
+    num_tokens: float
+    top_k: int
+    drafts: int = 0
+    missed_rows: float = 0.0
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Return the costs of each part by name: milliseconds at the datasheet's rates, or counts.
+
+        Layers count as shares of 61, because that is the depth of the models that were measured.
+        """
+        model, gpu = self.model, self.gpu
+        tokens = self.requests * (1 + self.drafts)
+        bytes_per_ms, flops_per_ms = gpu.memory_tb_s * 1e9, gpu.bf16_tflops * 1e9
+        ranks = self.tensor_parallel * self.data_parallel
+        layers = model.num_layers / 61
+        parts: dict[str, dict[str, float]] = {
+            "matrix products": {
+                "layers": layers,
+                "weights": model.dense_weight_bytes / self.tensor_parallel / bytes_per_ms,
+                "flops": model.token_flops * tokens / self.tensor_parallel / flops_per_ms,
+                "drafts": self.drafts,
+            },
+            "experts": {
+                "weights": self._expert_bytes() / ranks / bytes_per_ms,
+                "tokens": tokens * layers * self.data_parallel if model.num_experts else 0.0,
+                "drafts": self.drafts if model.num_experts else 0.0,
+            },
+            "other": {"layers": layers, "tokens": tokens * layers},
+        }
+        if model.is_dsa or self.system == System.plugin:
+            # A DSA kernel reads as many rows as are selected at most, also of a shorter sequence.
+            rows = model.row_flops * tokens * self.top_k / self.tensor_parallel / flops_per_ms
+            parts["attention"] = {"layers": layers, "selected rows": rows}
+        else:
+            kv = self.requests * self.num_tokens * model.num_layers * model.row_bytes / self.tensor_parallel
+            parts["attention"] = {"layers": layers, "all rows": kv / bytes_per_ms}
+        if model.is_dsa:
+            keys = self.requests * self.num_tokens * model.num_indexers * model.key_bytes / bytes_per_ms
+            indexers = model.num_indexers / 61
+            parts["indexer"] = {"indexers": indexers, "keys": keys, "keys of drafts": keys * self.drafts}
+            parts["indexer"]["tokens"] = tokens * indexers
+        if ranks > 1:
+            kind = "expert parallel" if self.data_parallel > 1 else "tensor parallel"
+            parts["communication"] = {f"{kind} layers": layers, f"{kind} tokens": tokens * layers}
+        if self.system == System.plugin and model.is_dsa:
+            groups = model.num_indexers / 61
+            parts["resolve"] = {"resolves": groups, "microbatches": groups * self.decodes_in_microbatches}
+        elif self.system == System.plugin:
+            scored = self.requests * self.num_tokens / QUEST_PAGE * model.num_layers * model.row_bytes
+            parts["resolve"] = {"dense layers": layers, "dense tokens": tokens * layers}
+            parts["resolve"]["page bounds"] = scored / self.tensor_parallel / bytes_per_ms
+            # Units of several tokens are copied at a share of the rate of a large copy; nothing hides them.
+            parts["copies"] = {"units": self.copied_bytes / (gpu.link_gb_s * 1e6)}
+        elif self.system == System.native:
+            table = "resolves with room" if self.drafts else "resolves of a full table"
+            parts["resolve"] = {table: model.num_indexers / 61, "tokens": tokens * layers}
+        return parts
+
+    def _expert_bytes(self) -> float:
+        model = self.model
+        if not model.num_experts:
+            return 0.0
+        share = model.experts_per_token / model.num_experts
+        tokens = self.requests * (1 + self.drafts) * self.data_parallel
+        return (1 - (1 - share) ** tokens) * model.num_experts * model.expert_bytes
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes that a GPU copies from host memory in the step."""
+        shared = 1 if self.model.is_dsa else self.tensor_parallel
+        return self.requests * self.missed_rows * self.model.num_layers * self.model.row_bytes / shared
+
+    @property
+    def copy_ms(self) -> float:
+        """Milliseconds of the link for these bytes, hidden or not."""
+        return self.copied_bytes / (self.gpu.scattered_gb_s * 1e6)
+
+    @property
+    def decodes_in_microbatches(self) -> bool:
+        """Whether the plugin decodes the step in microbatches, which copy rows while others compute."""
+        return self.model.is_dsa and 24 <= self.requests <= 128
+
+    def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
+        """Return the milliseconds of copies that the plugin's step waits for with a DSA model.
+
+        Layers that share an indexer have their rows copied ahead, and microbatches copy while others compute.
+
+        Args:
+            stock_ms: the step's parts that every system has.
+            factors: of the part `copies`.
+        """
+        own = self.model.num_indexers / self.model.num_layers
+        waited = self.copy_ms * (own + factors["share of copies ahead"] * (1 - own))
+        if not self.decodes_in_microbatches:
+            return waited
+        return max(factors["least share"] * waited, waited - factors["hidden share of a step"] * stock_ms)
+
+    def parts_ms(self, factors: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
+        """Return the milliseconds of each part; they add up to the step.
+
+        Args:
+            factors: of each part's costs. None: the calibration that is installed.
+        """
+        factors = calibration()["factors"] if factors is None else factors
+        parts = {
+            part: sum(factors[part].get(cost, 0.0) * value for cost, value in costs.items())
+            for part, costs in self.costs().items()
+        }
+        for part in STOCK_PARTS:  # kernels overlap a little, so that a step takes less than their sum
+            if part in parts:
+                parts[part] *= factors["step"]["kernels"]
+        if self.system == System.plugin and self.model.is_dsa:
+            stock_ms = sum(parts.get(part, 0.0) for part in STOCK_PARTS)
+            parts["copies"] = self.exposed_copy_ms(stock_ms, factors["copies"])
+        return parts
+
+    def total_ms(self, factors: Mapping[str, Mapping[str, float]] | None = None) -> float:
+        """Return the milliseconds of the step."""
+        return sum(self.parts_ms(factors).values())
+
+
+@cache
+def calibration() -> dict[str, Any]:
+    """Read the factors that `python -m benchmarks.plan_calibration` has fitted to measured rows."""
+    return json.loads(CALIBRATION.read_text())
