@@ -23,7 +23,6 @@ LATER = (
     "vllm_hisparse/connector/",
     "vllm_hisparse/kv_manager/",
     "vllm_hisparse/cpu/",
-    "vllm_hisparse/compat.py",
     "vllm_hisparse/algorithms/",
     "vllm_hisparse/cli/",
     "vllm_hisparse/layout.py",

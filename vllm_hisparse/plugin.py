@@ -7,8 +7,8 @@ def cpu_platform() -> str | None:
     """`vllm.platform_plugins`: our platform where vLLM would pick its CPU platform, None elsewhere."""
     from vllm.platforms import cpu_platform_plugin
 
-    from vllm_hisparse.compat import MovedModules
-    from vllm_hisparse.lifetime import end_with_parent
+    from vllm_hisparse.compat.moved_modules import MovedModules
+    from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
 
     MovedModules.install()
     end_with_parent()  # on every platform: it is what vLLM calls first
@@ -22,10 +22,10 @@ def register() -> None:
     check_release()
     from vllm.platforms import current_platform
 
-    from vllm_hisparse.compat import register_connector
+    from vllm_hisparse.compat.registries import register_connector
     from vllm_hisparse.config import CONNECTOR_NAME
     from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
-    from vllm_hisparse.lifetime import end_with_parent
+    from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
 
     end_with_parent()
     register_connector(CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector")

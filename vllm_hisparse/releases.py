@@ -5,7 +5,9 @@ from __future__ import annotations
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+RELEASES = ("0.32", "0.33")
 SUPPORTED = ">=0.32,<0.34"
+"""All of `RELEASES` and nothing else, as in pyproject.toml."""
 
 
 class UnsupportedVLLM(ImportError):
@@ -28,7 +30,7 @@ def check_release() -> None:
 
 
 def serves(releases: str) -> bool:
-    """Whether the installed vLLM is among releases, which are a version specifier such as ">=0.32,<0.33"."""
+    """Tell whether the installed vLLM is among releases, a version specifier such as ">=0.32,<0.33"."""
     return _is_among(_release(), releases)
 
 

@@ -13,11 +13,11 @@ from vllm_hisparse.kv_manager.blocks import hot_block_manager
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
 from vllm_hisparse.kv_manager.blocks.request_ledger import AdmittedRequest, RequestLedger
-from vllm_hisparse.kv_manager.blocks.sessions import DraftingSession
 from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
+from vllm_hisparse.vllm_patches.drafting_sessions import DraftingSession
 
 
 def no_parking(monkeypatch: pytest.MonkeyPatch) -> None:

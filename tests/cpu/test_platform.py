@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_hisparse.compat import is_dsa_model, uses_host_connector
+from vllm_hisparse.compat.engine import is_dsa_model, uses_host_connector
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfigError
 from vllm_hisparse.cpu import platform as cpu
 from vllm_hisparse.cpu.platform import DENSE_MODEL_BACKEND, FULL_KV_BACKEND, HiSparseCpuPlatform

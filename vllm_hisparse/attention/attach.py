@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from vllm_hisparse.compat import disable_dense_prefill, is_draft_layer, is_dsa_model, uses_host_connector
+from vllm_hisparse.compat.attention import disable_dense_prefill
+from vllm_hisparse.compat.engine import is_draft_layer, is_dsa_model, uses_host_connector
 from vllm_hisparse.config import HiSparseConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from vllm_hisparse.attention.attach import attach_hot_buffers
-from vllm_hisparse.compat import uses_host_connector
+from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.config import CUDA_MODELS
 
 

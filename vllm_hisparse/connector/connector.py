@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_hisparse.compat import release_failed_loads
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata
 from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
@@ -29,7 +28,8 @@ from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.rows.host_memory import num_host_pools
 from vllm_hisparse.kv_manager.tiers.make_tiers import make_tiers
-from vllm_hisparse.lifetime import end_with_parent
+from vllm_hisparse.vllm_patches.failed_loads import release_failed_loads
+from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

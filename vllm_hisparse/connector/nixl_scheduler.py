@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_hisparse.compat import owns_transfer, transfer_of_sample
+from vllm_hisparse.compat.request_ids import owns_transfer, transfer_of_sample
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.connector.transfer_params import TransferParams, TransferRefused
 from vllm_hisparse.kv_manager.groups import DeviceGroups

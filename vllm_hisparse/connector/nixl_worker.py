@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
-from vllm_hisparse.compat import copy_blocks_whole
+from vllm_hisparse.compat.nixl import copy_blocks_whole
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 

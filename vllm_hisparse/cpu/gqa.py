@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
-from vllm_hisparse.compat import cpu_attention_isa, cpu_kernels
+from vllm_hisparse.compat.cpu_attention import cpu_attention_isa, cpu_kernels
 from vllm_hisparse.cpu.paged_gqa import CpuBlocks, attend
 from vllm_hisparse.cpu.take_rows import take_rows
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan

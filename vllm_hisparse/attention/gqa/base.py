@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_hisparse.compat import is_draft_layer
+from vllm_hisparse.compat.engine import is_draft_layer
 from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.algorithm_state import make_algorithm

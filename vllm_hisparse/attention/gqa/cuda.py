@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
-from vllm_hisparse.compat import uses_host_connector
+from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units

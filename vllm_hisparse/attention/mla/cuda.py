@@ -30,14 +30,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
 from vllm_hisparse.attention.mla.waves_cuda import Wave, make_waves
-from vllm_hisparse.compat import (
-    SelectionHook,
-    ShortDecodes,
-    attend_to_flat_rows,
-    join_query,
-    key_scale,
-    replace_batch,
-)
+from vllm_hisparse.compat.attention import SelectionHook, ShortDecodes, join_query, key_scale, replace_batch
+from vllm_hisparse.compat.flash_attn_mla import attend_to_flat_rows
 from vllm_hisparse.config import max_query_len
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, PrefillStaging, slice_requests

@@ -14,7 +14,7 @@ from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
 from vllm_hisparse.attention.mla.base import HotBufferLayer, HotMLAAttention, NewRows
 from vllm_hisparse.attention.mla.waves_cuda import run_in_waves
-from vllm_hisparse.compat import wraps_indexer_and_attention
+from vllm_hisparse.compat.attention import wraps_indexer_and_attention
 
 
 @wraps_indexer_and_attention

@@ -16,6 +16,7 @@ from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
 from vllm_hisparse.kv_manager.blocks.state_blocks import StateBlocks
 from vllm_hisparse.kv_manager.blocks.step_frees import StepFrees
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.vllm_patches.scheduled_blocks import forget_uncomputed
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -226,7 +227,7 @@ class HotBlockManager(CircularBufferManager):
 
     def _preempt(self, request: Request, admitted: AdmittedRequest) -> None:
         if self.resident_group_id is not None:
-            _forget_uncomputed(self.block_pool, self.resident_group_id, request, admitted.num_tokens)
+            forget_uncomputed(self.block_pool, self.resident_group_id, request, admitted.num_tokens)
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         num_blocks, host_ids = -(-num_tokens // self.block_size), self.host_pool.block_ids(request.request_id)
         unsaved = {index: block_id for index, block_id in admitted.unsaved_blocks.items() if index < num_blocks}
@@ -242,23 +243,6 @@ class HotBlockManager(CircularBufferManager):
         """Have a block copied to the host, and keep both until that is done."""
         self.frees.after_next_step(self.block_pool.blocks[device_id], host_id)
         self.ledger.save_tail(device_id, host_id)
-
-
-def _forget_uncomputed(block_pool: BlockPool, group_id: int, request: Request, num_tokens: int) -> None:
-    """Remove blocks from vLLM's prefix cache that a request was to fill in a step that does not compute it now.
-
-    NOTE: vLLM caches blocks when it schedules, and by priority may preempt what it has scheduled. Others with the same
-    tokens may leave, too; they come back from the host.
-
-    Args:
-        group_id: of the blocks.
-        num_tokens: of the request, with that step.
-    """
-    block_size = block_pool.hash_block_size
-    last = min(num_tokens // block_size, len(request.block_hashes))
-    for block_hash in request.block_hashes[request.num_computed_tokens // block_size : last]:
-        while blocks := block_pool.get_cached_block(block_hash, [group_id]):
-            block_pool.evict_blocks({block.block_id for block in blocks})
 
 
 def register_hot_block_manager() -> None:

@@ -11,7 +11,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
-from vllm_hisparse.kv_manager.blocks.sessions import DraftingSession, turns_that_go_back
+from vllm_hisparse.kv_manager.blocks.sessions import turns_that_go_back
+from vllm_hisparse.vllm_patches.drafting_sessions import count_kept_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -143,8 +144,8 @@ class RequestLedger:
         self.requests[request.request_id] = request
         if request.resumable:
             self.sessions.add(request.request_id)
-            if self.has_drafts and DraftingSession.IS_NEEDED:
-                DraftingSession.take_over(request)
+            if self.has_drafts:
+                count_kept_tokens(request)
 
     def remove(self, request: Request) -> None:
         """A request has ended; what it computed is published. Its blocks follow through `release`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from vllm_hisparse.compat import cut_session
-from vllm_hisparse.releases import serves
+from vllm_hisparse.vllm_patches.long_sessions import cut_session
 
 if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.blocks.request_ledger import RequestLedger
@@ -17,38 +16,8 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
-class DraftingSession(Request):
-    """A session that verifies drafts, and has computed no more than what it keeps when a turn is over.
-
-    NOTE: a turn that ends at an accepted draft drops the drafts after it, but vLLM 0.32 still counts them as computed,
-    and would take the next turn's first tokens for them (`Scheduler._update_request_as_session`). What it has scheduled
-    of a step in flight, its placeholders, it takes off itself.
-    """
-
-    IS_NEEDED: ClassVar[bool] = serves(">=0.32,<0.33")  # 0.33 takes the dropped drafts off itself
-
-    @classmethod
-    def take_over(cls, session: Request) -> None:
-        """Give a request that vLLM has made this class."""
-        session.__class__ = cls
-
-    @property
-    def num_computed_tokens(self) -> int:
-        num_tokens = self.__dict__["num_computed_tokens"]
-        if self.status == RequestStatus.RUNNING:
-            return num_tokens
-        return min(num_tokens, self.num_tokens - 1 + self.num_output_placeholders)
-
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, num_tokens: int) -> None:
-        self.__dict__["num_computed_tokens"] = num_tokens
-
-
 def cut_long_sessions(ledger: RequestLedger, max_model_len: int, hash_block_size: int) -> None:
     """Shorten sessions that a turn has made too long for `max_model_len`: that turn ends with its first token.
-
-    NOTE: vLLM checks the length of a turn alone. It schedules the rest of a longer session as a whole, beyond the
-    blocks that it gives to any request.
 
     Args:
         ledger: knows the sessions.

@@ -10,7 +10,7 @@ import torch
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_hisparse.compat import replace_batch
+from vllm_hisparse.compat.attention import replace_batch
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, Seeds

@@ -12,9 +12,9 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from vllm_hisparse.compat import draw_temporary_names
 from vllm_hisparse.kv_manager.tiers.directory_quota import DirectoryQuota
 from vllm_hisparse.kv_manager.tiers.store_pause import StorePause
+from vllm_hisparse.vllm_patches.temporary_names import draw_temporary_names
 
 
 class QuotaFileSystemTier(FileSystemTierManager):

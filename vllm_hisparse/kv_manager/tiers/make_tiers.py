@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from vllm_hisparse.compat import register_tier
+from vllm_hisparse.compat.registries import register_tier
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile, HostPoolLayout

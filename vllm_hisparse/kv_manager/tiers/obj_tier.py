@@ -8,8 +8,8 @@ from typing import Any
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
 
-from vllm_hisparse.compat import tolerate_missing_telemetry
 from vllm_hisparse.kv_manager.tiers.store_pause import StorePause
+from vllm_hisparse.vllm_patches.object_telemetry import tolerate_missing_telemetry
 
 
 class PausingObjectStoreTier(ObjectStoreSecondaryTierManager):

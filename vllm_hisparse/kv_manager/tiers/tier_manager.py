@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from vllm_hisparse.compat import forget_chunk
+from vllm_hisparse.compat.tiering import forget_chunk
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier

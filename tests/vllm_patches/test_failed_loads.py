@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_hisparse.compat import release_failed_loads
+from vllm_hisparse.vllm_patches.failed_loads import release_failed_loads
 
 
 @pytest.mark.parametrize(("num_loaded", "num_failed_tokens", "reserves"), [(0, 8, False), (4, 4, True), (8, 0, True)])

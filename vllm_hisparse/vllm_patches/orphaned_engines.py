@@ -1,4 +1,8 @@
-"""An engine does not outlive the process that started it."""
+"""An EngineCore whose parent was killed runs on and keeps its memory.
+
+vLLM's workers end with their EngineCore (`vllm/v1/engine/core.py`); nobody ends that. On Ray, the raylet kills what a
+dead replica leaves behind; when the raylet itself dies, nobody does.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ import threading
 import time
 from multiprocessing.connection import wait
 
+RELEASES = ">=0.32"
+DELETE = "the calls in plugin.py and connector/connector.py"
+VLLM = ("vllm.v1.engine.core.EngineCoreProc",)
+
 _THREAD_NAME = "end-with-parent"
 
 
@@ -17,9 +25,6 @@ def end_with_parent() -> None:
 
     Both entry points and the connector call this. vLLM asks for platforms while a spawned EngineCore imports it, and
     loads general plugins only after the handshake with the parent. A forked one asks for neither and has the connector.
-
-    NOTE: vLLM's workers end with their EngineCore, but an EngineCore whose parent was killed runs on and keeps its
-    memory. On Ray, the raylet kills what a dead replica leaves behind; when the raylet itself dies, nobody does.
     """
     is_engine = multiprocessing.current_process().name.startswith("EngineCore")
     if is_engine and all(thread.name != _THREAD_NAME for thread in threading.enumerate()):

@@ -1,8 +1,5 @@
 """Whose a transfer is, from request ids as vLLM makes them."""
 
-import importlib.util
-import sys
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_hisparse.compat import MovedModules, owns_transfer, transfer_of_sample
+from vllm_hisparse.compat.request_ids import owns_transfer, transfer_of_sample
 
 ROUTED = "___prefill_addr_10.0.0.1:8100___decode_addr_10.0.0.2:8100_8b9414439ef443b5a93544c563595e11"
 
@@ -75,25 +72,3 @@ def test_a_batch_of_chats_and_other_endpoints() -> None:
 @pytest.mark.parametrize("request_id", ["chatcmpl-a_" + "9" * 5000, "9" * 5000 + "_cmpl-a-0"])
 def test_a_client_may_choose_an_id_of_thousands_of_digits(request_id: str) -> None:
     assert not owns_transfer(request_id, "cmpl-b-0")
-
-
-def test_a_moved_module_is_found_under_its_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like Ray's import in a vLLM that has the new name only; a name that exists is found without us."""
-    old, new = "vllm.entrypoints.launchers.gone", "vllm.sampling_params"
-    monkeypatch.setattr(MovedModules, "NAMES", {old: new, "vllm.sampling_params": "vllm.gone"})
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, MovedModules)])
-    with pytest.raises(ModuleNotFoundError):
-        import_module(old)
-    MovedModules.install()
-    MovedModules.install()
-    assert sum(isinstance(finder, MovedModules) for finder in sys.meta_path) == 1
-    assert import_module(old).SamplingParams is SamplingParams
-    del sys.modules[old]
-    monkeypatch.delitem(sys.modules, new)
-    assert import_module(new).__file__.endswith("sampling_params.py")
-
-
-@pytest.mark.parametrize("name", MovedModules.NAMES)
-def test_one_of_the_two_names_is_vllms(name: str) -> None:
-    found = [importlib.util.find_spec(each) for each in (name, MovedModules.NAMES[name])]
-    assert any(spec is not None and spec.origin is not None for spec in found)

@@ -51,12 +51,15 @@ def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool
 
 @pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("EngineCore_DP1", True), ("Worker", False)])
 def test_an_engine_core_ends_with_its_parent(tmp_path: Path, name: str, ends: bool):
-    imports, action = "from vllm_hisparse.lifetime import end_with_parent", "end_with_parent()"
+    imports, action = "from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent", "end_with_parent()"
     assert outlives(tmp_path, name, 10 if ends else 1, imports=imports, action=action) is not ends
 
 
 def test_a_forked_engine_core_ends_with_its_parent(tmp_path: Path):
-    imports, action = "from vllm_hisparse.lifetime import end_with_parent", "end_with_parent(), end_with_parent()"
+    imports, action = (
+        "from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent",
+        "end_with_parent(), end_with_parent()",
+    )
     assert not outlives(tmp_path, "EngineCore", 10, imports=imports, action=action, method="fork")
 
 
@@ -66,7 +69,7 @@ def test_a_parent_that_is_gone_before_its_child_looks(tmp_path: Path):
     if __name__ != "__main__":
         while os.getppid() == int(os.environ["PARENT"]):
             time.sleep(0.01)
-        from vllm_hisparse.lifetime import end_with_parent
+        from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
         end_with_parent()
     os.environ["PARENT"] = str(os.getpid())
     """

@@ -1,0 +1,37 @@
+"""Modules under the names that they had before vLLM moved them."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, ClassVar
+
+RELEASES = ">=0.32"  # a newer Ray may import the new name: then delete this file, and its call in plugin.py
+VLLM = ("vllm.entrypoints.launchers",)
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds modules under the names that they had before vLLM moved them.
+
+    NOTE: `ray.llm` of Ray 2.60 imports `vllm.entrypoints.launchers.cli_args` in every process of an application, after
+    vLLM has asked for platforms; vLLM 0.33 has this module elsewhere. A finder is asked last, for names that nobody
+    has, and by the import alone: a module in `sys.modules` is looked at by whoever inspects a stack.
+    """
+
+    NAMES: ClassVar[dict[str, str]] = {"vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args"}
+
+    @classmethod
+    def install(cls) -> None:
+        """Let imports ask; nothing happens if they do."""
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.append(cls())
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in self.NAMES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        moved = import_module(self.NAMES[module.__name__])
+        vars(module).update((name, value) for name, value in vars(moved).items() if not name.startswith("__"))

@@ -1,0 +1,25 @@
+"""Private parts of vLLM's tiering."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+RELEASES = ">=0.32"
+VLLM = (
+    "vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager._policy",
+    "vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager._free_chunk",
+    "vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager._num_evictable_cache_chunks",
+)
+
+
+def forget_chunk(primary: CPUPrimaryTierOffloadingManager, key: OffloadKey) -> None:
+    """Remove a chunk that nobody reads from the primary tier of vLLM's tiering; nothing happens if there is none."""
+    chunk = primary._policy.get(key)
+    if chunk is not None and chunk.is_ready and not chunk.ref_cnt:
+        primary._policy.remove(key)
+        primary._free_chunk(chunk)
+        primary._num_evictable_cache_chunks -= 1

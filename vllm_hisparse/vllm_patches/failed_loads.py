@@ -1,0 +1,38 @@
+"""A request whose load has failed goes on reserving blocks for its whole prompt.
+
+With `--scheduling-policy priority`, a prompt of higher priority whose load does not fit beside that is never admitted,
+nor is anything behind it: vLLM's scheduler keeps the request among those that load, though it waits without blocks.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+RELEASES = ">=0.32"
+DELETE = "the call in connector/connector.py"
+VLLM = (
+    "vllm.v1.core.sched.scheduler.Scheduler._update_waiting_for_remote_kv",
+    "vllm.v1.core.sched.scheduler.Scheduler._inflight_prefills",
+)
+
+
+def release_failed_loads() -> None:
+    """Have vLLM's scheduler forget what a request reserves whose load has failed and which waits without blocks."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler._update_waiting_for_remote_kv
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @wraps(update)
+    def update_and_release(self: Scheduler, request: Request) -> None:
+        update(self, request)
+        if not request.num_computed_tokens:
+            self._inflight_prefills.discard(request)
+
+    Scheduler._update_waiting_for_remote_kv = update_and_release

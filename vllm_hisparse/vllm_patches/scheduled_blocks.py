@@ -1,0 +1,37 @@
+"""A block is in the prefix cache before anybody computes it.
+
+vLLM's scheduler caches a block when it schedules its tokens, and by priority may preempt in the same step the request
+that was to compute them (`Scheduler.schedule`, `KVCacheManager.cache_blocks`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+RELEASES = ">=0.32"
+DELETE = "the call in kv_manager/blocks/hot_block_manager.py"
+VLLM = (
+    "vllm.v1.core.sched.scheduler.Scheduler.schedule",
+    "vllm.v1.core.block_pool.BlockPool.get_cached_block",
+    "vllm.v1.core.block_pool.BlockPool.evict_blocks",
+)
+
+
+def forget_uncomputed(block_pool: BlockPool, group_id: int, request: Request, num_tokens: int) -> None:
+    """Remove blocks from vLLM's prefix cache that a request was to fill in a step that does not compute it now.
+
+    Others with the same tokens may leave, too; they come back from the host.
+
+    Args:
+        group_id: of the blocks.
+        num_tokens: of the request, with that step.
+    """
+    block_size = block_pool.hash_block_size
+    last = min(num_tokens // block_size, len(request.block_hashes))
+    for block_hash in request.block_hashes[request.num_computed_tokens // block_size : last]:
+        while blocks := block_pool.get_cached_block(block_hash, [group_id]):
+            block_pool.evict_blocks({block.block_id for block in blocks})
