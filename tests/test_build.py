@@ -41,6 +41,16 @@ def test_the_library_depends_on_nothing_that_a_release_of_python_or_torch_brings
     assert not any(name in library for library in needed for name in ("cudart", "torch", "c10", "python"))
 
 
+def test_a_library_of_another_version_is_refused(no_library: None, tmp_path: Path) -> None:
+    """A build that is older than the Python code beside it says nothing of its version, or another one."""
+    for source, version in (("", 1), ("int hisparse_interface_version() { return 99; }", 99)):
+        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(cuda_ops.LIBRARY)]
+        subprocess.run(command, input=source, text=True, check=True)
+        with pytest.raises(RuntimeError, match=f"has interface {version}, this code has"):
+            swap_in_ops(torch.device("cuda"))
+        cuda_ops.LIBRARY.unlink()
+
+
 def test_without_nvcc_the_kernels_are_skipped_with_a_message(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--name"]
     environment = {**os.environ, "PATH": str(tmp_path)}

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, StateLayout, indexer_row_bytes, mla_row_bytes
+from vllm_hisparse.layout import (
+    FP8_DS_MLA_ROW_BYTES,
+    MAX_HOT_ROWS,
+    KVLayout,
+    StateLayout,
+    indexer_row_bytes,
+    mla_row_bytes,
+)
 
 LAYOUTS = st.builds(
     KVLayout,
@@ -195,3 +202,13 @@ def test_state_of_a_llama_in_device_blocks():
     assert (plain.state.num_blocks(131_072), plain.state.columns(131_072)) == (0, [])
     num_bytes = layout.hot_request_bytes(131_072, 4096) - plain.hot_request_bytes(131_072, 4096)
     assert num_bytes == 131_072 * 32 * 256, "256 bytes per token and layer"
+
+
+@pytest.mark.parametrize("device_buffer_size", [MAX_HOT_ROWS - 64, MAX_HOT_ROWS - 1])
+def test_a_table_of_hot_blocks_is_never_wider_than_the_kernels_allow(device_buffer_size: int) -> None:
+    """Though blocks are whole: with more full-KV layers than hot ones, a block has more rows than tokens."""
+    layout = KVLayout(4096, 4096, num_layers=2, num_resident_layers=7, block_size=64, num_kv_heads=8)
+    assert layout.rows_per_hot_block > layout.block_size and MAX_HOT_ROWS % layout.rows_per_hot_block
+    num_blocks = layout.num_hot_blocks(device_buffer_size)
+    assert MAX_HOT_ROWS - layout.rows_per_hot_block < num_blocks * layout.rows_per_hot_block <= MAX_HOT_ROWS
+    assert layout.num_hot_blocks(device_buffer_size, 1 << 21) == num_blocks

@@ -209,7 +209,8 @@ class KVLayout:
             # NOTE: a draft's slot is reserved before it is known how many there are.
             num_whole = ((num_tokens - 1) // unit + num_new) * unit
             num_rows = min(num_rows, self.num_blocks(num_whole) * self.block_size)
-        return -(-num_rows // self.rows_per_hot_block)
+        most_blocks = MAX_HOT_ROWS // (self.rows_per_hot_block // unit)  # the last block may be over the kernels' limit
+        return min(-(-num_rows // self.rows_per_hot_block), most_blocks)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one long request of `num_tokens`, with a hot buffer."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_hisparse.attention import attach
@@ -195,3 +196,20 @@ def test_layers_of_a_dense_model_on_the_cpu_but_full_kv_layers() -> None:
     assert [type(layer) for layer in layers.values()] == [HotGQAAttention, Attention, HotGQAAttention]
     assert [layer.attn_backend for layer in layers.values()] == [HotGQACpuBackend, "stock", HotGQACpuBackend]
     assert [type(layer.impl) for layer in layers.values()] == [HotGQACpuImpl, CPUAttentionBackendImpl, HotGQACpuImpl]
+
+
+@pytest.mark.parametrize(("capability", "is_tried"), [((9, 0), True), ((10, 0), False), ((8, 0), False), (None, False)])
+def test_a_gpu_that_was_never_tried_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, is_tried: bool
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(attach.logger, "warning_once", lambda text, *args: warnings.append(text % args), raising=False)
+    platform = SimpleNamespace(
+        get_device_capability=lambda: None if capability is None else DeviceCapability(*capability),
+        get_device_name=lambda: "Some GPU",
+    )
+    monkeypatch.setattr(attach, "current_platform", platform)
+    attach.warn_of_untried_device()
+    assert len(warnings) == (not is_tried)
+    expected = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
+    assert all(f"(Some GPU, compute capability {expected})" in warning for warning in warnings)

@@ -158,3 +158,16 @@ def test_select_units(max_units: int, num_selected: int, ties: bool) -> None:
             others, wanted = (sorted(scores[request, head, x[: max(count - 1, 0)]].tolist()) for x in (got, want))
             assert others == wanted
             assert ties or sorted(got) == sorted(want)
+
+
+@pytest.mark.parametrize("num_columns", [1, 31, 257, 2048, 4096])
+def test_compact(num_columns: int) -> None:
+    generator = torch.Generator().manual_seed(num_columns)
+    row_ids = torch.randint(-3, 9, (7, num_columns), generator=generator, dtype=torch.int32)
+    row_ids[1] = 5
+    num_valid = torch.randint(num_columns + 1, (7,), generator=generator, dtype=torch.int32)
+    num_valid[:3] = torch.tensor([num_columns, num_columns, 0])
+    got = row_ids.cuda(), num_valid.cuda()
+    TorchSwapInOps().compact(row_ids, num_valid)
+    swap_in_ops(torch.device("cuda")).compact(*got)
+    assert torch.equal(got[0].cpu(), row_ids) and torch.equal(got[1].cpu(), num_valid)

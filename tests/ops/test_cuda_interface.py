@@ -22,6 +22,7 @@ CONSTANTS = {
     "kMaxColumns": "MAX_COLUMNS",
     "kMaxLayers": "MAX_LAYERS",
     "kVectorBytes": "VECTOR_BYTES",
+    "kInterfaceVersion": "INTERFACE_VERSION",
 }
 SCALARS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "bool": ctypes.c_bool}
 STRUCTS = {

@@ -357,3 +357,12 @@ def test_rows_keep_their_bits(dtype: torch.dtype) -> None:
 
 def test_the_cpu_gets_the_torch_operations() -> None:
     assert isinstance(swap_in_ops(torch.device("cpu")), TorchSwapInOps)
+
+
+def test_compact_moves_valid_ids_to_the_front() -> None:
+    """In their order; what is behind the leading ids stays."""
+    row_ids = torch.tensor([[7, -1, 3, -5, 9, 4], [-1, -1, -1, 8, 8, 8], [1, 2, 3, 4, 5, 6]], dtype=torch.int32)
+    num_valid = torch.tensor([5, 3, 0], dtype=torch.int32)
+    TorchSwapInOps().compact(row_ids, num_valid)
+    assert row_ids.tolist() == [[7, 3, 9, -1, -1, 4], [-1, -1, -1, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
+    assert num_valid.tolist() == [3, 0, 0]

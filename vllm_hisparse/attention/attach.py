@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.platforms import current_platform
 
 from vllm_hisparse.compat.attention import disable_dense_prefill
 from vllm_hisparse.compat.engine import is_draft_layer, is_dsa_model, uses_host_connector
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+TRIED_CAPABILITIES = ((9, 0),)
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
+
 
 def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """Give the sparse attention layers of a model on CUDA hot buffers in place of their KV caches.
@@ -29,10 +35,23 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         HiSparseConfigError: the attention backend has no version for hot buffers, or a layer of a dense model does not
             run plain causal attention.
     """
+    warn_of_untried_device()
     if is_dsa_model(vllm_config):
         _attach_mla(model)
     else:
         _attach_gqa(model, vllm_config)
+
+
+def warn_of_untried_device() -> None:
+    """Say so if hot buffers have never run on GPUs like this one."""
+    capability = current_platform.get_device_capability()
+    if capability is None or tuple(capability) not in TRIED_CAPABILITIES:
+        logger.warning_once(
+            "HiSparse was never tried on this GPU (%s, compute capability %s); it was on Hopper (H100, H200). "
+            "Compare its answers with those of full KV before you rely on them.",
+            current_platform.get_device_name(),
+            "unknown" if capability is None else capability.as_version_str(),
+        )
 
 
 def _attach_mla(model: torch.nn.Module) -> None:

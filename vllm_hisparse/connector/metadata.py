@@ -30,6 +30,8 @@ class HiSparseMetadata(KVConnectorMetadata):
             save after the forward.
         first_decodes: (handle, position) of requests of a dense model that computed no tokens in their step before, or
             more than one that decodes, and decode from `position` on in this one.
+        prefills: (handle, first, last) of requests of a dense model that compute positions [first, last) of their
+            prompt.
         waits_for_tail_saves: whether the worker waits until `tail_saves` are done: in a step that computes nothing,
             whose output does not wait for the device.
         transport: metadata of the transport, or None.
@@ -43,6 +45,7 @@ class HiSparseMetadata(KVConnectorMetadata):
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)
+    prefills: list[tuple[int, int, int]] = field(default_factory=list)
     waits_for_tail_saves: bool = False
     transport: KVConnectorMetadata | None = None
 

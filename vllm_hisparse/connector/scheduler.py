@@ -141,6 +141,7 @@ class HiSparseSchedulerConnector:
             restores=self._restores,
             saves=changes.saves,
             first_decodes=changes.first_decodes,
+            prefills=changes.prefills,
             waits_for_tail_saves=bool(changes.tail_saves) and not num_scheduled,
         )
         self._restores = []

@@ -109,6 +109,7 @@ class HiSparseWorkerConnector:
             for span in self.hot_buffer.begin_decoding(handle, position):
                 for impl in self.impls:
                     impl.represent(span)
+        self.hot_buffer.requests.expect_prefills(metadata.prefills)
         self.store.restore_resident_kv(self.resident_kv, metadata.restores)
 
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:
@@ -117,6 +118,7 @@ class HiSparseWorkerConnector:
             self.transport.bind_metadata(metadata.transport)
 
     def clear_metadata(self) -> None:
+        self.hot_buffer.requests.expect_prefills([])
         if self.transport:
             self.transport.clear_metadata()
 

@@ -332,6 +332,16 @@ class SwapInOps(ABC):
         """
 
     @abstractmethod
+    def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
+        """Move the valid ids of each selection to its front, in their order.
+
+        Args:
+            row_ids: [num_selections, columns] int32, contiguous; -1 where there is none. Updated in place.
+            num_valid: [num_selections] int32 leading ids that contain every valid one, contiguous; becomes the number
+                of valid ids. What is behind these is -1 then, as far as it was among the leading ids.
+        """
+
+    @abstractmethod
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         """Flat id of the hot row of each request's new positions: the slot mapping of a decode step.
 

@@ -22,6 +22,7 @@ MAX_QUERY_LEN = 8  # selections of a request
 MAX_COLUMNS = 8192  # of several selections
 MAX_LAYERS = 128  # of one launch of `write_back`
 VECTOR_BYTES = 16  # row sizes and head sizes are multiples
+INTERFACE_VERSION = 2  # of all of them
 
 
 class _HotRows(Structure):
@@ -132,6 +133,7 @@ _ARGUMENTS = {  # of each launcher, before the stream
     "resolve": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOT, c_void_p, _RESOLVED),
     "gather": (_HOST, _HOT, _RESOLVED, c_int32, c_bool, c_bool),
     "swap_in": (_RESIDENCY, _TABLES, c_void_p, c_int64, _HOST, _HOT, c_void_p, _RESOLVED, c_bool),
+    "compact_rows": (c_void_p, c_void_p, c_int32, c_int32),
     "newest_row_ids": (_TABLES, _HOT, c_void_p),
     "write_back": (_LAYERS, c_int32, _HOT, c_int64, _TABLES),
     "stage_rows": (_HOST, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int64),
@@ -147,15 +149,33 @@ _ARGUMENTS = {  # of each launcher, before the stream
 }
 
 
+HOW_TO_BUILD = (
+    "Install the CUDA toolkit so that nvcc is on PATH, and install vllm_hisparse again: "
+    "pip install --force-reinstall --no-deps ."
+)
+
+
+def _interface_version(library: ctypes.CDLL) -> int:
+    """Interface of a library; 1 of those that do not say."""
+    try:
+        return int(library.hisparse_interface_version())
+    except AttributeError:
+        return 1
+
+
 @cache
 def _load_library() -> ctypes.CDLL:
     """The kernels, with the types of every launcher."""
     if not LIBRARY.exists():
         raise RuntimeError(
-            f"The CUDA kernels of vllm_hisparse are not built: {LIBRARY.name} is missing. Install the CUDA toolkit "
-            "so that nvcc is on PATH, and install vllm_hisparse again: pip install --force-reinstall --no-deps ."
+            f"The CUDA kernels of vllm_hisparse are not built: {LIBRARY.name} is missing. {HOW_TO_BUILD}"
         )
     library = ctypes.CDLL(str(LIBRARY))
+    if (version := _interface_version(library)) != INTERFACE_VERSION:
+        raise RuntimeError(
+            f"The CUDA kernels of vllm_hisparse are of another version: {LIBRARY.name} has interface {version}, this "
+            f"code has {INTERFACE_VERSION}. {HOW_TO_BUILD}"
+        )
     for name, arguments in _ARGUMENTS.items():
         launcher = getattr(library, f"hisparse_{name}")
         launcher.argtypes, launcher.restype = (*arguments, c_void_p), c_int32
@@ -263,6 +283,11 @@ class CudaSwapInOps(SwapInOps):
             self._resolved(out),
             beside_others,
         )
+
+    def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
+        for tensor in (row_ids, num_valid):
+            assert tensor.dtype == torch.int32 and tensor.is_contiguous(), "ids and counts must be contiguous int32"
+        launch("compact_rows", row_ids.data_ptr(), num_valid.data_ptr(), *row_ids.shape)
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         num_rows = len(tables.seq_lens) * tables.max_query_len

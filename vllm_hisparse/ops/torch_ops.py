@@ -80,6 +80,13 @@ class TorchSwapInOps(SwapInOps):
         self.resolve(residency, tables, top_k, hot_rows, counts, out)
         self.gather(host_rows, hot_rows, out, len(top_k))
 
+    def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
+        leads = torch.arange(row_ids.shape[1], device=row_ids.device) < num_valid[:, None]
+        is_valid = leads & (row_ids >= 0)
+        order = (~is_valid).int().where(leads, 2).sort(dim=1, stable=True).indices
+        row_ids.copy_(row_ids.where(is_valid | ~leads, -1).gather(1, order))
+        num_valid.copy_(is_valid.sum(1))
+
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)
         live, states = _live_requests(tables, batch)

@@ -286,6 +286,12 @@ class CudaLayer(LayerUnderTest):
         )
         metadata = self.builder.build(0, common)
         self.begin_decodes(batch, seq_lens)  # Model Runner V2: after the metadata
+        prefills = [
+            (request.handle, int(seq_len) - num, int(seq_len))
+            for (request, num), seq_len in zip(batch, seq_lens, strict=True)
+            if num > self.buffer.shape.max_query_len
+        ]
+        self.buffer.requests.expect_prefills(prefills)
         out = torch.full_like(rows[0], float("nan"))
         self.impl.forward(None, *(part[tokens] for part in rows), self.device[:, 1], metadata, out)
         return torch.empty_like(out).index_copy_(0, tokens, out)

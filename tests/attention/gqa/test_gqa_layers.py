@@ -17,6 +17,7 @@ from vllm_hisparse.algorithms.pq_cache import PQCache
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.rows.request_table import RequestTable
 
 
 @pytest.fixture(params=[Quest, Oracle, StreamingLLM])
@@ -134,6 +135,29 @@ def test_other_versions_of_flash_attention_are_refused() -> None:
     with pytest.raises(HiSparseConfigError, match=r"^attention backend: got 'FlashAttention 2', expected FlashAtt"):
         gqa_cuda.check_flash_attention(2)
     gqa_cuda.check_flash_attention(3)
+
+
+def test_a_prefill_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler half has said which request prefills; only requests with the same positions are looked up."""
+    layer, lookups = CudaLayer(Quest), []
+    find = RequestTable.find
+    monkeypatch.setattr(RequestTable, "find", lambda *args: lookups.append(len(args[1])) or find(*args))
+    try:
+        first, second = Request(3, [5, 9, 2, 7, 11, 30, 31], 0), Request(13, [1, 3, 4, 6, 8, 10, 12], 1)
+        layer.start(first)
+        layer.start(second)
+        layer.step([(first, 40), (second, 50)])
+        layer.step([(first, 7), (second, 1)])
+        assert not lookups
+        third = Request(25, [13, 14, 15, 16, 17, 18, 19], 2)
+        layer.start(third)
+        layer.buffer.release(second.handle)
+        fourth = Request(13, [1, 3, 4, 6, 8, 10, 12], 3)
+        layer.start(fourth)
+        layer.step([(third, 20), (fourth, 20)])
+        assert lookups == [1, 1]
+    finally:
+        layer.undo()
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def run_kernel(
 ) -> torch.Tensor:
     """`FlashAttnMLASparseImpl._run_mqa_kernel` of vLLM 0.32 over flat rows."""
     assert cache_is_flat
-    return attend_flat(torch.cat((nope, rope), -1), rows, *selection[:2])
+    return attend_pages(torch.cat((nope, rope), -1), rows, *selection[:2])
 
 
 def forward_kernel(
@@ -90,7 +90,7 @@ def forward_kernel(
 ) -> tuple[torch.Tensor, None]:
     """`FlashAttnMLASparseImpl._forward_mqa_kernel` of vLLM 0.33 over a paged cache."""
     assert is_decode and cache.shape[1] == block_size
-    return attend_flat(torch.cat(query, -1), flat_kv_row_view(cache, block_size)[0], *selection), None
+    return attend_pages(torch.cat(query, -1), flat_kv_row_view(cache, block_size)[0], *selection), None
 
 
 def test_the_kernel_of_each_release(cuda_modules: dict[str, ModuleType]) -> None:
@@ -135,6 +135,13 @@ def model(
     if request.param == "HotMLACpu":
         return Model(HotMLACpuImpl, HotMLACpuMetadataBuilder)
     return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
+
+
+def attend_pages(query: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, num_valid: torch.Tensor) -> torch.Tensor:
+    """As FlashAttention does it, to which every leading id is a page."""
+    leads = torch.arange(ids.shape[1]) < num_valid[:, None]
+    assert (ids[leads] >= 0).all(), "page -1 is read"
+    return attend_flat(query, rows, ids, num_valid)
 
 
 def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Model:
@@ -258,7 +265,7 @@ class Model:
         self.top_k[:] = -1
         selections = [self._select(position) for _, span in spans for position in span]
         for i, selected in enumerate(selections):
-            self.top_k[i, : len(selected)] = torch.tensor(selected)
+            self.top_k[i, self.random.sample(range(TOP_K), len(selected))] = torch.tensor(selected, dtype=torch.int32)
         for index, impl in enumerate(self.impls):
             rows = torch.cat([request.rows[index, list(span)] for request, span in spans])
             query = torch.cat([request.query[index, list(span)] for request, span in spans])
@@ -359,6 +366,17 @@ def test_rows_that_are_copied_while_another_layer_attends(
     hits, misses = model.buffer.counts.take()
     assert hits + misses == NUM_LAYERS * 20 * 3 * (TOP_K - 1)
     assert streams.num_waits == 20
+
+
+@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
+def test_holes_in_a_selection(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A request that decodes from its first token on has fewer positions than a selection, anywhere in it."""
+    model = make_cuda_model(name, cuda_modules["backend"], monkeypatch)
+    request = Request(1, list(range(10)), 0)
+    model.start(request)
+    for _ in range(TOP_K):
+        model.step((request, 1))
+    model.check_host(request)
 
 
 def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> None:

@@ -78,7 +78,9 @@ def run(
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(name=next(names)))
     monkeypatch.setattr(waves, "num_compute_units", lambda _: 7)
     monkeypatch.setattr(
-        waves, "get_paged_mqa_logits_metadata", lambda lens, page_size, sms: (lens.tolist(), page_size, sms, *current)
+        waves,
+        "get_paged_mqa_logits_metadata",
+        lambda lens, page_size, sms, indices: (lens.tolist(), page_size, sms, *current),
     )
     layers = dict.fromkeys(KEYS, SimpleNamespace(kv_cache=torch.zeros(9, 64, 132)))
     draft, whole = SimpleNamespace(), Metadata(waves="all")
@@ -157,6 +159,30 @@ def test_drafts(waves: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bo
             "lengths [[7, 8]], tables [6]",
         ]
     )
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_the_rows_of_a_wave_say_which_of_its_requests_they_are_of(
+    waves: ModuleType, monkeypatch: pytest.MonkeyPatch, query_len: int
+) -> None:
+    """vLLM's indexer on Blackwell has a row per token, with the request of each, and its kernel wants as many."""
+    num_requests = 6
+    num_rows = num_requests * query_len
+    whole = indexer_metadata(num_requests, num_rows, torch.arange(num_rows)[:, None])
+    whole.decode.indices = torch.arange(num_requests).repeat_interleave(query_len)
+    whole.decode.per_req_decode_lens = torch.arange(num_requests)
+    scheduled = []
+    monkeypatch.setattr(waves, "num_compute_units", lambda _: 7)
+    monkeypatch.setattr(
+        waves, "get_paged_mqa_logits_metadata", lambda lens, _, __, indices: scheduled.append((len(lens), indices))
+    )
+    wave = waves.Wave(slice(2, 5), query_len, lambda _: None)
+    part = wave._indexer_metadata(whole, 64).decode
+    expected = torch.arange(3).repeat_interleave(query_len)
+    assert torch.equal(part.indices, expected) and len(part.seq_lens) == len(part.block_table) == len(expected)
+    assert part.per_req_decode_lens.tolist() == [2, 3, 4]
+    [(num_lens, indices)] = scheduled
+    assert num_lens == len(expected) and torch.equal(indices, expected)
 
 
 def test_which_steps_have_waves(waves: ModuleType) -> None:

@@ -200,6 +200,21 @@ def test_first_decodes_of_dense_models() -> None:
     assert step(ledger, (request, 1)).first_decodes == [(9, 11)]
 
 
+@pytest.mark.parametrize("max_query_len", [1, 4])
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_prefills_of_dense_models_are_named(is_dense: bool, max_query_len: int) -> None:
+    """With their positions; steps that decode are none."""
+    ledger = make_ledger(is_dense=is_dense, max_query_len=max_query_len)
+    first, second = arrive(ledger, "a", 20), arrive(ledger, "b", 20)
+    admit(ledger, first, handle=7)
+    admit(ledger, second, handle=9)
+    prefills = [
+        step(ledger, (first, num_first), (second, num_second)).prefills
+        for num_first, num_second in ((5, 6), (7, max_query_len), (1, 1))
+    ]
+    assert prefills == ([[(7, 0, 5), (9, 0, 6)], [(7, 5, 12)], []] if is_dense else [[], [], []])
+
+
 def test_a_step_with_drafts_decodes() -> None:
     ledger = make_ledger(is_dense=True, max_query_len=4)
     request = arrive(ledger, "a", 20)

@@ -142,3 +142,16 @@ def test_random_requests_keep_their_blocks(table: RequestTable) -> None:
         table.check_integrity()
         for known, ids in blocks.items():
             assert table.host_table(int(table.find(tensor(known)))).tolist() == ids + [-1] * (MAX_BLOCKS - len(ids))
+
+
+def test_a_prefilling_request_is_found_by_its_positions(table: RequestTable) -> None:
+    """Once per step, and only if it is the only one with these."""
+    for handle in (40, 41, 42):
+        table.add(handle)
+    table.expect_prefills([(41, 0, 7), (40, 16, 20), (42, 0, 7)])
+    assert table.take_prefill(16, 20) == table.index_of(40)
+    assert table.take_prefill(16, 20) is None
+    assert table.take_prefill(0, 7) is None and table.take_prefill(16, 21) is None
+    table.expect_prefills([(42, 0, 7)])
+    table.expect_prefills([])
+    assert table.take_prefill(0, 7) is None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 FLASH_ATTN_VERSION = 3
 MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
+MAX_SPLIT_REQUESTS = 992  # of which the kernel decides how many splits each needs; with more, it would take all of them
 
 
 @dataclass
@@ -261,7 +262,7 @@ class HotGQAImpl(FlashAttentionImpl):
             causal=True,
             block_table=resolved.hot_row_ids.view(-1, algorithm.num_selected)[: len(query)],
             fa_version=self.vllm_flash_attn_version,
-            num_splits=MAX_SPLITS,
+            num_splits=MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1,
         )
 
     def _prefill(

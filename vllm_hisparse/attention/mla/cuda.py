@@ -280,8 +280,10 @@ class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
     vllm_class = FlashAttnMLASparseImpl
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        selection = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
-        return attend_to_flat_rows(self, q, self.hot.rows, selection, layer)
+        row_ids, num_valid = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
+        # NOTE: to FlashAttention, every leading id is a page, -1 too.
+        self.hot_buffer.ops.compact(row_ids, num_valid)
+        return attend_to_flat_rows(self, q, self.hot.rows, (row_ids, num_valid), layer)
 
 
 class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):

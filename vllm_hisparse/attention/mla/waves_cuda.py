@@ -81,15 +81,19 @@ class Wave:
         """
         decode, num_requests = metadata.decode, self.requests.stop - self.requests.start
         rows = self.requests if len(decode.decode_lens) == metadata.num_decodes else self.tokens
-        seq_lens = decode.seq_lens[rows]
+        seq_lens, indices, per_request = decode.seq_lens[rows], decode.indices, decode.per_req_decode_lens
+        if indices is not None:  # of each row's request, on Blackwell
+            indices = indices[rows] - self.requests.start
         part = replace(
             decode,
             block_table=decode.block_table[rows],
             seq_lens=seq_lens,
             decode_lens=decode.decode_lens[rows],
             schedule_metadata=get_paged_mqa_logits_metadata(
-                seq_lens, page_size, num_compute_units(seq_lens.device.index)
+                seq_lens, page_size, num_compute_units(seq_lens.device.index), indices=indices
             ),
+            indices=indices,
+            per_req_decode_lens=None if per_request is None else per_request[self.requests],
         )
         num_tokens = self.tokens.stop - self.tokens.start
         return replace(metadata, num_decodes=num_requests, num_decode_tokens=num_tokens, decode=part)

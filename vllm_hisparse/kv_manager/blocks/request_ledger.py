@@ -75,7 +75,8 @@ class RequestChanges:
 
     Attributes:
         started: (handle, request id) of requests that the worker has no state of yet.
-        released, tail_saves, tables, hot_tables, state_tables, saves, first_decodes: as in `HiSparseMetadata`.
+        released, tail_saves, tables, hot_tables, state_tables, saves, first_decodes, prefills: as in
+            `HiSparseMetadata`.
     """
 
     started: list[tuple[int, str]] = field(default_factory=list)
@@ -86,6 +87,7 @@ class RequestChanges:
     state_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     saves: list[tuple[int, int]] = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)
+    prefills: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class RequestLedger:
@@ -241,8 +243,11 @@ class RequestLedger:
             self._drop_state(request_id)
         changes.hot_tables, changes.state_tables = self.hot_tables.take_changes(self._handles(self.hot_tables.changed))
         for request_id, num_tokens in num_scheduled.items() if self.tracks_decodes else ():
-            if (admitted := self.admitted[request_id]).note_step(num_tokens <= self.max_query_len):
-                changes.first_decodes.append((admitted.handle, self.requests[request_id].num_computed_tokens))
+            admitted, first = self.admitted[request_id], self.requests[request_id].num_computed_tokens
+            if admitted.note_step(num_tokens <= self.max_query_len):
+                changes.first_decodes.append((admitted.handle, first))
+            if num_tokens > self.max_query_len:
+                changes.prefills.append((admitted.handle, first, first + num_tokens))
         changes.released, self._released = self._released, []
         changes.tail_saves, self._tail_saves = self._tail_saves, []
         return changes

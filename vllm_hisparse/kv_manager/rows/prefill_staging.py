@@ -144,17 +144,16 @@ class PrefillStaging:
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
         """Of an MLA model."""
-        request_index = self.hot_buffer.requests.find(request.handle)
-        return self._make_plan(request, request_index, key_spans=())
+        requests = self.hot_buffer.requests
+        return self._make_plan(request, requests.host_table(requests.find(request.handle))[0], key_spans=())
 
     def _make_plan(
-        self, request: PrefillRequest, request_index: torch.Tensor, key_spans: tuple[KeySpan, ...]
+        self, request: PrefillRequest, host_table: torch.Tensor, key_spans: tuple[KeySpan, ...]
     ) -> PrefillPlan:
         seeds, heads = self.hot_buffer.seeds(request.handle, request.last), self.hot_buffer.heads
         units, units_per_block = seeds.units, self.block_size // heads.tokens_per_unit
         parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
         staged_seeds = parts * units_per_block + units % units_per_block
-        host_table = self.hot_buffer.requests.host_table(request_index)[0]
         return PrefillPlan(request, host_table, seeds, staged_seeds, key_spans)
 
     def _seed(self, plan: PrefillPlan, layer_index: int) -> None:
@@ -232,10 +231,13 @@ class WholeBlockStaging(PrefillStaging):
         return staged
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
-        request_index = self.hot_buffer.requests.find(request.handle)
-        # NOTE: waits for the device, once per prompt chunk.
-        key_spans = self.hot_buffer.begin_prefill(int(request_index), request.first, request.last)
-        return self._make_plan(request, request_index, key_spans)
+        requests = self.hot_buffer.requests
+        request_index = requests.take_prefill(request.first, request.last)
+        if request_index is None:
+            # NOTE: waits for the device, but only if several requests prefill the same positions in this step.
+            request_index = int(requests.find(request.handle))
+        key_spans = self.hot_buffer.begin_prefill(request_index, request.first, request.last)
+        return self._make_plan(request, requests.host_table(request_index), key_spans)
 
     def _num_rows_to_load(self, request: PrefillRequest) -> int:
         return cdiv(request.first, self.block_size) * self.block_size

@@ -70,6 +70,7 @@ class RequestTable:
         self._pin_memory = device.type != "cpu"
         self._free_indices = list(reversed(range(num_requests)))
         self._index_by_handle: dict[int, int] = {}
+        self._prefills: dict[tuple[int, int], list[int]] = {}  # first and last position -> request indices
 
     def __len__(self) -> int:
         """Requests that run."""
@@ -136,6 +137,21 @@ class RequestTable:
             KeyError: no such request runs.
         """
         return self._index_by_handle[handle]
+
+    def expect_prefills(self, prefills: Collection[tuple[int, int, int]]) -> None:
+        """Say which requests prefill in the next step.
+
+        Args:
+            prefills: handle of each, and its positions, half-open.
+        """
+        self._prefills = {}
+        for handle, first, last in prefills:
+            self._prefills.setdefault((first, last), []).append(self._index_by_handle[handle])
+
+    def take_prefill(self, first: int, last: int) -> int | None:
+        """Index of the request that prefills positions [first, last) in this step, once; None if none or several do."""
+        found = self._prefills.pop((first, last), [])
+        return found[0] if len(found) == 1 else None
 
     def find(self, handles: torch.Tensor) -> torch.Tensor:
         """Index of each request, [batch] int64; `num_requests` where there is none.
