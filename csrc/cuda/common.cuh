@@ -82,9 +82,7 @@ struct Divisor {
     __device__ friend int32_t operator/(int32_t number, const Divisor& by) {
         return static_cast<int32_t>(__umulhi(2u * number, by.multiplier) >> by.shift);
     }
-    __device__ friend int32_t operator%(int32_t number, const Divisor& by) {
-        return number - number / by * by.divisor;
-    }
+    __device__ friend int32_t operator%(int32_t number, const Divisor& by) { return number - number / by * by.divisor; }
 };
 
 __device__ inline int warp_index() {

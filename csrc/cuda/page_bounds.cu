@@ -31,8 +31,12 @@ constexpr int kBoundThreads = 256;
 constexpr int kLaneElements = 8;  // one vector of 16-bit elements
 constexpr int kPagesPerBlock = 128;
 
-__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+__device__ inline float to_float(__half x) {
+    return __half2float(x);
+}
 
 template <typename T>
 union Vector {
@@ -154,8 +158,14 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
 
 template <typename T>
 cudaError_t update_page_bounds(
-    const PageBounds& bounds, const LatestBounds& latest, const int64_t* request_indices, const int64_t* positions,
-    const void* keys, int64_t key_stride, int32_t batch, cudaStream_t stream
+    const PageBounds& bounds,
+    const LatestBounds& latest,
+    const int64_t* request_indices,
+    const int64_t* positions,
+    const void* keys,
+    int64_t key_stride,
+    int32_t batch,
+    cudaStream_t stream
 ) {
     const int num_blocks = (batch * bounds.num_heads * kWarpSize + kBoundThreads - 1) / kBoundThreads;
     update_page_bounds_kernel<T><<<num_blocks, kBoundThreads, 0, stream>>>(
@@ -166,8 +176,15 @@ cudaError_t update_page_bounds(
 
 template <typename T>
 cudaError_t page_scores(
-    const PageBounds& bounds, const int64_t* request_indices, const int64_t* num_tokens, const void* query,
-    int64_t query_stride, int32_t group, int32_t batch, float* scores, cudaStream_t stream
+    const PageBounds& bounds,
+    const int64_t* request_indices,
+    const int64_t* num_tokens,
+    const void* query,
+    int64_t query_stride,
+    int32_t group,
+    int32_t batch,
+    float* scores,
+    cudaStream_t stream
 ) {
     int lanes = 1;
     while (lanes * kLaneElements < bounds.head_size) lanes *= 2;

@@ -162,9 +162,8 @@ __device__ __forceinline__ int find_hits(
 
 // Rounds of the thread whose position is a hit of this thread block, as bits.
 template <int kColumnRounds>
-__device__ __forceinline__ uint32_t find_own_hits(
-    const Scratch<kColumnRounds>& scratch, const Found<kColumnRounds>& found
-) {
+__device__ __forceinline__ uint32_t
+find_own_hits(const Scratch<kColumnRounds>& scratch, const Found<kColumnRounds>& found) {
     uint32_t hit_bits = 0;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
@@ -248,9 +247,8 @@ struct Aged {
 };
 
 template <int kColumnRounds, bool kIsCluster>
-__device__ __forceinline__ Aged count_aged(
-    const Cluster<kIsCluster>& cluster, const Scratch<kColumnRounds>& scratch, Shared& shared
-) {
+__device__ __forceinline__ Aged
+count_aged(const Cluster<kIsCluster>& cluster, const Scratch<kColumnRounds>& scratch, Shared& shared) {
     Aged aged{kNumAges - 1 - static_cast<int32_t>(threadIdx.x), 0, 0};
     int32_t of_blocks[kMaxClusterSize] = {scratch.num_aged[aged.age]};
     if constexpr (kIsCluster) cluster.read(scratch.num_aged + aged.age, of_blocks);
@@ -297,9 +295,8 @@ __device__ __forceinline__ void find_cut(const Aged& aged, int32_t num_victims, 
 
 // One more than the age of what a slot holds; 0 for a hit.
 template <int kColumnRounds>
-__device__ __forceinline__ uint32_t find_age(
-    const Scratch<kColumnRounds>& scratch, const Request& request, int32_t slot, const int2& held
-) {
+__device__ __forceinline__ uint32_t
+find_age(const Scratch<kColumnRounds>& scratch, const Request& request, int32_t slot, const int2& held) {
     const int32_t column = request.wants(held.x) ? scratch.find(held.x) : scratch.kEnd;
     return column >= 0 && scratch.chosen[column] == slot ? 0 : age_of(request, held.x, held.y) + 1;
 }
@@ -530,9 +527,7 @@ __device__ __forceinline__ void resolve_evicting(
         __syncthreads();
     }
     const int32_t first_victim = shared.cut.num_older_before + min(shared.cut.num_equal_before, shared.cut.num_of_age);
-    write_columns(
-        cluster, residency, out, scratch, request, columns, selected, host_blocks, found, first_victim
-    );
+    write_columns(cluster, residency, out, scratch, request, columns, selected, host_blocks, found, first_victim);
     if (cluster.rank == 0) {
         // The new rows take the places of what the reserved slots held.
         if (threadIdx.x < request.tables.max_query_len) {

@@ -74,9 +74,7 @@ struct Request {
     __device__ Place place(int32_t slot) const {
         const int32_t index = slot / rows_per_block, offset = slot - index * rows_per_block.divisor;
         const int32_t block = __ldg(hot_table + index);
-        return {
-            static_cast<int32_t>(block * hot.block_stride_rows + offset), block * rows_per_block.divisor + offset
-        };
+        return {static_cast<int32_t>(block * hot.block_stride_rows + offset), block * rows_per_block.divisor + offset};
     }
     __device__ int64_t host_row_id(int32_t position) const {
         return flat_host_row_id(tables, block_size, state_index, position);

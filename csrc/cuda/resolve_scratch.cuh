@@ -46,7 +46,7 @@ struct Scratch {
     int32_t* links;     // [columns] next entry of the chain, or kEnd
     int32_t* victims;   // [columns] slot that the n-th miss takes; -1 where it is of another thread block
     int32_t* heads;     // [2^bucket_bits] first entry of each bucket, or kEnd
-    uint16_t* ages;     // [num_kept] one more than the age of each slot of the block, 0 of a hit; others are found anew
+    uint16_t* ages;  // [num_kept] one more than the age of each slot of the block, 0 of a hit; others are found anew
     int bucket_bits;
     int32_t num_kept;  // multiple of kSlotsPerLoad
 
@@ -71,16 +71,12 @@ struct Scratch {
         const int32_t num_vectors = (min(num_slots, num_kept) + kSlotsPerLoad - 1) / kSlotsPerLoad;
         for (int32_t i = threadIdx.x; i < num_vectors; i += kNumThreads) vectors[i] = {0, 0, 0, 0};
     }
-    __device__ int32_t* head(int32_t position) const {
-        return heads + (position & ((1 << bucket_bits) - 1));
-    }
+    __device__ int32_t* head(int32_t position) const { return heads + (position & ((1 << bucket_bits) - 1)); }
     __device__ void insert(int32_t position, int column) const {
         links[column] = atomicExch(head(position), (position & ~kColumnMask) | column);
     }
     // How an entry differs from a position: the column that wants it; below 0 at the end; beyond the columns, go on.
-    __device__ static int32_t compare(int32_t entry, int32_t position) {
-        return entry ^ (position & ~kColumnMask);
-    }
+    __device__ static int32_t compare(int32_t entry, int32_t position) { return entry ^ (position & ~kColumnMask); }
     __device__ int32_t compare_next(int32_t difference, int32_t position) const {
         return compare(links[difference & kColumnMask], position);
     }

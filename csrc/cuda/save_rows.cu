@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace hisparse {
@@ -44,8 +46,8 @@ extern "C" cudaError_t hisparse_save_rows(
     cudaStream_t stream
 ) {
     if (num_rows == 0) return cudaSuccess;
-    const int num_blocks = (num_rows + kNumWarps - 1) / kNumWarps;
-    save_rows_kernel<<<num_blocks < kMaxBlocks ? num_blocks : kMaxBlocks, kNumThreads, 0, stream>>>(
+    const int num_blocks = std::min((num_rows + kNumWarps - 1) / kNumWarps, kMaxBlocks);
+    save_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
         rows, first, num_rows, row_bytes, *host, host_table, num_host_blocks, block_size
     );
     return cudaGetLastError();

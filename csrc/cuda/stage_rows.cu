@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace hisparse {
@@ -42,8 +44,8 @@ extern "C" cudaError_t hisparse_stage_rows(
     cudaStream_t stream
 ) {
     if (num_rows == 0) return cudaSuccess;
-    const int num_blocks = (num_rows + kNumWarps - 1) / kNumWarps;
-    stage_rows_kernel<<<num_blocks < kMaxBlocks ? num_blocks : kMaxBlocks, kNumThreads, 0, stream>>>(
+    const int num_blocks = std::min((num_rows + kNumWarps - 1) / kNumWarps, kMaxBlocks);
+    stage_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
         *host, host_table, num_host_blocks, block_size, staging, num_rows, row_bytes
     );
     return cudaGetLastError();

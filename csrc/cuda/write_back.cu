@@ -60,8 +60,6 @@ extern "C" cudaError_t hisparse_write_back(
     if (num_layers > kMaxLayers) return cudaErrorInvalidValue;
     const int num_rows = tables->batch * tables->max_query_len;
     const int num_blocks = num_rows < kMaxBlocks ? num_rows : kMaxBlocks;
-    write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
-        *layers, num_layers, *hot, num_host_rows, *tables
-    );
+    write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(*layers, num_layers, *hot, num_host_rows, *tables);
     return cudaGetLastError();
 }
