@@ -9,7 +9,7 @@ SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # which process runs what: tests/conftest.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all campaign sanitize pages lint clean
+.PHONY: help setup demo test test-slow test-all campaign sanitize pages docs types lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -40,10 +40,17 @@ sanitize: setup ## run the kernel tests under compute-sanitizer; needs a CUDA de
 pages: setup ## write the generated pages of the documentation: results, index of decisions
 	@$(BIN)/python tools/docs_pages.py
 
-lint: setup ## check style and formatting
+docs: setup ## build the site in build/site; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+types: setup ## check types
+	@$(BIN)/mypy
+
+lint: setup types ## check style, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror csrc/cuda/*
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

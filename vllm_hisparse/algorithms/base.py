@@ -1,4 +1,4 @@
-"""What a sparse attention algorithm is: three duties over state in static tensors, and the facts it declares.
+"""The interface of a sparse attention algorithm: three duties over state in static tensors, and the facts it declares.
 
 Nothing here knows vLLM, paged memory or a device: an algorithm sees keys, queries and its own state, and answers with
 logical positions. The backend adaptors turn those into rows of the hot buffer.
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_hisparse.ops.paged_field import PagedField
 from vllm_hisparse.ops.select_units import select_units
 
-# Of one layer: field name -> [num_requests, *shape], or for a field that grows [num_requests, num_entries, *shape]
+# State of one layer: field name -> [num_requests, *shape], or [num_requests, num_entries, *shape] if the field grows
 State = dict[str, torch.Tensor | PagedField]
 
 
@@ -60,7 +60,7 @@ class StateField:
 
     @property
     def num_bytes(self) -> int:
-        """Of a request, or of an entry."""
+        """Bytes per request, or per entry."""
         return prod(self.shape) * self.dtype.itemsize
 
     def num_entries(self, num_tokens: int) -> int:
@@ -69,7 +69,7 @@ class StateField:
 
 
 class Selector:
-    """What selects the positions that a decoding token attends to: the facts that the configuration needs.
+    """A selector of the positions that a decoding token attends to: the facts that the configuration needs.
 
     Attributes:
         name: what users write in `algorithm`.
@@ -131,7 +131,7 @@ class SparseAlgorithm(Selector, ABC):
 
     @classmethod
     def refuse(cls, options: AlgorithmOptions, shape: AttentionShape) -> str | None:
-        """What the options would have to be for these layers; None: they fit."""
+        """The values that the options would need for these layers; None if they fit."""
         return None
 
     def state_fields(self) -> dict[str, StateField]:
@@ -141,17 +141,18 @@ class SparseAlgorithm(Selector, ABC):
 
     @property
     def growing_fields(self) -> dict[str, StateField]:
-        """Those that grow with a request."""
+        """Fields that grow with a request."""
         return {name: field for name, field in self.state_fields().items() if field.tokens_per_entry is not None}
 
     @property
     def state_entries(self) -> tuple[tuple[int, int], ...]:
         """Tokens and bytes of an entry of each field that grows."""
-        return tuple((field.tokens_per_entry, field.num_bytes) for field in self.growing_fields.values())
+        fields = self.state_fields().values()
+        return tuple((field.tokens_per_entry, field.num_bytes) for field in fields if field.tokens_per_entry)
 
     @property
     def fixed_fields(self) -> dict[str, StateField]:
-        """Those of a fixed size."""
+        """Fields of a fixed size."""
         return {name: field for name, field in self.state_fields().items() if field.tokens_per_entry is None}
 
     @property
@@ -216,7 +217,7 @@ class SparseAlgorithm(Selector, ABC):
             keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool units to select in any case, or None.
 
         Returns:
-            As `retrieve_topk`.
+            The same as `retrieve_topk`.
         """
         scores = scores.float()
         if keep is not None:

@@ -19,7 +19,7 @@ SPECIAL_TOKENS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</t
 VOCAB_SIZE = 512
 # Attention scores get this standard deviation, so that a head reads a handful of rows instead of averaging them all.
 SCORE_STD = 3.0
-# What a layer adds to the residual stream, so that one rounding that changes a selection or a route stays small.
+# Scale of a layer's addition to the residual stream, so that a rounding that changes a selection has a small effect.
 RESIDUAL_GAIN = 0.3
 EXPERT_GAIN = 0.03
 # Logits get this standard deviation: the best token stands out, but with a probability well below 1.
@@ -111,7 +111,7 @@ VARIANTS["glm52"] = {**VARIANTS["glm"], "index_topk_freq": 4}
 DENSE_VARIANTS = ("llama", "qwen3")
 HEADS_PER_KV_HEAD = 4  # of the dense variants
 
-Variant = StrEnum("Variant", list(VARIANTS))
+Variant = StrEnum("Variant", list(VARIANTS))  # type: ignore[misc]
 Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
 
 
@@ -253,7 +253,7 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
 
 
 def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
-    """What a layer that drafts has beside a layer of the model (vLLM's deepseek_mtp.py)."""
+    """Weights that a draft layer has in addition to those of a layer of the model (vLLM's deepseek_mtp.py)."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield f"{prefix}.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
     yield f"{prefix}.enorm.weight", Weight((hidden,), constant=1.0)
@@ -264,7 +264,7 @@ def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, We
 
 
 def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer selects for itself; the others take the selection of the layer before (vLLM's deepseek_v2.py)."""
+    """True if a layer selects for itself; others take the selection of the layer before (vLLM's deepseek_v2.py)."""
     return max(layer - 1, 0) % config.get("index_topk_freq", 1) == 0
 
 

@@ -64,7 +64,8 @@ def start_engine(model: str, seed: int, **options: Any) -> LLM:
 def generate(llm: LLM, texts: list[str], prompt_tokens: int, sampling: dict[str, Any]) -> None:
     """Continue the beginnings of the texts."""
     from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
 
     tokenizer = llm.get_tokenizer()
-    prompts = [{"prompt_token_ids": tokenizer.encode(text)[:prompt_tokens]} for text in texts]
+    prompts = [TokensPrompt(prompt_token_ids=tokenizer.encode(text)[:prompt_tokens]) for text in texts]
     llm.generate(prompts, SamplingParams(**sampling))

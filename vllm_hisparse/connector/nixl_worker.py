@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -60,7 +60,7 @@ class NixlWorkerTransport:
     def take_stats(self) -> NixlKVConnectorStats | None:
         return self.connector.get_kv_connector_stats()
 
-    def handshake_metadata(self):
+    def handshake_metadata(self) -> Any:
         return self.connector.get_handshake_metadata()
 
     def shutdown(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, register_all_kvcache_specs
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -38,7 +38,7 @@ class HotBlockManager(CircularBufferManager):
     The scheduler half calls `bind` once; then, for every step in order, `step_scheduled` and `step_processed`.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parked: list[tuple[KVCacheBlock, list[int]]] = []  # (first hot block, pinned host blocks)
         self._is_scheduling = False

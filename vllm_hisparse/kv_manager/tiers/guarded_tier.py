@@ -43,7 +43,7 @@ class GuardedTier(SecondaryTierManager):
         return self.tier.block_size_bytes
 
     @property
-    def bp_detector(self):
+    def bp_detector(self) -> Any:
         return self.tier.bp_detector
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
     LookupResult,
     OffloadKey,
     ReqContext,
@@ -33,12 +35,12 @@ class BufferTier(CPUPrimaryTierOffloadingManager):
         num_reads: chunks that tiers are reading.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_reads = 0
         self.complete_read = self._complete_read  # NOTE: an attribute of the object in vLLM, too
 
-    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext):
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = super().prepare_read(keys, req_context)
         self.num_reads += len(keys)
         return spec
