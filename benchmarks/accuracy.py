@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Job:
-    """What one engine does.
+    """The work of one engine.
 
     Attributes:
         engine: arguments of `vllm.LLM`.

@@ -93,7 +93,7 @@ def split(packages: list[Package]) -> tuple[list[Package], list[Package]]:
 
 
 def unseen(packages: list[Package], model_dir: Path) -> list[Package]:
-    """Those that the model in a directory was not trained on, as its training.json says."""
+    """Packages that the model in a directory was not trained on, according to its training.json."""
     listed = json.loads((model_dir / "training.json").read_text())["packages"]
     trained = {package["package"] for package in listed if not package["held_out"]}
     return [package for package in packages if package.name not in trained]

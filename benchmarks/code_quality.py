@@ -1,4 +1,4 @@
-"""What a selection and hot buffers cost a trained DSA model in quality, on source code that it has not seen.
+"""Quality that a selection and hot buffers cost a trained DSA model, on source code that it has not seen.
 
     python -m benchmarks.code_quality --output benchmarks/results/cpu/code_quality.json
 
@@ -12,8 +12,8 @@ the whole window is decoded: over hot buffers every position but the first reads
 * `same_as_full_attention`, `same_as_full_kv`: share of greedy next tokens that are those of full attention in torch,
   and of vLLM with full KV; `widest_tie`: the largest margin between full KV's two best tokens where another one was
   greedy.
-* `draft_acceptance`: the draft layer's token after next is the model's own; in torch alone, because the plugin does not
-  run drafts.
+* `draft_acceptance`: the draft layer's token after next is the model's own; in torch alone, because
+  `trained_drafts.py` measures drafts in vLLM.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of each token of a window but the first and the last one: [n - 1] each.
+    """For each token of a window but the first and the last one: [n - 1] each.
 
     Attributes:
         logprob: float64, of the token. greedy: int64, the most likely token. margin: float64, logprob of the most
@@ -127,7 +127,7 @@ def in_vllm(model_dir: str, windows: list[Window], hot_rows: int | None) -> tupl
 
 
 def prediction(output: Any) -> Prediction:
-    """Of one request with `prompt_logprobs`."""
+    """Logprobs of one request with `prompt_logprobs`."""
     rows = []
     for token, found in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
         ranked = sorted(found.items(), key=lambda item: -item[1].logprob)
@@ -138,7 +138,7 @@ def prediction(output: Any) -> Prediction:
 
 
 def hit_rate() -> float:
-    """Of this process's engine so far."""
+    """Counts of this process's engine so far."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     hits, misses = get_kv_transfer_group().worker.hot_buffer.counts.by_state.sum(0).tolist()

@@ -85,7 +85,7 @@ class StepProfile(StepClock):
 
 
 def serve_profiles(connection: Connection, system: str, job: dict[str, Any]) -> None:
-    """As `serve_cases`, but profiles the cases."""
+    """Like `serve_cases`, but profiles the cases."""
     llm = load_engine(system, job)
     connection.send(None)
     for context, requests in iter(connection.recv, None):

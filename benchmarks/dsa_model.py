@@ -49,7 +49,7 @@ class Shape:
     rope_theta: float = 100_000.0
 
     def has_indexer(self, layer: int) -> bool:
-        """Whether a layer selects for itself; an MTP layer always does (vLLM's deepseek_v2.py)."""
+        """True if a layer selects for itself; an MTP layer always does (vLLM's deepseek_v2.py)."""
         return layer >= self.num_hidden_layers or max(layer - 1, 0) % self.index_topk_freq == 0
 
     def hf_config(self, max_position_embeddings: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def index_scores(state: IndexerState, queries: slice) -> torch.Tensor:
 
 
 def _later(queries: slice, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Whether a position comes after the query: [queries, num_tokens] bool."""
+    """True for positions after the query: [queries, num_tokens] bool."""
     positions = torch.arange(num_tokens, device=device)
     return positions > positions[queries][:, None]
 

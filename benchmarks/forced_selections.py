@@ -82,7 +82,7 @@ def _select(
 
 @dataclass
 class ForcedSelections:
-    """What all layers select; static tensors, which CUDA graphs read.
+    """Selections of all layers; static tensors, which CUDA graphs read.
 
     Attributes:
         settings: as in `_select`.
@@ -136,7 +136,7 @@ class ForcedSelections:
 
 @cache
 def forced() -> ForcedSelections:
-    """Those of this process; made when first asked for, on the current device."""
+    """Selections of this process; made when first asked for, on the current device."""
     return ForcedSelections.allocate(TRACE_LAYERS)
 
 

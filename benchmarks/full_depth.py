@@ -102,7 +102,7 @@ STOP_TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of an engine.
+    """The requests that an engine gets.
 
     Attributes:
         context: tokens of a prompt; 0: the mixed case.
@@ -618,7 +618,7 @@ def plot(
 
 
 def title(row: dict[str, Any]) -> str:
-    """Of a case, in two lines."""
+    """Title of a case, in two lines."""
     if row["context"] == "mixed":
         return f"mixed,\n{row['requests']} a minute"
     size = row["context"] if row["context"] < 1024 else f"{row['context'] / 1024:.0f}K"

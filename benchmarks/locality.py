@@ -2,8 +2,8 @@
 
     python -m benchmarks.locality --trace benchmarks/traces/code-dsa.trace
 
-Of traces that an engine recorded (`--engine-trace`), which have no ranks below the selection, hit rates alone; of each
-one and of all together, the request mix.
+Traces that an engine recorded (`--engine-trace`) have no ranks below the selection: only hit rates are reported, for
+each trace and for all together, the request mix.
 
 Two kinds of rows. *Hit rates* by layer, policy and buffer size; `scope` says whether every request and layer has a
 buffer of its own or all share a pool of the same memory. `new_rows` is the share of a selection that the step before
@@ -235,7 +235,7 @@ def engine_rows(paths: list[Path], sizes: list[float], warm_up: int) -> Iterator
 
 
 def frame(trace: Trace, layer: str) -> dict[str, Any]:
-    """What every row begins with."""
+    """The columns with which every row begins."""
     contexts = [request.first_position + request.num_steps for request in trace.requests]
     sizes = {"context": max(contexts), "shortest_context": min(contexts), "requests": len(contexts)}
     return {"model": trace.model, "layer": layer, **sizes}

@@ -1,7 +1,7 @@
 """KV connectors under which a prompt's KV need not be computed: it is taken to be in host memory from the start.
 
 `kv_connector_module_path` names this module, and the classes have the names of those that they stand for, by which vLLM
-and the plugin know them. What the host holds is never written, so tokens mean nothing; where KV lies, what is copied
+and the plugin know them. The host memory is never written, so tokens mean nothing; where KV lies, what is copied
 and what is waited for is as with real prompts. `DecodeBenchConnector` of vLLM does the same for full KV.
 """
 

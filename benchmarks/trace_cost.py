@@ -1,4 +1,4 @@
-"""What recording selections (`selection_trace_dir`) costs a decode step on the CPU, and what a trace takes.
+"""Cost of recording selections (`selection_trace_dir`) for a decode step on the CPU, and the size of a trace.
 
     python -m benchmarks.trace_cost
 

@@ -177,8 +177,8 @@ def train_stage(model: Model, stage: Stage, corpus: Corpus, seconds: float, comp
 def predictions(
     model: Model, windows: torch.Tensor, mode: AttentionMode
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one batch of windows: negative log likelihood of each next token, the greedy next token, and the draft's
-    greedy token after next; [batch, tokens - 2] each."""
+    """Negative log likelihood of each next token in one batch of windows, the greedy next token, and the draft's greedy
+    token after next; [batch, tokens - 2] each."""
     with torch.autocast(windows.device.type, torch.bfloat16):
         hidden, _ = model(windows[:, :-2], mode)
         drafted, _ = model.draft(hidden, windows[:, 1:-1], mode)
@@ -249,7 +249,7 @@ def export(model: Model, output: Path) -> int:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """What transformers has to know beside tokenizer.json; a text begins with no special token, and ends with one."""
+    """Facts that transformers needs beside tokenizer.json; a text begins with no special token, and ends with one."""
     begin, end = SPECIAL_TOKENS
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -291,7 +291,7 @@ def make_corpus(packages: list[Package], tokenizer: Any, max_bytes: int, device:
 
 
 def perplexities(evaluation: list[dict[str, Any]]) -> dict[str, float]:
-    """Of each mode, under the names of a stage's figures."""
+    """Figures of each mode, under the names of a stage's figures."""
     return {f"perplexity_{figures['mode']}": figures["perplexity"] for figures in evaluation}
 
 

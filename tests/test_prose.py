@@ -23,15 +23,7 @@ LATER = (
     "vllm_hisparse/connector/",
     "vllm_hisparse/kv_manager/",
     "vllm_hisparse/cpu/",
-    "vllm_hisparse/algorithms/",
-    "vllm_hisparse/cli/",
-    "vllm_hisparse/layout.py",
-    "vllm_hisparse/ops/",
-    "vllm_hisparse/tier_config.py",
-    "benchmarks/",
-    "deploy/",
     "tests/",
-    "tools/",
 )
 
 GENERATED = ("docs/results.md", "docs/decisions/index.md")

@@ -53,7 +53,7 @@ def anchor(name: str) -> str:
 
 
 def commit(result: Row) -> str:
-    return result.get("commit") or f"in {result['recorded_in']}"
+    return result.get("commit") or (f"in {result['recorded_in']}" if "recorded_in" in result else "not recorded")
 
 
 def hardware(result: Row) -> str:

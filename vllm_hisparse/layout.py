@@ -47,12 +47,12 @@ class StateLayout:
 
     @cached_property
     def entries_per_block(self) -> tuple[int, ...]:
-        """Of each field; 0 if a block is too small."""
+        """Entries of each field in a block; 0 if a block is too small."""
         return tuple(self.block_bytes // (num_bytes * self.num_layers) for _, num_bytes in self.entries)
 
     @cached_property
     def tokens_per_block(self) -> tuple[int, ...]:
-        """Of each field."""
+        """Tokens of each field in a block."""
         return tuple(num * tokens for num, (tokens, _) in zip(self.entries_per_block, self.entries, strict=True))
 
     def field_blocks(self, num_tokens: int) -> list[int]:
@@ -64,8 +64,9 @@ class StateLayout:
         return sum(self.field_blocks(num_tokens))
 
     def columns(self, num_tokens: int) -> list[int]:
-        """Of each block of a request of `num_tokens`, in the order in which it gets them: its place in a table that has
-        the blocks of the first field, then those of the next."""
+        """Column of each block of a request of `num_tokens` in its table, in the order in which it gets the blocks.
+
+        The table has the blocks of the first field, then those of the next."""
         first_tokens = [
             (index * tokens, field)
             for field, (tokens, num) in enumerate(

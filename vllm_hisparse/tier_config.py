@@ -12,7 +12,7 @@ PEER = r"^[^:\s]+:\d{1,5}$"
 
 
 class TierOptions(BaseModel):
-    """What options of all tiers have in common."""
+    """Options that all tiers have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

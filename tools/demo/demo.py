@@ -46,7 +46,7 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What to run."""
+    """Options of the demo."""
 
     num_requests: int
     max_tokens: int

@@ -62,7 +62,7 @@ class RequestResult:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the first difference is a tie, which rounding decides."""
+        """True if the first difference is a tie, which rounding decides."""
         return self.margin is not None and self.margin <= TIE_MARGIN
 
 

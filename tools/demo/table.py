@@ -45,7 +45,7 @@ def cells(result: RequestResult) -> list[str]:
 
 
 def answer_table(report: Report) -> Table:
-    """What was asked, what was answered, and what the file says where that is something else."""
+    """The question, the answer, and the text of the file where it differs from the answer."""
     table = Table(box=box.SIMPLE_HEAD, caption=ANSWER_CAPTION, caption_justify="left", pad_edge=False)
     for header in ("#", "back", "right"):
         table.add_column(header, justify="right", no_wrap=True)

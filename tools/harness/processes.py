@@ -126,7 +126,7 @@ class EngineProcess:
             )
 
     def is_healthy(self) -> bool:
-        """Whether the process runs and its health URL answers 200."""
+        """True if the process runs and its health URL answers 200."""
         if self._child is None or self.exit_code is not None:
             return False
         if self.health_url is None:
@@ -145,7 +145,7 @@ class EngineProcess:
             os.killpg(self.pid, signum)
 
     def is_gone(self) -> bool:
-        """Whether all processes of the group have ended."""
+        """True if all processes of the group have ended."""
         if self._child is None:
             return True
         self._child.poll()  # reaps it
@@ -276,7 +276,7 @@ class ProcessGroup:
 
 
 def calm_polling_threads(group_id: int) -> int:
-    """As `EngineProcess.calm_polling_threads`, for any process group."""
+    """Like `EngineProcess.calm_polling_threads`, for any process group."""
     before = dict(_thread_usage(group_id))
     time.sleep(POLL_S)
     num_calmed = 0

@@ -131,7 +131,7 @@ def private_misses(
 def pooled_misses(
     traced: list[list[Selection]], policy: type[Policy], num_slots: int, num_levels: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """As `private_misses`, if all sequences share one pool of the same memory: `num_slots` for each of them.
+    """Like `private_misses`, if all sequences share one pool of the same memory: `num_slots` for each of them.
 
     In a step, the sequences take turns. At first, the last rows of each prompt are hot, the same number of each.
     """

@@ -14,7 +14,7 @@ NEVER = np.iinfo(np.int64).max  # time of a use that does not come
 
 @dataclass(frozen=True)
 class Selection:
-    """What one layer of one request selects in a step. A row id stands for one position in it.
+    """The selection of one layer of one request in a step. A row id stands for one position in it.
 
     Attributes:
         sequence: number of the layer of the request.

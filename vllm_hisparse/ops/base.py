@@ -132,7 +132,7 @@ class StepTables:
     max_query_len: int = 1
 
     def part(self, requests: slice) -> StepTables:
-        """Those of some of the requests."""
+        """The tables of some of the requests."""
         query_lens = None if self.query_lens is None else self.query_lens[requests]
         return replace(self, handles=self.handles[requests], seq_lens=self.seq_lens[requests], query_lens=query_lens)
 
@@ -177,7 +177,7 @@ class Resolved:
         )
 
     def part(self, requests: slice) -> Resolved:
-        """That of some of a batch's requests; the same memory."""
+        """The results of some of a batch's requests, in the same memory."""
         query_len = len(self.num_valid) // len(self.num_misses)
         return Resolved(
             self.hot_row_ids[requests],

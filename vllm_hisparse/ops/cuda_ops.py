@@ -340,7 +340,7 @@ class CudaSwapInOps(SwapInOps):
         launch("write_tokens", tokens, self._tables(tables), hot, host, first_units.data_ptr())
 
     def _selection(self, residency: Residency, tables: StepTables, top_k: torch.Tensor, out: Resolved) -> tuple:
-        """What both kinds of `resolve` start with, checked."""
+        """The first arguments of both kinds of `resolve`, checked."""
         step = self._tables(tables)
         (batch, width), row_stride = top_k.shape, top_k.stride(0)
         assert top_k.dtype == torch.int32 and top_k.stride(1) == 1, "top_k must be int32 with contiguous rows"

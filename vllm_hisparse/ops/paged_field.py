@@ -1,4 +1,4 @@
-"""A tensor by request whose requests have as much of it as their tokens need, in blocks that lie anywhere."""
+"""A per-request tensor that grows with the request, in blocks that may lie anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class PagedField:
-    """What every few tokens of a request have an entry of; indexed like a tensor [num_requests, num_entries, *shape].
+    """Per-request tensor with one entry per n tokens, stored in blocks.
+
+    It is indexed like a tensor [num_requests, num_entries, *shape].
 
     `field[requests]` reads all entries, `field[requests, entries]` reads some, `field[requests, entries] = values`
     writes them. Requests are an int or int64, entries int64 of the same shape, or of any shape for one request.

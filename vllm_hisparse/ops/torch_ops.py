@@ -195,7 +195,7 @@ class _Buffers(NamedTuple):
 
     @classmethod
     def of(cls, tables: StepTables, live: torch.Tensor, states: torch.Tensor, hot_rows: HotRows) -> _Buffers:
-        """Of requests with these batch indices and state indices, [n] int64 each."""
+        """Buffers of the requests with these batch indices and state indices, [n] int64 each."""
         num_rows = tables.num_hot_rows[states]
         slots = torch.arange(int(num_rows.max()), device=states.device).expand(len(states), -1)
         entries = hot_rows.entries(tables.hot_tables[states], slots.clamp_max(num_rows[:, None] - 1))
@@ -214,7 +214,7 @@ def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.
 def _find_live(
     first_blocks: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, num_states: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_live_requests`.
+    """The same as `_live_requests`.
 
     Args:
         first_blocks: [batch] the first hot block of each request, or any number.

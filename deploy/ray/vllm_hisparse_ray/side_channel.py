@@ -59,7 +59,7 @@ def reserve_ports(option: str, ports: range, num_ports: int) -> tuple[int, socke
 
 
 def are_free(first: int, num_ports: int) -> bool:
-    """Whether nobody listens on these ports."""
+    """True if nobody listens on these ports."""
     with ExitStack() as stack:
         for port in range(first, first + num_ports):
             probe = stack.enter_context(socket.socket())
