@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
-# The results page is generated, and has thousands of table cells: links to it are checked, too.
 
 
 def without_code(text: str) -> str:
@@ -47,8 +46,3 @@ def test_every_page_can_be_reached() -> None:
         targets = [(document.parent / target).resolve() for target, _ in links(document) if target]
         to_read += [target for target in targets if target.suffix == ".md"]
     assert not [str(page.relative_to(ROOT)) for page in PAGES if page not in seen]
-
-
-def test_every_picture_is_used() -> None:
-    used = {(page.parent / target).resolve() for page in DOCUMENTS for target, _ in links(page) if target}
-    assert not [path.name for path in (ROOT / "docs").rglob("*.png") if path not in used]

@@ -23,6 +23,9 @@ LATER = (
     "vllm_hisparse/connector/",
     "vllm_hisparse/kv_manager/",
     "vllm_hisparse/cpu/",
+    "vllm_hisparse/cli/plan/",
+    "vllm_hisparse/compat/",
+    "vllm_hisparse/vllm_patches/",
     "tests/",
 )
 

@@ -53,22 +53,23 @@ def anchor(name: str) -> str:
 
 
 def commit(result: Row) -> str:
-    return result.get("commit") or (f"in {result['recorded_in']}" if "recorded_in" in result else "not recorded")
+    return result.get("commit") or (f"in {result['recorded_in']}" if "recorded_in" in result else "–")
 
 
 def hardware(result: Row) -> str:
-    machine = result["hardware"]
-    return machine.get("gpu") or f"{machine['num_cores']} CPU cores"
+    """The GPU, or how many CPU cores; a result that is computed from others ran on none."""
+    machine = result.get("hardware", {})
+    return machine.get("gpu") or (f"{machine['num_cores']} CPU cores" if machine else "–")
 
 
 def section(file: Path, result: Row) -> list[str]:
     """Heading, provenance and table of one result file."""
     path = file.relative_to(ROOT).as_posix()
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    versions = "".join(f", {package} {version}" for package, version in result.get("versions", {}).items())
     lines = [
         f"## {file.relative_to(RESULTS).with_suffix('').as_posix()}",
         "",
-        f"[File](../{path}), {result['date']}, commit {commit(result)}, {hardware(result)}; {versions}.",
+        f"[File](../{path}), {result['date']}, commit {commit(result)}, {hardware(result)}{versions}.",
         *([f"Note of the file: *{result['note']}*"] if "note" in result else []),
         "",
         "```",

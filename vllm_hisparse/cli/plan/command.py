@@ -195,8 +195,8 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     console.width = max(console.width, MIN_WIDTH)
     ranks, load = f"{plan.tensor_parallel * plan.data_parallel} x {plan.gpu.name}", plan.load
     console.print(
-        f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights, {plan.kv_gib:.1f} GiB for KV on "
-        f"each GPU; {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "
+        f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights, {plan.kv_gib:.1f} GiB for KV "
+        f"on each GPU; {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "
         f"{load.output:.0f} tokens. Locality: {plan.locality}."
     )
     console.print(_summary(plan), _step_table(plan))
