@@ -37,7 +37,7 @@ def test_tiers_are_parsed_in_order() -> None:
 
 def test_they_become_vllms_tiers() -> None:
     p2p, fs, obj = (tier.secondary_tier() for tier in parse([P2P, FS, OBJ]).tiers)
-    assert p2p == {"type": "p2p", "host": None, "port": None}
+    assert p2p == {"type": "hisparse_p2p", "host": None, "port": None}
     assert (fs["root_dir"], fs["quota_bytes"]) == ("/var/kv", 10 * 2**30)
     assert obj["store_config"]["endpoint_override"] == "minio:9000"
     assert obj["store_config"]["access_key"] == "", "the AWS SDK finds it"

@@ -57,7 +57,7 @@ class P2PTier(TierOptions):
     """Instances to ask, as host:port; a name stands for all addresses it resolves to. Empty: only answer."""
 
     def secondary_tier(self) -> dict[str, Any]:
-        return {"type": "p2p", "host": self.host, "port": self.port}
+        return {"type": "hisparse_p2p", "host": self.host, "port": self.port}
 
     def __str__(self) -> str:
         return f"p2p, peers {', '.join(self.peers) or 'none: this instance only answers'}"

@@ -50,6 +50,7 @@ MIN_CHUNKS = 64
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 register_tier("hisparse_fs", "vllm_hisparse.kv_manager.tiers.fs_tier", "QuotaFileSystemTier")
+register_tier("hisparse_p2p", "vllm_hisparse.kv_manager.tiers.p2p_tier", "PeerTier")
 register_tier("hisparse_obj", "vllm_hisparse.kv_manager.tiers.obj_tier", "PausingObjectStoreTier")
 
 

@@ -1,0 +1,48 @@
+"""One frame from a program that is no peer ends vLLM's p2p tier.
+
+Its control transport (`vllm/v1/kv_offload/tiering/p2p/control/zmq.py`) raises on a sender whose name is not host:port,
+in `_open_connection`, and keeps the frame, so that it raises for ever after. What is wrong in a peer's message costs
+that peer its connection, no more.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import wraps
+
+RELEASES = ">=0.32"
+DELETE = "kv_manager/tiers/p2p_tier.py, for which vLLM's own tier can stand; tests/kv_manager/tiers/test_p2p_tier.py"
+VLLM = (
+    "vllm.v1.kv_offload.tiering.p2p.control.zmq.ZmqTransport._recv_router",
+    "vllm.v1.kv_offload.tiering.p2p.control.zmq.ZmqTransport.poll",
+    "vllm.v1.kv_offload.tiering.p2p.control.zmq.ZmqTransport._open_connection",
+)
+
+_PEER_ID = re.compile(r"[A-Za-z0-9._-]+:(\d{1,5})")  # what a peer calls itself: host:port
+
+
+def drop_strange_frames() -> None:
+    """Let the control transport of vLLM's p2p tier drop frames whose sender cannot be a peer."""
+    from vllm.v1.kv_offload.tiering.p2p.control import zmq
+
+    receive = zmq.ZmqTransport._recv_router
+    if hasattr(receive, "__wrapped__"):
+        return
+
+    @wraps(receive)
+    def receive_from_peers(self: zmq.ZmqTransport) -> None:
+        while True:
+            try:
+                receive(self)
+                break
+            except UnicodeDecodeError:  # the frame is gone; others may follow
+                zmq.logger.warning("Dropped a frame of a sender whose name is no text.")
+        senders = {sender for sender, _ in self._pending_inbound}
+        for sender in sorted(senders):
+            match = _PEER_ID.fullmatch(sender)
+            if match is None or not 0 < int(match[1]) < 65536:
+                zmq.logger.warning("Dropped a frame of %.100r, which is not host:port.", sender)
+                senders.remove(sender)
+        self._pending_inbound = [(sender, message) for sender, message in self._pending_inbound if sender in senders]
+
+    zmq.ZmqTransport._recv_router = receive_from_peers
