@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 from tiered_engine import IDENTITY, TieredEngine
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
+from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from vllm_hisparse.config import HiSparseConfigError
@@ -194,6 +196,50 @@ def test_a_full_disk_costs_nothing_else(engine: TieredEngine, tmp_path: Path, mo
     engine.check_idle()
     engine.stats.aggregate(engine.connector.take_stats())
     assert engine.stats.data["tiers"]["data"][failures][("1:fs",)] == 1, "then nothing is stored for a while"
+
+
+def test_a_full_disk_does_not_multiply_what_another_store_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, healthy = tmp_path / "full", tmp_path / "healthy"
+    store, submit, given = fs_manager.batch_store_block, FileSystemTierManager.submit_store, []
+
+    def fail(paths: list[str], *args: object) -> None:
+        if paths[0].startswith(str(full)):
+            raise OSError(28, "No space left on device")
+        store(paths, *args)
+
+    def count(self: FileSystemTierManager, job: TransferJob) -> None:
+        given.extend((self.file_mapper.base_path.startswith(str(full)), key) for key in job.keys)
+        submit(self, job)
+
+    monkeypatch.setattr(fs_manager, "batch_store_block", fail)
+    monkeypatch.setattr(FileSystemTierManager, "submit_store", count)
+    with TieredEngine([fs(full), fs(healthy)], num_host_blocks=24) as engine:
+
+        def turn(name: str) -> None:
+            engine.ask(name, PROMPT)
+            engine.settle()
+            engine.tiers.manager.buffer.reset_cache()  # other blocks have passed through it since
+
+        for index in range(6):
+            turn(f"turn-{index}")
+        assert sum(not is_full for is_full, _ in given) == NUM_BLOCKS == len(block_files(healthy))
+        monkeypatch.setattr(fs_manager, "batch_store_block", store)
+        turn("while it is left alone")
+        assert not block_files(full)
+        engine.tiers.manager.secondary_tiers[0].bp_detector.reset()
+        turn("later")
+        assert len(block_files(full)) == NUM_BLOCKS, "it gets what it lacks"
+        assert sum(not is_full for is_full, _ in given) == NUM_BLOCKS
+
+
+def test_a_block_that_host_pool_and_store_have_lost_is_stored_again(engine: TieredEngine, tmp_path: Path) -> None:
+    engine.ask("first", PROMPT)
+    forget(engine, PROMPT)
+    engine.tiers.manager.buffer.reset_cache()
+    lost = [path for path in block_files(tmp_path) if os.remove(path) is None]
+    engine.ask("again", PROMPT)
+    engine.settle()
+    assert len([path for path in lost if path.exists()]) == NUM_BLOCKS
 
 
 def test_blocks_that_are_evicted_before_they_are_stored_are_counted(

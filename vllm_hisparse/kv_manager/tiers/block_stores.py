@@ -38,7 +38,7 @@ class BlockStores:
         self.manager, self.host_pool = manager, host_pool
         self.num_dropped = 0
         self._waiting: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # block -> (hash, step)
-        self._stored: dict[int, bytes] = {}  # block -> the hash it was stored under
+        self._known: dict[int, bytes] = {}  # block -> the hash for which it is known which tiers have it
 
     @property
     def has_waiting(self) -> bool:
@@ -54,27 +54,45 @@ class BlockStores:
         """
         for block_id in self.host_pool.take_newly_cached():
             block_hash = self.host_pool.hash_of(block_id)
-            if block_hash is not None and self._stored.get(block_id) != block_hash:
+            if block_hash is not None and self._is_lacking(block_id, block_hash):
                 waiting, _ = self._waiting.get(block_id, (block_hash, 0))
                 self.num_dropped += waiting != block_hash
                 self._waiting[block_id] = (block_hash, num_scheduled)
         batch = self._next_batch(num_processed)
-        if batch and self.manager.store(batch, self.are_stored):
+        if batch and self.manager.store(batch):
             for block_id in batch.values():
                 self._waiting.pop(block_id, None)
 
     def are_stored(self, blocks: Mapping[OffloadKey, int]) -> None:
-        """Blocks that the tiers have, by key, need not be stored."""
-        for block_id in blocks.values():
-            self._stored[block_id] = self.host_pool.hash_of(block_id)
-
-    def forget_stored(self) -> None:
-        """A tier may not have what was saved lately: blocks are stored again when they are next given up."""
-        self._stored.clear()
+        """Blocks that came from a tier, by key, need not be stored."""
+        for key, block_id in blocks.items():
+            self._forget(block_id)
+            self._known[block_id] = self.host_pool.hash_of(block_id)
+            for tier in self.manager.secondary_tiers:
+                tier.has(key)
 
     def reset(self) -> None:
         """The host pool has forgotten all cached blocks."""
         self._waiting.clear()
+
+    def _is_lacking(self, block_id: int, block_hash: bytes) -> bool:
+        """Whether some tier takes blocks and does not have this one, as far as is known."""
+        key = key_of(block_hash)
+        if self._known.get(block_id) != block_hash:
+            self._forget(block_id)
+            self._known[block_id] = block_hash
+            if not self.manager.is_in_buffer(key):  # NOTE: what a tier had of another block's life may be deleted there
+                self._forget_key(key)
+        return any(tier.lacks(key) for tier in self.manager.secondary_tiers)
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._known.pop(block_id, None)
+        if block_hash is not None:
+            self._forget_key(key_of(block_hash))
+
+    def _forget_key(self, key: OffloadKey) -> None:
+        for tier in self.manager.secondary_tiers:
+            tier.forget(key)
 
     def _next_batch(self, num_processed: int) -> dict[OffloadKey, int]:
         batch: dict[OffloadKey, int] = {}

@@ -1,8 +1,9 @@
-"""Keeps a tier's failures from the scheduler."""
+"""Keeps a tier's failures from the scheduler, and remembers what it has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from vllm.logger import init_logger
@@ -26,6 +27,8 @@ class GuardedTier(SecondaryTierManager):
     Its jobs end with it, as failed ones. NOTE: it may still write their chunks of the transfer buffer, which a block's
     digest shows.
 
+    It is not given a block again that it has, as far as is known: a block is stored again while another tier lacks it.
+
     Args:
         tier: one of vLLM's.
     """
@@ -35,8 +38,10 @@ class GuardedTier(SecondaryTierManager):
         self.tier, self.has_failed = tier, False
         self.tier_type, self.locality, self.medium = tier.tier_type, tier.locality, tier.medium
         self.cache_hit_source = tier.cache_hit_source
-        self._refused: list[JobResult] = []
+        self._own_results: list[JobResult] = []  # of jobs that it is not given, or has failed in
         self._jobs: set[int] = set()
+        self._has: set[OffloadKey] = set()  # blocks that it has, or is being given; forgotten with the host block
+        self._stores: dict[int, Sequence[OffloadKey]] = {}  # job -> blocks that it is being given
 
     @property
     def block_size_bytes(self) -> int:
@@ -49,8 +54,32 @@ class GuardedTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return self._guard(LookupResult.MISS, self.tier.lookup, key, req_context)
 
+    def lacks(self, key: OffloadKey) -> bool:
+        """Whether it takes blocks now and does not have this one, as far as is known."""
+        is_taking = not self.has_failed and (self.bp_detector is None or not self.bp_detector.is_under_pressure())
+        return is_taking and key not in self._has
+
+    def has(self, key: OffloadKey) -> None:
+        """It need not be given a block."""
+        self._has.add(key)
+
+    def forget(self, key: OffloadKey) -> None:
+        """Whether it has a block is not known any more."""
+        self._has.discard(key)
+
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self.tier.submit_store, job_metadata)
+        job = job_metadata
+        missing = [index for index, key in enumerate(job.keys) if key not in self._has]
+        if not missing:
+            self._own_results.append(JobResult(job.job_id, success=True, transfer_bytes=0))
+            return
+        keys = list(job.keys)
+        if len(missing) < len(keys):
+            keys = [keys[index] for index in missing]
+            job = replace(job, keys=keys, chunk_ids=job.chunk_ids[missing])
+        self._has.update(keys)
+        self._stores[job.job_id] = keys
+        self._submit(self.tier.submit_store, job)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(self.tier.submit_load, job_metadata)
@@ -58,8 +87,12 @@ class GuardedTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished = self._guard((), lambda: list(self.tier.get_finished_jobs()))
         self._jobs -= {result.job_id for result in finished}
-        refused, self._refused = self._refused, []
-        return [*refused, *finished]
+        results, self._own_results = [*self._own_results, *finished], []
+        for result in results:
+            keys = self._stores.pop(result.job_id, ())
+            if not result.success:
+                self._has.difference_update(keys)
+        return results
 
     def has_pending_work(self) -> bool:
         return self._guard(False, self.tier.has_pending_work)
@@ -78,6 +111,7 @@ class GuardedTier(SecondaryTierManager):
 
     def discard(self, key: OffloadKey) -> None:
         """Delete a damaged block, if the tier can."""
+        self._has.discard(key)
         if hasattr(self.tier, "discard"):
             self._guard(None, self.tier.discard, key)
 
@@ -89,7 +123,7 @@ class GuardedTier(SecondaryTierManager):
 
     def _submit(self, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
         if self.has_failed:
-            self._refused.append(JobResult(job.job_id, success=False))
+            self._own_results.append(JobResult(job.job_id, success=False))
         else:
             self._jobs.add(job.job_id)
             self._guard(None, submit, job)
@@ -102,6 +136,6 @@ class GuardedTier(SecondaryTierManager):
         except Exception:
             logger.exception("Tier %s failed and is not used any more; restart the engine to use it.", self.tier_type)
             self.has_failed = True
-            self._refused += [JobResult(job_id, success=False) for job_id in self._jobs]
+            self._own_results += [JobResult(job_id, success=False) for job_id in self._jobs]
             self._jobs.clear()
             return default

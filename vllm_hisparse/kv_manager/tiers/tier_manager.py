@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -25,6 +25,7 @@ from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 
 STORE_SHARE = 0.25  # of the transfer buffer; the rest is for loads and for peers
+_NOBODY = ReqContext("nobody")  # whose look at the buffer is nobody's access
 MAX_PEER_COPIES = 64  # host blocks on their way into the buffer because a peer has asked for them
 
 
@@ -57,7 +58,6 @@ class _Save:
     context: ReqContext
     blocks: Mapping[OffloadKey, int]
     futures: list[Future]
-    is_done: Callable[[Mapping[OffloadKey, int]], None]
 
 
 class HostTierManager(TieringOffloadingManager):
@@ -89,11 +89,9 @@ class HostTierManager(TieringOffloadingManager):
         """Blocks that may be saved now."""
         return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
 
-    @property
-    def is_dropping(self) -> bool:
-        """Whether a tier does not take what is to be stored."""
-        detectors = [tier.bp_detector for tier in self.secondary_tiers]
-        return any(detector is not None and detector.is_under_pressure() for detector in detectors)
+    def is_in_buffer(self, key: OffloadKey) -> bool:
+        """Whether a block is in the transfer buffer, or on its way there."""
+        return self.buffer.lookup(key, _NOBODY) is not LookupResult.MISS
 
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
         asked_by_peer = exclude_tier_idx is not None
@@ -102,23 +100,22 @@ class HostTierManager(TieringOffloadingManager):
             if block_id is not None:
                 # NOTE: a peer that asks for more than there is room for asks again until its time is over.
                 if block_id not in self.unwritten and len(self._saves) < MAX_PEER_COPIES:
-                    self._save({key: block_id}, req_context, lambda blocks: None)
+                    self._save({key: block_id}, req_context)
                 return LookupResult.HIT_PENDING
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
 
-    def store(self, blocks: Mapping[OffloadKey, int], is_done: Callable[[Mapping[OffloadKey, int]], None]) -> bool:
-        """Save host blocks to the buffer, and from there to every tier.
+    def store(self, blocks: Mapping[OffloadKey, int]) -> bool:
+        """Save host blocks to the buffer, and from there to every tier that lacks them.
 
         Args:
             blocks: key -> host block.
-            is_done: called with those that have been copied, which are not held any more.
 
         Returns:
             False if the buffer has no room for them; nothing has changed.
         """
         context = ReqContext(f"store:{next(self._numbers)}")
         self.on_new_request(context)
-        is_started = self._save(blocks, context, is_done)
+        is_started = self._save(blocks, context)
         self.on_request_finished(context)
         return is_started
 
@@ -138,8 +135,6 @@ class HostTierManager(TieringOffloadingManager):
             for block_id in save.blocks.values():
                 self.host_pool.unpin([block_id])
             self.complete_store(list(save.blocks), save.context, success)
-            if success:
-                save.is_done(save.blocks)
 
     def discard(self, key: OffloadKey) -> None:
         """Forget a damaged block, wherever it came from."""
@@ -161,22 +156,16 @@ class HostTierManager(TieringOffloadingManager):
         self.copier.shutdown()
         super().shutdown()
 
-    def _save(
-        self,
-        blocks: Mapping[OffloadKey, int],
-        context: ReqContext,
-        is_done: Callable[[Mapping[OffloadKey, int]], None],
-    ) -> bool:
+    def _save(self, blocks: Mapping[OffloadKey, int], context: ReqContext) -> bool:
         prepared = self.prepare_store(list(blocks), context)
         if prepared is None:
             return False
         keys: Sequence[OffloadKey] = prepared.keys_to_store
         if not keys:
-            is_done(blocks)
             return True
         for key in keys:
             self.host_pool.hold(blocks[key])
         chunk_ids = prepared.store_spec.chunk_ids.tolist()
         futures = [self.copier.save(blocks[key], chunk_id, key) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
-        self._saves.append(_Save(context, {key: blocks[key] for key in keys}, futures, is_done))
+        self._saves.append(_Save(context, {key: blocks[key] for key in keys}, futures))
         return True

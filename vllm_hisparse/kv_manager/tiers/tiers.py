@@ -82,8 +82,6 @@ class Tiers:
         self.manager.unwritten.update(published)
         self._published.append((self._num_scheduled, published))
         self.manager.collect_saves()
-        if self.manager.is_dropping:
-            self.stores.forget_stored()
         self.loads.step()
         self.stores.step(self._num_scheduled, self._num_processed)
         self.manager.step()
