@@ -1,5 +1,5 @@
-"""Hypothesis profiles: the same examples on every run, or (`--hypothesis-profile=explore`) many new ones. And the order
-of tests, and which of them one process runs."""
+"""Hypothesis profiles: the same examples on every run, or (`--hypothesis-profile=explore`) many new ones. This file
+also sets the order of tests, and which of them one process runs."""
 
 import gc
 from typing import Any
@@ -40,7 +40,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one process runs at a time: all deployments, so that one has the machine; a long test; a file of short ones.
+    """The tests that one process runs at a time: all deployments, so that one has the machine; a long test; a file of
+    short ones.
 
     NOTE: marks of `--dist loadgroup` have no effect with pytest 9.2.
     """

@@ -48,7 +48,8 @@ def make_draft_model(method: str, model: Path, out_dir: Path) -> Path:
 
 
 def _eagle(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As good as the model, but for what `fc` adds to a token's embedding: drafts depend on all keys and values.
+    """Drafts are as good as the model's tokens, but for what `fc` adds to a token's embedding: drafts depend on all
+    keys and values.
 
     vLLM takes embedding and head from the model; the first layer has no norm at its input, and the last none behind it.
     """

@@ -143,7 +143,7 @@ class FakeWorker:
             assert self.device_keys.get((device_ids[block], offset)) == row, f"indexer key {position} is wrong"
 
     def zero(self, device_ids: list[int] | None) -> None:
-        """What vLLM does to new blocks."""
+        """Zero new blocks, like vLLM."""
         for device_id in device_ids or ():
             self.device_keys.update({(device_id, offset): ("zeroed",) for offset in range(BLOCK_SIZE)})
 
@@ -187,7 +187,7 @@ class FakeTransport:
 
 
 def scheduler_output(num_scheduled: dict[str, int], new_block_ids: list[int] | None = None) -> SimpleNamespace:
-    """What `build_connector_meta` reads and changes of vLLM's `SchedulerOutput`."""
+    """The part of vLLM's `SchedulerOutput` that `build_connector_meta` reads and changes."""
     return SimpleNamespace(
         num_scheduled_tokens=num_scheduled,
         total_num_scheduled_tokens=sum(num_scheduled.values()),

@@ -18,7 +18,7 @@ MISSING_LIBRARY = "libcuobjclient.so.1"
 
 
 def has_server() -> bool:
-    """Whether moto's server is installed."""
+    """True if moto's server is installed."""
     return importlib.util.find_spec("moto") is not None and importlib.util.find_spec("flask") is not None
 
 

@@ -1,4 +1,4 @@
-"""What tests ask of a running OpenAI server of vLLM."""
+"""Requests of tests to a running OpenAI server of vLLM."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Server:
         return tokens, "the stream ended without [DONE]"
 
     def has_counted(self, name: str, before: float) -> bool:
-        """Whether a counter has grown since."""
+        """True if a counter has grown since."""
         return self.metric(name) > before
 
     def metric(self, name: str) -> float:
@@ -94,7 +94,7 @@ class Server:
 
 
 def is_error(reply: dict) -> bool:
-    """Whether the client was told: an error instead of a completion, never a short one."""
+    """True if the client was told: an error instead of a completion, never a short one."""
     return "choices" not in reply or reply["choices"][0]["finish_reason"] == "error"
 
 

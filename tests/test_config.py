@@ -18,7 +18,7 @@ PARALLELISM = ("tensor_parallel_size", "data_parallel_size")
 
 
 class EngineConfig(SimpleNamespace):
-    """What is read of a `VllmConfig`; as that one, it can be referenced weakly."""
+    """The part of a `VllmConfig` that is read; like it, it can be referenced weakly."""
 
 
 def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> SimpleNamespace:

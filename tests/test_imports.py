@@ -1,4 +1,4 @@
-"""What a server imports: the plugin, the connector and the platform, but nothing of the command line."""
+"""Modules that a server imports: the plugin, the connector and the platform, but nothing of the command line."""
 
 from __future__ import annotations
 

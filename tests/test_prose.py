@@ -24,9 +24,6 @@ LATER = (
     "vllm_hisparse/kv_manager/",
     "vllm_hisparse/cpu/",
     "vllm_hisparse/cli/plan/",
-    "vllm_hisparse/compat/",
-    "vllm_hisparse/vllm_patches/",
-    "tests/",
 )
 
 GENERATED = ("docs/results.md", "docs/decisions/index.md")

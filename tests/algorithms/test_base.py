@@ -1,4 +1,4 @@
-"""What holds for every algorithm."""
+"""Properties of every algorithm."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_chunks_and_single_tokens_give_the_state_of_one_chunk(name: str, cuts: l
 def selections_with_drafts(
     algorithm: SparseAlgorithm, keys: torch.Tensor, num_prompt: int, accepted: list[int]
 ) -> tuple[State, dict[int, list[set[int]]]]:
-    """What each token after the prompt selects if every step has as many tokens as it may, of which `accepted` stay
+    """The selection of each token after the prompt if every step has as many tokens as it may, of which `accepted` stay
     beside the first; the others have keys that stand out. Also the state after all of them."""
     state, position, selected = represent(algorithm, keys[:num_prompt], num_prompt), num_prompt, {}
     for step, num_accepted in enumerate(accepted):
@@ -174,7 +174,7 @@ def test_nothing_is_selected_in_an_empty_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_state_takes_what_is_declared(name: str) -> None:
-    """What a request of the longest length has, and what it has in any case."""
+    """The state of a request of the longest length, and the part that every request has."""
     algorithm, state = small(name), poisoned_state(small(name), 1)
     num_bytes = sum(field[0].numel() * field[0].element_size() for field in state.values())
     assert algorithm.state_bytes_per_token == num_bytes / MAX_TOKENS

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says is so: its example works, its options and bytes are the code's."""
+"""Statements of docs/algorithms.md are true: its example works, its options and bytes are the code's."""
 
 from __future__ import annotations
 

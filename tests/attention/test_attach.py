@@ -161,7 +161,7 @@ def mla_wrapper(index: int = 0, indexer: Any = None, is_sparse: bool = True) -> 
     [(None, 3, False), ("HiSparseHostConnector", 3, True), ("HiSparseHostConnector", 4, False)],
 )
 def test_mla_layers_on_the_cpu(connector: str | None, index: int, is_hot: bool) -> None:
-    """Those of the model, whose KV is on the host; the fifth one drafts."""
+    """Layers of the model, whose KV is on the host; the fifth one drafts."""
     wrapper = mla_wrapper(index, make(Indexer))
     attach.attach_mla_cpu(wrapper, vllm_config(connector, is_dsa=True))
     layer = wrapper.mla_attn

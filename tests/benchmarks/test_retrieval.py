@@ -52,7 +52,7 @@ def test_answers_are_in_the_context(task: str, context: int) -> None:
 
 
 def test_names_are_told_apart() -> None:
-    """As many different names as needles: no question has two answers."""
+    """Every needle has a name of its own: no question has two answers."""
     for task in TASKS:
         example = retrieval_tasks.examples(task, 4096, 1, seed=0)[0]
         assert len(needles_of(example.prompt)) == example.prompt.count(NEEDLE)
@@ -143,7 +143,7 @@ def test_every_budget_of_the_table_is_accepted(algorithm: str, budget: int) -> N
 
 @pytest.mark.parametrize(("correct", "low", "high"), [(0, 0.0, 0.037), (50, 0.4038, 0.5962), (100, 0.963, 1.0)])
 def test_wilson_intervals(correct: int, low: float, high: float) -> None:
-    """Of 100: values of the usual tables."""
+    """Intervals for 100 trials are those of the usual tables."""
     assert accuracy.wilson(correct, 100) == pytest.approx((low, high), abs=1e-3)
 
 

@@ -59,7 +59,7 @@ register_hot_block_manager()
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is drawn for a world.
+    """Options that are drawn for a world.
 
     Attributes:
         num_device_blocks, num_host_blocks: the pools.
@@ -113,7 +113,7 @@ class Product:
         return worker._shape(self.num_device_blocks).num_requests
 
     def batch(self, output: SchedulerOutput, before: Sequence[BatchEntry], drafter: Drafter) -> list[BatchEntry]:
-        """What a step computes, read right after it was scheduled.
+        """The tokens that a step computes, read right after it was scheduled.
 
         Args:
             output: the step.
@@ -149,7 +149,7 @@ class Product:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def leftovers(self) -> dict[str, Any]:
-        """What must be empty when no request is left."""
+        """State that must be empty when no request is left."""
         half, manager = self.half, self.half.hot_manager
         manager.release_parked()
         left = {name: getattr(half.ledger, name) for name in _LEDGER}
@@ -219,7 +219,7 @@ class Product:
 
 
 def block_pairs(meta: ReqMeta) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
-    """What a pull reads, by vLLM's own code.
+    """The blocks that a pull reads, by vLLM's own code.
 
     For main KV and for what the device keeps: pairs of a local and a remote block, and the local blocks left over.
 

@@ -1,4 +1,4 @@
-"""What must hold: after every step, at a request's end, and when an engine is idle."""
+"""Invariants: after every step, at a request's end, and when an engine is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests do: arrive, share prefixes, continue in turns, leave early."""
+"""Behaviour of requests: arrive, share prefixes, continue in turns, leave early."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Clients:
             session.num_turns = 0
 
     def act(self) -> None:
-        """What arrives between two steps."""
+        """Requests that arrive between two steps."""
         for _ in range(self.rng.choice((0, 0, 1, 1, 2))):
             engine = self.rng.choice(self.engines)
             if not self._is_stopped and len(engine.live_requests()) < MAX_LIVE:
@@ -185,5 +185,5 @@ class Clients:
 
 
 def _request_id(name: str, index: int) -> str:
-    """As vLLM's servers call the prompts of an HTTP request."""
+    """Ids that vLLM's servers give to the prompts of an HTTP request."""
     return f"{name}-{index}-{zlib.crc32(name.encode()):08x}"

@@ -38,14 +38,14 @@ def make_prompt(num_tokens: int, seed: int) -> list[int]:
 
 
 def differs(got: dict[str, Any], full: dict[str, Any]) -> bool:
-    """Whether tokens differ from full KV's other than by a tie; the text after a tie is another one."""
+    """True if tokens differ from full KV's other than by a tie; the text after a tie is another one."""
     same = sum(1 for _ in takewhile(bool, map(int.__eq__, got["tokens"], full["tokens"])))
     return same < len(full["tokens"]) and full["margins"][same] > TIE_MARGIN
 
 
 @dataclass
 class HostPool:
-    """What a host pool holds.
+    """Contents of a host pool.
 
     Attributes:
         num_refused: requests that it could not take in the last step.
@@ -84,7 +84,7 @@ class Cluster:
         return self.servers["prefill"]
 
     def full_kv(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """What the prefill engine, which has full KV, says itself."""
+        """The answer of the prefill engine itself, which has full KV."""
         return completion(self.prefill.complete(prompt, num_tokens))
 
     def transfer(self, prompt: list[int]) -> dict[str, Any]:

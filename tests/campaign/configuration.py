@@ -12,7 +12,7 @@ FIXED_BUFFER_SIZE = 5  # where they do not grow
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the worlds of one row have in common; pool sizes, policy and budget are drawn for each world.
+    """Options that the worlds of one row share; pool sizes, policy and budget are drawn for each world.
 
     Attributes:
         name: how rows of the result call it.

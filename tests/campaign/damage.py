@@ -93,7 +93,7 @@ def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes from a tier is used whatever it is."""
+    """Blocks from a tier are used without a check."""
     monkeypatch.setattr(TransferBuffer, "is_intact", lambda *args: True)
 
 
@@ -169,7 +169,7 @@ def undrafted_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a preempted request's blocks that are not saved, only the last is."""
+    """Only the last of a preempted request's unsaved blocks is saved."""
     preempt = HotBlockManager._preempt
 
     def preempt_losing(self: HotBlockManager, request, admitted) -> None:

@@ -84,7 +84,7 @@ class Engine:
         self.counts["aborts"] += len(ended)
 
     def reset(self, reset_running: bool, reset_connector: bool) -> None:
-        """What `/reset_prefix_cache` does; vLLM refuses while blocks are in use that it cannot take back."""
+        """The effect of `/reset_prefix_cache`; vLLM refuses while blocks are in use that it cannot take back."""
         num_preemptions = self._num_preemptions()
         try:
             self.scheduler.reset_prefix_cache(reset_running, reset_connector)
@@ -166,14 +166,14 @@ class Engine:
         return self._aggregator.aggregate(outputs)
 
     def _draft(self, request_id: str) -> list[int]:
-        """What the scheduler is told, if it waits for the drafts of one step before it schedules the next."""
+        """The output that the scheduler gets if it waits for the drafts of one step before it schedules the next."""
         request = self.scheduler.requests.get(request_id)
         if request is None or not request.all_token_ids:
             return []
         return self._drafts(list(request.all_token_ids), self.rng.randint(0, self.num_drafts))
 
     def _draft_in_flight(self, token_ids: list[int], num_placeholders: int) -> list[int]:
-        """What the worker drafts while the scheduler knows placeholders: a layer as many, looking them up may fail."""
+        """Drafts of the worker while the scheduler knows placeholders: a layer as many, looking them up may fail."""
         num_drafts = num_placeholders if self.has_draft_layer else self.rng.randint(0, num_placeholders)
         return self._drafts(token_ids, num_drafts)
 

@@ -43,14 +43,14 @@ class Violation:
 
 @dataclass
 class Result:
-    """What happened in the worlds of one configuration."""
+    """Events in the worlds of one configuration."""
 
     configuration: Configuration
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
 
     def add(self, other: Result) -> None:
-        """What happened in other worlds."""
+        """Events in other worlds."""
         self.counts += other.counts
         self.violations = sorted(self.violations + other.violations, key=lambda violation: violation.seed)
 
@@ -60,7 +60,7 @@ class Result:
 
 
 def world_seeds(num_lives: int, seed: int = 0) -> range:
-    """Of as many worlds as `num_lives` requests need, if no world ends early."""
+    """Seeds of as many worlds as `num_lives` requests need, if no world ends early."""
     first = seed * WORLDS_OF_A_SEED
     return range(first, first - (-num_lives // LIVES))
 

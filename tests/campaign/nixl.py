@@ -32,7 +32,7 @@ class Prefill:
         self._block_ids = count()
 
     def compute(self, request_id: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """What the instance answers for a prompt: its `kv_transfer_params`."""
+        """The instance's answer for a prompt: its `kv_transfer_params`."""
         rows: list[Row] = [*Text(token_ids).rows]
         rows += [BEYOND_PROMPT] * (-len(rows) % BLOCK_SIZE)
         block_ids = [next(self._block_ids) for _ in range(0, len(rows), BLOCK_SIZE)]
@@ -53,7 +53,7 @@ class Prefill:
         }
 
     def answers(self, meta: ReqMeta) -> bool:
-        """Whether a pull reaches this instance.
+        """True if a pull reaches this instance.
 
         Raises:
             Finding: it asks for a rank that is not there, and vLLM's listener on this side would end.
@@ -75,7 +75,7 @@ class _Write:
 
 @dataclass
 class _Pull:
-    """What one rank pulls for one request."""
+    """The pull of one rank for one request."""
 
     request_id: str
     fails: bool
@@ -126,7 +126,7 @@ class Nixl:
                 write.memory.write(write.block_id, write.rows)
 
     def poll(self) -> list[KVConnectorOutput]:
-        """What every rank reports in this step: pulls that ended, and which of them failed."""
+        """Reports of every rank in this step: pulls that ended, and which of them failed."""
         results = []
         for pulls in self._pulls:
             done = [pull for pull in pulls if not pull.writes]

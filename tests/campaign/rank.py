@@ -44,7 +44,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class BatchEntry:
-    """What a step computes of one request: positions [first, last), over everything before them.
+    """The tokens of one request that a step computes: positions [first, last), over everything before them.
 
     Attributes:
         handle: its first hot block.

@@ -1,4 +1,4 @@
-"""What the faults count, on a cluster that does what it is told; `python -m tests.campaign` starts real engines."""
+"""Counts of the faults, on a cluster that does what it is told; `python -m tests.campaign` starts real engines."""
 
 from __future__ import annotations
 

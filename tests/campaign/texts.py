@@ -13,7 +13,7 @@ STOP_TOKEN = 4
 
 
 def undrafted(row: Row) -> Row:
-    """What the device keeps of a token until the draft layer has run: all but that layer's part."""
+    """Row of a token on the device until the draft layer has run: all but that layer's part."""
     return "without the draft layer's part", row
 
 
@@ -22,7 +22,7 @@ def next_row(row: int, token_id: int) -> int:
 
 
 def sampled_token(row: int) -> int:
-    """What the model says after the token with this row."""
+    """The model's token after the one with this row."""
     return row % NUM_OUTPUT_TOKENS
 
 
@@ -46,5 +46,5 @@ class Text:
             self.rows.append(row)
 
     def next_token(self, position: int) -> int:
-        """What the model says after the tokens before `position`."""
+        """The model's token after those before `position`."""
         return sampled_token(self.rows[position - 1])

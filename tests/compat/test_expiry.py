@@ -31,7 +31,7 @@ def served(releases: str) -> list[str]:
 
 
 def expired(files: list[Path]) -> list[str]:
-    """What is for none of the supported releases, and what to delete with it."""
+    """Code for none of the supported releases, and what to delete with it."""
     found = []
     for path in files:
         source = path.read_text()

@@ -44,7 +44,7 @@ MISSING = object()
 
 
 def transfer(prompt: list[int] = PROMPT, name: str = "cmpl-p-0-00000000", **changes: Any) -> dict[str, Any]:
-    """What the prefill side's answer says, with changes."""
+    """The prefill side's answer, with changes."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -283,7 +283,7 @@ def test_only_the_latest_transfers_are_remembered(engine: Engine, monkeypatch: p
     assert [name for _, name in engine.transport._claims] == ["cmpl-2-0-00000000", "cmpl-3-0-00000000"]
 
 
-# What the prefill side is told
+# Messages to the prefill side
 
 
 def test_aborted_before_its_pull_began(engine: Engine) -> None:
@@ -300,7 +300,7 @@ def test_a_refused_request_releases_nothing(engine: Engine) -> None:
 
 
 def notice(params: Any, name: str = "8b9414439ef443b5") -> Request:
-    """What `AsyncLLM.notify_kv_transfer_request_rejected` sends: a request of one token that ends at once."""
+    """The message of `AsyncLLM.notify_kv_transfer_request_rejected`: a request of one token that ends at once."""
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
     return Request(name, [0], sampling, None, abort_immediately=True)
 
@@ -483,7 +483,7 @@ CHANGES = st.dictionaries(
 
 
 def is_sound(params: dict[str, Any]) -> bool:
-    """Whether a pull with these parameters is one of PROMPT, said again in plain words."""
+    """True if a pull with these parameters is one of PROMPT, said again in plain words."""
 
     def is_int(value: Any) -> bool:
         return type(value) is int

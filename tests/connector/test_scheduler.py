@@ -24,7 +24,7 @@ def host_ids(engine: FakeEngine, request: Request) -> list[int]:
 
 
 def counters(engine: FakeEngine) -> dict[str, int]:
-    """What was counted since the last call, beside copies."""
+    """Counts since the last call, beside copies."""
     return {name: value for name, value in all_counters(engine).items() if name not in COPIES}
 
 

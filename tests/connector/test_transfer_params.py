@@ -4,7 +4,7 @@ import pytest
 
 from vllm_hisparse.connector.transfer_params import MAX_BLOCK_ID, TransferParams, TransferRefused
 
-# As vLLM 0.32's prefill side hands them over.
+# Parameters as vLLM 0.32's prefill side hands them over.
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

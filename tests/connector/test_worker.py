@@ -126,7 +126,7 @@ def test_as_many_requests_as_have_hot_blocks() -> None:
 
 
 def test_an_algorithms_state_is_in_the_device_blocks_that_the_scheduler_says() -> None:
-    """Of every layer, beside the hot rows of others; nothing else is allocated for long requests."""
+    """Every layer has memory beside the hot rows of others; nothing else is allocated for long requests."""
     worker, caches = make_worker(is_dense=True), device_caches(is_dense=True)
     worker.vllm_config.model_config.max_model_len = 64 * 16 + 3
     worker.register_kv_caches(caches)
@@ -147,7 +147,7 @@ def test_an_algorithms_state_is_in_the_device_blocks_that_the_scheduler_says() -
 
 
 def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: Path) -> None:
-    """What runs when the engine ends is written, too."""
+    """Requests that run when the engine ends are written, too."""
     options = {"selection_trace_dir": str(tmp_path / "traces")}
     for worker in (make_worker(), make_worker(rank=1, **options)):
         worker.register_kv_caches(device_caches())

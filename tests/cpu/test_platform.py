@@ -24,7 +24,7 @@ def engine(connector: str | None = None, dsa: bool = True, custom_ops: tuple[str
 
 @pytest.fixture(autouse=True)
 def vllms_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM's CPU platform does to MLA models."""
+    """Changes of vLLM's CPU platform to MLA models."""
 
     def check_and_update_config(cls: type, vllm_config: SimpleNamespace) -> None:
         vllm_config.scheduler_config.enable_chunked_prefill = False

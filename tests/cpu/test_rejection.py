@@ -20,7 +20,7 @@ def registered() -> None:
 
 
 def metadata(temperature: torch.Tensor) -> SamplingMetadata:
-    """Of requests with these temperatures, 0 for greedy ones."""
+    """Sampling metadata of requests with these temperatures, 0 for greedy ones."""
     return SamplingMetadata(
         temperature=temperature,
         all_greedy=False,

@@ -34,7 +34,7 @@ def load(path: Path) -> Any:
 
 
 def merge(base: dict, over: dict) -> dict:
-    """What helm does with a second values file."""
+    """Merge values as helm does with a second values file."""
     both_dicts = {
         key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)
     }
@@ -166,7 +166,7 @@ def test_pods_are_locked_down(name: str):
             security = container["securityContext"]
             assert security["readOnlyRootFilesystem"] is True
             assert security["allowPrivilegeEscalation"] is False
-            # What is added does not reach a user other than root: the kernel drops it when the program starts.
+            # Added capabilities do not reach a user other than root: the kernel drops it when the program starts.
             assert security["capabilities"] == {"drop": ["ALL"]}
             writable = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert "/tmp" in writable

@@ -23,7 +23,7 @@ ENGINE_TIMEOUT_S = 500
 VOCABULARY = range(3, 500)
 MAX_MODEL_LEN = 4096
 TOP_K = 256
-# Of `async_scheduling`; without it, one engine of `make test` is enough (test_parity.py).
+# Values of `async_scheduling`; without it, one engine of `make test` is enough (test_parity.py).
 ASYNC_ALONE = [pytest.param(False, marks=pytest.mark.slow), True]
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}  # vLLM's, by `async_scheduling`
 
@@ -106,7 +106,7 @@ class OfflineEngine:
         self._process.join()
 
     def log_has(self, text: str) -> bool:
-        """Whether it has logged something."""
+        """True if it has logged something."""
         return self.log_path.exists() and text in self.log_path.read_text()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What every engine imports: the fork server of the end-to-end tests does it once for all of them.
+"""Modules that every engine imports: the fork server of the end-to-end tests does it once for all of them.
 
 NOTE: nothing here may start a thread or register a plugin: engines are forked from this process, and each registers
 its own.

@@ -71,8 +71,9 @@ class Child:
 class ForkedServer(EngineProcess):
     """vLLM's OpenAI server with the options of a command line: API server, EngineCore and worker are forked.
 
-    Cores are not bound. What waits sleeps: NIXL's progress thread between two looks, and EngineCore and worker for each
-    other. By default these processes are busy for as long as they have requests, on cores that others need.
+    Cores are not bound. A process that waits sleeps: NIXL's progress thread between two looks, and EngineCore and
+    worker for each other. By default these processes are busy for as long as they have requests, on cores that others
+    need.
     """
 
     def start(self) -> None:

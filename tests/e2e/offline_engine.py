@@ -200,7 +200,7 @@ def num_hot_requests(worker: Any) -> int:
 
 
 def shared_memory_of(worker: Any) -> str | None:
-    """What all ranks with the same host pool have in common; None where it is private."""
+    """Id that all ranks with the same host pool share; None where the pool is private."""
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "hisparse-host-pool" in line]
     return maps[0][4] if maps else None  # the inode
 
@@ -265,13 +265,13 @@ def count_drafts(llm: Any) -> dict[str, int]:
 
 
 def virtual_bytes() -> int:
-    """Of this process at most, with what it has allocated and never used."""
+    """Largest memory of this process, with memory that it has allocated and never used."""
     return int(re.search(r"^VmPeak:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) * 1024
 
 
 def make_recorder(llm: Any) -> Recorder | None:
-    """Of the scheduler half where the workers are in other processes; None without a connector, or when the scheduler
-    is in another process, too."""
+    """State of the scheduler half where the workers are in other processes; None without a connector, or when the
+    scheduler is in another process, too."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     connector = scheduler_core(llm).scheduler.connector if hasattr(llm.llm_engine.engine_core, "engine_core") else None

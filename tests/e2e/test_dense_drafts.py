@@ -35,7 +35,7 @@ ALGORITHMS = {
     "pq_cache": (96, {"full_kv_layers": [1]}),
     "oracle": (64, {}),
 }
-# Pages and clusters. What the others keep of rejected tokens: tests/algorithms/test_base.py.
+# Pages and clusters. State that the others keep of rejected tokens: tests/algorithms/test_base.py.
 QUICK = ("quest", "cluster_kv")
 EVERY_ALGORITHM = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALGORITHMS]
 
@@ -101,7 +101,7 @@ def test_full_kvs_tokens(run, full, algorithm: str):
 
 @pytest.mark.parametrize("algorithm", EVERY_ALGORITHM)
 def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
-    """Those that it gives without drafts, and again in conversations that go on from their prefixes."""
+    """Tokens are those without drafts, and again in conversations that go on from their prefixes."""
     budget, options = ALGORITHMS[algorithm]
     plain, drafting = (start(dense_args(algorithm, budget, options, drafts)) for drafts in ({}, DRAFTS))
     expected = plain.run(phase())["completions"]

@@ -81,7 +81,7 @@ def test_what_was_rejected_is_not_found_again(start, full):
 
 
 def test_sampled_requests_have_their_own_parameters(run, full):
-    """Of the model's best token alone, whatever the temperature, beside greedy requests."""
+    """Sampling from the model's best token alone, whatever the temperature, beside greedy requests."""
     completions, _ = full("dsv32", LENGTHS)
     sampled = {**phase(LENGTHS), "sampling": {"temperature": 0.8, "top_k": 1}}
     record = run(hot(), [sampled])[0]

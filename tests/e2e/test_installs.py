@@ -99,7 +99,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def test_prefill_side_without_the_plugin(pair: Pair):
-    """What computes prompts is stock vLLM: the plugin need not be installed there."""
+    """The instance that computes prompts is stock vLLM: the plugin need not be installed there."""
     assert REGISTERED in pair.log("decode") and REGISTERED not in pair.log("prefill")
     prompt = make_prompt(901, seed=5)
     transfer = pair.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]

@@ -84,6 +84,6 @@ def test_engine_and_worker_in_separate_processes(run, reference):
 
 
 def test_full_kv_alone_shows_the_batching_tolerance(run, reference):
-    """What another batching does to full KV itself: same tokens, logprobs as far apart as elsewhere."""
+    """The effect of another batching on full KV itself: same tokens, logprobs as far apart as elsewhere."""
     record = run(engine_args(enable_prefix_caching=False, max_num_batched_tokens=300), [phase()])[0]
     assert_same_but_rounding(record["completions"], reference(LENGTHS, MAX_TOKENS))

@@ -82,7 +82,7 @@ class RayApp(Server):
         return [child for child in children if cmdline(child).startswith(title)]
 
     def are_ready(self, title: str, count: int) -> bool:
-        """Whether a role has that many replicas, and all of them have started their engines."""
+        """True if a role has that many replicas and all of them have started their engines."""
         assert self.process.exit_code is None, "`serve run` has ended"
         started = {int(pid) for pid in STARTED.findall(self.process.log_path.read_bytes())}
         replicas = {replica.pid for replica in self.replicas(title)}
@@ -140,7 +140,7 @@ class RayApp(Server):
         return expected in log_path.read_text()
 
     def describe(self) -> str:
-        """What a failed test is to say about the cluster."""
+        """The state of the cluster for the message of a failed test."""
         with suppress(AssertionError, ValueError):
             self.command("status", ["status"], "\0")
         controller = [line for line in lines_of(self.process.log_path) if "ServeController" in line]
@@ -279,7 +279,7 @@ def test_a_decode_replica_is_killed(app: RayApp):
 
     num_before = num_computed()
     with ThreadPoolExecutor() as executor:
-        # What a stopped engine asks for is computed by the prefill replica and never fetched.
+        # The prefill replica computes the prompts of a stopped engine, which never fetches them.
         engine_of(victim).suspend()
         futures = [executor.submit(app.stream, make_prompt(300 + index, seed=3), NUM_TOKENS) for index in range(6)]
         try:

@@ -1,4 +1,4 @@
-"""What cannot work is refused before the engine serves, with the option, the value and the fix."""
+"""A configuration that cannot work is refused before the engine serves, with the option, the value and the fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_refused(run, options, message):
 
 
 def test_host_pool_as_a_ratio_of_the_device_cache(run, reference):
-    """Of bytes: rows and indexer keys of all layers on the host, over all that the device's cache holds."""
+    """Ratio of bytes: rows and indexer keys of all layers on the host, over all that the device's cache holds."""
     ratio, device_bytes = 0.25, BASE_ENGINE["kv_cache_memory_bytes"]
     host_block = 64 * 4 * (576 * 4 + 132)  # 64 tokens, 4 layers, fp32 rows and indexer keys
     options = {"host_pool_gib": None, "host_to_device_ratio": ratio}

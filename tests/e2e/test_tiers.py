@@ -121,7 +121,7 @@ def has_stored(num_blocks: int, path: Path, _: float) -> bool:
 
 
 def has_read(path: Path, since: float) -> bool:
-    """Whether a block was read: that sets its file's time."""
+    """True if a block was read: that sets its file's time."""
     return any(file.stat().st_mtime > since for file in block_files(path))
 
 

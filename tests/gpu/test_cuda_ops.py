@@ -125,7 +125,7 @@ class State:
         return HotRows.from_cache(self.hot_storage[:, : self.rows_per_block])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What must be equal, on the CPU."""
+        """Values that must be equal, on the CPU."""
         named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_row_ids")}
         positions, last_uses = self.residency.positions, self.residency.last_uses
         named |= {"positions": positions, "last_uses": last_uses.where(positions >= 0, -7)}
@@ -216,7 +216,7 @@ class Scenario:
         return min(self.case.num_slots + self.case.query_len, self.final_lengths[batch_index])
 
     def some_num_rows(self, batch_index: int) -> int:
-        """As few hot rows as possible, as many, as many as the next step needs to fit, or any number."""
+        """The fewest hot rows possible, the most, enough for the next step to fit, or any number."""
         least, most = self.least_rows(batch_index), self.case.max_hot_rows
         fits = self.lengths[batch_index] + self.case.query_len
         num_rows = self.random.choice([least, most, fits, fits + 4, self.random.randint(least, max(least, most))])
@@ -267,7 +267,7 @@ class Scenario:
         return blocks * block_stride + slots % self.case.rows_per_block
 
     def selections(self, batch_index: int, query_len: int) -> torch.Tensor:
-        """Of the new tokens side by side; of those that the step has not, nothing."""
+        """Rows of the new tokens side by side; nothing for tokens that the step does not have."""
         found = [self.selection(batch_index, offset) for offset in range(query_len)]
         none = torch.full(((self.case.query_len - query_len) * self.case.top_k,), -1, dtype=torch.int32)
         return torch.cat([*found, none])

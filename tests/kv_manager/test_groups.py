@@ -30,7 +30,7 @@ HOT_GQA = HotBufferSpec.from_full_spec(FULL_GQA, GQA_LAYOUT, device_buffer_size=
 
 
 def plan(*groups: tuple[list[str], KVCacheSpec]) -> KVCacheConfig:
-    """What vLLM plans: groups of layers, and two tensors of which the larger is the pool."""
+    """vLLM's plan: groups of layers, and two tensors of which the larger is the pool."""
     tensors = [KVCacheTensor(size=size, layers=[], layer_stride=0, block_stride=0) for size in (3 << 20, 5 << 20)]
     kv_cache_groups = [KVCacheGroupSpec(names, spec) for names, spec in groups]
     return KVCacheConfig(num_blocks=9, kv_cache_tensors=tensors, kv_cache_groups=kv_cache_groups)

@@ -1,4 +1,4 @@
-"""What `resolve` does to one request, in plain Python."""
+"""`resolve` for one request, in plain Python."""
 
 from __future__ import annotations
 

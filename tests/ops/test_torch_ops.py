@@ -258,7 +258,7 @@ def test_buffers_that_grow_and_shrink_agree_with_the_model(shape: Shape, seed: i
 
 @pytest.mark.parametrize(("age", "is_told_apart"), [(MAX_AGE, True), (MAX_AGE + 1, False)])
 def test_ages_beyond_the_highest_are_equal(age: int, is_told_apart: bool) -> None:
-    """Of a row that was used `age` tokens ago and one that was used a token later, the victim."""
+    """The victim of two rows, one used `age` tokens ago, the other a token later."""
     simulation = Simulation(Shape(2, 0, 64, 3, 0, start=20, seeded=False), 0, num_tokens=1100)
     newest = simulation.lengths[0] = 1050
     simulation.run_step([0], [[3, 4]])

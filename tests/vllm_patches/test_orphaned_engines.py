@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-# What a spawned child imports before it knows its parent, and what it does then; the parent prints its process id.
+# Code that a spawned child imports before it knows its parent, and that it runs then; the parent prints its process id.
 PARENT = textwrap.dedent("""
     import multiprocessing, os, sys, time
     {imports}
@@ -36,7 +36,7 @@ WAIT = "ours.recv()"
 
 
 def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool:
-    """Whether a child of this name is there that long after its parent was killed."""
+    """True if a child of this name is there that long after its parent was killed."""
     path = tmp_path / "parent.py"
     path.write_text(PARENT.format(**{"imports": "", "action": "", "wait": WAIT, "method": "spawn", **script}))
     with subprocess.Popen([sys.executable, str(path), name], stdout=subprocess.PIPE, text=True) as parent:

@@ -338,7 +338,7 @@ class SwapInOps(ABC):
         Args:
             row_ids: [num_selections, columns] int32, contiguous; -1 where there is none. Updated in place.
             num_valid: [num_selections] int32 leading ids that contain every valid one, contiguous; becomes the number
-                of valid ids. What is behind these is -1 then, as far as it was among the leading ids.
+                of valid ids. Leading ids behind these are -1 then.
         """
 
     @abstractmethod

@@ -125,7 +125,7 @@ class LayerUnderTest(ABC):
             torch.testing.assert_close(result, self.expected(request, span), atol=2e-5, rtol=2e-5)
 
     def draft_step(self, batch: list[tuple[Request, int, int]]) -> None:
-        """As `step` of (request, tokens, how many of them are rejected): those are other tokens than come later."""
+        """Like `step`, for (request, tokens, how many of them are rejected): those are other tokens than come later."""
         kept = {}
         for request, num, num_rejected in batch:
             span = slice(request.num_computed + num - num_rejected, request.num_computed + num)
@@ -177,7 +177,7 @@ class LayerUnderTest(ABC):
         """
 
     def begin_decodes(self, batch: list[tuple[Request, int]], seq_lens: torch.Tensor) -> None:
-        """What the connector does when requests begin to decode."""
+        """The connector's part when requests begin to decode."""
         for (request, num), seq_len in zip(batch, seq_lens.tolist(), strict=True):
             decodes = num <= self.max_query_len and request in self.started
             for span in self.buffer.begin_decoding(request.handle, seq_len - num) if decodes else ():

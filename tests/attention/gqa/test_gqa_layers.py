@@ -34,7 +34,7 @@ def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> I
 
 
 def assert_latest_are_hot(layer: LayerUnderTest, request: Request) -> None:
-    """What a chunk of a prompt leaves: the latest whole units of the request, as many as fit."""
+    """State after a chunk of a prompt: the latest whole units of the request, as many as fit."""
     last, buffer = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer
     expected = set(range(max(last - layer.num_slots, 0), last))
     for parts in buffer.requests.hot_tables[buffer.heads.states(buffer.requests.index_of(request.handle))].long():
@@ -164,7 +164,7 @@ def test_a_prefill_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
     "chunks", [(1, 19, 1, 1), (1, 20, 1, 1, 1), (20, 1, 30, 1, 1), (20, 1, 3, 1), (70, 1, 1, 9, 1)]
 )
 def test_prefill_after_a_step_of_one_token(layer: LayerUnderTest, chunks: tuple[int, ...]) -> None:
-    """What was hot is completed on the host: it must not be taken for whole."""
+    """A hot unit is completed on the host: it must not be taken for whole."""
     request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(request)
     for num in chunks:

@@ -1,4 +1,4 @@
-"""What an MLA layer with a hot buffer asks vLLM for."""
+"""The KV cache spec that an MLA layer with a hot buffer asks vLLM for."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def model(
 
 
 def attend_pages(query: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, num_valid: torch.Tensor) -> torch.Tensor:
-    """As FlashAttention does it, to which every leading id is a page."""
+    """Attention like FlashAttention's, to which every leading id is a page."""
     leads = torch.arange(ids.shape[1]) < num_valid[:, None]
     assert (ids[leads] >= 0).all(), "page -1 is read"
     return attend_flat(query, rows, ids, num_valid)
@@ -287,7 +287,7 @@ class Model:
         self.buffer.check_integrity()
 
     def waves(self, *batch: tuple[Request, int]) -> Any:
-        """Those of a step."""
+        """Arguments of a step."""
         spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
         return self.builder.build(0, self._common(spans)).waves
 
@@ -352,7 +352,7 @@ def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
 def test_rows_that_are_copied_while_another_layer_attends(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Those of a layer that shares the selection of the one before it."""
+    """Arguments of a layer that shares the selection of the one before it."""
     streams = LazyStreams(monkeypatch)
     model = make_cuda_model(name, cuda_modules["backend"], monkeypatch, selects=(True, False))
     requests = [Request(1 + 7 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]

@@ -30,7 +30,7 @@ class Context:
 
 
 class Metadata(SimpleNamespace):
-    """Of attention layers."""
+    """Metadata of attention layers."""
 
 
 class Layer:
@@ -39,7 +39,7 @@ class Layer:
 
 
 def indexer_metadata(num_requests: int, num_tokens: int, seq_lens: torch.Tensor) -> DeepseekV32IndexerMetadata:
-    """Of a step in which every request decodes."""
+    """Metadata of a step in which every request decodes."""
     rows = len(seq_lens)
     decode = DeepSeekV32IndexerDecodeMetadata(
         block_table=torch.arange(rows * 2).view(rows, 2),

@@ -375,7 +375,7 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
         self.pinned: list[list[int]] = []
         self.num_requests = 0
 
-    # What the pool should do, step by step
+    # A model of the pool, step by step
 
     def key_of(self, block_id: int) -> object:
         return next((key for key, keyed in self.keys.items() if keyed == block_id), None)
@@ -430,7 +430,7 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
         match = self.pool.retained_prefix(request.name, limit)
         return HostMatch(list(match.block_ids), match.num_tokens)
 
-    # What schedulers do
+    # Operations of schedulers
 
     def admit(self, request: ModelRequest, num_tokens: int, use: str) -> None:
         retained = self.pool.retained_prefix(request.name, num_tokens - 1)

@@ -1,4 +1,4 @@
-"""What the worker has to be told of hot blocks and state blocks."""
+"""Changes of hot blocks and state blocks that the worker must be told."""
 
 from types import SimpleNamespace
 

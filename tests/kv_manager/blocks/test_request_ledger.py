@@ -45,7 +45,7 @@ def arrive(ledger: RequestLedger, request_id: str, num_tokens: int, resumable: b
 
 
 def admit(ledger: RequestLedger, request: SimpleNamespace, handle: int, first_device_id: int = 100) -> None:
-    """What the manager does."""
+    """Calls of the manager."""
     name, num_tokens = request.request_id, request.num_tokens
     ledger.host_pool.allocate(name, num_tokens, ledger.match(name))
     ledger.admit(name, handle)
@@ -292,7 +292,8 @@ def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> Non
 
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_a_turn_that_begins_before_a_step_in_flight_starts_anew_on_the_worker(is_dense: bool) -> None:
-    """That step took dropped drafts for certain: what it left hot, and in an algorithm's state, is of other tokens."""
+    """The step in flight treated dropped drafts as accepted: what it left hot, and in an algorithm's state, is of other
+    tokens."""
     ledger = make_ledger(is_dense=is_dense, max_query_len=3)
     session = Request("s", list(range(8)), SamplingParams(max_tokens=12), None, resumable=True)
     session.num_output_placeholders = 0

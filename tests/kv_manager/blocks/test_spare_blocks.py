@@ -324,8 +324,7 @@ def test_all_are_whole_until_full_kv_would_just_hold_them() -> None:
 
 @pytest.mark.parametrize("num_running", [0, 3])
 def test_the_next_turn_of_a_session_gets_what_was_lent(num_running: int) -> None:
-    """It keeps its own blocks while it waits for the turn. What is lent comes back once vLLM has refused
-    the turn."""
+    """It keeps its own blocks while it waits for the turn. Lent blocks come back once vLLM has refused the turn."""
     world = World({f"{i:02}": 36_000 for i in range(15)}, 49_536)
     for _ in range(3):
         world.step()

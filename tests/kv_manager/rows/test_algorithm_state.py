@@ -19,7 +19,7 @@ MAX_TOKENS, NUM_LAYERS, BLOCK_BYTES = 40, 3, 200
 
 
 def make_state(needs_whole_prompt: bool = False, memory: torch.Tensor | None = None) -> AlgorithmState:
-    """Of two requests, with fields of 4 entries and of 1 token; blocks of 2 entries and of 6."""
+    """State of two requests, with fields of 4 entries and of 1 token; blocks of 2 entries and of 6."""
     algorithm = SimpleNamespace(
         needs_whole_prompt=needs_whole_prompt,
         tokens_per_unit=4,

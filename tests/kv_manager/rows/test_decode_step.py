@@ -40,7 +40,7 @@ def tensor(*handles: int) -> torch.Tensor:
 
 
 def test_newest_rows_reach_the_host_after_the_last_layer() -> None:
-    """Of two requests, beside padding: one past its buffer, whose newest row has the reserved slot."""
+    """A step of two requests, beside padding: one past its buffer, whose newest row has the reserved slot."""
     step = make_mla_step()
     step.plan(tensor(3, 5, 0), torch.tensor([10, 3, 0], dtype=torch.int32))
     for index, layer in enumerate(step.layers):

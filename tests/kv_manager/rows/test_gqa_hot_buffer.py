@@ -69,7 +69,7 @@ class Life:
 
     @property
     def min_blocks(self) -> int:
-        """Of a request that has as much as it has at least."""
+        """Table of a request with the least blocks that it may have."""
         return -(-(self.num_slots + self.query_len * PER_UNIT) // BLOCK_SIZE)
 
     def take(self) -> int:

@@ -50,7 +50,7 @@ class Ranks:
         self.barrier.wait(10)
 
     def allocate(self, use_mla: bool = True) -> list[Any]:
-        """What every rank gets, or its exception."""
+        """The memory that every rank gets, or its exception."""
         results: list[Any] = [None] * self.num_ranks
 
         def run(index: int) -> None:

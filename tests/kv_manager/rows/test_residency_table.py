@@ -56,7 +56,7 @@ def dense_buffer(
         rows_per_hot_block=layout.rows_per_hot_block,
         state_columns=layout.state.columns(32768),
     )
-    # As HiSparseWorkerConnector finds it: parts of one KV head from one block to the next.
+    # State as HiSparseWorkerConnector finds it: parts of one KV head from one block to the next.
     head_stride = layout.device_block_bytes // layout.block_alignment_bytes
     memory = torch.zeros(num_blocks, layout.device_block_bytes, dtype=torch.uint8)
     return GQAHotBuffer(algorithm, shape, head_stride, memory), layout
@@ -154,7 +154,7 @@ def reserved() -> int:
 
 
 def test_residency_bytes_are_held_while_vllm_measures(device: None) -> None:
-    """As much as belongs to the largest KV cache that may become of what the weights leave; once per engine."""
+    """The table covers the largest KV cache that can follow from the memory that the weights leave; once per engine."""
     _, layout = dense_buffer(LLAMA_8B, "pq_cache", 0, 16, 1 << 20)
     left = int((80 << 20) * 0.9) - (16 << 20)
     engine = Config()

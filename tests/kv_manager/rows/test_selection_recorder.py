@@ -1,4 +1,4 @@
-"""What is recorded of decoding requests, compared with what they were given, and when it is written."""
+"""Recorded selections of decoding requests equal the given ones, and are written in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What anybody may send to the port for peers."""
+"""Messages that anybody may send to the port for peers."""
 
 from __future__ import annotations
 

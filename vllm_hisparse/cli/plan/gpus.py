@@ -38,7 +38,9 @@ class Gpu:
         """Rate of scattered rows: measured, or the share of the link that an H200 reaches."""
         if self.rows_gb_s is not None:
             return self.rows_gb_s
-        return self.link_gb_s * GPUS["H200"].rows_gb_s / GPUS["H200"].link_gb_s
+        h200 = GPUS["H200"]
+        assert h200.rows_gb_s is not None
+        return self.link_gb_s * h200.rows_gb_s / h200.link_gb_s
 
     @classmethod
     def find(cls, name: str) -> Gpu:
