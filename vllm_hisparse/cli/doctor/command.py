@@ -1,0 +1,77 @@
+"""`vllm-hisparse doctor`: options and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
+from vllm_hisparse.cli.doctor.report import Report, Status
+
+COLOURS = {Status.ok: "green", Status.note: "dim", Status.warning: "yellow", Status.error: "bold red"}
+
+
+def doctor_command(
+    host_pool_gib: Annotated[float, typer.Option(min=0.1, help="Size of the host pool that is intended.")] = 8.0,
+    peer: Annotated[str | None, typer.Option(help="HOST:PORT of a doctor that serves on another host.")] = None,
+    serve: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve a peer's doctor on this port.")] = None,
+    nixl: Annotated[bool, typer.Option(help="Try NIXL between two processes of this host.")] = True,
+    rates: Annotated[bool, typer.Option(help="Measure the link to the GPU.")] = True,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON, which `plan --gpu` reads.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check versions, GPU, memory and network of this machine and measure its links. Exits with 1 after an error."""
+    if peer is not None and not peer.rpartition(":")[2].isdigit():
+        raise typer.BadParameter(f"got {peer!r}, expected HOST:PORT", param_hint="--peer")
+    console, report = Console(highlight=False, stderr=as_json), Report()
+    check_versions(report)
+    has_kernels = check_gpu(report)
+    device = "cuda" if report.gpu else "cpu"
+    if serve is not None:
+        from vllm_hisparse.cli.doctor.nixl_peer import serve as serve_peers
+
+        console.print(f"Serving peers on port {serve}; stop with Ctrl-C.")
+        serve_peers(serve, device)
+        return
+    check_memory(report, host_pool_gib)
+    check_numa(report)
+    check_network(report)
+    if has_kernels and rates:
+        from vllm_hisparse.cli.doctor.rates import measure_rates
+
+        with console.status(f"pinning {host_pool_gib:g} GiB and measuring the link"):
+            measure_rates(report, host_pool_gib)
+    if nixl:
+        from vllm_hisparse.cli.doctor.nixl_peer import check_two_processes
+
+        with console.status("reading from another process over NIXL"):
+            check_two_processes(report, device)
+    if peer is not None:
+        from vllm_hisparse.cli.doctor.nixl_peer import check_peer
+
+        with console.status(f"reading from {peer} over NIXL"):
+            check_peer(report, peer)
+    text = json.dumps(report.as_json(), indent=2)
+    if output is not None:
+        output.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+    else:
+        console.print(_table(report))
+    raise typer.Exit(report.exit_status)
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in ("", "checked", "found", "what to do"):
+        table.add_column(header, no_wrap=header in ("", "checked"))
+    for finding in report.findings:
+        colour = COLOURS[finding.status]
+        table.add_row(f"[{colour}]{finding.status}[/]", finding.name, finding.found, finding.advice)
+    return table

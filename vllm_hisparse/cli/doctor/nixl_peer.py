@@ -1,0 +1,154 @@
+"""Transfers over NIXL between two processes, on one host or two, as a prefill/decode pair makes them.
+
+The side that has the data listens on a TCP port and hands out its agent's metadata; the other one reads.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import struct
+import time
+from typing import Any
+
+from vllm_hisparse.cli.doctor.report import Report, Status
+
+TRANSFER_BYTES = 256 << 20
+NUM_PIECES = 64
+TCP_GB_S = 2.0  # a rate below it is that of TCP
+TIMEOUT_S = 60.0
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    def exactly(count: int) -> bytes:
+        chunks = b""
+        while len(chunks) < count:
+            chunk = connection.recv(count - len(chunks))
+            if not chunk:
+                raise ConnectionError("the peer has closed the connection")
+            chunks += chunk
+        return chunks
+
+    (length,) = struct.unpack("<Q", exactly(8))
+    if length > 64 << 20:
+        raise ConnectionError(f"the peer announces {length} bytes: it is no doctor")
+    return exactly(length)
+
+
+class Source:
+    """A process's memory, registered with NIXL for others to read.
+
+    Args:
+        device: `cuda` or `cpu`.
+    """
+
+    def __init__(self, device: str):
+        import torch
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.tensor = torch.arange(TRANSFER_BYTES // 8, dtype=torch.int64, device=device)
+        self.agent = nixl_agent(f"doctor-source-{time.time_ns()}", nixl_agent_config(backends=["UCX"]))
+        self.agent.register_memory(self.tensor)
+        pieces = list(self.tensor.view(NUM_PIECES, -1).unbind())
+        self.descriptors = self.agent.get_serialized_descs(self.agent.get_xfer_descs(pieces))
+
+    def answer(self, connection: socket.socket) -> None:
+        """Hand out the metadata and wait until the reader is done."""
+        _send(connection, self.agent.get_agent_metadata())
+        _send(connection, self.descriptors)
+        _receive(connection)
+
+
+def serve(port: int, device: str, host: str = "", once: bool = False, ready: Any = None) -> None:
+    """Let peers read from this process until it is interrupted, or once."""
+    source = Source(device)
+    with socket.create_server((host, port)) as listener:
+        if ready is not None:
+            ready.send(listener.getsockname()[1])
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                source.answer(connection)
+            if once:
+                return
+
+
+def read_from(host: str, port: int) -> float:
+    """Read a peer's memory into host memory and return GB/s.
+
+    Raises:
+        OSError: the peer does not answer.
+        RuntimeError: the transfer fails, or brings other bytes.
+    """
+    import torch
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    target = torch.zeros(TRANSFER_BYTES // 8, dtype=torch.int64)
+    agent = nixl_agent(f"doctor-target-{time.time_ns()}", nixl_agent_config(backends=["UCX"]))
+    agent.register_memory(target)
+    with socket.create_connection((host, port), timeout=TIMEOUT_S) as connection:
+        connection.settimeout(TIMEOUT_S)
+        remote = agent.add_remote_agent(_receive(connection))
+        descriptors = agent.deserialize_descs(_receive(connection))
+        local = agent.get_xfer_descs(list(target.view(NUM_PIECES, -1).unbind()))
+        _transfer(agent, local, descriptors, remote)  # sets up the connections
+        start = time.perf_counter()
+        _transfer(agent, local, descriptors, remote)
+        seconds = time.perf_counter() - start
+        _send(connection, b"done")
+    if not torch.equal(target, torch.arange(target.numel())):
+        raise RuntimeError("the transfer brought other bytes")
+    return TRANSFER_BYTES / seconds / 1e9
+
+
+def _transfer(agent: Any, local: Any, remote: Any, name: Any) -> None:
+    handle = agent.initialize_xfer("READ", local, remote, name.decode() if isinstance(name, bytes) else name)
+    agent.transfer(handle)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (state := agent.check_xfer_state(handle)) != "DONE":
+        if state == "ERR" or time.monotonic() > deadline:
+            raise RuntimeError(f"the transfer is in state {state}")
+        time.sleep(0.0002)
+    agent.release_xfer_handle(handle)
+
+
+def check_two_processes(report: Report, device: str) -> None:
+    """Read from another process of this host."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(0, device, "127.0.0.1", True, sender), daemon=True)
+    process.start()
+    kind = "GPU memory" if device == "cuda" else "host memory"
+    name = f"NIXL from another process's {kind}"
+    try:
+        if not receiver.poll(TIMEOUT_S):
+            raise RuntimeError("the other process does not answer")
+        _add_rate(report, name, "nixl_local_gb_s", read_from("127.0.0.1", receiver.recv()))
+    except Exception as error:  # NIXL raises classes of its own, UCX among them
+        advice = "A prefill/decode pair would not work here. Try UCX_TLS=tcp,shm,self (cuda_copy with a GPU)."
+        report.add(name, Status.error, " ".join(str(error).split()), advice)
+    finally:
+        process.kill()
+        process.join()
+
+
+def check_peer(report: Report, peer: str) -> None:
+    """Read from a doctor that serves on another host."""
+    host, _, port = peer.rpartition(":")
+    name = f"NIXL from {peer}"
+    try:
+        _add_rate(report, name, "nixl_peer_gb_s", read_from(host, int(port)))
+    except Exception as error:
+        advice = "Run `vllm-hisparse doctor --serve PORT` there, and open this port and UCX's between the hosts."
+        report.add(name, Status.error, " ".join(str(error).split()), advice)
+
+
+def _add_rate(report: Report, name: str, key: str, rate: float) -> None:
+    report.rates[key] = rate
+    slow = rate < TCP_GB_S
+    advice = f"As over TCP: 32K tokens of DeepSeek-V3.2 take {32768 * 61 * 656 / rate / 1e9:.1f} s. RDMA helps."
+    report.add(name, Status.warning if slow else Status.ok, f"{rate:.2f} GB/s", advice if slow else "")

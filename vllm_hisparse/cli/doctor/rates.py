@@ -1,0 +1,96 @@
+"""Rates between host memory and the GPU, which decide how fast missed rows arrive."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_hisparse.cli.doctor.report import Report, Status
+
+if TYPE_CHECKING:
+    import torch
+
+COPY_BYTES = 1 << 30
+ROW_BYTES = 656  # of a DSA model's fp8 row, the smallest that is copied
+NUM_ROWS = 1 << 17
+SLOW_ROWS_GB_S = 20.0
+GIB = 2**30
+
+
+def measure_rates(report: Report, host_pool_gib: float) -> None:
+    """Pin a pool of the intended size, and measure copies each way and scattered rows."""
+    import torch
+
+    from vllm_hisparse.kv_manager.rows.pinned_memory import PinnedMemory
+
+    device = torch.device("cuda", 0)
+    memory = torch.frombuffer(mmap.mmap(-1, int(host_pool_gib * GIB)), dtype=torch.uint8)
+    start = time.perf_counter()
+    try:
+        pinned = PinnedMemory(memory)
+    except RuntimeError as error:
+        report.add("pinning", Status.error, " ".join(str(error).split()))
+        return
+    report.rates["pin_s"] = time.perf_counter() - start
+    try:
+        view = pinned.device_view(memory)
+        _measure_copies(report, view, device)
+        _measure_rows(report, view, device)
+    finally:
+        start = time.perf_counter()
+        pinned.close()
+        report.rates["unpin_s"] = time.perf_counter() - start
+    slow = report.rates["pin_s"] > 10
+    found = f"{report.rates['pin_s']:.1f} s for {host_pool_gib:g} GiB, {report.rates['unpin_s']:.1f} s to give it back"
+    advice = "Let start-up probe and termination grace period of a server allow for it." if slow else ""
+    report.add("pinning", Status.note if slow else Status.ok, found, advice)
+
+
+def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median seconds of some work on the GPU, after one run to warm up."""
+    import torch
+
+    work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def _measure_copies(report: Report, view: torch.Tensor, device: torch.device) -> None:
+    import torch
+
+    host = torch.empty(min(COPY_BYTES, view.numel()), dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty_like(host, device=device)
+    to_device = _seconds(lambda: on_device.copy_(host, non_blocking=True))
+    to_host = _seconds(lambda: host.copy_(on_device, non_blocking=True))
+    report.rates["copy_to_device_gb_s"] = host.numel() / to_device / 1e9
+    report.rates["copy_to_host_gb_s"] = host.numel() / to_host / 1e9
+    there, back = report.rates["copy_to_device_gb_s"], report.rates["copy_to_host_gb_s"]
+    found, slow = f"{there:.1f} GB/s to the GPU, {back:.1f} GB/s back", min(there, back) < 20
+    advice = "PCIe 5 x16 reaches 55: look at the slot's width (nvidia-smi -q, Link Width) and the NUMA node."
+    report.add("copies", Status.warning if slow else Status.ok, found, advice if slow else "")
+
+
+def _measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> None:
+    import torch
+
+    from vllm_hisparse.ops.cuda_ops import CudaSwapInOps
+
+    ops, num_pool_rows = CudaSwapInOps(), view.numel() // ROW_BYTES
+    rows = view[: num_pool_rows * ROW_BYTES].view(num_pool_rows, 1, ROW_BYTES)
+    ids = torch.randint(num_pool_rows, (NUM_ROWS,), dtype=torch.int32, device=device)
+    out = torch.empty(NUM_ROWS, ROW_BYTES, dtype=torch.uint8, device=device)
+    seconds = _seconds(lambda: ops.stage_rows(rows, ids, 1, out))
+    rate = report.rates["rows_gb_s"] = NUM_ROWS * ROW_BYTES / seconds / 1e9
+    slow = rate < SLOW_ROWS_GB_S
+    advice = "This rate decides the speed of decode steps that miss rows: plan with it (vllm-hisparse plan --gpu FILE)."
+    status = Status.warning if slow else Status.ok
+    report.add(f"scattered rows of {ROW_BYTES} bytes", status, f"{rate:.1f} GB/s", advice if slow else "")
