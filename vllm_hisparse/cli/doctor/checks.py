@@ -14,8 +14,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from vllm_hisparse.cli.doctor.report import Report, Status
+from vllm_hisparse.releases import SUPPORTED
 
-VLLM_RELEASES = SpecifierSet(">=0.32,<0.34")
 NIXL_RELEASES = SpecifierSet(">=1.5.0")
 TRIED_CAPABILITY = (9, 0)
 GIB = 2**30
@@ -30,8 +30,8 @@ def check_versions(report: Report) -> None:
         report.add("vLLM", Status.error, "not installed", "pip install 'vllm-hisparse[cuda]', or [cpu] without a GPU")
     else:
         version = _version(name)
-        fits = Version(version.split("+")[0]) in VLLM_RELEASES
-        advice = "" if fits else f"Install vllm{VLLM_RELEASES}: other releases are refused at import."
+        fits = SpecifierSet(SUPPORTED).contains(Version(version), prereleases=True)
+        advice = "" if fits else f"Install vllm{SUPPORTED}: other releases are refused at import."
         report.add("vLLM", Status.ok if fits else Status.error, f"{name} {version}", advice)
     for package in ("torch", "nixl"):
         version = _version(package)
