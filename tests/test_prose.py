@@ -23,7 +23,6 @@ LATER = (
     "vllm_hisparse/connector/",
     "vllm_hisparse/kv_manager/",
     "vllm_hisparse/cpu/",
-    "vllm_hisparse/cli/plan/",
 )
 
 GENERATED = ("docs/results.md", "docs/decisions/index.md")

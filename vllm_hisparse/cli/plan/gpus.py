@@ -6,6 +6,10 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+# Measured on an H200: GB/s of a large copy, and of scattered rows (benchmarks/results/h200/host_reads.json).
+H200_LINK, H200_ROWS = 55.4, 36.0
+SCATTERED_SHARE = H200_ROWS / H200_LINK
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -38,9 +42,7 @@ class Gpu:
         """Rate of scattered rows: measured, or the share of the link that an H200 reaches."""
         if self.rows_gb_s is not None:
             return self.rows_gb_s
-        h200 = GPUS["H200"]
-        assert h200.rows_gb_s is not None
-        return self.link_gb_s * h200.rows_gb_s / h200.link_gb_s
+        return self.link_gb_s * SCATTERED_SHARE
 
     @classmethod
     def find(cls, name: str) -> Gpu:
@@ -78,12 +80,11 @@ class Gpu:
         )
 
 
-# The H200's link rates are measured (benchmarks/results/h200/host_reads.json, swap_in_fp8.json); its other figures, and
-# all figures of the other GPUs, are the vendor's.
+# The H200's link rates are measured; its other figures, and all figures of the other GPUs, are the vendor's.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H200", 139.8, 4.8, 989, 55.4, 36.0, "measured link, datasheet for the rest"),
+        Gpu("H200", 139.8, 4.8, 989, H200_LINK, H200_ROWS, "measured link, datasheet for the rest"),
         Gpu("H100", 79.6, 3.35, 989, 55.4),
         Gpu("H20", 95.6, 4.0, 148, 55.4),
         Gpu("GH200", 94.5, 4.0, 989, 420.0),

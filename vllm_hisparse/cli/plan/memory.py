@@ -12,7 +12,7 @@ QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
 
 
 class System(StrEnum):
-    """What decodes."""
+    """A system that decodes."""
 
     full = "full KV"
     native = "native HiSparse"

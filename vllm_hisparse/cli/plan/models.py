@@ -85,7 +85,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a plan needs to know of a model. Bytes and FLOPs are of the whole model, without parallelism.
+    """Sizes of a model that a plan needs. Bytes and FLOPs are of the whole model, without parallelism.
 
     Attributes:
         name: shown to the user.

@@ -70,7 +70,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a load does on given GPUs.
+    """Prediction of a load on given GPUs.
 
     Attributes:
         model, gpu, load: what is planned for.

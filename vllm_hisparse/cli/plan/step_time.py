@@ -119,7 +119,7 @@ class Step:
 
     @property
     def decodes_in_microbatches(self) -> bool:
-        """Whether the plugin decodes the step in microbatches, which copy rows while others compute."""
+        """True if the plugin decodes the step in microbatches, which copy rows while others compute."""
         return self.model.is_dsa and 24 <= self.requests <= 128
 
     def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
