@@ -1,8 +1,8 @@
 """One frame from a program that is no peer ends vLLM's p2p tier.
 
 Its control transport (`vllm/v1/kv_offload/tiering/p2p/control/zmq.py`) raises on a sender whose name is not host:port,
-in `_open_connection`, and keeps the frame, so that it raises for ever after. What is wrong in a peer's message costs
-that peer its connection, no more.
+in `_open_connection`, and keeps the frame, so that it raises for ever after. A wrong message costs a peer its
+connection, no more.
 """
 
 from __future__ import annotations
