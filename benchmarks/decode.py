@@ -373,7 +373,7 @@ def plot(
     result: Annotated[list[Path], typer.Option(help="Result file of `run`; repeatable.")] = [  # noqa: B006
         RESULTS / "h200" / "decode.json"
     ],
-    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/decode.png"),
+    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/figures/decode.png"),
 ) -> None:
     """Plot results: tokens per second by context and oversubscription."""
     import matplotlib.pyplot as plt

@@ -593,7 +593,7 @@ def plot(
         list[Path],
         typer.Option(help="Result file of `run`; repeatable. A row of a later one replaces an earlier one's."),
     ] = [RESULTS / "h200" / name for name in PLOTTED],  # noqa: B006
-    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/full_depth.png"),
+    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/figures/full_depth.png"),
 ) -> None:
     """Plot results: tokens per second of each system, case by case, relative to full KV of the same file."""
     import matplotlib.pyplot as plt

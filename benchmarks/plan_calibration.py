@@ -317,7 +317,9 @@ def errors(predictions: list[dict[str, Any]], what: str) -> np.ndarray:
 def main(
     output: Annotated[Path, typer.Option(help="Predictions beside measurements.")] = RESULTS / "plan.json",
     factors_file: Annotated[Path, typer.Option(help="Factors that the planner reads.")] = CALIBRATION,
-    picture: Annotated[Path | None, typer.Option(help="Picture of predicted over measured.")] = Path("docs/plan.png"),
+    picture: Annotated[Path | None, typer.Option(help="Picture of predicted over measured.")] = Path(
+        "docs/figures/plan.png"
+    ),
 ) -> None:
     """Fit, predict, and write both."""
     rows = all_rows()

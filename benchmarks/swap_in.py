@@ -535,7 +535,7 @@ def replay(
 @app.command()
 def plot(
     result: Annotated[Path, typer.Option(help="Result file of `run`.")] = RESULTS / "h200" / "swap_in.json",
-    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/swap_in.png"),
+    output: Annotated[Path, typer.Option(help="Picture.")] = Path("docs/figures/swap_in.png"),
     overlap: Annotated[float, typer.Option(help="Share of a selection kept in the next step.")] = 0.85,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request.")] = 4096,
 ) -> None:

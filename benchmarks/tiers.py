@@ -152,7 +152,7 @@ def main(
     prefix_tokens: Annotated[list[int], typer.Option(help="Tokens of a first turn.")] = PREFIX_TOKENS,
     repeats: Annotated[int, typer.Option(help="Conversations of each kind.")] = 3,
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "cpu" / "tiers.json",
-    plot: Annotated[Path, typer.Option(help="Plot of the result.")] = ROOT / "docs" / "tiers.png",
+    plot: Annotated[Path, typer.Option(help="Plot of the result.")] = ROOT / "docs" / "figures" / "tiers.png",
 ) -> None:
     """Measure the time to the first token of returning conversations."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}

@@ -38,7 +38,7 @@ def draw_swap_in() -> None:
     axis.set_xticks(batches, [str(batch) for batch in batches])
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(ROOT / "docs" / "swap_in_systems.png", dpi=120)
+    figure.savefig(ROOT / "docs" / "figures" / "swap_in_systems.png", dpi=120)
 
 
 def draw_drafts() -> None:
@@ -58,7 +58,7 @@ def draw_drafts() -> None:
     axis.set(xlabel="drafts per step (80% accepted)", ylabel="tokens/s, full KV with as many drafts = 1")
     axis.set_xticks(range(4))
     axis.legend()
-    figure.savefig(ROOT / "docs" / "drafts.png", dpi=120)
+    figure.savefig(ROOT / "docs" / "figures" / "drafts.png", dpi=120)
 
 
 if __name__ == "__main__":
