@@ -176,8 +176,11 @@ class FakeTransport:
         self.started.append((request.request_id, list(host_ids), num_shared, device_ids, num_external_tokens))
         self.remote.discard(request.request_id)
 
-    def build_connector_meta(self, scheduler_output) -> str:
-        return "transport metadata"
+    def build_connector_meta(self, scheduler_output) -> tuple[str, dict]:
+        return "transport metadata", {}
+
+    def warn_expired(self, request_id: str) -> None:
+        """Nobody listens."""
 
     def update_connector_output(self, output) -> None:
         self.last_output = output

@@ -26,10 +26,12 @@ def register() -> None:
     from vllm_hisparse.config import CONNECTOR_NAME
     from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
     from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
+    from vllm_hisparse.vllm_patches.unstated_leases import state_leases
 
     end_with_parent()
     register_connector(CONNECTOR_NAME, "vllm_hisparse.connector.connector", "HiSparseHostConnector")
     register_hot_block_manager()
+    state_leases()
     if current_platform.is_cpu():
         _register_cpu_layers()
     elif current_platform.is_cuda():

@@ -67,16 +67,16 @@ def transfer(prompt: list[int] = PROMPT, name: str = "cmpl-p-0-00000000", **chan
 class Engine:
     """A decode instance without a model: every pull fails, because its prefill instance is gone."""
 
-    def __init__(self, role: str = "kv_consumer"):
+    def __init__(self, role: str = "kv_consumer", policy: str = "recompute", **more_options: Any):
         register()
         kv_cache_config = make_kv_cache_config(NUM_DEVICE_BLOCKS)
         host_block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
-        options = {"host_pool_gib": (NUM_HOST_BLOCKS + 0.5) * host_block_bytes / 2**30}
+        options = {"host_pool_gib": (NUM_HOST_BLOCKS + 0.5) * host_block_bytes / 2**30, **more_options}
         kv_transfer_config = KVTransferConfig(
             kv_connector=CONNECTOR_NAME,
             kv_role=role,
             kv_connector_extra_config=options,
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=policy,
         )
         args = EngineArgs(
             model=str(MODEL),

@@ -612,6 +612,25 @@ def test_failed_transfers_count_no_bytes() -> None:
     assert counters(engine) == {}
 
 
+def test_kv_whose_lease_ended_is_computed_and_counts_no_bytes() -> None:
+    """Two ranks say so, before the last one has ended its pull."""
+    engine = FakeEngine(transport=FakeTransport())
+    request = engine.add("remote", PROMPT)
+    engine.step()
+    request.num_computed_tokens = len(PROMPT)  # as vLLM sets it when a pull begins
+    for expired in ({"remote"}, {"remote", "gone"}):
+        meta = HiSparseWorkerMetadata([], expired)
+        engine.connector.update_connector_output(output(kv_connector_worker_meta=meta))
+        assert request.num_computed_tokens == 0
+    engine.connector.update_connector_output(output(finished_recving={"remote"}))
+    assert counters(engine) == {"transfers_expired": 1}
+
+
+def test_reports_of_ranks_are_added_up() -> None:
+    first, second = HiSparseWorkerMetadata([(1, 2, 3)], {"a"}), HiSparseWorkerMetadata([], {"b"})
+    assert first.aggregate(second) == HiSparseWorkerMetadata([(1, 2, 3)], {"a", "b"})
+
+
 def test_a_whole_remote_prompt_is_reserved_on_the_host_before_the_pull() -> None:
     transport = FakeTransport()
     engine = FakeEngine(transport=transport, num_device_blocks=60, num_host_blocks=8)

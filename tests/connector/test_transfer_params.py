@@ -34,7 +34,7 @@ def test_of_vllms_prefill_side() -> None:
     params.check_tp_size(1)
     params.check_prompt(10, 4)
     assert TransferParams.parse(changed(remote_block_ids=([3, 1, 2],))) == params
-    assert set(params.model_dump()) - set(PARAMS) == {"remote_registration_generation"}
+    assert set(params.model_dump()) - set(PARAMS) == {"remote_registration_generation", "kv_lease_duration"}
 
 
 def test_the_registration_of_a_prefill_instance_that_slept_is_forwarded() -> None:
@@ -92,6 +92,10 @@ def test_no_transfer(params: dict | None) -> None:
         ("remote_num_tokens", 1e3),
         ("remote_num_tokens", 2**31),
         ("transfer_mode", "push"),
+        ("remote_blocks_expiry_time", "1.5"),
+        ("remote_blocks_expiry_time", float("nan")),
+        ("kv_lease_duration", 0),
+        ("kv_lease_duration", float("inf")),
         ("remote_registration_generation", -1),
         ("remote_registration_generation", "1"),
         *((name, MISSING) for name in ("remote_block_ids", "remote_engine_id", "remote_request_id")),

@@ -128,6 +128,22 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster):
     cluster.decode.wait_empty()
 
 
+def test_samples_leave_nothing_on_the_prefill_side(cluster: Cluster):
+    """The prefill side computes every sample; the decode side pulls one, and the lease of the others is long."""
+    prompt, held = make_prompt(300, seed=14), cluster.prefill.metric("kv_cache_usage_perc")
+    reply = cluster.prefill.complete(prompt, 1, dict(DO_PREFILL), n=3, temperature=1)
+    choices = cluster.decode.complete(prompt, 6, reply["kv_transfer_params"], n=3)["choices"]
+    expected = tokens_of(cluster.prefill.complete(prompt, 6))[0]
+    assert [choice["token_ids"] for choice in choices] == [expected] * 3
+
+    def is_as_before() -> bool:
+        cluster.prefill.complete(make_prompt(2), 1)  # an engine without requests takes no messages
+        return cluster.prefill.metric("kv_cache_usage_perc") == held
+
+    wait_for(is_as_before)
+    cluster.decode.wait_empty()
+
+
 def test_client_disconnects(cluster: Cluster):
     """Clients that leave in the middle of the stream, and right after they asked."""
     for num_chunks in (3, 0):

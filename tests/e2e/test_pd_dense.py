@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import MODELS, assert_same_but_rounding, make_prompt
 from forks import forked
-from servers import DO_PREFILL, completion, tokens_of, wait_started
+from servers import DO_PREFILL, completion, is_error, tokens_of, wait_started
 from test_pd import DecodeServer, assert_same
 
 from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -30,6 +30,7 @@ class Cluster:
     def __init__(self, group: ProcessGroup, log_dir: Path):
         self.group, self.log_dir = group, log_dir
         self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
+        self.small_blocks = self.start("small_blocks", PREFILL_CONNECTOR, 0, "--block-size", "32")
         options = {"quest": {}, "cluster_kv": {"full_kv_layers": [], "algorithm_options": {"update_interval": 8}}}
         self.decode = {
             name: self.start(name, hisparse_connector(algorithm=name, **EVERYTHING, **options[name]), 1)
@@ -37,9 +38,9 @@ class Cluster:
         }
         wait_started(group)
 
-    def start(self, name: str, connector: dict, core: int) -> DecodeServer:
+    def start(self, name: str, connector: dict, core: int, *more_args: str) -> DecodeServer:
         port, side_port = free_ports(2)
-        args = ["--max-num-seqs", "8" if name in DECODERS else "1", "--max-num-batched-tokens", "512"]
+        args = ["--max-num-seqs", "8" if name in DECODERS else "1", "--max-num-batched-tokens", "512", *more_args]
         if name not in DECODERS:
             args.append("--no-enable-prefix-caching")  # it is the reference too
         process = vllm_engine(name, MODELS / "llama", self.log_dir, port, connector, side_port, [core], args)
@@ -95,3 +96,16 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str):
     pulled = (decode.metric("hisparse_transfer_bytes_to_host") - before) / (BLOCK * TOKEN_BYTES * DECODERS[name])
     assert pulled == 10 - 8, "1230 tokens are 10 blocks, 8 of them are in the host prefix cache"
     decode.wait_empty()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_block_sizes_differ(cluster: Cluster, name: str):
+    """One token is one block on both sides, and the pull ends with an error; the engine and other requests go on."""
+    prompt, decode = make_prompt(1, seed=9), cluster.decode[name]
+    transfer = cluster.small_blocks.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
+    failures = decode.metric("hisparse_transfer_failures")
+    assert is_error(decode.complete(prompt, 8, transfer))
+    good = make_prompt(200, seed=9)
+    assert_same(decode.complete(good, 8, cluster.prefilled(good)), cluster.prefill.complete(good, 8))
+    decode.wait_empty()
+    assert decode.metric("hisparse_transfer_failures") == failures + 1

@@ -24,3 +24,15 @@ def test_a_failed_load_without_blocks_reserves_none(
     Scheduler._update_waiting_for_remote_kv(scheduler, request)
     assert (request in scheduler._inflight_prefills) == reserves
     assert scheduler.kv_cache_manager.free.called == (num_loaded == 0)
+
+
+def test_a_load_that_the_connector_took_back_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the policy; vLLM would keep the blocks for a request that has computed nothing."""
+    monkeypatch.setattr(Scheduler, "_update_waiting_for_remote_kv", Scheduler._update_waiting_for_remote_kv)
+    release_failed_loads()
+    request = MagicMock(request_id="a", num_computed_tokens=0, num_tokens=9)
+    scheduler = MagicMock(failed_recving_kv_req_ids=set(), finished_recving_kv_req_ids={"a"})
+    scheduler._inflight_prefills, scheduler._mark_prefix_replay.return_value = {request}, 0
+    Scheduler._update_waiting_for_remote_kv(scheduler, request)
+    assert scheduler.kv_cache_manager.free.called and not scheduler.kv_cache_manager.cache_blocks.called
+    assert not scheduler.failed_recving_kv_req_ids and not scheduler._inflight_prefills

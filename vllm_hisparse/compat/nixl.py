@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 
 RELEASES = ">=0.32"
 VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector.NixlPullConnector.connector_worker",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._heartbeat_interval",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker.NixlPullConnectorWorker._read_blocks_for_req",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.use_mla",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_wrapper",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._send_heartbeats",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._handle_failed_transfer",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._log_failure",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._remote_agents",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._engine_clock_offset",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recving_transfers",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recv_failures",
 )
 
 
@@ -21,3 +33,73 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
     then does it map one remote KV cache group to several local ones and register host and device memory together.
     """
     connector.connector_worker.use_mla = True
+
+
+class PullHooks:
+    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and no fault of a peer leaves `start_load_kv`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._install_hooks()
+
+    def _install_hooks(self) -> None:
+        self._unreached: set[str] = set()  # agents to which the latest message could not be sent
+        send = self.nixl_wrapper.send_notif
+
+        def send_notif(agent_name: str, *args: Any, **kwargs: Any) -> None:
+            self._unreached.add(agent_name)
+            send(agent_name, *args, **kwargs)
+            self._unreached.discard(agent_name)
+
+        self.nixl_wrapper.send_notif = send_notif  # NOTE: vLLM tells nobody that a heartbeat could not be sent
+
+    def may_pull(self, request_id: str, meta: ReqMeta, clock_offset: float) -> bool:
+        """Return whether to pull; if not, the request is reported as finished without it.
+
+        Args:
+            request_id: of the request.
+            meta: what is to be pulled.
+            clock_offset: the prefill instance's `time.perf_counter` less this process's, in seconds.
+        """
+        raise NotImplementedError
+
+    def heartbeats_sent(self, request_ids: dict[str, set[str]], sent_at: float) -> None:
+        """Heartbeats were sent to all ranks of prefill instances: engine id -> request ids there."""
+        raise NotImplementedError
+
+    def heartbeats_due(self, request_ids: dict[str, set[str]]) -> None:
+        """All transfers that get heartbeats, before they are sent: engine id -> request ids there."""
+        raise NotImplementedError
+
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        """NOTE: it is called again once a handshake has ended."""
+        engine_id = meta.remote.engine_id
+        try:
+            is_posted = meta.awaiting_kvs and engine_id in self._remote_agents  # else: connects, or lets go
+            if is_posted and not self.may_pull(req_id, meta, self._engine_clock_offset[engine_id]):
+                self._recving_transfers.setdefault(req_id, [])  # which are all done
+            else:
+                super()._read_blocks_for_req(req_id, meta)
+        except Exception as error:  # NOTE: vLLM computes with what the peer says, outside any `try`
+            self._log_failure(failure_type="pull_failed", req_id=req_id, error=error, meta=meta)
+            self._handle_failed_transfer(req_id, None, self._recv_failures)
+
+    def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
+        due = {engine_id: set(info.req_ids) for engine_id, info in metadata.heartbeat_by_engine.items()}
+        if not due:
+            return
+        self.heartbeats_due(due)
+        connected, sent_at = self._remote_agents.keys() & due.keys(), time.perf_counter()
+        try:
+            super()._send_heartbeats(metadata)
+        except Exception as error:
+            self._log_failure(failure_type="heartbeats_failed", req_id=None, error=error)
+            return
+        agents = {engine_id: self._remote_agents.get(engine_id, {}).values() for engine_id in connected}
+        reached = {name: due[name] for name in connected if agents[name] and self._unreached.isdisjoint(agents[name])}
+        self.heartbeats_sent(reached, sent_at)
+
+
+def send_heartbeats_every(connector: NixlPullConnector, seconds: int) -> None:
+    """Set the time between two heartbeats of a NIXL scheduler half; vLLM takes a sixth of this side's own lease."""
+    connector.connector_scheduler._heartbeat_interval = seconds

@@ -54,11 +54,16 @@ class CopyCounts:
         """A request's KV is being received."""
         self._transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
 
+    def transfer_expired(self, request_id: str) -> None:
+        """What a request received, or was to receive, is not used."""
+        del self._transfers[request_id]
+        self.add(transfers_expired=1)
+
     def transfer_ended(self, request_id: str, failed: bool) -> tuple[int, int] | None:
         """Count a transfer.
 
         Returns:
-            Bytes received by the host and by the devices; None if it failed, or nothing was to be received.
+            Bytes received by the host and by the devices; None if it failed or expired, or nothing was to come.
         """
         transfer = self._transfers.pop(request_id, None)
         if transfer is None:

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_hisparse.connector.leases import LeaseTerms
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 
 BlockPairs = list[tuple[int, int]]
@@ -35,6 +36,7 @@ class HiSparseMetadata(KVConnectorMetadata):
         waits_for_tail_saves: whether the worker waits until `tail_saves` are done: in a step that computes nothing,
             whose output does not wait for the device.
         transport: metadata of the transport, or None.
+        leases: request id -> what is known of the lease of a pull that begins.
     """
 
     released: list[int] = field(default_factory=list)
@@ -48,16 +50,24 @@ class HiSparseMetadata(KVConnectorMetadata):
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
     waits_for_tail_saves: bool = False
     transport: KVConnectorMetadata | None = None
+    leases: dict[str, LeaseTerms] = field(default_factory=dict)
 
 
 @dataclass
 class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker -> scheduler: hits and misses of released requests, by handle, in order of release; from rank 0 alone."""
+    """Worker -> scheduler.
+
+    Attributes:
+        requests: (handle, hits, misses) of released requests, in order of release; from rank 0 alone.
+        expired: ids of requests whose KV may be another prompt's: their pull has ended, its lease perhaps before it.
+    """
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)
+    expired: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
-        return self  # the other ranks report none
+        assert isinstance(other, HiSparseWorkerMetadata)
+        return HiSparseWorkerMetadata(self.requests + other.requests, self.expired | other.expired)
 
 
 @dataclass

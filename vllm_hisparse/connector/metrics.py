@@ -28,6 +28,7 @@ COUNTERS = {
     "transfers": "Number of finished KV transfers from prefill instances.",
     "transfer_failures": "Number of KV transfers that failed.",
     "transfers_refused": "Number of prompts computed locally because the transfer was malformed or not theirs.",
+    "transfers_expired": "Number of prompts computed locally because the lease of their KV may have ended before.",
     "transfer_bytes_to_host": "Bytes received from prefill instances directly into the host pool.",
     "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
     "tier_loaded_blocks": "Number of blocks loaded into the host pool from the tiers below it.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from vllm_hisparse.compat.nixl import send_heartbeats_every
 from vllm_hisparse.compat.request_ids import owns_transfer, transfer_of_sample
+from vllm_hisparse.connector.leases import DEFAULT_LEASE_S, LeaseTerms
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.connector.transfer_params import TransferParams, TransferRefused
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -50,12 +53,19 @@ class NixlSchedulerTransport:
     ):
         config = host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.SCHEDULER, config)
+        own_lease_s = vllm_config.kv_transfer_config.get_from_extra_config("kv_lease_duration", DEFAULT_LEASE_S)
+        # NOTE: the prefill side's leases may be shorter than this side's. It says how long they are if it has this
+        # plugin, too.
+        self._assumed_lease_s = min(own_lease_s, DEFAULT_LEASE_S)
+        send_heartbeats_every(self.connector, self._assumed_lease_s // 6)
         self._no_blocks = tuple([] for _ in config.kv_cache_groups)
         self._block_size, self._prefill_tp_size = groups.layout.block_size, prefill_tp_size
         self._accepted: dict[str, dict[str, Any]] = {}  # request id -> parameters, until the request ends
+        self._arrivals: dict[str, float] = {}  # of the same requests, by `time.perf_counter`
         # (engine id, request id) of the prefill side: transfers that were given to a request, the latest last
         self._claims: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._warned: set[str] = set()
+        self._has_warned_of_leases = False
 
     def accept(self, request: Request) -> bool:
         """Take the transfer that came with a new request, if it is the request's; False if it is refused.
@@ -110,14 +120,31 @@ class NixlSchedulerTransport:
         blocks = (host_blocks,) if device_blocks is None else (host_blocks, list(device_blocks))
         self.connector.update_state_after_alloc(self._seen_by_nixl(request), KVCacheBlocks(blocks), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.connector.build_connector_meta(scheduler_output)
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[NixlConnectorMetadata, dict[str, LeaseTerms]]:
+        """What the worker's side is told of a step: NIXL's metadata, and the leases of its pulls by request id."""
+        metadata, now = self.connector.build_connector_meta(scheduler_output), time.perf_counter()
+        pulls = [request_id for request_id, meta in metadata.reqs_to_recv.items() if meta.awaiting_kvs]
+        return metadata, {request_id: self._lease_terms(request_id, now) for request_id in pulls}
+
+    def warn_expired(self, request_id: str) -> None:
+        """Warn once of KV whose lease may have ended; the counter has the rest."""
+        if not self._has_warned_of_leases:
+            self._has_warned_of_leases = True
+            logger.warning(
+                "The lease of the KV of request %s on its prefill instance may have ended before it was pulled. Its "
+                "prompt is computed here, and so will be others like it, without a warning: see "
+                "vllm:hisparse_transfers_expired. Set kv_lease_duration, on both sides to the same value, above the "
+                "time from the prefill instance's answer to the decode request.",
+                request_id,
+            )
 
     def request_finished(self, request: Request) -> None:
         """Forget a request; the prefill instance is told of one that ended before its KV was pulled."""
         if request.request_id in self._accepted:
             self.connector.request_finished_all_groups(self._seen_by_nixl(request), self._no_blocks)
-            del self._accepted[request.request_id]
+            del self._accepted[request.request_id], self._arrivals[request.request_id]
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.connector.update_connector_output(output)
@@ -142,7 +169,12 @@ class NixlSchedulerTransport:
             params.check_prompt(request.num_prompt_tokens, self._block_size)
         self._remember(params.remote_engine_id, params.remote_request_id)
         self._accepted[request.request_id] = params.model_dump()
+        self._arrivals[request.request_id] = time.perf_counter()
         self.connector.on_new_request(self._seen_by_nixl(request))
+
+    def _lease_terms(self, request_id: str, now: float) -> LeaseTerms:
+        lease_s = self._accepted[request_id]["kv_lease_duration"] or self._assumed_lease_s
+        return LeaseTerms(now - self._arrivals[request_id], lease_s)
 
     def _remember(self, engine_id: str, remote_request_id: str) -> None:
         self._claims[engine_id, remote_request_id] = None

@@ -5,19 +5,99 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from vllm_hisparse.compat.nixl import copy_blocks_whole
+from vllm_hisparse.compat.nixl import PullHooks, copy_blocks_whole
+from vllm_hisparse.connector.leases import Leases, LeaseTerms
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        NixlAgentMetadata,
+        NixlConnectorMetadata,
+        ReqMeta,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class PullWorker(PullHooks, NixlPullConnectorWorker):
+    """vLLM's pull worker, which keeps nothing that may have been read after its lease.
+
+    Args:
+        vllm_config: the engine's configuration.
+        engine_id: of this engine.
+        kv_cache_config: the KV cache as NIXL sees it.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, block_size: int):
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._tokens_per_block = block_size
+        self._leases = Leases()
+        self._expired: set[str] = set()
+
+    def begin_leases(self, metadata: NixlConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
+        """Take what the scheduler's side knows of the leases of a step's pulls, by request id."""
+        for request_id, terms in leases.items():
+            remote = metadata.reqs_to_recv[request_id].remote
+            self._leases.begin(request_id, remote.engine_id, remote.request_id, terms)
+
+    def may_pull(self, request_id: str, meta: ReqMeta, clock_offset: float) -> bool:
+        if meta.remote.blocks_expiry_time is not None:
+            self._leases.state_end(request_id, meta.remote.blocks_expiry_time - clock_offset)
+        return not self._leases.is_over(request_id)
+
+    def heartbeats_due(self, request_ids: dict[str, set[str]]) -> None:
+        self._leases.keep(request_ids)
+
+    def heartbeats_sent(self, request_ids: dict[str, set[str]], sent_at: float) -> None:
+        for engine_id, names in request_ids.items():
+            self._leases.renewed(engine_id, names, sent_at)
+
+    def add_remote_agent(self, nixl_agent_meta: NixlAgentMetadata, *args, **kwargs) -> str:
+        """Connect to a rank of a prefill instance.
+
+        Raises:
+            RuntimeError: its blocks have another size; the handshake fails, and with it every request that waits.
+        """
+        size = nixl_agent_meta.block_size * nixl_agent_meta.physical_blocks_per_logical_kv_block
+        if size != self._tokens_per_block:
+            raise RuntimeError(
+                f"--block-size of prefill engine {nixl_agent_meta.engine_id}: got {size}, expected "
+                f"{self._tokens_per_block}, the decode side's. Start both sides with the same --block-size."
+            )
+        return super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """NOTE: a pull that its lease may not have outlived ends here as well: whatever it read is not used."""
+        results = super().get_transfer_results()
+        for request_id in results.finished_recving:
+            if request_id not in results.failed_recving and self._leases.is_over(request_id):
+                self._expired.add(request_id)
+            self._leases.end(request_id)
+        return results
+
+    def take_expired(self) -> set[str]:
+        """Requests that have finished since the last call, and whose lease may have been over before."""
+        expired, self._expired = self._expired, set()
+        return expired
+
+
+class PullConnector(NixlPullConnector):
+    """vLLM's pull connector with a worker half of our own."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int):
+        NixlBaseConnector.__init__(self, vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        self.connector_worker = PullWorker(vllm_config, self.engine_id, kv_cache_config, block_size)
 
 
 class NixlWorkerTransport:
@@ -27,7 +107,7 @@ class NixlWorkerTransport:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
     ):
         config = host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
-        self.connector = NixlPullConnector(vllm_config, KVConnectorRole.WORKER, config)
+        self.connector = PullConnector(vllm_config, config, groups.layout.block_size)
         copy_blocks_whole(self.connector)
 
     def register(self, main_kv: dict[str, torch.Tensor], resident_kv: dict[str, torch.Tensor]) -> None:
@@ -40,8 +120,10 @@ class NixlWorkerTransport:
         host = {name: tensor.unsqueeze(1) for name, tensor in main_kv.items()}
         self.connector.register_kv_caches({**host, **resident_kv})
 
-    def bind_metadata(self, metadata: KVConnectorMetadata) -> None:
+    def bind_metadata(self, metadata: KVConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
+        """Take a step's pulls, and what is known of their leases, by request id."""
         self.connector.bind_connector_metadata(metadata)
+        self.connector.connector_worker.begin_leases(metadata, leases)
 
     def clear_metadata(self) -> None:
         self.connector.clear_connector_metadata()
@@ -56,6 +138,10 @@ class NixlWorkerTransport:
         # with one group only, and `failed_recving` says it all.
         self.connector.get_block_ids_with_load_errors()
         return results
+
+    def take_expired(self) -> set[str]:
+        """Requests that have finished since the last call, and whose KV may be another prompt's."""
+        return self.connector.connector_worker.take_expired()
 
     def take_stats(self) -> NixlKVConnectorStats | None:
         return self.connector.get_kv_connector_stats()

@@ -148,7 +148,7 @@ class HiSparseSchedulerConnector:
         for started in changes.started if self.request_log else ():
             self.request_log.started(*started)
         if self.transport:
-            metadata.transport = self.transport.build_connector_meta(scheduler_output)
+            metadata.transport, metadata.leases = self.transport.build_connector_meta(scheduler_output)
         _keep_restored_blocks(scheduler_output, metadata)
         self.counts.step_scheduled(metadata, scheduler_output.total_num_scheduled_tokens)
         self.hot_manager.step_scheduled()
@@ -171,15 +171,17 @@ class HiSparseSchedulerConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
-        failed = output.failed_recving or set()
+        failed, worker_meta = output.failed_recving or set(), output.kv_connector_worker_meta
+        if isinstance(worker_meta, HiSparseWorkerMetadata):
+            self._forget_expired(worker_meta.expired)
         for request_id in output.finished_recving or ():
             received = self.counts.transfer_ended(request_id, request_id in failed)
             if received and self.request_log and request_id in self.ledger.requests:
                 self.request_log.received(request_id, *received)
         if self.transport:
             self.transport.update_connector_output(output)
-        if self.request_log and isinstance(output.kv_connector_worker_meta, HiSparseWorkerMetadata):
-            for handle, hits, misses in output.kv_connector_worker_meta.requests:
+        if self.request_log and isinstance(worker_meta, HiSparseWorkerMetadata):
+            for handle, hits, misses in worker_meta.requests:
                 self.request_log.released(handle, hits, misses)
 
     def request_finished(self, request: Request) -> None:
@@ -225,6 +227,19 @@ class HiSparseSchedulerConnector:
     def shutdown(self) -> None:
         for part in filter(None, (self.tiers, self.transport)):
             part.shutdown()
+
+    def _forget_expired(self, request_ids: set[str]) -> None:
+        """Have the prompts computed whose KV may have been read after its lease.
+
+        NOTE: vLLM reads `num_computed_tokens` of such a request when its pull has ended on all ranks, and not before;
+        with none, it takes the blocks back (`compat.release_failed_loads`) before any is published.
+        """
+        for request_id in request_ids & self.ledger.requests.keys():
+            request = self.ledger.requests[request_id]
+            if request.num_computed_tokens:
+                request.num_computed_tokens = 0
+                self.counts.transfer_expired(request_id)
+                self.transport.warn_expired(request_id)
 
     def _find_match(self, request: Request) -> HostMatch:
         self.hot_manager.release_parked()

@@ -32,7 +32,7 @@ class TransferRefused(ValueError):
 class TransferParams(BaseModel):
     """What vLLM's prefill side says of a prompt's KV. Parameters that a decode side does not read are left out."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     do_remote_prefill: bool
     remote_engine_id: Identifier
@@ -53,6 +53,10 @@ class TransferParams(BaseModel):
     pp_size: int = Field(default=1, ge=1, le=1)
     dcp_size: int = Field(default=1, ge=1, le=1)
     transfer_mode: Literal["pull"] = "pull"
+    remote_blocks_expiry_time: float | None = None
+    """When the lease of these blocks ends unless it is renewed, by `time.perf_counter` there; None: not said."""
+    kv_lease_duration: float | None = Field(default=None, gt=0)
+    """Length of the prefill instance's leases in seconds; None: not said."""
     remote_registration_generation: int = Field(default=0, ge=0)
     """How often the prefill instance has registered its memory anew (vLLM 0.33: after it slept)."""
 

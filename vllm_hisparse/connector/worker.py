@@ -115,7 +115,7 @@ class HiSparseWorkerConnector:
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:
         self._saves = metadata.saves
         if self.transport:
-            self.transport.bind_metadata(metadata.transport)
+            self.transport.bind_metadata(metadata.transport, metadata.leases)
 
     def clear_metadata(self) -> None:
         self.hot_buffer.requests.expect_prefills([])
@@ -136,7 +136,9 @@ class HiSparseWorkerConnector:
 
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
         released = self.hot_buffer.counts.take_released()
-        return HiSparseWorkerMetadata(released) if released and self.reports_requests else None
+        requests = released if self.reports_requests else []
+        expired = self.transport.take_expired() if self.transport else set()
+        return HiSparseWorkerMetadata(requests, expired) if requests or expired else None
 
     def take_stats(self) -> HiSparseStats | None:
         """What only the worker knows, since the last call; None in most steps."""

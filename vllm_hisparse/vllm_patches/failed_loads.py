@@ -18,11 +18,16 @@ DELETE = "the call in connector/connector.py"
 VLLM = (
     "vllm.v1.core.sched.scheduler.Scheduler._update_waiting_for_remote_kv",
     "vllm.v1.core.sched.scheduler.Scheduler._inflight_prefills",
+    "vllm.v1.core.sched.scheduler.Scheduler.failed_recving_kv_req_ids",
 )
 
 
 def release_failed_loads() -> None:
-    """Have vLLM's scheduler forget what a request reserves whose load has failed and which waits without blocks."""
+    """Have vLLM's scheduler forget what a request reserves whose load has failed and which waits without blocks.
+
+    A load that has ended and left no computed token has failed, too, whatever `kv_load_failure_policy` says: the
+    connector has taken it back.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     update = Scheduler._update_waiting_for_remote_kv
@@ -31,6 +36,8 @@ def release_failed_loads() -> None:
 
     @wraps(update)
     def update_and_release(self: Scheduler, request: Request) -> None:
+        if not request.num_computed_tokens:
+            self.failed_recving_kv_req_ids.add(request.request_id)
         update(self, request)
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)

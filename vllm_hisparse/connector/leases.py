@@ -1,0 +1,80 @@
+"""How long a prefill instance certainly keeps a prompt's KV.
+
+vLLM's prefill side frees a prompt's blocks when their lease ends, whether they have been pulled or not, and does not
+tell the decode side. A lease lasts `kv_lease_duration` from the end of the prefill. Each renewal that arrives while it
+lasts (vLLM: a heartbeat) makes it last at least two thirds of that time from then on. Nothing is acknowledged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+DEFAULT_LEASE_S = 30  # of vLLM's NIXL connector
+MARGIN_S = 1.0  # at most: for a renewal's way to the prefill instance, and for the difference of two clocks
+
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    """What the scheduler's side knows of the lease of a pull that begins.
+
+    Attributes:
+        age_s: seconds since the request arrived with its transfer parameters.
+        lease_s: length of the prefill side's leases in seconds.
+    """
+
+    age_s: float
+    lease_s: float
+
+
+@dataclass
+class _Pull:
+    key: tuple[str, str]
+    latest_start: float
+    lease_s: float
+    stated_end: float | None = None
+
+
+class Leases:
+    """Leases of the pulls of one rank, by this process's `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self._renewals: dict[tuple[str, str], list[float]] = {}
+        self._pulls: dict[str, _Pull] = {}
+
+    def renewed(self, engine_id: str, remote_request_ids: Collection[str], sent_at: float) -> None:
+        """Renewals have been sent to all ranks of a prefill instance, at `sent_at` or later."""
+        for name in remote_request_ids:
+            self._renewals.setdefault((engine_id, name), []).append(sent_at)
+
+    def keep(self, waiting: Mapping[str, Collection[str]]) -> None:
+        """Forget the renewals of all transfers but these, engine id -> request ids of the prefill side."""
+        keys = {(engine_id, name) for engine_id, names in waiting.items() for name in names}
+        self._renewals = {key: times for key, times in self._renewals.items() if key in keys}
+
+    def begin(self, request_id: str, engine_id: str, remote_request_id: str, terms: LeaseTerms) -> None:
+        """A request is about to pull."""
+        latest_start = time.perf_counter() - terms.age_s
+        self._pulls[request_id] = _Pull((engine_id, remote_request_id), latest_start, terms.lease_s)
+
+    def state_end(self, request_id: str, end: float) -> None:
+        """The prefill instance has said when the lease of a pull ends, unless it is renewed."""
+        self._pulls[request_id].stated_end = end
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether the lease of a pull may have ended; False for a request that has none."""
+        pull = self._pulls.get(request_id)
+        if pull is None:
+            return False
+        margin = min(MARGIN_S, pull.lease_s / 10)
+        # NOTE: without a statement, the prefill is taken to have ended when the request arrived.
+        end = pull.latest_start + pull.lease_s if pull.stated_end is None else pull.stated_end
+        for sent_at in self._renewals.get(pull.key, ()):
+            if sent_at < end - margin:
+                end = max(end, sent_at + pull.lease_s * 2 // 3)
+        return time.perf_counter() >= end - margin
+
+    def end(self, request_id: str) -> None:
+        """A request has pulled, or will not."""
+        self._pulls.pop(request_id, None)
