@@ -114,7 +114,7 @@ def test_is_frozen() -> None:
 
 
 def test_nixl_options_pass_through() -> None:
-    options = {name: object() for name in NIXL_OPTIONS}
+    options = {**{name: object() for name in NIXL_OPTIONS}, "kv_lease_duration": 6}
     extra_config = {**GIB, **options}
     assert HiSparseConfig.from_vllm_config(engine(extra_config)).host_pool_gib == 2.0
     assert extra_config == {**GIB, **options}
@@ -233,6 +233,12 @@ def test_refuses_ranks_with_a_scheduler_each() -> None:
     message = refusal(**launcher, parallel_config__tensor_parallel_size=2)
     check_parts(message, "--distributed-executor-backend", "'external_launcher'", "mp or ray", "Remove it")
     assert HiSparseConfig.from_vllm_config(engine(**launcher)).top_k == 256
+
+
+@pytest.mark.parametrize("seconds", [5, 30.0, "30", True, None])
+def test_refuses_a_lease_that_is_no_number_of_seconds(seconds: Any) -> None:
+    message = refusal({**GIB, "kv_lease_duration": seconds})
+    check_parts(message, "kv_lease_duration", repr(seconds), "at least 6", "both sides")
 
 
 def test_refuses_the_prefill_role():

@@ -46,6 +46,8 @@ NIXL_OPTIONS = frozenset(
     }
 )
 
+MIN_LEASE_S = 6  # vLLM sends a heartbeat every sixth of a lease, in whole seconds
+
 # By the id of the `VllmConfig`, for as long as that lives.
 # NOTE: not an attribute of it: vLLM copies configurations field by field and fails on one that it does not know.
 _PARSED: dict[int, HiSparseConfig] = {}
@@ -109,6 +111,7 @@ class HiSparseConfig(BaseModel):
             config = cls(**options)
         except ValidationError as error:
             raise _first_error(error) from None
+        _check_lease(extra_config.get("kv_lease_duration", MIN_LEASE_S))
         config._check_size_options()
         _check_algorithm(config)
         _check_tiers(config)
@@ -286,6 +289,17 @@ def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
             f"Raise it, or remove it for the default of {default} rows.",
         )
     return rows
+
+
+def _check_lease(seconds: object) -> None:
+    """Refuse a lease that vLLM cannot divide into heartbeats."""
+    if type(seconds) is not int or seconds < MIN_LEASE_S:
+        raise HiSparseConfigError(
+            "kv_lease_duration",
+            seconds,
+            f"a whole number of seconds, at least {MIN_LEASE_S}",
+            "Correct it on both sides, which must have the same value.",
+        )
 
 
 def _check_algorithm(config: HiSparseConfig) -> None:
