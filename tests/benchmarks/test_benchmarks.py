@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +37,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def check_frame(result: dict[str, Any], name: str) -> None:
-    assert set(result) == {"command", "date", "hardware", "versions", "rows"}
+    assert set(result) == {"command", "commit", "date", "hardware", "versions", "rows"}
+    assert re.fullmatch(r"[0-9a-f]{9}\+?|unknown", result["commit"])
     assert result["command"].startswith(f"python -m benchmarks.{name} --")
     assert set(result["hardware"]) == {"cpu", "num_cores", "memory_gib"}
     assert {"python", "torch"} <= set(result["versions"])
