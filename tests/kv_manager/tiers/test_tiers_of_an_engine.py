@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiered_engine import IDENTITY, TieredEngine
@@ -18,9 +20,10 @@ from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks.spare_blocks import MAX_STEPS_OF_REFUSAL
+from vllm_hisparse.kv_manager.tiers import make_tiers
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.layout import KVLayout
 
@@ -320,31 +323,139 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
         check_directory(tmp_path, IDENTITY, "tiers.0.path")
 
 
+def engine_config(drafts: SimpleNamespace | None = None, load_format: str = "auto", **model: Any) -> SimpleNamespace:
+    """What an identity reads of a `VllmConfig`."""
+    options = {"model": "some/model", "revision": None, "dtype": "torch.float32", "quantization": None}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**options, "hf_overrides": {}, **model}),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        load_config=SimpleNamespace(load_format=load_format),
+        speculative_config=drafts,
+    )
+
+
+DSA = HiSparseConfig(host_pool_gib=1.0, top_k=256)
+DENSE_LAYOUT = KVLayout(24, 24, 6, 2, 16, 16, 2)
+
+
+def dense(**options: Any) -> HiSparseConfig:
+    return HiSparseConfig(host_pool_gib=1.0, **{"algorithm": "quest", "top_k": 64, **options})
+
+
 def test_drafts_and_an_algorithms_state_do_not_change_what_a_block_holds() -> None:
-    model = SimpleNamespace(model="some/model", revision=None, dtype="torch.float32")
-    cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256")
     drafts = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(model="one", revision=None))
-    config = SimpleNamespace(model_config=model, cache_config=cache, speculative_config=drafts)
+    config = engine_config(drafts)
     layouts = KVLayout(24, 20, 2, 2, 4), KVLayout(24, 20, 2, 2, 4, max_query_len=4), KVLayout(28, 20, 2, 2, 4)
-    plain, drafting, other = (BlockIdentity.of(config, layout, 1) for layout in layouts)
+    plain, drafting, other = (BlockIdentity.of(config, layout, 1, DSA) for layout in layouts)
     assert plain == drafting != other
-    assert BlockIdentity.of(config, replace(layouts[0], state_entries=((16, 8),)), 1) == plain
+    assert BlockIdentity.of(config, replace(layouts[0], state_entries=((16, 8),)), 1, DSA) == plain
     assert "state_entries" not in plain.layout, "versions that kept state elsewhere have stored the same blocks"
     assert "draft_row_bytes" not in plain.layout, "versions without draft layers have stored the same blocks"
     with_drafts = KVLayout(24, 20, 2, 2, 4, draft_row_bytes=8)
-    of_one = BlockIdentity.of(config, with_drafts, 1)
+    of_one = BlockIdentity.of(config, with_drafts, 1, DSA)
     assert of_one != plain
     drafts.draft_model_config.model = "another of the same size"
-    assert BlockIdentity.of(config, with_drafts, 1) != of_one
+    assert BlockIdentity.of(config, with_drafts, 1, DSA) != of_one
 
 
 def test_blocks_of_other_full_kv_layers_are_others() -> None:
-    model = SimpleNamespace(model="some/model", revision=None, dtype="torch.float32")
-    cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256")
-    config = SimpleNamespace(model_config=model, cache_config=cache)
-    layout = KVLayout(24, 24, 6, 2, 16, 16, 2)
-    first, again, last = (BlockIdentity.of(config, layout, 1, layers) for layers in ([0, 1], [1, 0], [0, 7]))
+    first, again, last = (
+        BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense(full_kv_layers=layers))
+        for layers in ([0, 1], [1, 0], [0, 7])
+    )
     assert first == again != last
+
+
+def yarn(config: object) -> object:
+    return config
+
+
+IDENTITIES = {
+    "quantization": (engine_config(quantization="fp8"), DSA),
+    "overrides": (engine_config(hf_overrides={"rope_scaling": {"factor": 4.0}}), DSA),
+    "a function that overrides": (engine_config(hf_overrides=yarn), DSA),
+    "weights made up": (engine_config(load_format="dummy"), DSA),
+    "quest": (engine_config(), dense()),
+    "another algorithm": (engine_config(), dense(algorithm="streaming_llm")),
+    "another top_k": (engine_config(), dense(top_k=128)),
+    "other options": (engine_config(), dense(algorithm_options={"page_size": 32})),
+}
+
+
+@pytest.mark.parametrize("changed", IDENTITIES)
+def test_what_changes_kv_changes_the_identity_of_a_block(changed: str, tmp_path: Path) -> None:
+    """And the places where it is stored, in stores that have no file that names it, too."""
+    plain = BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, DSA)
+    identities = {
+        name: BlockIdentity.of(config, DENSE_LAYOUT, 1, options) for name, (config, options) in IDENTITIES.items()
+    }
+    identity = identities.pop(changed)
+    for other in (plain, *identities.values()):
+        assert identity != other and identity.layer_name != other.layer_name
+    check_directory(tmp_path, plain, "tiers.0.path")
+    with pytest.raises(HiSparseConfigError, match="Name another directory"):
+        check_directory(tmp_path, identity, "tiers.0.path")
+
+
+def test_options_that_are_defaults_are_the_same_blocks() -> None:
+    plain = BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense())
+    assert BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense(algorithm_options={"page_size": 16})) == plain
+
+
+def test_a_directory_of_an_earlier_version_is_compared_by_what_it_names(tmp_path: Path) -> None:
+    """And its blocks are found where that version has put them."""
+    identity = BlockIdentity.of(engine_config(quantization="fp8"), DENSE_LAYOUT, 1, dense())
+    earlier = asdict(identity)
+    for name in ("quantization", "hf_overrides", "load_format", "selection"):
+        del earlier[name]
+    (tmp_path / "hisparse.json").write_text(json.dumps(earlier))
+    known = check_directory(tmp_path, identity, "tiers.0.path")
+    assert known.layer_name == json.dumps(identity.layout, sort_keys=True) != identity.layer_name
+    (tmp_path / "hisparse.json").write_text(json.dumps(earlier | {"model": "another"}))
+    with pytest.raises(HiSparseConfigError, match="model"):
+        check_directory(tmp_path, identity, "tiers.0.path")
+
+
+def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    weights = tmp_path / "llama" / "pytorch_model.bin"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    os.utime(weights, (1, 1))
+    with pytest.raises(HiSparseConfigError, match=r"tiers\.0\.path: .*an empty directory.*'llama'"):
+        TieredEngine([fs(tmp_path, 1e-6)])
+    assert weights.read_bytes() == b"weights" and not (tmp_path / "hisparse.json").exists()
+
+
+def test_the_root_of_a_file_system_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    check_directory(tmp_path, IDENTITY, "tiers.0.path")
+
+
+def test_only_blocks_count_against_the_quota(tmp_path: Path) -> None:
+    """Whatever somebody puts beside them is neither counted nor deleted."""
+    with TieredEngine([fs(tmp_path)]) as engine:
+        engine.ask("first", PROMPT)
+        engine.settle()
+    stored, others = block_files(tmp_path), [tmp_path / "weights.bin", tmp_path / "more" / "notes.tmp.txt"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 100_000)
+        os.utime(path, (1, 1))
+    with TieredEngine([fs(tmp_path, 1e-6)]) as engine:
+        engine.tiers.manager.secondary_tiers[0].tier.quota.added([]).result()
+    assert all(path.exists() for path in others)
+    assert len([path for path in stored if path.exists()]) < NUM_BLOCKS, "the quota of blocks is kept"
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o705])
+def test_a_directory_that_others_may_use_is_warned_about(
+    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(make_tiers.logger, "warning", lambda message, *args: warnings.append(message % args))
+    tmp_path.chmod(mode)
+    check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    assert [f"mode {mode:o}" in warning for warning in warnings] == [True] * (mode != 0o700)
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

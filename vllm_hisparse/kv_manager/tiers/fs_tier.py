@@ -22,8 +22,9 @@ class QuotaFileSystemTier(FileSystemTierManager):
 
     Args:
         offloading_spec, primary_kv_view, tier_type: of vLLM.
-        root_dir: the directory.
-        quota_bytes: of all block files in it. Those that are being written count from the start.
+        root_dir: the directory; blocks are in a folder of it, named after their identity.
+        quota_bytes: of all block files in that folder, whoever wrote them. Those that are being written count from the
+            start.
         options: others of vLLM's tier.
     """
 
@@ -40,7 +41,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
         options["backpressure_detector"] = self.pause = StorePause(root_dir)
         super().__init__(offloading_spec, primary_kv_view, "fs", root_dir, **options)  # NOTE: the name in metrics
         being_written = offloading_spec.max_stores * self.block_size_bytes
-        self.quota = DirectoryQuota(Path(root_dir), max(quota_bytes - being_written, self.block_size_bytes))
+        self.quota = DirectoryQuota(self._folder(), max(quota_bytes - being_written, self.block_size_bytes))
         self._stores: dict[int, list[str]] = {}  # job -> paths
         self._loads: dict[int, list[str]] = {}
 
@@ -76,6 +77,10 @@ class QuotaFileSystemTier(FileSystemTierManager):
     def shutdown(self) -> None:
         super().shutdown()
         self.quota.shutdown()
+
+    def _folder(self) -> Path:
+        """The folder of all block files: files lie two folders deeper."""
+        return Path(self.file_mapper.get_file_name(OffloadKey(bytes(36)))).parents[2]
 
     def _paths(self, keys: Iterable[OffloadKey]) -> list[str]:
         return [self.file_mapper.get_file_name(key) for key in keys]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of a stored block; a change makes old directories unreadable
 IDENTITY = "hisparse.json"  # in a directory of block files: what they were made by
+FIRST_PARTS = ("model", "dtype", "layout", "num_pools", "hash_algorithm", "hash_seed", "format")  # always in it
+LOST_AND_FOUND = "lost+found"  # in the root of a file system
 MIN_CHUNKS = 64
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -64,6 +66,9 @@ class BlockIdentity:
         layout: sizes of rows and blocks, which layers of a dense model keep full KV, and the draft model.
         num_pools: host pools, whose parts of a block lie side by side.
         hash_algorithm, hash_seed: of vLLM's prefix cache; the seed is PYTHONHASHSEED, if that is set.
+        quantization, hf_overrides, load_format: of the model; None for vLLM's defaults.
+        selection: of a dense model, the algorithm, its options and `top_k`: the KV of tokens after the first ones
+            depends on what these attended to. None for a DSA model, which has one way to select.
     """
 
     model: str
@@ -73,11 +78,21 @@ class BlockIdentity:
     hash_algorithm: str
     hash_seed: str | None = None
     format: int = FORMAT
+    quantization: str | None = None
+    hf_overrides: str | None = None
+    load_format: str | None = None
+    selection: dict[str, Any] | None = None
 
     @classmethod
-    def of(
-        cls, vllm_config: VllmConfig, layout: KVLayout, num_pools: int, full_kv_layers: Sequence[int] | None = None
-    ) -> BlockIdentity:
+    def of(cls, vllm_config: VllmConfig, layout: KVLayout, num_pools: int, config: HiSparseConfig) -> BlockIdentity:
+        """The identity of an engine's blocks.
+
+        Args:
+            vllm_config: the engine's configuration.
+            layout: of its KV.
+            num_pools: host pools.
+            config: checked options, with defaults filled in.
+        """
         model, cache = vllm_config.model_config, vllm_config.cache_config
         name = f"{model.model}@{model.revision}" if model.revision else model.model
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
@@ -89,9 +104,45 @@ class BlockIdentity:
         else:
             drafts = vllm_config.speculative_config
             sizes["draft_model"] = [drafts.method, drafts.draft_model_config.model, drafts.draft_model_config.revision]
-        if full_kv_layers:
-            sizes["full_kv_layers"] = sorted(full_kv_layers)
-        return cls(name, dtype, sizes, num_pools, cache.prefix_caching_hash_algo, seed)
+        if config.full_kv_layers:
+            sizes["full_kv_layers"] = sorted(config.full_kv_layers)
+        overrides, load_format = model.hf_overrides, str(vllm_config.load_config.load_format)
+        selection = None
+        if config.dense_unit is not None:
+            options = config.parsed_options.model_dump(mode="json")
+            selection = {"algorithm": config.algorithm, "top_k": config.top_k, **options}
+        return cls(
+            name,
+            dtype,
+            sizes,
+            num_pools,
+            cache.prefix_caching_hash_algo,
+            seed,
+            quantization=model.quantization,
+            hf_overrides=json.dumps(overrides, sort_keys=True, default=_name_of) if overrides else None,
+            load_format=None if load_format == "auto" else load_format,
+            selection=selection,
+        )
+
+    @property
+    def layer_name(self) -> str:
+        """What stands for the layers where vLLM's stores and peers compare them: every part that vLLM does not know.
+
+        Parts that are None are left out, so that blocks of versions without them are found.
+        """
+        parts = {name: getattr(self, name) for name in ("quantization", "hf_overrides", "load_format", "selection")}
+        return json.dumps(
+            self.layout | {name: part for name, part in parts.items() if part is not None}, sort_keys=True
+        )
+
+    def known_to(self, found: dict[str, Any]) -> BlockIdentity:
+        """This identity without the parts that a directory from an earlier version does not name."""
+        return replace(self, **{part.name: None for part in fields(self) if part.name not in found})
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """What stands for a function among a model's overrides."""
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -116,10 +167,7 @@ def make_tiers(
     Raises:
         HiSparseConfigError: a tier cannot be used.
     """
-    identity = BlockIdentity.of(vllm_config, layout, len(files), config.full_kv_layers)
-    for index, tier in enumerate(config.tiers):
-        if isinstance(tier, FsTier):
-            check_directory(Path(tier.path), identity, f"tiers.{index}.path")
+    identity = BlockIdentity.of(vllm_config, layout, len(files), config)
     hosts = HostPools(files, HostPoolLayout(layout, host_pool.num_blocks))
     return build_tiers(vllm_config, config, identity, hosts, hosts.block_bytes, host_pool)
 
@@ -147,49 +195,77 @@ def build_tiers(
     num_chunks = _num_chunks(config, block_bytes, host_pool.num_blocks)
     buffer = TransferBuffer(block_bytes, num_chunks)
     primary = BufferTier(num_chunks, buffer)
-    spec = TierSpec(
-        _offloading_config(vllm_config, identity, block_bytes, host_pool.block_size), int(num_chunks * STORE_SHARE)
-    )
-    tiers = [_make_tier(tier, index, spec, primary) for index, tier in enumerate(config.tiers)]
+    tiers = []
+    for index, tier in enumerate(config.tiers):
+        blocks = identity
+        if isinstance(tier, FsTier):
+            blocks = check_directory(Path(tier.path), identity, f"tiers.{index}.path")
+        offloading = _offloading_config(vllm_config, blocks, block_bytes, host_pool.block_size)
+        tiers.append(_make_tier(tier, index, TierSpec(offloading, int(num_chunks * STORE_SHARE)), primary))
     manager = HostTierManager(primary, tiers, host_pool, BlockCopier(hosts, buffer))
     for tier in config.tiers:
         logger.info(
             "HiSparse tier: %s. Blocks of %.2f MiB pass through a buffer of %d.", tier, block_bytes / 2**20, num_chunks
         )
-    return Tiers(manager, host_pool, _sources(vllm_config, config, spec), config.tier_timeout_s, clock)
+    return Tiers(manager, host_pool, _sources(vllm_config, config), config.tier_timeout_s, clock)
 
 
-def check_directory(path: Path, identity: BlockIdentity, option: str) -> None:
+def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockIdentity:
     """Make a directory one of blocks of `identity`.
 
+    Returns:
+        The identity by which its blocks are found: `identity`, or without what an earlier version did not compare.
+
     Raises:
-        HiSparseConfigError: it has blocks of something else, or cannot be written.
+        HiSparseConfigError: it has blocks of something else, or other files, or cannot be written.
     """
     expected = asdict(identity)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be guessed from KV
         file = path / IDENTITY
+        others = [entry.name for entry in path.iterdir() if not entry.name.startswith((IDENTITY, LOST_AND_FOUND))]
         if not file.exists():
+            if others:
+                raise HiSparseConfigError(
+                    option,
+                    str(path),
+                    f"an empty directory, or one of blocks with {IDENTITY} in it; this one has {sorted(others)[0]!r}",
+                    "Name a directory of its own: the least recently used files in it are deleted.",
+                )
             temporary = path / f"{IDENTITY}.{uuid4()}.tmp"
             temporary.write_text(json.dumps(expected, indent=2))
             with suppress(FileExistsError):  # another engine was faster
                 os.link(temporary, file)
             temporary.unlink()
         found = json.loads(file.read_text())
+        mode = path.stat().st_mode & 0o777
+    except HiSparseConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise HiSparseConfigError(
             option, str(path), f"a directory that can be written and read ({error})", "Correct it or its rights."
         ) from error
-    different = [name for name in expected if not isinstance(found, dict) or found.get(name) != expected[name]]
+    known = found if isinstance(found, dict) else {}
+    # NOTE: versions before named neither; what they did not name cannot be compared.
+    different = [
+        name for name in expected if (name in known or name in FIRST_PARTS) and known.get(name) != expected[name]
+    ]
     if different:
         name = different[0]
-        got = found.get(name) if isinstance(found, dict) else found
         raise HiSparseConfigError(
             option,
             str(path),
-            f"a directory of blocks with {name} {expected[name]!r}; its blocks have {got!r}",
-            "Name another directory for each model, dtype and layout.",
+            f"a directory of blocks with {name} {expected[name]!r}; its blocks have {known.get(name)!r}",
+            "Name another directory for each model, dtype, layout and way to select.",
         )
+    if mode & 0o077:
+        logger.warning(
+            "Directory %s of a tier has mode %o: others can read the prompts of all clients there, or change their KV. "
+            "Close it with chmod 700, unless you trust them.",
+            path,
+            mode,
+        )
+    return identity.known_to(known)
 
 
 def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTier) -> GuardedTier:
@@ -222,7 +298,7 @@ def _offloading_config(
 ) -> OffloadingConfig:
     parallel = vllm_config.parallel_config
     # NOTE: vLLM's stores and peers compare and hash these fields. Layer names stand for the layout.
-    group = OffloadingGroupConfig(block_size, (json.dumps(identity.layout, sort_keys=True),), 0)
+    group = OffloadingGroupConfig(block_size, (identity.layer_name,), 0)
     return OffloadingConfig(
         groups=(group,),
         worker_kv_bytes_per_block=block_bytes,
@@ -246,12 +322,12 @@ def _offloading_config(
     )
 
 
-def _sources(vllm_config: VllmConfig, config: HiSparseConfig, spec: TierSpec) -> Sources:
+def _sources(vllm_config: VllmConfig, config: HiSparseConfig) -> Sources:
     stores = [str(tier) for tier in config.tiers if not isinstance(tier, P2PTier)]
     p2p = [tier for tier in config.tiers if isinstance(tier, P2PTier)]
     peers = None
     if p2p and p2p[0].peers:
         host = p2p[0].host or envs.VLLM_P2P_SIDE_CHANNEL_HOST
-        port = (p2p[0].port or envs.VLLM_P2P_SIDE_CHANNEL_PORT) + spec.config.parallel.data_parallel_index
+        port = (p2p[0].port or envs.VLLM_P2P_SIDE_CHANNEL_PORT) + vllm_config.parallel_config.data_parallel_index
         peers = Peers(p2p[0].peers, (host, port))
     return Sources(vllm_config.kv_transfer_config.engine_id, stores, peers, isinstance(config.tiers[0], P2PTier))
