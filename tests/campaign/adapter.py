@@ -36,7 +36,7 @@ from .checks import check
 from .configuration import BLOCK_SIZE, DEVICE_BUFFER_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN, Configuration
 from .rank import BatchEntry, HostMemory
 from .texts import Text
-from .tier import simulated_tiers
+from .tier import Store, simulated_tiers
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
@@ -95,11 +95,9 @@ class Product:
         assert len(self.half.host_pool._num_refs) == sizes.num_host_blocks
         self.max_in_flight = self.vllm_config.max_concurrent_batches
 
-    def add_tiers(
-        self, memories: Sequence[HostMemory], rng: random.Random, blocks: dict[bytes, bytes], counts: Counter[str]
-    ) -> None:
+    def add_tiers(self, memories: Sequence[HostMemory], rng: random.Random, store: Store, counts: Counter[str]) -> None:
         """Give the scheduler half a simulated tier."""
-        self.half.tiers = simulated_tiers(self.half.host_pool, memories, rng, blocks, counts)
+        self.half.tiers = simulated_tiers(self.half.host_pool, memories, rng, store, counts)
 
     @property
     def layout(self) -> KVLayout:

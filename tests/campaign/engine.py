@@ -17,6 +17,7 @@ from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, Configuration
 from .nixl import Nixl, Prefill
 from .rank import HostMemory, Rank, Step
 from .texts import NUM_OUTPUT_TOKENS, Text
+from .tier import Store
 
 
 class Engine:
@@ -28,7 +29,7 @@ class Engine:
         rng: of the world.
         prefill: the prefill instance.
         counts: what happened in the world; added to.
-        stored_blocks: what the tier of all engines holds.
+        store: behind the tier of all engines.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Engine:
         rng: random.Random,
         prefill: Prefill,
         counts: Counter[str],
-        stored_blocks: dict[bytes, bytes],
+        store: Store,
     ):
         self.rng, self.counts, self.num_drafts = rng, counts, configuration.num_drafts
         self.is_async, self.has_draft_layer = configuration.is_async, configuration.has_draft_layer
@@ -62,7 +63,7 @@ class Engine:
         ]
         if configuration.has_tier:
             memories = list({id(rank.host): rank.host for rank in self.ranks}.values())
-            self.product.add_tiers(memories, rng, stored_blocks, counts)
+            self.product.add_tiers(memories, rng, store, counts)
         self.nixl = Nixl(rng, prefill, self.ranks, configuration.shares_host_pool)
         self._aggregator = KVOutputAggregator(configuration.num_ranks)
         self._in_flight: deque[Step] = deque()

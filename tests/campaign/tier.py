@@ -1,4 +1,6 @@
-"""A simulated tier below the host pool: slow, forgetful, and sometimes wrong; with copies that take their time."""
+"""A simulated tier below the host pool: slow, silent at times, forgetful, and sometimes wrong; with copies that take
+their time, and a clock that runs as fast as the steps.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,99 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from enum import Enum, auto
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
-from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.tiers import prefix_loads
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
+from vllm_hisparse.kv_manager.tiers.prefix_loads import RETRY_S
 from vllm_hisparse.kv_manager.tiers.sources import Sources
 from vllm_hisparse.kv_manager.tiers.tier_manager import BufferTier, HostTierManager
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
 
+from .checks import check
 from .rank import HostMemory
 
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import Request
+
 BLOCK_BYTES = 2048
-NEVER_S = 1e9  # no load is given up because time has passed: the campaign has no clock
+TIMEOUT_S = 1.0
+MAX_POLLS = 3  # after which a healthy store has done what it was asked for
+MAX_HELD_S = 7.5 * TIMEOUT_S  # of `looked_s`, for a request that waits for a tier
+
+
+class Mood(Enum):
+    """How a store answers."""
+
+    HEALTHY = auto()
+    SILENT = auto()
+    TRICKLING = auto()  # one block now and then, for all who ask
+
+
+class Store:
+    """What the tiers of all engines store, how it answers, and the time.
+
+    Args:
+        rng: of the world.
+
+    Attributes:
+        now: seconds since the world began.
+        looked_s: those in which the engines have looked at the tier, a tenth of the timeout in each step at most.
+        mood: how it answers.
+        since, step: when it began to, in seconds and in steps.
+        blocks: what is stored, by key.
+        troubles: when it has ceased to be silent or to trickle.
+    """
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.blocks = rng, {}
+        self.now, self.looked_s, self.step = 0.0, 0.0, 0
+        self.mood, self.since, self.since_step = Mood.HEALTHY, 0.0, 0
+        self.troubles: list[float] = []
+        self._until, self._next_block_at = rng.uniform(0.0, 30.0), 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        """The engines have made a step; some take long, and sometimes nobody makes any for a while."""
+        kind = self.rng.random()
+        step_s = self.rng.uniform(50, 100) if kind < 0.002 else self.rng.uniform(0.01, 10 if kind < 0.015 else 0.15)
+        self.now, self.looked_s = self.now + step_s, self.looked_s + min(step_s, TIMEOUT_S / 10)
+        self.step += 1
+        if self.now > self._until:
+            if self.mood is not Mood.HEALTHY:
+                self.troubles.append(self.now)
+            self.mood = Mood.HEALTHY if self.mood is not Mood.HEALTHY else self.rng.choice(list(Mood)[1:])
+            self.since, self.since_step = self.now, self.step
+            # NOTE: a trouble is over before a source is asked again that was left alone because of it.
+            self._until = self.now + (
+                self.rng.uniform(5.0, 40.0) if self.mood is Mood.HEALTHY else self.rng.uniform(1.0, 0.9 * RETRY_S)
+            )
+
+    def is_long_healthy(self) -> bool:
+        """Whether whoever has asked for something has an answer by now."""
+        return self.mood is Mood.HEALTHY and self.now > self.since + TIMEOUT_S and self.step > self.since_step + 10
+
+    def finds(self, num_polls: int) -> bool:
+        """Whether it says whether it has a block, for which it was asked so often."""
+        if self.mood is Mood.TRICKLING and self.now >= self._next_block_at:
+            self._next_block_at = self.now + 0.9 * TIMEOUT_S
+            return True
+        return self.mood is Mood.HEALTHY and (num_polls >= MAX_POLLS or self.rng.random() < 0.8)
 
 
 class SimulatedHosts:
@@ -71,12 +145,13 @@ class SimulatedCopier(BlockCopier):
 class _LateFuture(Future):
     def __init__(self, work: Callable[[], Any], rng: random.Random):
         super().__init__()
-        self._work, self._rng = work, rng
+        self._work, self._rng, self._num_polls = work, rng, 0
         if rng.random() < 0.3:
             self._run()
 
     def done(self) -> bool:
-        if not super().done() and self._rng.random() < 0.5:
+        self._num_polls += 1
+        if not super().done() and (self._num_polls >= MAX_POLLS or self._rng.random() < 0.5):
             self._run()
         return super().done()
 
@@ -99,25 +174,27 @@ class SimulatedTier(SecondaryTierManager):
     Args:
         view: the transfer buffer.
         rng: of the world.
-        blocks: what is stored; engines may share it.
+        store: where blocks are; engines share it.
         counts: what happened in the world; added to.
     """
 
     medium = Medium.STORAGE
 
-    def __init__(self, view: memoryview, rng: random.Random, blocks: dict[bytes, bytes], counts: Counter[str]):
+    def __init__(self, view: memoryview, rng: random.Random, store: Store, counts: Counter[str]):
         super().__init__(SimpleNamespace(), view, "simulated")
-        self.rng, self.blocks, self.counts = rng, blocks, counts
+        self.rng, self.store, self.blocks, self.counts = rng, store, store.blocks, counts
         self.wanted: deque[bytes] = deque(maxlen=50)
         self._chunks = np.asarray(view)
         self._jobs: list[tuple[TransferJob, Callable[[bytes, int], bool]]] = []
+        self._polls: Counter[int | tuple[str, bytes]] = Counter()  # of jobs, and of a request's looks for a block
         self._results: list[JobResult] = []
         self._asked: list[tuple[bytes, ReqContext]] = []  # by a simulated peer
         self._numbers = count()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         self.wanted.append(key)
-        if self.rng.random() < 0.2:
+        self._polls[req_context.req_id, key] += 1
+        if not self.store.finds(self._polls[req_context.req_id, key]):
             return LookupResult.RETRY
         return LookupResult.HIT if key in self.blocks else LookupResult.MISS
 
@@ -164,7 +241,9 @@ class SimulatedTier(SecondaryTierManager):
     def _run_jobs(self, share: float) -> None:
         jobs, self._jobs = self._jobs, []
         for job, move in jobs:
-            if self.rng.random() >= share:
+            self._polls[job.job_id] += 1
+            is_due = self._polls[job.job_id] >= MAX_POLLS or self.rng.random() < share
+            if share < 1 and (self.store.mood is Mood.SILENT or not is_due):
                 self._jobs.append((job, move))
                 continue
             moved = [key for key, chunk in zip(job.keys, job.chunk_ids.tolist(), strict=True) if move(key, chunk)]
@@ -192,26 +271,83 @@ class SimulatedTier(SecondaryTierManager):
         return True
 
 
+class WatchedTiers(Tiers):
+    """Tiers that notice whom they hold for how long, and whom they blame.
+
+    Args:
+        store: the tier's.
+        counts: of the world.
+        args: those of `Tiers`.
+    """
+
+    def __init__(self, store: Store, counts: Counter[str], manager: HostTierManager, host_pool: HostBlockPool):
+        self._sources = Sources("engine", ["simulated"], None, False)
+        super().__init__(manager, host_pool, self._sources, TIMEOUT_S, store.clock)
+        self.store, self.counts = store, counts
+        self._held: dict[str, tuple[float, float, int]] = {}  # request -> for how long, until when, in which step
+        self._retry_at = 0.0
+
+    def is_loading(self, request: Request, match: HostMatch) -> bool:
+        if not super().is_loading(request, match):
+            self._held.pop(request.request_id, None)
+            return False
+        looked_s, step = self.store.looked_s, self.store.step
+        held_s, until_s, last_step = self._held.get(request.request_id, (0.0, looked_s, step))
+        if step == last_step + 1:  # else it has waited for a seat meanwhile
+            held_s += looked_s - until_s
+        self._held[request.request_id] = held_s, looked_s, step
+        check(held_s < MAX_HELD_S, f"{request.request_id} has waited for a tier for {held_s:.1f} s")
+        return True
+
+    def forget(self, request_id: str) -> Counter[CacheHitSource]:
+        self._held.pop(request_id, None)
+        return super().forget(request_id)
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._held.clear()
+
+    def step_scheduled(self) -> None:
+        super().step_scheduled()
+        source, store = self._sources.stores, self.store
+        if source.retry_at != self._retry_at:
+            self._retry_at = source.retry_at
+            self.counts["pauses"] += 1
+            check(not store.is_long_healthy(), f"a store is blamed that has been well for {store.now - store.since} s")
+        is_troubled = store.mood is not Mood.HEALTHY
+        num_troubles = sum(ended > source.answered_at for ended in store.troubles) + is_troubled
+        check(
+            source.pause_s <= RETRY_S * 2**num_troubles, f"a pause of {source.pause_s} s after {num_troubles} troubles"
+        )
+
+    def take_counters(self) -> dict[str, int]:
+        counters = super().take_counters()
+        self.counts["slow loads"] += counters["tier_slow_loads"]
+        self.counts["skipped loads"] += counters["tier_skipped_loads"]
+        return counters
+
+
 def simulated_tiers(
     host_pool: HostBlockPool,
     memories: Sequence[HostMemory],
     rng: random.Random,
-    blocks: dict[bytes, bytes],
+    store: Store,
     counts: Counter[str],
 ) -> Tiers:
-    """Tiers of one simulated engine.
+    """Tiers of one simulated engine, in which a few prefixes or many short parts of them are loaded at once.
 
     Args:
         host_pool: of its scheduler half.
         memories: of its ranks.
         rng: of the world.
-        blocks: what the tier has.
+        store: what the tier has.
         counts: of the world.
     """
     buffer = TransferBuffer(BLOCK_BYTES, rng.randint(8, 24))
     primary = BufferTier(buffer.num_chunks, buffer)
-    tier = SimulatedTier(primary.get_kv_memoryview(), rng, blocks, counts)
+    tier = SimulatedTier(primary.get_kv_memoryview(), rng, store, counts)
     manager = HostTierManager(
         primary, [GuardedTier(tier)], host_pool, SimulatedCopier(SimulatedHosts(memories), buffer, rng)
     )
-    return Tiers(manager, host_pool, Sources("engine", ["simulated"], None, False), NEVER_S)
+    with patch.object(prefix_loads, "MAX_WINDOW", rng.choice((1, 2, 32))):
+        return WatchedTiers(store, counts, manager, host_pool)

@@ -12,6 +12,7 @@ from .clients import Clients
 from .configuration import Configuration
 from .engine import Engine
 from .nixl import Prefill
+from .tier import Store
 
 LIVES = 120  # of a world
 MAX_DRAIN_STEPS = 3000
@@ -29,9 +30,9 @@ class World:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.prefill = Prefill()
-        sizes, stored_blocks = self._sizes(configuration), {}
+        sizes, self.store = self._sizes(configuration), Store(self.rng)
         self.engines = [
-            Engine(configuration, sizes, self.rng, self.prefill, self.counts, stored_blocks)
+            Engine(configuration, sizes, self.rng, self.prefill, self.counts, self.store)
             for _ in range(configuration.num_engines)
         ]
         self.clients = Clients(configuration, self.rng, self.engines, self.prefill, self.counts)
@@ -57,6 +58,7 @@ class World:
         self.clients.act()
         for engine in self.engines:
             engine.step(partial(self.clients.leave, engine))
+        self.store.tick()
 
     def _drain(self) -> None:
         num_steps = 0

@@ -23,14 +23,17 @@ class Sources:
 
     Args:
         engine_id: of this engine; peers tell requests of several engines apart by it.
-        stores: names of the tiers that are no peers; may be none.
+        store_names: of the tiers that are no peers; may be none.
         peers: other instances, or None.
         peers_first: whether peers are asked before stores.
+
+    Attributes:
+        stores: all stores together, or None.
     """
 
-    def __init__(self, engine_id: str, stores: Sequence[str], peers: Peers | None, peers_first: bool):
+    def __init__(self, engine_id: str, store_names: Sequence[str], peers: Peers | None, peers_first: bool):
         self.engine_id, self.peers, self.peers_first = engine_id, peers, peers_first
-        self._stores = Source(" and ".join(stores), CacheHitSource.DISK) if stores else None
+        self.stores = Source(" and ".join(store_names), CacheHitSource.DISK) if store_names else None
         self._by_address: dict[tuple[str, int], Source] = {}
         self._numbers = count()
 
@@ -38,7 +41,7 @@ class Sources:
         """A request's context with each source, in the order in which they are asked."""
         # NOTE: clients choose request ids; what is put before them is like no other context's id.
         name = f"{next(self._numbers)}:{request_id}"
-        stores = [(self._stores, ReqContext(name, load_tier_filter=STORES_ONLY))] if self._stores else []
+        stores = [(self.stores, ReqContext(name, load_tier_filter=STORES_ONLY))] if self.stores else []
         addresses = self.peers.addresses() if self.peers else []
         self._by_address = {address: self._by_address.get(address) or _source(address) for address in addresses}
         peers = [self._peer(name, address) for address in addresses]
