@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, _check_prefix_cache
-from vllm_hisparse.kv_manager.tiers.make_tiers import MIN_CHUNKS, _num_chunks
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, _check_own_address, _check_prefix_cache
+from vllm_hisparse.kv_manager.tiers.make_tiers import _num_chunks
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 from vllm_hisparse.tier_config import FsTier, ObjTier, P2PTier
 
@@ -94,9 +94,76 @@ def test_the_prefix_cache_must_be_one_that_others_understand(cache: dict, messag
 def test_size_of_the_transfer_buffer() -> None:
     block_bytes = 10**6
     chunk = chunk_bytes(block_bytes)
-    assert _num_chunks(parse([FS]), block_bytes, 100) == MIN_CHUNKS
-    assert _num_chunks(parse([FS]), block_bytes, 10_000) == int(10_000 * block_bytes / 32) // chunk
+    assert _num_chunks(parse([FS]), block_bytes, 100) == 2**29 // chunk
+    assert _num_chunks(parse([FS]), block_bytes, 20_000) == int(20_000 * block_bytes / 32) // chunk
     assert _num_chunks(parse([FS]), block_bytes, 10**7) == 4 * 2**30 // chunk
     assert _num_chunks(parse([FS], tier_buffer_gib=1.0), block_bytes, 100) == 2**30 // chunk
     with pytest.raises(HiSparseConfigError, match=r"tier_buffer_gib: got 0\.01, expected at least 0\.060, 64 blocks"):
         _num_chunks(parse([FS], tier_buffer_gib=0.01), block_bytes, 100)
+    with pytest.raises(HiSparseConfigError, match=r"tier_buffer_gib: got None, expected at least 5\.0"):
+        _num_chunks(parse([FS]), 80 * 2**20, 400)
+    assert parse([]).tier_buffer_bytes(2**40) == 0
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [{**OBJ, "secretkey": "hush"}],
+        [{**OBJ, "secret_key": ["hush"]}],
+        [{**OBJ, "scheme": "hush"}],
+        [{"type": "obj", "secret_key": "hush"}],
+        [{"secret_key": "hush"}],
+        [{"type": "s3", "secret_key": "hush"}],
+        [{"type": "fs", "secret_key": "hush"}],
+        [{**FS, "secret_key": "hush"}],
+        {"type": "obj", "secret_key": "hush"},
+        ["hush"],
+        "hush",
+    ],
+)
+def test_a_refusal_does_not_show_what_may_be_a_secret(tiers: Any) -> None:
+    message = refusal(tiers)
+    assert message.startswith("tiers") and "hush" not in message
+
+
+def test_an_unknown_option_is_refused_without_its_value() -> None:
+    assert "hush" not in refusal([FS], secret_key="hush")
+
+
+def test_a_store_that_cannot_be_opened_shows_no_secret() -> None:
+    (tier,) = parse([{**OBJ, "secret_key": "hush", "access_key": "AKIA"}]).tiers
+    assert tier.without_secrets("no store with AKIA:hush") == "no store with ***:***"
+
+
+@pytest.mark.parametrize(
+    ("host", "peers", "is_refused"),
+    [
+        (None, ["decode:5710"], True),
+        ("localhost", ["10.0.0.1:5710"], True),
+        ("127.0.0.1", ["127.0.0.1:5710", "10.0.0.1:5710"], True),
+        ("0.0.0.0", ["10.0.0.1:5710"], True),
+        ("0.0.0.0", [], True),
+        (None, ["localhost:5710", "127.0.0.1:5711"], False),
+        (None, [], False),
+        ("10.0.0.2", ["decode:5710"], False),
+    ],
+)
+def test_peers_must_be_able_to_call_back(
+    host: str | None, peers: list[str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_P2P_SIDE_CHANNEL_HOST", raising=False)
+    config = parse([{"type": "p2p", "host": host, "peers": peers}])
+    if not is_refused:
+        _check_own_address(config)
+        return
+    with pytest.raises(HiSparseConfigError, match=r"tiers\.0\.host: got"):
+        _check_own_address(config)
+
+
+def test_the_environment_names_this_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chart and Ray set it for every replica."""
+    monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_HOST", "10.0.0.2")
+    _check_own_address(parse([P2P]))
+    monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_HOST", "0.0.0.0")
+    with pytest.raises(HiSparseConfigError, match="VLLM_P2P_SIDE_CHANNEL_HOST"):
+        _check_own_address(parse([P2P]))

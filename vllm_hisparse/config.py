@@ -10,7 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 from vllm_hisparse.layout import BLOCK_SIZE, MAX_HOT_ROWS
-from vllm_hisparse.tier_config import TIER_TYPES, P2PTier, Tier
+from vllm_hisparse.tier_config import (
+    BUFFER_SHARE,
+    MAX_BUFFER_BYTES,
+    MIN_BUFFER_BYTES,
+    TIER_TYPES,
+    P2PTier,
+    Tier,
+    is_loopback,
+    is_unspecified,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -91,7 +100,8 @@ class HiSparseConfig(BaseModel):
     tiers: list[Tier] = Field(default_factory=list)
     """Where prefixes go that the host pool has no room for, in the order in which they are looked up."""
     tier_buffer_gib: float | None = Field(default=None, gt=0)
-    """Host memory through which blocks pass between the host pool and the tiers. Default: 1/32 of the host pool."""
+    """Host memory through which blocks pass between the host pool and the tiers. Default: 1/32 of the host pool,
+    at least 0.5 and at most 4 GiB."""
     tier_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds without a block after which a request computes its prefix instead of waiting for a tier."""
     log_request_stats: bool = False
@@ -139,6 +149,7 @@ class HiSparseConfig(BaseModel):
         config._check_kv_cache_dtype(vllm_config)
         if config.tiers:
             _check_prefix_cache(vllm_config)
+            _check_own_address(config)
         return config._for_model(vllm_config)
 
     @cached_property
@@ -202,6 +213,20 @@ class HiSparseConfig(BaseModel):
         assert self.host_to_device_ratio is not None
         return int(self.host_to_device_ratio * device_kv_bytes) // host_block_bytes
 
+    def tier_buffer_bytes(self, pool_bytes: float) -> int:
+        """Bytes of host memory, in addition to the host pools, through which blocks pass to and from the tiers.
+
+        NOTE: `deploy/helm` has the same formula in its template language.
+
+        Args:
+            pool_bytes: of all host pools of the engine.
+        """
+        if not self.tiers:
+            return 0
+        if self.tier_buffer_gib is not None:
+            return int(self.tier_buffer_gib * 2**30)
+        return int(min(max(pool_bytes * BUFFER_SHARE, MIN_BUFFER_BYTES), MAX_BUFFER_BYTES))
+
     @property
     def size_option(self) -> tuple[str, float]:
         """The option that sizes the host pool, and its value."""
@@ -256,15 +281,32 @@ def max_query_len(vllm_config: VllmConfig) -> int:
     return 1 if drafts is None else 1 + drafts.num_speculative_tokens
 
 
+class _Hidden:
+    """Stands for a value in an error message: it may be a secret."""
+
+    def __repr__(self) -> str:
+        return "a value that is not shown"
+
+
 def _first_error(error: ValidationError) -> HiSparseConfigError:
     detail = error.errors()[0]
     option = ".".join(str(part) for part in detail["loc"])
+    got = detail["input"]
+    # NOTE: a secret may stand under a wrong name, in a tier of a wrong type, or in what should be the list of tiers.
+    is_in_tiers = option.startswith("tiers")
+    is_open_tier = is_in_tiers and len(detail["loc"]) > 2 and detail["loc"][2] != "obj"
+    if is_open_tier and detail["type"] == "missing":
+        got = sorted(got)
+    elif (is_in_tiers and not is_open_tier) or (
+        detail["type"] == "extra_forbidden" and not isinstance(got, int | float)
+    ):
+        got = _Hidden()
     if detail["type"] == "extra_forbidden":
         tier = TIER_TYPES.get(str(detail["loc"][2])) if len(detail["loc"]) == 4 else None
         known = ", ".join(sorted(tier.model_fields if tier else [*HiSparseConfig.model_fields, *NIXL_OPTIONS]))
-        return HiSparseConfigError(option, detail["input"], f"one of the known options: {known}", "Correct the name.")
+        return HiSparseConfigError(option, got, f"one of the known options: {known}", "Correct the name.")
     message = detail["msg"].removeprefix("Input should be ")
-    return HiSparseConfigError(option, detail["input"], message, "Correct the value in kv_connector_extra_config.")
+    return HiSparseConfigError(option, got, message, "Correct the value in kv_connector_extra_config.")
 
 
 def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
@@ -325,6 +367,22 @@ def _check_tiers(config: HiSparseConfig) -> None:
         raise HiSparseConfigError(
             "tiers", [tier.type for tier in config.tiers], "at most one of type p2p", "Name all its peers in one."
         )
+
+
+def _check_own_address(config: HiSparseConfig) -> None:
+    """Refuse an address of this instance that its peers cannot call back."""
+    for index, tier in enumerate(config.tiers):
+        if not isinstance(tier, P2PTier):
+            continue
+        host, remote = tier.own_host, [peer for peer in tier.peers if not is_loopback(peer.rpartition(":")[0])]
+        if is_unspecified(host) or (remote and is_loopback(host)):
+            why = f": {remote[0]} is on another host" if remote else ""
+            raise HiSparseConfigError(
+                f"tiers.{index}.host",
+                host,
+                f"the address of one of this host's interfaces, at which peers reach this instance{why}",
+                "Set host, or the environment variable VLLM_P2P_SIDE_CHANNEL_HOST, to it.",
+            )
 
 
 def _check_prefix_cache(vllm_config: VllmConfig) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 BUFFER_SHARE = 1 / 32  # of the host pool, for the transfer buffer by default
-MAX_DEFAULT_BYTES = 4 * 2**30  # of it
+MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**29, 4 * 2**30  # of it by default
 PEER = r"^[^:\s]+:\d{1,5}$"
 
 
@@ -20,6 +23,10 @@ class TierOptions(BaseModel):
         """The entry of `secondary_tiers` in vLLM's tiering."""
         raise NotImplementedError
 
+    def without_secrets(self, message: str) -> str:
+        """A message without what must not be shown of these options."""
+        return message
+
 
 class FsTier(TierOptions):
     """Blocks as files of a directory: a local disk, or a file system that several nodes mount."""
@@ -30,7 +37,7 @@ class FsTier(TierOptions):
     quota_gib: float = Field(gt=0)
     """GiB of block files in the directory, whoever wrote them; the least recently used ones are deleted."""
     num_threads: int = Field(default=8, gt=0)
-    """Threads that read, and as many that write."""
+    """Threads that read, and as many that write. A thread moves the blocks of a job, up to 32, one after the other."""
 
     def secondary_tier(self) -> dict[str, Any]:
         return {
@@ -55,6 +62,11 @@ class P2PTier(TierOptions):
     """Port for peers; data parallel rank r listens on `port + r`. Default: VLLM_P2P_SIDE_CHANNEL_PORT."""
     peers: list[Annotated[str, Field(pattern=PEER)]] = []
     """Instances to ask, as host:port; a name stands for all addresses it resolves to. Empty: only answer."""
+
+    @property
+    def own_host(self) -> str:
+        """Address that peers reach this instance at."""
+        return self.host or os.environ.get("VLLM_P2P_SIDE_CHANNEL_HOST", "localhost")
 
     def secondary_tier(self) -> dict[str, Any]:
         return {"type": "hisparse_p2p", "host": self.host, "port": self.port}
@@ -93,8 +105,27 @@ class ObjTier(TierOptions):
             "io_threads": self.num_threads,
         }
 
+    def without_secrets(self, message: str) -> str:
+        for secret in filter(None, (self.access_key, self.secret_key, self.session_token)):
+            message = message.replace(secret, "***")
+        return message
+
     def __str__(self) -> str:
         return f"obj in bucket {self.bucket} at {self.scheme}://{self.endpoint}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address stands for the host itself, by its looks: nothing is looked up."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether an address stands for all interfaces, at which nobody can call."""
+    with suppress(ValueError):
+        return ip_address(host).is_unspecified
+    return host == "*"
 
 
 Tier = Annotated[FsTier | P2PTier | ObjTier, Field(discriminator="type")]

@@ -387,6 +387,20 @@ def helm_tiers(*tiers: dict, **sets: str) -> subprocess.CompletedProcess[str]:
             for argument in ("--no-enable-prefix-caching", "--disable-prefix-caching", "--no-enable-prefix-cach")
         ),
         ([DISK], {"decode__memoryGiB": "147"}, "at least 148: a host pool of 128 GiB and decode.overheadGiB 16, and 4"),
+        (
+            [DISK],
+            {
+                "decode__hisparse__hostPoolGiB": "144",
+                "decode__memoryGiB": "160",
+                "decode__hisparse__extraConfig__tier_buffer_gib": "1",
+            },
+            "at least 161: a host pool of 144 GiB and decode.overheadGiB 16, and 1",
+        ),
+        (
+            [DISK],
+            {"decode__hisparse__hostPoolGiB": "8", "decode__memoryGiB": "24"},
+            "at least 24.5: a host pool of 8 GiB",
+        ),
     ],
 )
 def test_helm_refuses_tiers(tiers: list[dict], sets: dict[str, str], named: str):

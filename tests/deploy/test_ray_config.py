@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from vllm_hisparse_ray.config import (
-    GIB,
-    MAX_TIER_BUFFER_GIB,
-    TIER_BUFFER_SHARE,
     AppConfig,
     p2p_ports,
     side_channel_ports,
 )
 
 from vllm_hisparse.config import HiSparseConfigError
-from vllm_hisparse.kv_manager.tiers import make_tiers
 
 RAY = Path(__file__).parent.parent.parent / "deploy" / "ray"
 CONFIGS = sorted(RAY.glob("serve*.yaml"))
@@ -137,10 +133,6 @@ def test_tiers_take_ports_and_memory():
     larger = {"host_pool_gib": 8, "tiers": [DISK], "tier_buffer_gib": 2}
     with pytest.raises(HiSparseConfigError, match=r"at least 11: a host pool of 8 GiB and 3 GiB for processes and the"):
         AppConfig.parse(app_args(decode={"host_memory_gib": 10.5, "hisparse": larger}))
-
-
-def test_buffer_of_tiers_is_as_large_as_the_engines():
-    assert TIER_BUFFER_SHARE == make_tiers.BUFFER_SHARE and make_tiers.MAX_DEFAULT_BYTES == MAX_TIER_BUFFER_GIB * GIB
 
 
 def test_every_gpu_has_its_port_while_a_fleet_is_replaced():

@@ -25,7 +25,7 @@ from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
 from vllm_hisparse.kv_manager.rows.algorithm_state import check_fixed_state_fits, make_algorithm
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.rows.host_memory import allocate_host_pool
+from vllm_hisparse.kv_manager.rows.host_memory import allocate_host_pool, num_host_pools
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.reserved_memory import check_residency_fits, release_residency
@@ -64,7 +64,11 @@ class HiSparseWorkerConnector:
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         pool_layout = HostPoolLayout(self.layout, num_host_blocks)
         self.host_memory = allocate_host_pool(
-            pool_layout.num_bytes, vllm_config, config.size_option, bool(config.tiers)
+            pool_layout.num_bytes,
+            vllm_config,
+            config.size_option,
+            bool(config.tiers),
+            config.tier_buffer_bytes(pool_layout.num_bytes * num_host_pools(vllm_config)),
         )
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
         self.store = HostKVStore(pool_layout, hot_layers, dtype, self.host_memory.memory)

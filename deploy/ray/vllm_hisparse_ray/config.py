@@ -42,8 +42,6 @@ RESERVED_ENV = (
 )
 # Host memory of a decode replica in addition to its host pool, per GPU: Python processes, pinned staging buffers, NIXL.
 HOST_OVERHEAD_GIB = 1.0
-# The buffer of tiers by default, as `kv_manager/tiers/make_tiers.py` sizes it.
-TIER_BUFFER_SHARE, MAX_TIER_BUFFER_GIB = 1 / 32, 4.0
 GIB = 2**30
 PORTS = range(1024, 65536)
 
@@ -299,7 +297,7 @@ def _check_decode(config: AppConfig) -> None:
     pool_gib = options.host_pool_gib
     if pool_gib is None:
         pool_gib = _ratio_pool_gib(config, options)
-    overhead_gib = HOST_OVERHEAD_GIB * max(1, config.decode.gpus) + _tier_buffer_gib(options, pool_gib)
+    overhead_gib = HOST_OVERHEAD_GIB * max(1, config.decode.gpus) + options.tier_buffer_bytes(pool_gib * GIB) / GIB
     needed = pool_gib + overhead_gib
     if config.decode.host_memory_gib < needed:
         raise HiSparseConfigError(
@@ -309,12 +307,6 @@ def _check_decode(config: AppConfig) -> None:
             + (" and the buffer of tiers" if options.tiers else ""),
             "Raise it, or shrink the host pool in decode.hisparse.",
         )
-
-
-def _tier_buffer_gib(options: HiSparseConfig, pool_gib: float) -> float:
-    if not options.tiers:
-        return 0
-    return options.tier_buffer_gib or min(pool_gib * TIER_BUFFER_SHARE, MAX_TIER_BUFFER_GIB)
 
 
 def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:

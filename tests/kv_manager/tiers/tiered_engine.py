@@ -15,9 +15,11 @@ from vllm.v1.request import Request
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, build_tiers
 from vllm_hisparse.kv_manager.tiers.prefix_loads import Clock
+from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 
 BLOCK_BYTES = 8192
 IDENTITY = BlockIdentity("model", "float32", {"row_bytes": 24}, 1, "sha256")
+BUFFER_GIB = 64 * chunk_bytes(BLOCK_BYTES) / 2**30
 TIMEOUT_S = 60.0
 
 
@@ -59,7 +61,9 @@ class TieredEngine(FakeEngine):
         **options: Any,
     ):
         super().__init__(tiers=tiers, **{"num_host_blocks": 12, **options})
-        config = HiSparseConfig(host_pool_gib=1.0, tiers=list(tiers), tier_timeout_s=timeout_s)
+        config = HiSparseConfig(
+            host_pool_gib=1.0, tiers=list(tiers), tier_timeout_s=timeout_s, tier_buffer_gib=BUFFER_GIB
+        )
         hosts = FakeHostBlocks(self.worker)
         self.tiers = self.connector.tiers = build_tiers(
             vllm_config(engine_id), config, IDENTITY, hosts, BLOCK_BYTES, self.host_pool, clock

@@ -59,7 +59,11 @@ def num_host_pools(vllm_config: VllmConfig) -> int:
 
 
 def allocate_host_pool(
-    num_bytes: int, vllm_config: VllmConfig, size_option: tuple[str, float], has_file: bool = False
+    num_bytes: int,
+    vllm_config: VllmConfig,
+    size_option: tuple[str, float],
+    has_file: bool = False,
+    buffer_bytes: int = 0,
 ) -> HostPoolMemory:
     """The host pool of this rank; called by all ranks of the engine together.
 
@@ -68,13 +72,14 @@ def allocate_host_pool(
         vllm_config: the engine's configuration.
         size_option: the option that asked for this size and its value, for the error message.
         has_file: whether the scheduler's process is to map it.
+        buffer_bytes: of the tiers' transfer buffer, which the engine takes later.
 
     Raises:
         HiSparseConfigError: less memory is free, or ranks that share a pool run on several hosts.
         RuntimeError: on the other ranks, when it fails on one.
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
-        check_free_memory(num_bytes, size_option)
+        check_free_memory(num_bytes, size_option, buffer_bytes)
         return _own_memory(num_bytes, has_file)
     group = get_tp_group()
     is_one_host = all(in_the_same_node_as(group.cpu_group))
@@ -87,7 +92,7 @@ def allocate_host_pool(
     if not shares_host_pool(vllm_config):
         num_bytes_here = num_bytes * (group.world_size if is_one_host else 1)
         # NOTE: no rank pins its pool before every rank has looked: pinned memory is not free any more.
-        _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option))
+        _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option, buffer_bytes))
         return _own_memory(num_bytes, has_file)
     if not is_one_host:
         raise HiSparseConfigError(
@@ -96,24 +101,25 @@ def allocate_host_pool(
             "GPUs of one host, whose memory all ranks share",
             "Lower it to the GPUs of one host, or raise --data-parallel-size instead.",
         )
-    return _share(num_bytes, size_option, group.rank_in_group == 0, gather, has_file)
+    return _share(num_bytes, size_option, buffer_bytes, group.rank_in_group == 0, gather, has_file)
 
 
-def check_free_memory(num_bytes: int, size_option: tuple[str, float]) -> None:
+def check_free_memory(num_bytes: int, size_option: tuple[str, float], buffer_bytes: int = 0) -> None:
     """Refuse host pools that the free memory cannot hold, with those of the data parallel ranks beside this one.
 
     Raises:
-        HiSparseConfigError: less than `num_bytes` is free for this engine.
+        HiSparseConfigError: less than `num_bytes` and `buffer_bytes` together is free for this engine.
     """
     free, others = free_memory(), engines_beside()
     # What the others have taken already is not free any more: it counts, whichever rank looks first.
-    taken = sum(min(host_pool_bytes(engine), num_bytes) for engine in others)
-    available = (int(free.num_bytes * FREE_MEMORY_SHARE) + taken) // (1 + len(others))
+    taken = sum(min(host_pool_bytes(engine), num_bytes + buffer_bytes) for engine in others)
+    available = (int(free.num_bytes * FREE_MEMORY_SHARE) + taken) // (1 + len(others)) - buffer_bytes
     if num_bytes > available:
         shared = f", for each of {1 + len(others)} data parallel ranks" if others else ""
+        buffer = f", with {buffer_bytes / 2**30:.1f} GiB for the buffer of tiers" if buffer_bytes else ""
         raise HiSparseConfigError(
             *size_option,
-            f"a host pool of at most {available / 2**30:.1f} GiB ({free.source}{shared}), "
+            f"a host pool of at most {max(available, 0) / 2**30:.1f} GiB ({free.source}{shared}{buffer}), "
             f"not {num_bytes / 2**30:.1f} GiB",
             "Lower it, or free memory on the host, or raise the container's limit.",
         )
@@ -139,7 +145,7 @@ def _create_file(num_bytes: int) -> int:
 
 
 def _share(
-    num_bytes: int, size_option: tuple[str, float], is_owner: bool, gather: Gather, keeps_file: bool
+    num_bytes: int, size_option: tuple[str, float], buffer_bytes: int, is_owner: bool, gather: Gather, keeps_file: bool
 ) -> HostPoolMemory:
     """Map what the owner creates.
 
@@ -149,7 +155,7 @@ def _share(
     def create() -> int | None:
         if not is_owner:
             return None
-        check_free_memory(num_bytes, size_option)
+        check_free_memory(num_bytes, size_option, buffer_bytes)
         return _create_file(num_bytes)
 
     descriptor = _on_all_ranks(gather, create)

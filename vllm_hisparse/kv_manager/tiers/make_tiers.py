@@ -38,7 +38,7 @@ from vllm_hisparse.kv_manager.tiers.tier_manager import STORE_SHARE, BufferTier,
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer, chunk_bytes
 from vllm_hisparse.layout import KVLayout
-from vllm_hisparse.tier_config import BUFFER_SHARE, MAX_DEFAULT_BYTES, FsTier, P2PTier, TierOptions
+from vllm_hisparse.tier_config import FsTier, P2PTier, TierOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -273,22 +273,20 @@ def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTie
         view = primary.get_kv_memoryview()
         return GuardedTier(SecondaryTierFactory.create_secondary_tier(tier.secondary_tier(), view, spec))
     except Exception as error:
+        reason = tier.without_secrets(str(error))
         raise HiSparseConfigError(
-            f"tiers.{index}", str(tier), f"a tier that can be opened ({error})", "Correct its options, or remove it."
-        ) from error
+            f"tiers.{index}", str(tier), f"a tier that can be opened ({reason})", "Correct its options, or remove it."
+        ) from (error if reason == str(error) else None)
 
 
 def _num_chunks(config: HiSparseConfig, block_bytes: int, num_host_blocks: int) -> int:
-    if config.tier_buffer_gib is None:
-        num_bytes = min(num_host_blocks * block_bytes * BUFFER_SHARE, MAX_DEFAULT_BYTES)
-        return max(int(num_bytes) // chunk_bytes(block_bytes), MIN_CHUNKS)
-    num_chunks = int(config.tier_buffer_gib * 2**30) // chunk_bytes(block_bytes)
+    num_chunks = config.tier_buffer_bytes(num_host_blocks * block_bytes) // chunk_bytes(block_bytes)
     if num_chunks < MIN_CHUNKS:
         raise HiSparseConfigError(
             "tier_buffer_gib",
             config.tier_buffer_gib,
             f"at least {MIN_CHUNKS * chunk_bytes(block_bytes) / 2**30:.3f}, {MIN_CHUNKS} blocks",
-            "Raise it, or remove it for the default.",
+            "Set it to that, and reserve as much host memory beside the host pool.",
         )
     return num_chunks
 
@@ -327,7 +325,6 @@ def _sources(vllm_config: VllmConfig, config: HiSparseConfig) -> Sources:
     p2p = [tier for tier in config.tiers if isinstance(tier, P2PTier)]
     peers = None
     if p2p and p2p[0].peers:
-        host = p2p[0].host or envs.VLLM_P2P_SIDE_CHANNEL_HOST
         port = (p2p[0].port or envs.VLLM_P2P_SIDE_CHANNEL_PORT) + vllm_config.parallel_config.data_parallel_index
-        peers = Peers(p2p[0].peers, (host, port))
+        peers = Peers(p2p[0].peers, (p2p[0].own_host, port))
     return Sources(vllm_config.kv_transfer_config.engine_id, stores, peers, isinstance(config.tiers[0], P2PTier))

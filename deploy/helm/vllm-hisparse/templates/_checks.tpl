@@ -94,7 +94,8 @@ underscores for dashes, a unique beginning for the option, a dot for a key of it
 {{- /* Every GPU of a dense model has a pool of its own. */ -}}
 {{- $pools := ternary 1 (max 1 (int .Values.decode.gpus)) (eq "dsa" ($options.extraConfig.algorithm | default "dsa")) -}}
 {{- $pool := $options.hostPoolGiB | default (mulf $options.hostToDeviceRatio $options.deviceKvGiB $pools) -}}
-{{- $buffer := ternary ($options.extraConfig.tier_buffer_gib | default (minf 4 (divf $pool 32))) 0 (not (empty .Values.decode.tiers)) -}}
+{{- /* As `HiSparseConfig.tier_buffer_bytes`. */ -}}
+{{- $buffer := ternary ($options.extraConfig.tier_buffer_gib | default (minf 4 (maxf 0.5 (divf $pool 32)))) 0 (not (empty .Values.decode.tiers)) -}}
 {{- $needed := addf $pool .Values.decode.overheadGiB $buffer -}}
 {{- if lt (float64 .Values.decode.memoryGiB) (float64 $needed) -}}
 {{- include "hisparse.refuse" (dict "option" "decode.memoryGiB" "got" .Values.decode.memoryGiB "expected" (printf "at least %v: a host pool of %v GiB and decode.overheadGiB %v%s" $needed $pool .Values.decode.overheadGiB (ternary (printf ", and %v for the buffer of decode.tiers" $buffer) "" (gt (float64 $buffer) 0.0))) "fix" "Raise decode.memoryGiB or shrink the host pool.") -}}
