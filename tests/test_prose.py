@@ -22,7 +22,6 @@ LATER = (
     "vllm_hisparse/attention/",
     "vllm_hisparse/connector/",
     "vllm_hisparse/kv_manager/",
-    "vllm_hisparse/cpu/",
 )
 
 GENERATED = ("docs/results.md", "docs/decisions/index.md")

@@ -124,7 +124,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         return self.impl.hot_buffer
 
     def _known_spans(self, common: CommonAttentionMetadata, handles: torch.Tensor) -> list[_QuerySpan]:
-        """Of the requests that the worker knows and that have query tokens."""
+        """Spans of the requests that the worker knows and that have query tokens."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         seq_lens = common.seq_lens[: common.num_reqs].tolist()
         indices = self.hot_buffer.requests.find(handles).tolist()
@@ -286,7 +286,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             key, value: [batch * max_query_len, num_kv_heads, head_size].
 
         Returns:
-            As `query`.
+            The same shape as `query`.
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)

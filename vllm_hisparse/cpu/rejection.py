@@ -1,4 +1,4 @@
-"""What vLLM's rejection sampler runs on the CPU where there is no Triton.
+"""Kernels of vLLM's rejection sampler on the CPU, where there is no Triton.
 
 NOTE: vLLM 0.32's own versions in C++ neither write the sampling parameters of drafts, which are garbage then, nor
 reject the placeholders (-1) that its scheduler drafts. Arguments are those of the Triton kernels in
