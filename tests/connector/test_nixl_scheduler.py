@@ -151,6 +151,7 @@ class Worker(NixlPullConnectorWorker):
         self._recving_metadata, self._recving_transfers, self._remote_agents, self._handshake_futures = {}, {}, {}, {}
         self._invalid_remote_engines, self._recv_failures, self._reqs_to_process = set(), set(), set()
         self._reqs_to_send: dict[str, float] = {}
+        self._remote_registration_generations: dict[str, int] = {}
         self._ready_requests, self._failed_recv_reqs = queue.Queue(), queue.Queue()
         self._handshake_lock = threading.RLock()
         self._handshake_initiation_executor = Immediately()

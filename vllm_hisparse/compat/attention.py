@@ -13,13 +13,13 @@ RELEASES = ">=0.32"
 VLLM = (
     "vllm.v1.attention.backend.CommonAttentionMetadata._num_computed_tokens_cache",
     "vllm.v1.attention.backend.CommonAttentionMetadata._token_to_req_indices_cache",
-    "vllm.model_executor.layers.attention.MLAAttention._dense_mha_metadata_layer_name",
-    "vllm.model_executor.layers.attention.MLAAttention._k_scale",
+    "vllm.models.deepseek_v32.attention.DeepseekV32Attention._dense_mha_metadata_layer_name",
+    "vllm.model_executor.layers.attention.attention.set_default_quant_scales",
     "vllm._custom_ops.concat_mla_q",
     "vllm.model_executor.layers.attention.sparse_mla_attention.SparseMLACommonImpl._convert_logical_to_physical_topk",
     "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseMetadataBuilder._build_req_id_per_token",
     "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseMetadataBuilder._init_reorder_batch_threshold",
-    "vllm.models.deepseek_v32.nvidia.attention.DeepseekV32Attention._sparse_indexer_and_attn",
+    "vllm.models.deepseek_v32.attention.DeepseekV32Attention._sparse_indexer_and_attn",
 )
 
 Layer = TypeVar("Layer", bound=type)
