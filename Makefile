@@ -8,8 +8,13 @@ BIN = $(abspath $(VENV))/bin
 SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # which process runs what: tests/conftest.py
 
+# The release of vLLM that no CPU build exists of, and the tests that its Python files pass with another one's kernels
+COMPAT_RELEASE = 0.33.0
+COMPAT_TESTS = tests/compat tests/vllm_patches tests/connector tests/kv_manager tests/attention tests/cpu \
+	tests/test_config.py tests/test_releases.py tests/campaign/test_lives.py tests/campaign/test_damage.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all campaign sanitize pages docs types lint clean
+.PHONY: help setup demo test test-slow test-all test-compat campaign sanitize pages docs types lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -29,6 +34,11 @@ test-slow: setup ## run those that take many minutes, one at a time: on Ray, wit
 test-all: setup ## run all tests
 	@$(PYTEST) -m "not slow" $(ARGS)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(MAKE) --no-print-directory test-compat
+
+test-compat: setup ## check and test against the other release of vLLM, whose Python files are put beside the CPU build
+	@$(BIN)/python tools/vllm_compat.py $(COMPAT_RELEASE) --tree
+	@PYTHONPATH=$(abspath build/vllm-$(COMPAT_RELEASE)) $(PYTEST) -m "not slow and not e2e" $(COMPAT_TESTS) $(ARGS)
 
 campaign: setup ## run many lives of requests and kill engines, e.g. make campaign ARGS="--part lives"
 	@$(BIN)/python -m tests.campaign $(ARGS)

@@ -58,7 +58,7 @@ def write(folder: Path, source: str) -> Path:
 
 
 def compare(tmp_path: Path, *changes: tuple[str, str], ours: str = OURS, **adapter: str) -> Report:
-    """What changes of a release break."""
+    """Report on a release with these changes."""
     old = OLD + "\n    special_state = cache = None\n"
     new = old
     for before, after in changes:

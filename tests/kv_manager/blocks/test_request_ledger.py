@@ -9,6 +9,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
 from vllm_hisparse.kv_manager.blocks.request_ledger import Obstacle, RequestChanges, RequestLedger
+from vllm_hisparse.releases import serves
+from vllm_hisparse.vllm_patches import drafting_sessions
 from vllm_hisparse.vllm_patches.drafting_sessions import DraftingSession
 
 BLOCK_SIZE = 4
@@ -280,7 +282,8 @@ def test_a_turn_that_ends_at_a_draft_has_computed_no_more_than_it_keeps() -> Non
     ledger = make_ledger(max_query_len=2)
     session = Request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1), None, resumable=True)
     ledger.add(session)
-    assert isinstance(session, DraftingSession)
+    assert isinstance(session, DraftingSession) == serves(drafting_sessions.RELEASES)
+    session.__class__ = DraftingSession
     session.status, session.num_computed_tokens = RequestStatus.RUNNING, 7
     assert session.num_computed_tokens == 7, "three drafts are being verified"
     session.append_output_token_ids(5)

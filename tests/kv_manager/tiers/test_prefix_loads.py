@@ -77,7 +77,7 @@ def engine(tmp_path: Path, clock: SetClock, monkeypatch: pytest.MonkeyPatch) -> 
         engine.settle()
         engine.connector.reset_cache()
         engine.kv.reset_prefix_cache()
-        engine.tiers.manager.reset_cache()
+        engine.forget_buffer()
         engine.count()
         yield engine
 
@@ -185,7 +185,7 @@ def test_a_trickling_tier_holds_a_request_for_a_limited_time(
     engine.settle()
     engine.connector.reset_cache()
     engine.kv.reset_prefix_cache()
-    engine.tiers.manager.reset_cache()
+    engine.forget_buffer()
     answers_with(monkeypatch, one_block_at_a_time(clock, 0.95 * TIMEOUT_S))
     waited_s = step_until_admitted(engine, engine.add("again", long_prompt, 1), clock, TIMEOUT_S / 20)
     assert waited_s < MAX_TIMEOUTS * TIMEOUT_S + 1

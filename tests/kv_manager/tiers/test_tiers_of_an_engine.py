@@ -121,14 +121,14 @@ def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage)
     """And the good one that is computed takes its place."""
     request, _ = engine.ask("first", PROMPT)
     forget(engine, PROMPT)
-    engine.tiers.manager.reset_cache()  # the transfer buffer may still hold the blocks
+    engine.forget_buffer()  # the transfer buffer may still hold the blocks
     third = next(path for path in block_files(tmp_path) if path.stem == request.block_hashes[2].hex())
     damage(third)
     _, counted = engine.ask("again", PROMPT)
     assert counted["host_prefix_tokens"] == 4 * 2
     assert counted["tier_damaged_blocks"] == (damage in (damage_content, exchange))
     forget(engine, PROMPT)
-    engine.tiers.manager.reset_cache()
+    engine.forget_buffer()
     _, counted = engine.ask("repaired", PROMPT)
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS
 
@@ -143,7 +143,7 @@ def test_a_tier_that_raises_is_not_used_again(tmp_path: Path, monkeypatch: pytes
     with TieredEngine([fs(tmp_path)], timeout_s=0.5) as engine:
         engine.ask("first", PROMPT)
         forget(engine, PROMPT)
-        engine.tiers.manager.reset_cache()
+        engine.forget_buffer()
         monkeypatch.setattr(FileSystemTierManager, method, fail)
         for index in range(3):
             request, _ = engine.ask(f"again-{index}", PROMPT[index:])

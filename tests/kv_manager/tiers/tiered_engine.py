@@ -83,6 +83,11 @@ class TieredEngine(FakeEngine):
         """Wait until everything that can be stored is."""
         self._wait_until(lambda: not self.connector.has_pending_work())
 
+    def forget_buffer(self) -> None:
+        """Empty the transfer buffer, which nothing is on its way to: vLLM 0.33 loads nothing before it is told so."""
+        self.tiers.manager.reset_cache()
+        getattr(self.tiers.manager, "on_reset_flushed", lambda: None)()
+
     def ask(self, request_id: str, prompt: list[int], max_tokens: int = 2) -> tuple[Request, dict[str, int]]:
         """Run one request; returns it, and what was counted meanwhile."""
         self.count()
