@@ -1,5 +1,6 @@
 """Builds the CUDA kernels of csrc/cuda where nvcc is found; everything else is declared in pyproject.toml."""
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,17 +13,30 @@ from setuptools.command.build_ext import build_ext
 ARCHITECTURES = ("80", "90", "100")  # machine code of each, and PTX of the last for newer ones
 
 
+SOURCES = Path("csrc/cuda")
+
+
+def limit_flags() -> list[str]:
+    """The limits that Python and the kernels share, as macros."""
+    limits = runpy.run_path("vllm_hisparse/ops/limits.py")
+    return [f"-DHISPARSE_{name}={value}" for name, value in limits.items() if name.isupper()]
+
+
 def nvcc_flags() -> list[str]:
+    from tvm_ffi import libinfo
+
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     targets.append(f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}")
-    # The runtime is linked in, so that the library depends on the driver alone.
-    return ["-O3", "-std=c++17", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "--threads=0", *targets]
+    # The CUDA runtime is linked in. The TVM FFI runtime is not: who loads the library has loaded it.
+    host = ["-Xcompiler=-fPIC,-fvisibility=hidden", *(f"-I{path}" for path in libinfo.include_paths())]
+    return ["-O3", "-std=c++17", "-shared", "-cudart=static", "--threads=0", *host, *limit_flags(), *targets]
 
 
 def cuda_extensions() -> list[Extension]:
-    sources = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
+    sources = sorted(str(path) for suffix in ("*.cu", "*.cc") for path in SOURCES.glob(suffix))
     if sources and shutil.which("nvcc"):
-        return [Extension("vllm_hisparse._kernels", sources, depends=[str(p) for p in Path("csrc/cuda").glob("*.cuh")])]
+        headers = [str(path) for suffix in ("*.cuh", "*.h") for path in SOURCES.glob(suffix)]
+        return [Extension("vllm_hisparse._kernels", sources, depends=[*headers, "vllm_hisparse/ops/limits.py"])]
     reason = "nvcc is not on PATH" if sources else "csrc/cuda holds no sources"
     print(f"vllm_hisparse: CUDA kernels skipped ({reason}); installing pure Python", file=sys.stderr)
     return []

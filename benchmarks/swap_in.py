@@ -190,7 +190,7 @@ class Ours:
         self.ops.resolve(self.residency, self.tables[step], top_k, self.hot, self.counts, self.outputs[step])
 
     def gather(self, top_k: torch.Tensor, step: int) -> None:
-        self.ops.gather(self.host_rows, self.hot, self.outputs[step], self.case.batch, beside_others=False)
+        self.ops.gather(self.host_rows, self.hot, self.outputs[step], self.case.batch)
 
     def swap_in(self, top_k: torch.Tensor, step: int) -> None:
         out = self.outputs[step]

@@ -1,6 +1,5 @@
 """The kernels' library: built where nvcc is found, bound to no Python or torch release, skipped with a message."""
 
-import ctypes
 import os
 import re
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_hisparse.ops import cuda_ops
+from vllm_hisparse.ops import kernels as library
 from vllm_hisparse.ops.registry import swap_in_ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,35 +19,19 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    cuda_ops._load_library.cache_clear()
-    monkeypatch.setattr(cuda_ops, "LIBRARY", tmp_path / "_kernels.so")
+    library.kernels.cache_clear()
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "_kernels.so")
     yield
-    cuda_ops._load_library.cache_clear()
-
-
-@needs_nvcc
-def test_the_library_exports_every_launcher() -> None:
-    library = cuda_ops._load_library()
-    for name in cuda_ops._ARGUMENTS:
-        assert getattr(library, f"hisparse_{name}").argtypes[-1] is ctypes.c_void_p  # the stream
+    library.kernels.cache_clear()
 
 
 @needs_nvcc
 def test_the_library_depends_on_nothing_that_a_release_of_python_or_torch_brings() -> None:
-    dynamic_section = subprocess.check_output(["readelf", "-d", cuda_ops.LIBRARY], text=True)
+    """It finds the functions of TVM FFI in the process that loads it; their ABI is that of all releases 0.1."""
+    dynamic_section = subprocess.check_output(["readelf", "-d", library.LIBRARY], text=True)
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic_section)
     assert "libc.so.6" in needed
-    assert not any(name in library for library in needed for name in ("cudart", "torch", "c10", "python"))
-
-
-def test_a_library_of_another_version_is_refused(no_library: None, tmp_path: Path) -> None:
-    """A build that is older than the Python code beside it says nothing of its version, or another one."""
-    for source, version in (("", 1), ("int hisparse_interface_version() { return 99; }", 99)):
-        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(cuda_ops.LIBRARY)]
-        subprocess.run(command, input=source, text=True, check=True)
-        with pytest.raises(RuntimeError, match=f"has interface {version}, this code has"):
-            swap_in_ops(torch.device("cuda"))
-        cuda_ops.LIBRARY.unlink()
+    assert not any(name in each for each in needed for name in ("cudart", "torch", "c10", "python", "tvm"))
 
 
 def test_without_nvcc_the_kernels_are_skipped_with_a_message(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from vllm_hisparse.layout import (
     FP8_DS_MLA_ROW_BYTES,
-    MAX_HOT_ROWS,
     KVLayout,
     StateLayout,
     indexer_row_bytes,
     mla_row_bytes,
 )
+from vllm_hisparse.ops.limits import MAX_HOT_ROWS
 
 LAYOUTS = st.builds(
     KVLayout,

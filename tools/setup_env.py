@@ -94,7 +94,7 @@ def make_models() -> None:
 
 
 def setup(device: str) -> None:
-    kernels = sorted((ROOT / "csrc").rglob("*.cu*"))
+    kernels = [*sorted((ROOT / "csrc" / "cuda").iterdir()), ROOT / "vllm_hisparse" / "ops" / "limits.py"]
     env_key = digest([ROOT / "pyproject.toml", ROOT / "setup.py", Path(__file__), *kernels], device)
     if not is_current(ENV_STAMP, env_key) or not PYTHON.exists():
         install(device)

@@ -9,7 +9,8 @@ from weakref import finalize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
-from vllm_hisparse.layout import BLOCK_SIZE, MAX_HOT_ROWS
+from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
 from vllm_hisparse.tier_config import (
     BUFFER_SHARE,
     MAX_BUFFER_BYTES,
@@ -552,8 +553,6 @@ def _check_model_class(model: ModelConfig) -> None:
 
 def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> None:
     """Refuse sizes that exceed the limits of the CUDA kernels."""
-    from vllm_hisparse.ops.cuda_ops import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
-
     max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # with room for those that are reserved
     max_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
     for option, value, most in (

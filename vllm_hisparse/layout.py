@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from vllm_hisparse.ops.limits import MAX_HOT_ROWS
+
 INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
 RESIDENCY_ENTRY_BYTES = 8  # position and last use
-MAX_HOT_ROWS = 1 << 19  # of a request, or of a KV head in units: the CUDA kernels' limit
 MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows, if that is more than half a unit
 MAX_UNUSED_UNITS = 0.75  # of hot rows, whatever the share
 

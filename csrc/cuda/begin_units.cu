@@ -2,22 +2,6 @@
 
 namespace hisparse {
 
-// Tables by KV head, as `UnitTables` in vllm_hisparse/ops/base.py describes them.
-struct UnitTables {
-    int64_t* request_indices;  // [max_query_len, max_batch]
-    int64_t* positions;        // [max_query_len, max_batch]
-    int64_t* num_tokens;       // [max_query_len, max_batch]
-    int32_t* tails;            // [max_batch * num_heads, max_query_len]
-    int32_t* handles;          // [max_batch * num_heads]
-    int32_t* num_units;        // [max_batch * num_heads]
-    int32_t* num_new_units;    // [max_batch * num_heads]
-    int32_t max_batch;
-    int32_t max_query_len;
-    int32_t num_heads;
-    int32_t head_stride;
-    int32_t tokens_per_unit;
-};
-
 namespace {
 
 constexpr int kUnitThreads = 128;
@@ -56,11 +40,8 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
 
 using namespace hisparse;
 
-// Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
-//
-// tables: by request, without blocks; num_device_blocks and num_states count parts and states of KV heads.
-extern "C" cudaError_t hisparse_begin_units(const StepTables* tables, const UnitTables* out, cudaStream_t stream) {
-    if (tables->batch == 0) return cudaSuccess;
-    begin_units_kernel<<<tables->batch, kUnitThreads, 0, stream>>>(*tables, *out);
+cudaError_t hisparse::launch_begin_units(const StepTables& tables, const UnitTables& out, cudaStream_t stream) {
+    if (tables.batch == 0) return cudaSuccess;
+    begin_units_kernel<<<tables.batch, kUnitThreads, 0, stream>>>(tables, out);
     return cudaGetLastError();
 }

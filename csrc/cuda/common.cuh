@@ -1,73 +1,15 @@
-// What the kernels share: arguments as structs (mirrored in vllm_hisparse/ops/cuda_ops.py), tables, row copies.
+// What the kernels share: tables, row copies.
 #pragma once
 
-#include <cstdint>
-#include <cuda_runtime.h>
+#include "arguments.h"
 
 namespace hisparse {
 
-constexpr int kMaxAge = 1022;  // tokens; what `resolve` tells apart
 constexpr int kNumThreads = 1024;
 constexpr int kWarpSize = 32;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr uint32_t kAllLanes = 0xffffffff;
-constexpr int kVectorBytes = 16;  // a lane's load or store
 constexpr int kLineBytes = 128;   // what one read over the link fetches at most
-
-// The structs below mirror dataclasses of vllm_hisparse/ops/base.py, which say what the fields mean. Here and in the
-// launchers' arguments no pointer is null unless its comment allows it, and tensors are contiguous and on the device
-// unless it says otherwise; structs are passed from the host.
-
-// Hot rows of one layer: row `offset` of device block `block` has flat id `block * block_stride_rows + offset`.
-struct HotRows {
-    uint8_t* rows;  // [num_rows, row_bytes]
-    int64_t num_rows;
-    int64_t row_bytes;  // multiple of kVectorBytes
-    int64_t block_stride_rows;
-    int32_t rows_per_block;
-};
-
-// Rows of one layer in the host pool.
-struct HostRows {
-    uint8_t* rows;  // [num_rows, row_bytes] in pinned host memory
-    int64_t num_rows;
-    int64_t row_bytes;  // as on the device
-};
-
-// Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
-struct Residency {
-    int2* entries;       // [num_entries]: x is the position, -1 where the row is empty; y the last use
-    int32_t num_layers;  // that have this residency
-};
-
-struct StepTables {
-    const int32_t* state_indices;  // [num_device_blocks], -1 where a block is no request's first
-    const int32_t* handles;        // [batch], handle_stride elements apart
-    const int32_t* seq_lens;       // [batch]
-    const int32_t* hot_tables;     // [num_states, num_hot_blocks], requests hot_table_stride elements apart
-    const int32_t* num_hot_rows;   // [num_states]; null where no hot rows are looked for
-    const int32_t* host_tables;    // [num_states, num_host_blocks], requests host_table_stride elements apart
-    const int32_t* query_lens;     // [batch]; null: one each
-    int64_t handle_stride;
-    int64_t hot_table_stride;
-    int64_t host_table_stride;
-    int32_t num_device_blocks;
-    int32_t num_hot_blocks;
-    int32_t num_states;
-    int32_t num_host_blocks;
-    int32_t batch;
-    int32_t block_size;
-    int32_t max_query_len;
-};
-
-struct Resolved {
-    int32_t* hot_row_ids;        // [>= batch, num_columns]
-    int32_t* num_valid;          // [>= batch, max_query_len]
-    int64_t* miss_host_row_ids;  // [>= batch, num_columns]
-    int32_t* miss_hot_row_ids;   // [>= batch, num_columns]
-    int32_t* num_misses;         // [>= batch]
-    int32_t num_columns;         // max_query_len selections side by side
-};
 
 // Divides non-negative numbers by the same divisor without a division.
 struct Divisor {

@@ -42,10 +42,7 @@ __global__ void __launch_bounds__(kCompactThreads) compact_rows_kernel(
 
 using namespace hisparse;
 
-// Move the valid ids of each selection to its front: `SwapInOps.compact`.
-//
-// row_ids: [num_selections, num_columns]. num_valid: [num_selections].
-extern "C" cudaError_t hisparse_compact_rows(
+cudaError_t hisparse::launch_compact_rows(
     int32_t* row_ids, int32_t* num_valid, int32_t num_selections, int32_t num_columns, cudaStream_t stream
 ) {
     if (num_selections == 0) return cudaSuccess;

@@ -1,10 +1,10 @@
-#include "gather.cuh"
+#include "common.cuh"
 
 namespace hisparse {
 namespace {
 
 // Beside other kernels, 64 thread blocks would take multiprocessors from them.
-constexpr int kBlocksAlone = 64, kBlocksBeside = 8;
+constexpr int kBlocksAlone = 64, kBlocksShared = 8;
 
 // Prefix sums of the misses: starts[i] is the first miss of request i, starts[batch] the number of all.
 // num_misses: [batch]. starts: [batch + 1] in shared memory. batch <= kNumThreads.
@@ -59,12 +59,12 @@ __global__ void __launch_bounds__(kNumThreads, 2) gather_kernel(
 
 using namespace hisparse;
 
-extern "C" cudaError_t hisparse_gather(
-    const HostRows* host,
-    const HotRows* hot,
-    const Resolved* resolved,
+cudaError_t hisparse::launch_gather(
+    const HostRows& host,
+    const HotRows& hot,
+    const Resolved& resolved,
     int32_t batch,
-    bool beside_others,
+    bool shares_device,
     bool after_resolve,
     cudaStream_t stream
 ) {
@@ -72,16 +72,16 @@ extern "C" cudaError_t hisparse_gather(
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = beside_others ? kBlocksBeside : kBlocksAlone;
+    config.gridDim = shares_device ? kBlocksShared : kBlocksAlone;
     config.blockDim = kNumThreads;
     config.stream = stream;
     config.attrs = &attribute;
-    Resolved part = *resolved;
+    Resolved part = resolved;
     for (int32_t first = 0; first < batch; first += kNumThreads) {
         // NOTE: only the first launch may start early: what it waits for is the resolution.
         config.numAttrs = after_resolve && first == 0 ? 1 : 0;
         const int32_t size = batch - first < kNumThreads ? batch - first : kNumThreads;
-        if (const cudaError_t error = cudaLaunchKernelEx(&config, gather_kernel, *host, *hot, part, size)) return error;
+        if (const cudaError_t error = cudaLaunchKernelEx(&config, gather_kernel, host, hot, part, size)) return error;
         part.num_misses += kNumThreads;
         part.miss_host_row_ids += static_cast<int64_t>(kNumThreads) * part.num_columns;
         part.miss_hot_row_ids += static_cast<int64_t>(kNumThreads) * part.num_columns;

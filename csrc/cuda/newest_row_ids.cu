@@ -26,14 +26,11 @@ __global__ void __launch_bounds__(kNumThreads) newest_row_ids_kernel(
 
 using namespace hisparse;
 
-// Flat id of the hot row of each request's new positions: `SwapInOps.newest_row_ids`.
-//
-// hot: of any layer; hot->rows is not read and may be null. out: [>= batch, max_query_len].
-extern "C" cudaError_t hisparse_newest_row_ids(
-    const StepTables* tables, const HotRows* hot, int64_t* out, cudaStream_t stream
+cudaError_t hisparse::launch_newest_row_ids(
+    const StepTables& tables, const HotRows& hot, int64_t* out, cudaStream_t stream
 ) {
-    if (tables->batch == 0) return cudaSuccess;
-    const int num_blocks = (tables->batch * tables->max_query_len + kNumThreads - 1) / kNumThreads;
-    newest_row_ids_kernel<<<num_blocks, kNumThreads, 0, stream>>>(*tables, *hot, out);
+    if (tables.batch == 0) return cudaSuccess;
+    const int num_blocks = (tables.batch * tables.max_query_len + kNumThreads - 1) / kNumThreads;
+    newest_row_ids_kernel<<<num_blocks, kNumThreads, 0, stream>>>(tables, hot, out);
     return cudaGetLastError();
 }

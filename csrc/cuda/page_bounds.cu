@@ -6,25 +6,6 @@
 
 namespace hisparse {
 
-// Bounds of pages, one layer; elements are bfloat16 or float16.
-struct PageBounds {
-    void* blocks;          // [num_blocks, pages_per_block, 2, num_heads, head_size]: minima, then maxima of a page
-    const int32_t* table;  // [num_requests, max_blocks]: each request's blocks
-    int64_t block_stride;  // elements from one block to the next, multiple of kLaneElements
-    int64_t table_stride;  // entries from one request to the next
-    int32_t pages_per_block;
-    int32_t max_pages;  // of a request
-    int32_t num_heads;
-    int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
-    int32_t page_size;
-};
-
-// Bounds of a page after its key at a position, at that modulo `count`.
-struct LatestBounds {
-    void* bounds;   // [num_requests, count, 2, num_heads, head_size]; null where the count is 0
-    int32_t count;  // 0: a new key comes after all keys of its page
-};
-
 namespace {
 
 constexpr int kBoundThreads = 256;
@@ -205,16 +186,9 @@ bool fits(const PageBounds& bounds) {
 
 using namespace hisparse;
 
-// Take one new key per request into its page's bounds: `page_bounds.update`.
-//
-// latest: [num_requests, num_latest, 2, num_heads, head_size]; null where num_latest is 0.
-// request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride
-// elements apart. is_bfloat16: else the type is float16. Returns cudaErrorInvalidValue for a head size that `PageBounds`
-// does not allow.
-extern "C" cudaError_t hisparse_update_page_bounds(
-    const PageBounds* bounds,
-    void* latest,
-    int32_t num_latest,
+cudaError_t hisparse::launch_update_page_bounds(
+    const PageBounds& bounds,
+    const LatestBounds& latest,
     const int64_t* request_indices,
     const int64_t* positions,
     const void* keys,
@@ -224,17 +198,13 @@ extern "C" cudaError_t hisparse_update_page_bounds(
     cudaStream_t stream
 ) {
     if (batch == 0) return cudaSuccess;
-    if (!fits(*bounds)) return cudaErrorInvalidValue;
+    if (!fits(bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? update_page_bounds<__nv_bfloat16> : update_page_bounds<__half>;
-    return run(*bounds, {latest, num_latest}, request_indices, positions, keys, key_stride, batch, stream);
+    return run(bounds, latest, request_indices, positions, keys, key_stride, batch, stream);
 }
 
-// Upper bounds of the pages' scores: `page_bounds.scores`.
-//
-// request_indices, num_tokens: [batch]. query: [batch, num_heads * group, head_size] of the bounds' type, requests
-// query_stride elements apart. scores: [batch, num_heads, max_pages], written where a request has a page. Errors as in `hisparse_update_page_bounds`.
-extern "C" cudaError_t hisparse_page_scores(
-    const PageBounds* bounds,
+cudaError_t hisparse::launch_page_scores(
+    const PageBounds& bounds,
     const int64_t* request_indices,
     const int64_t* num_tokens,
     const void* query,
@@ -246,7 +216,7 @@ extern "C" cudaError_t hisparse_page_scores(
     cudaStream_t stream
 ) {
     if (batch == 0) return cudaSuccess;
-    if (!fits(*bounds)) return cudaErrorInvalidValue;
+    if (!fits(bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? page_scores<__nv_bfloat16> : page_scores<__half>;
-    return run(*bounds, request_indices, num_tokens, query, query_stride, group, batch, scores, stream);
+    return run(bounds, request_indices, num_tokens, query, query_stride, group, batch, scores, stream);
 }

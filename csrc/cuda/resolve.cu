@@ -8,7 +8,6 @@ namespace hisparse {
 namespace {
 
 constexpr int kLeastSlotsPerBlock = 4096;  // from which on another thread block is worth it
-constexpr int kNumStreams = 4;             // whose kernels run beside each other, at most
 constexpr int32_t kMaxKeptAges = 65536;    // slots whose ages are kept in shared memory, if there is room
 
 // Padding: nothing is valid, nothing is missed.
@@ -26,14 +25,14 @@ template <int kColumnRounds, bool kHasDrafts, bool kIsCluster>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
     const StepTables tables,
-    const int32_t* __restrict__ columns_of_requests,  // [batch, out.num_columns], requests column_stride elements apart
-    const int64_t column_stride,
+    const int32_t* __restrict__ selected_positions,  // [batch, out.num_columns], requests selected_stride elements apart
+    const int64_t selected_stride,
     const HotRows hot,
     int64_t* counts,  // [num_states, 2]
     const Resolved out,
     const Divisor rows_per_block,
     const Divisor block_size,
-    const Divisor top_k,
+    const Divisor selection_size,
     const int bucket_bits,
     const int32_t num_kept_ages
 ) {
@@ -46,7 +45,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Share columns(out.num_columns);
 
     int32_t selected[kColumnRounds];
-    load_selection(columns_of_requests + batch_index * column_stride, columns, selected);
+    load_selection(selected_positions + batch_index * selected_stride, columns, selected);
     const int32_t handle = tables.handles[batch_index * tables.handle_stride];
     const int32_t seq_len = tables.seq_lens[batch_index], query_len = query_len_of(tables, batch_index);
     scratch.clear();  // while these loads are under way
@@ -67,11 +66,11 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     if (added.fits) {
         if (cluster.rank != 0) return;
         return resolve_fitting<kColumnRounds, kHasDrafts>(
-            residency, request, counts, out, columns, selected, top_k, shared
+            residency, request, counts, out, columns, selected, selection_size, shared
         );
     }
     resolve_evicting<kColumnRounds, kHasDrafts>(
-        cluster, residency, request, counts, out, columns, selected, top_k, scratch, shared
+        cluster, residency, request, counts, out, columns, selected, selection_size, scratch, shared
     );
 }
 
@@ -134,12 +133,12 @@ int choose_cluster_size(int batch, int64_t num_hot_rows, int num_multiprocessors
 cudaError_t launch_resolve(
     const Residency& residency,
     const StepTables& tables,
-    const int32_t* top_k,
-    int64_t top_k_stride,
+    const int32_t* selected_positions,
+    int64_t selected_stride,
     const HotRows& hot,
     int64_t* counts,
     const Resolved& out,
-    bool beside_others,
+    bool shares_device,
     cudaStream_t stream
 ) {
     if (tables.batch == 0) return cudaSuccess;
@@ -163,7 +162,7 @@ cudaError_t launch_resolve(
     config.blockDim = kNumThreads;
     config.stream = stream;
     config.attrs = &attribute;
-    const int num_multiprocessors = device.num_multiprocessors / (beside_others ? kNumStreams : 1);
+    const int num_multiprocessors = device.num_multiprocessors / (shares_device ? kNumStreams : 1);
     int size = device.has_clusters ? choose_cluster_size(tables.batch, num_hot_rows, num_multiprocessors) : 1;
     while (true) {
         const bool is_cluster = size > 1;
@@ -183,8 +182,8 @@ cudaError_t launch_resolve(
         }
         if (num_clusters >= tables.batch) {
             return cudaLaunchKernelEx(
-                &config, kernel, residency, tables, top_k, top_k_stride, hot, counts, out, rows_per_block, block_size,
-                selection_size, bucket_bits, num_kept_ages
+                &config, kernel, residency, tables, selected_positions, selected_stride, hot, counts, out,
+                rows_per_block, block_size, selection_size, bucket_bits, num_kept_ages
             );
         }
         size /= 2;
@@ -192,18 +191,3 @@ cudaError_t launch_resolve(
 }
 
 }  // namespace hisparse
-
-using namespace hisparse;
-
-extern "C" cudaError_t hisparse_resolve(
-    const Residency* residency,
-    const StepTables* tables,
-    const int32_t* top_k,
-    int64_t top_k_stride,
-    const HotRows* hot,
-    int64_t* counts,
-    const Resolved* out,
-    cudaStream_t stream
-) {
-    return launch_resolve(*residency, *tables, top_k, top_k_stride, *hot, counts, *out, false, stream);
-}

@@ -264,7 +264,7 @@ count_aged(const Cluster<kIsCluster>& cluster, const Scratch<kColumnRounds>& scr
     return aged;
 }
 
-// Number the misses in the order of `top_k`. misses_before: of the warps before.
+// Number the misses in the order of the selected positions. misses_before: of the warps before.
 template <int kColumnRounds>
 __device__ __forceinline__ void number_misses(
     const Scratch<kColumnRounds>& scratch, const Found<kColumnRounds>& found, uint32_t miss_bits, int misses_before
@@ -423,7 +423,7 @@ __device__ __forceinline__ Target find_target(
 }
 
 // Write where each selected row of this thread block's slots is, and the misses that take some, both in the order of
-// `top_k`; put the misses there. The last block writes the columns without a slot.
+// the selected positions; put the misses there. The last block writes the columns without a slot.
 // NOTE: there are at least as many slots as columns (`HiSparseConfig`), so every miss has a victim.
 template <int kColumnRounds, bool kIsCluster>
 __device__ __forceinline__ void write_columns(
@@ -475,7 +475,7 @@ __device__ __forceinline__ void resolve_evicting(
     const Resolved& out,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
-    const Divisor& top_k,
+    const Divisor& selection_size,
     const Scratch<kColumnRounds>& scratch,
     Shared& shared
 ) {
@@ -489,7 +489,7 @@ __device__ __forceinline__ void resolve_evicting(
     map_columns(scratch, request, columns, selected);
     __syncthreads();
     if (cluster.rank == 0) {
-        note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, top_k, shared.num_valid);
+        note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, selection_size, shared.num_valid);
     }
 
     const int num_found = find_hits(residency, scratch, request, run, ahead);

@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t find_fitting_leads(
     return lead_bits;
 }
 
-// Write where each selected row is, and the misses, both in the order of `top_k`; a miss takes the slot of its number.
+// Write where each selected row is, and the misses, both in the order of the selected positions; a miss takes the slot of its number.
 template <int kColumnRounds>
 __device__ __forceinline__ void write_fitting_columns(
     const Resolved& out,
@@ -93,7 +93,7 @@ __device__ __forceinline__ void resolve_fitting(
     const Resolved& out,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
-    const Divisor& top_k,
+    const Divisor& selection_size,
     Shared& shared
 ) {
     Place places[kColumnRounds];
@@ -102,7 +102,7 @@ __device__ __forceinline__ void resolve_fitting(
         find_fitting_leads<kColumnRounds, kHasDrafts>(residency, request, columns, selected, places);
     count_columns<kColumnRounds>(lead_bits, hit_bits, shared.tallies);
     __syncthreads();
-    note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, top_k, shared.num_valid);
+    note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, selection_size, shared.num_valid);
     const Tally before{sum_before(shared.tallies)}, total{sum_all(shared.tallies)};
     const uint32_t miss_bits = lead_bits & ~hit_bits;
     write_fitting_columns(out, residency, request, columns, selected, places, miss_bits, before.misses());

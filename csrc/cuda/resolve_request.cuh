@@ -1,7 +1,7 @@
 // What the kernel of `resolve` knows of a request, whether it fits or not: its tables, columns, counts.
 #pragma once
 
-#include "resolve.cuh"
+#include "common.cuh"
 
 namespace hisparse {
 
@@ -111,20 +111,21 @@ struct Share {
 // selected: positions of the thread's columns; -1 beyond.
 template <int kColumnRounds>
 __device__ __forceinline__ void load_selection(
-    const int32_t* top_k, const Share& columns, int32_t (&selected)[kColumnRounds]
+    const int32_t* selected_positions, const Share& columns, int32_t (&selected)[kColumnRounds]
 ) {
 #pragma unroll
-    for (int i = 0; i < kColumnRounds; ++i) selected[i] = columns.has(i) ? __ldg(top_k + columns.at(i)) : -1;
+    for (int i = 0; i < kColumnRounds; ++i)
+        selected[i] = columns.has(i) ? __ldg(selected_positions + columns.at(i)) : -1;
 }
 
 // Note how many leading columns of each selection contain every valid one.
-// top_k: columns of a selection. num_valid: [max_query_len] in shared memory.
+// selection_size: columns of a selection. num_valid: [max_query_len] in shared memory.
 template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void note_valid(
     const Request& request,
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
-    const Divisor& top_k,
+    const Divisor& selection_size,
     int32_t* num_valid
 ) {
     int32_t last_valid = 0;
@@ -136,9 +137,9 @@ __device__ __forceinline__ void note_valid(
             if (valid) last_valid = column + 1;
             continue;
         }
-        const int selection = column / top_k, last = __shfl_sync(kAllLanes, selection, kWarpSize - 1);
+        const int selection = column / selection_size, last = __shfl_sync(kAllLanes, selection, kWarpSize - 1);
         for (int of = __shfl_sync(kAllLanes, selection, 0); of <= last; ++of) {
-            const int32_t count = valid && selection == of ? column % top_k + 1 : 0;
+            const int32_t count = valid && selection == of ? column % selection_size + 1 : 0;
             const int32_t most = __reduce_max_sync(kAllLanes, count);
             if (lane_index() == 0 && most > 0) atomicMax(num_valid + of, most);
         }

@@ -1,7 +1,7 @@
 // Shared memory of the kernel of `resolve` for a sequence that has outgrown its hot rows.
 #pragma once
 
-#include "resolve.cuh"
+#include "common.cuh"
 
 namespace hisparse {
 

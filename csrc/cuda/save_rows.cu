@@ -31,15 +31,12 @@ __global__ void __launch_bounds__(kNumThreads) save_rows_kernel(
 
 using namespace hisparse;
 
-// Copy new rows of a request to the host: `SwapInOps.save_rows`.
-//
-// rows: [num_rows, row_bytes], of the positions from `first` on. host_table: [num_host_blocks].
-extern "C" cudaError_t hisparse_save_rows(
+cudaError_t hisparse::launch_save_rows(
     const uint8_t* rows,
     int32_t first,
     int32_t num_rows,
     int64_t row_bytes,
-    const HostRows* host,
+    const HostRows& host,
     const int32_t* host_table,
     int32_t num_host_blocks,
     int32_t block_size,
@@ -48,7 +45,7 @@ extern "C" cudaError_t hisparse_save_rows(
     if (num_rows == 0) return cudaSuccess;
     const int num_blocks = std::min((num_rows + kNumWarps - 1) / kNumWarps, kMaxBlocks);
     save_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
-        rows, first, num_rows, row_bytes, *host, host_table, num_host_blocks, block_size
+        rows, first, num_rows, row_bytes, host, host_table, num_host_blocks, block_size
     );
     return cudaGetLastError();
 }

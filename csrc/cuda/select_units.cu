@@ -148,10 +148,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
 
 using namespace hisparse;
 
-// The best units of each KV head, the newest last: `ops/select_units.py`.
-//
-// scores: [batch, num_heads, max_units]. num_tokens: [batch]. units: [batch, num_heads, num_selected].
-extern "C" cudaError_t hisparse_select_units(
+cudaError_t hisparse::launch_select_units(
     const float* scores,
     const int64_t* num_tokens,
     int32_t batch,

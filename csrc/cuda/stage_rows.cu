@@ -30,11 +30,8 @@ __global__ void __launch_bounds__(kNumThreads) stage_rows_kernel(
 
 using namespace hisparse;
 
-// Copy a request's first rows from the host: `SwapInOps.stage_rows`.
-//
-// host_table: [num_host_blocks]. staging: [num_rows, row_bytes]; rows of a block that is -1 keep what they hold.
-extern "C" cudaError_t hisparse_stage_rows(
-    const HostRows* host,
+cudaError_t hisparse::launch_stage_rows(
+    const HostRows& host,
     const int32_t* host_table,
     int32_t num_host_blocks,
     int32_t block_size,
@@ -46,7 +43,7 @@ extern "C" cudaError_t hisparse_stage_rows(
     if (num_rows == 0) return cudaSuccess;
     const int num_blocks = std::min((num_rows + kNumWarps - 1) / kNumWarps, kMaxBlocks);
     stage_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
-        *host, host_table, num_host_blocks, block_size, staging, num_rows, row_bytes
+        host, host_table, num_host_blocks, block_size, staging, num_rows, row_bytes
     );
     return cudaGetLastError();
 }

@@ -1,5 +1,4 @@
-#include "gather.cuh"
-#include "resolve.cuh"
+#include "common.cuh"
 
 using namespace hisparse;
 
@@ -16,24 +15,21 @@ cudaError_t has_dependent_launch(bool* result) {
 
 }  // namespace
 
-// Resolve, then gather, whose launch overlaps the resolution: `SwapInOps.swap_in`.
-//
-// top_k, counts: as in `hisparse_resolve`. beside_others: as in `hisparse_gather`.
-extern "C" cudaError_t hisparse_swap_in(
-    const Residency* residency,
-    const StepTables* tables,
-    const int32_t* top_k,
-    int64_t top_k_stride,
-    const HostRows* host,
-    const HotRows* hot,
+cudaError_t hisparse::launch_swap_in(
+    const Residency& residency,
+    const StepTables& tables,
+    const int32_t* selected_positions,
+    int64_t selected_stride,
+    const HostRows& host,
+    const HotRows& hot,
     int64_t* counts,
-    const Resolved* out,
-    bool beside_others,
+    const Resolved& out,
+    bool shares_device,
     cudaStream_t stream
 ) {
     bool overlaps = false;
     if (const cudaError_t error = has_dependent_launch(&overlaps)) return error;
     const cudaError_t error =
-        launch_resolve(*residency, *tables, top_k, top_k_stride, *hot, counts, *out, beside_others, stream);
-    return error ? error : hisparse_gather(host, hot, out, tables->batch, beside_others, overlaps, stream);
+        launch_resolve(residency, tables, selected_positions, selected_stride, hot, counts, out, shares_device, stream);
+    return error ? error : launch_gather(host, hot, out, tables.batch, shares_device, overlaps, stream);
 }

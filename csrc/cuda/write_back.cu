@@ -2,14 +2,6 @@
 
 namespace hisparse {
 
-constexpr int kMaxLayers = 128;  // of one launch: the pointers travel in the kernel's parameters
-
-// Rows of each layer, of the sizes that a launch gives beside it. Pointers beyond its layers may be null.
-struct LayerRows {
-    const uint8_t* hot[kMaxLayers];  // [hot.num_rows, hot.row_bytes]
-    uint8_t* host[kMaxLayers];       // [num_host_rows, hot.row_bytes] in pinned host memory
-};
-
 namespace {
 
 constexpr int kMaxBlocks = 32;  // the link is busy with these; the step's own kernels keep the rest
@@ -45,21 +37,18 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
 
 using namespace hisparse;
 
-// Copy each request's new rows of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
-//
-// hot: sizes of every layer; hot->rows is not read and may be null.
-extern "C" cudaError_t hisparse_write_back(
-    const LayerRows* layers,
+cudaError_t hisparse::launch_write_back(
+    const LayerRows& layers,
     int32_t num_layers,
-    const HotRows* hot,
+    const HotRows& hot,
     int64_t num_host_rows,
-    const StepTables* tables,
+    const StepTables& tables,
     cudaStream_t stream
 ) {
-    if (tables->batch == 0) return cudaSuccess;
+    if (tables.batch == 0) return cudaSuccess;
     if (num_layers > kMaxLayers) return cudaErrorInvalidValue;
-    const int num_rows = tables->batch * tables->max_query_len;
+    const int num_rows = tables.batch * tables.max_query_len;
     const int num_blocks = num_rows < kMaxBlocks ? num_rows : kMaxBlocks;
-    write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(*layers, num_layers, *hot, num_host_rows, *tables);
+    write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(layers, num_layers, hot, num_host_rows, tables);
     return cudaGetLastError();
 }

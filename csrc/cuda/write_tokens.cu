@@ -2,20 +2,6 @@
 
 namespace hisparse {
 
-// New keys and values of the decoding requests, and where they belong.
-struct NewTokens {
-    const uint8_t* keys;    // [batch, max_query_len, num_heads, head_bytes], tokens key_stride bytes apart
-    const uint8_t* values;  // [batch, max_query_len, num_heads, head_bytes], tokens value_stride bytes apart
-    int64_t key_stride;
-    int64_t value_stride;
-    const int64_t* num_tokens;  // [max_query_len, max_batch] of each new token's request up to it; 0: there is none
-    int32_t max_batch;
-    int32_t max_query_len;
-    int32_t num_heads;
-    int32_t head_bytes;  // multiple of kVectorBytes
-    int32_t tokens_per_unit;
-};
-
 namespace {
 
 constexpr int kWriteThreads = 128;
@@ -68,19 +54,16 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
 
 using namespace hisparse;
 
-// Put new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
-//
-// tables: by KV head, tables->batch = batch * num_heads. first_units: [num_states].
-extern "C" cudaError_t hisparse_write_tokens(
-    const NewTokens* tokens,
-    const StepTables* tables,
-    const HotRows* hot,
-    const HostRows* host,
+cudaError_t hisparse::launch_write_tokens(
+    const NewTokens& tokens,
+    const StepTables& tables,
+    const HotRows& hot,
+    const HostRows& host,
     int32_t* first_units,
     cudaStream_t stream
 ) {
-    if (tables->batch == 0) return cudaSuccess;
-    const int num_blocks = (tables->batch * kWarpSize + kWriteThreads - 1) / kWriteThreads;
-    write_tokens_kernel<<<num_blocks, kWriteThreads, 0, stream>>>(*tokens, *tables, *hot, *host, first_units);
+    if (tables.batch == 0) return cudaSuccess;
+    const int num_blocks = (tables.batch * kWarpSize + kWriteThreads - 1) / kWriteThreads;
+    write_tokens_kernel<<<num_blocks, kWriteThreads, 0, stream>>>(tokens, tables, hot, host, first_units);
     return cudaGetLastError();
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_hisparse.ops.base import MAX_AGE
+from vllm_hisparse.ops.limits import MAX_AGE
 
 
 class BufferModel:

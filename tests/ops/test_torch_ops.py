@@ -7,7 +7,8 @@ from buffer_model import BufferModel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hisparse.ops.base import MAX_AGE, HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.limits import MAX_AGE
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 

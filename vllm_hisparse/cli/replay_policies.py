@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hisparse.ops.base import MAX_AGE
+from vllm_hisparse.ops.limits import MAX_AGE
 
 NEVER = np.iinfo(np.int64).max  # time of a use that does not come
 

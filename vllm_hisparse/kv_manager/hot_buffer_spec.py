@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
-from vllm_hisparse.layout import MAX_HOT_ROWS, KVLayout
+from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.ops.limits import MAX_HOT_ROWS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

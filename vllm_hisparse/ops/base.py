@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
+from vllm_hisparse.ops.kernels import kernels
 from vllm_hisparse.ops.kv_heads import KVHeads
-
-MAX_AGE = 1022  # tokens; what `resolve` tells apart
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class HotRows:
         assert rest == 0, "the block stride is not a whole number of rows"
         num_rows = (num_blocks - 1) * stride + rows_per_block
         return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
+
+    @cached_property
+    def native(self) -> Any:
+        """What the CUDA kernels take for it."""
+        return kernels().hot_rows(self.rows, self.rows_per_block, self.block_stride_rows)
 
     def flat_row_ids(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Flat row ids of slots of several requests.
@@ -90,6 +96,11 @@ class Residency:
         """All rows are empty."""
         return cls(torch.tensor([[-1, 0]], dtype=torch.int32, device=device).repeat(num_entries, 1))
 
+    @cached_property
+    def native(self) -> Any:
+        """What the CUDA kernels take for it."""
+        return kernels().residency(self.entries, self.num_layers)
+
     @property
     def positions(self) -> torch.Tensor:
         """[num_entries] int32."""
@@ -130,6 +141,13 @@ class StepTables:
     block_size: int
     query_lens: torch.Tensor | None = None
     max_query_len: int = 1
+
+    @cached_property
+    def native(self) -> Any:
+        """What the CUDA kernels take for it."""
+        by_request = self.state_indices, self.handles, self.seq_lens
+        by_state = self.hot_tables, self.num_hot_rows, self.host_tables
+        return kernels().step_tables(*by_request, *by_state, self.block_size, self.query_lens, self.max_query_len)
 
     def part(self, requests: slice) -> StepTables:
         """The tables of some of the requests."""
@@ -175,6 +193,12 @@ class Resolved:
             torch.zeros(matrix, dtype=torch.int32, device=device),
             torch.zeros(vector, dtype=torch.int32, device=device),
         )
+
+    @cached_property
+    def native(self) -> Any:
+        """What the CUDA kernels take for it."""
+        misses = self.miss_host_row_ids, self.miss_hot_row_ids, self.num_misses
+        return kernels().resolved(self.hot_row_ids, self.num_valid, *misses)
 
     def part(self, requests: slice) -> Resolved:
         """The results of some of a batch's requests, in the same memory."""
@@ -245,6 +269,14 @@ class UnitTables:
             heads,
         )
 
+    @cached_property
+    def native(self) -> Any:
+        """What the CUDA kernels take for it."""
+        by_token = self.request_indices, self.positions, self.num_tokens
+        by_head = self.tails, self.handles, self.num_units, self.num_new_units
+        sizes = self.heads.num_heads, self.heads.head_stride, self.heads.tokens_per_unit
+        return kernels().unit_tables(*by_token, *by_head, *sizes)
+
     @property
     def max_query_len(self) -> int:
         return len(self.positions)
@@ -255,7 +287,7 @@ class SwapInOps(ABC):
 
     Where every KV head selects for itself, each counts as a request and each unit of tokens as a row. A flat row id
     outside its tensor is never read or written. Sizes and dtypes are the caller's duty: implementations may raise
-    AssertionError for those they cannot take.
+    ValueError or TypeError for those they cannot take.
 
     The slots of a request are the rows of its hot blocks, in order. Its new positions, from `seq_lens - query_lens` on,
     are hot by construction: in the slots of their own numbers while the sequence fits, in the last `max_query_len`
@@ -269,7 +301,7 @@ class SwapInOps(ABC):
         self,
         residency: Residency,
         tables: StepTables,
-        top_k: torch.Tensor,
+        selected_positions: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
@@ -277,17 +309,16 @@ class SwapInOps(ABC):
         """Find hits, choose victims for the misses, update the residency.
 
         A position that is hot in several slots stays in the lowest; the others become empty. The victims are empty
-        rows, then those whose last use is longest ago, and among equals those in lower slots;
-        never a hit of this step. In the order of their slots, they take the misses in the order of `top_k`. Rows that
-        were not used for `MAX_AGE` tokens count as equally old. While the sequence fits, a miss takes the slot of its
-        own number.
+        rows, then those whose last use is longest ago, and among equals those in lower slots; never a hit of this step.
+        In the order of their slots, they take the misses in the order of `selected_positions`. Rows that were not used
+        for `MAX_AGE` tokens count as equally old. While the sequence fits, a miss takes the slot of its own number.
 
         Args:
             residency: of one layer, updated in place. A request that does not fit has at least as many slots that are
-                not reserved as `top_k` has columns.
+                not reserved as `selected_positions` has columns.
             tables: of the step.
-            top_k: [batch, columns] int32 selections of the new tokens of each request side by side, each of distinct
-                positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
+            selected_positions: [batch, columns] int32 selections of the new tokens of each request side by side, each
+                of distinct positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
             hot_rows: of the layer; only its sizes are used.
             counts: [num_states, 2] int64 hits and misses of all layers, added to; a position that several tokens select
                 counts once.
@@ -301,7 +332,7 @@ class SwapInOps(ABC):
         hot_rows: HotRows,
         resolved: Resolved,
         batch: int,
-        beside_others: bool = True,
+        shares_device: bool = False,
     ) -> None:
         """Copy missed rows to their hot slots.
 
@@ -309,7 +340,7 @@ class SwapInOps(ABC):
             host_rows: [num_host_rows, row elements] of the layer, contiguous; pinned on CUDA, where a row is a multiple
                 of 16 bytes.
             hot_rows, resolved, batch: as given to `resolve`.
-            beside_others: kernels of other streams run at the same time, and are left most of the device.
+            shares_device: kernels of other streams run at the same time, and are left most of the device.
         """
 
     @abstractmethod
@@ -317,18 +348,18 @@ class SwapInOps(ABC):
         self,
         residency: Residency,
         tables: StepTables,
-        top_k: torch.Tensor,
+        selected_positions: torch.Tensor,
         host_rows: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
-        beside_others: bool = False,
+        shares_device: bool = False,
     ) -> None:
         """`resolve`, then `gather`.
 
         Args:
-            residency, tables, top_k, hot_rows, counts, out: as in `resolve`.
-            host_rows, beside_others: as in `gather`.
+            residency, tables, selected_positions, hot_rows, counts, out: as in `resolve`.
+            host_rows, shares_device: as in `gather`.
         """
 
     @abstractmethod

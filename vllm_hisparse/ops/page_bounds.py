@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_hisparse.ops.kernels import current_stream, kernels
 from vllm_hisparse.ops.paged_field import PagedField
 
 # NOTE: torch's dispatcher picks the implementation by device, so that the algorithm has one path.
@@ -37,8 +38,8 @@ def update(
         page_size: tokens per page.
 
     Raises:
-        AssertionError: on CUDA, bounds and keys are not of one 16-bit float dtype, pages are not contiguous or not
-            aligned, or heads do not lie side by side.
+        TypeError, ValueError: on CUDA, bounds and keys are not of one 16-bit float dtype, pages are not contiguous or
+            not aligned, or heads do not lie side by side.
         RuntimeError: on CUDA, the head size is over 256 or not a multiple of 8.
     """
     pages, num_latest = PagedField(table, blocks, 0), latest.shape[1]
@@ -78,7 +79,7 @@ def scores(
         [batch, num_kv_heads, max_pages] float32; anything beyond a request's tokens.
 
     Raises:
-        AssertionError, RuntimeError: as in `update`, with `query` for the keys.
+        TypeError, ValueError, RuntimeError: as in `update`, with `query` for the keys.
     """
     # Per channel max(q * m, q * M), which is q * M where q > 0 and q * m elsewhere: two matrix products.
     grouped = query.float().unflatten(1, (blocks.shape[3], -1))
@@ -89,43 +90,11 @@ def scores(
 
 @update.register_kernel("cuda")
 def _(table, blocks, latest, request_indices, keys, positions, page_size) -> None:
-    from vllm_hisparse.ops.cuda_ops import launch
-
-    bounds, is_bfloat16 = _bounds(table, blocks, keys, page_size, 0)
-    assert latest.dtype == blocks.dtype and latest.is_contiguous(), "latest bounds are of another dtype or scattered"
-    pointers = request_indices.data_ptr(), positions.data_ptr(), keys.data_ptr()
-    sizes = keys.stride(0), len(request_indices), is_bfloat16
-    launch("update_page_bounds", bounds, latest.data_ptr(), latest.shape[1], *pointers, *sizes)
+    kernels().update_page_bounds(table, blocks, latest, request_indices, keys, positions, page_size, current_stream())
 
 
 @scores.register_kernel("cuda")
 def _(table, blocks, request_indices, query, num_tokens, page_size, max_pages) -> torch.Tensor:
-    from vllm_hisparse.ops.cuda_ops import launch
-
-    bounds, is_bfloat16 = _bounds(table, blocks, query, page_size, max_pages)
-    (batch, num_heads, _), num_kv_heads = query.shape, blocks.shape[3]
-    out = torch.empty(batch, num_kv_heads, max_pages, dtype=torch.float32, device=query.device)
-    pointers = request_indices.data_ptr(), num_tokens.data_ptr(), query.data_ptr()
-    group = num_heads // num_kv_heads
-    launch("page_scores", bounds, *pointers, query.stride(0), group, batch, is_bfloat16, out.data_ptr())
+    out = torch.empty(len(query), blocks.shape[3], max_pages, dtype=torch.float32, device=query.device)
+    kernels().page_scores(table, blocks, request_indices, query, num_tokens, page_size, out, current_stream())
     return out
-
-
-def _bounds(table: torch.Tensor, blocks: torch.Tensor, vectors: torch.Tensor, page_size: int, max_pages: int):
-    """Arguments of a launch, checked, and whether the elements are bfloat16.
-
-    Args:
-        table, blocks, page_size, max_pages: as in `scores`.
-        vectors: [batch, heads, head_size], the keys or queries.
-    """
-    from vllm_hisparse.ops.cuda_ops import VECTOR_BYTES, PageBounds
-
-    dtypes, (_, pages_per_block, _, num_kv_heads, head_size) = {blocks.dtype, vectors.dtype}, blocks.shape
-    assert len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}, f"bounds and vectors are {dtypes}"
-    assert blocks[0].is_contiguous() and blocks.data_ptr() % VECTOR_BYTES == 0, "pages are scattered or not aligned"
-    assert table.dtype == torch.int32 and table.stride(1) == 1, "the table must be int32 with contiguous rows"
-    strides = blocks.stride(0), table.stride(0)
-    assert vectors.stride(2) == 1 and vectors.stride(1) == head_size, "heads lie apart"
-    assert vectors.stride(0) % 8 == 0 and strides[0] % 8 == 0, "vectors of 8 elements only"
-    sizes = pages_per_block, max_pages, num_kv_heads, head_size, page_size
-    return PageBounds(blocks.data_ptr(), table.data_ptr(), *strides, *sizes), vectors.dtype == torch.bfloat16

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from vllm_hisparse.ops.kernels import current_stream, kernels
+
 # NOTE: torch's dispatcher picks the implementation by device, so that the algorithms have one path.
 
 
@@ -26,7 +28,7 @@ def select_units(
         them, then -1. Which of several units with the least selected score are taken is not defined.
 
     Raises:
-        AssertionError: on CUDA, `scores` or `num_tokens` is of another dtype or not contiguous.
+        TypeError, ValueError: on CUDA, `scores` or `num_tokens` is of another dtype or not contiguous.
     """
     units = torch.arange(scores.shape[-1], device=scores.device)
     newest = (num_tokens + tokens_per_unit - 1) // tokens_per_unit - 1
@@ -42,12 +44,7 @@ def select_units(
 
 @select_units.register_kernel("cuda")
 def _(scores, num_tokens, tokens_per_unit, num_selected):
-    from vllm_hisparse.ops.cuda_ops import launch
-
-    assert scores.dtype == torch.float32 and scores.is_contiguous(), "scores must be contiguous float32"
-    assert num_tokens.dtype == torch.int64 and num_tokens.is_contiguous(), "num_tokens must be contiguous int64"
-    batch, num_heads, max_units = scores.shape
+    batch, num_heads, _ = scores.shape
     units = torch.empty(batch, num_heads, num_selected, dtype=torch.int32, device=scores.device)
-    sizes = batch, num_heads, max_units, tokens_per_unit, num_selected
-    launch("select_units", scores.data_ptr(), num_tokens.data_ptr(), *sizes, units.data_ptr())
+    kernels().select_units(scores, num_tokens, tokens_per_unit, units, current_stream())
     return units

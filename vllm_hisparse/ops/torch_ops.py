@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hisparse.ops.base import MAX_AGE, HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.limits import MAX_AGE
 
 _NO_SLOT = torch.iinfo(torch.int32).max
 
@@ -33,12 +34,12 @@ class TorchSwapInOps(SwapInOps):
         self,
         residency: Residency,
         tables: StepTables,
-        top_k: torch.Tensor,
+        selected_positions: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
-        batch = len(top_k)
+        batch = len(selected_positions)
         out.hot_row_ids[:batch], out.num_misses[:batch] = -1, 0
         out.num_valid[: batch * tables.max_query_len] = 0
         live, states = _live_requests(tables, batch)
@@ -47,7 +48,7 @@ class TorchSwapInOps(SwapInOps):
             if not part.any():
                 continue
             buffers = _Buffers.of(tables, live[part], states[part], hot_rows)
-            selected = top_k[live[part]]
+            selected = selected_positions[live[part]]
             choice = choose(residency, buffers, selected)
             found = torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
             counts[states[part]] += residency.num_layers * found
@@ -59,7 +60,7 @@ class TorchSwapInOps(SwapInOps):
         hot_rows: HotRows,
         resolved: Resolved,
         batch: int,
-        beside_others: bool = True,
+        shares_device: bool = False,
     ) -> None:
         num_misses = resolved.num_misses[:batch, None]
         counted = torch.arange(resolved.miss_hot_row_ids.shape[1], device=num_misses.device) < num_misses
@@ -70,15 +71,15 @@ class TorchSwapInOps(SwapInOps):
         self,
         residency: Residency,
         tables: StepTables,
-        top_k: torch.Tensor,
+        selected_positions: torch.Tensor,
         host_rows: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
-        beside_others: bool = False,
+        shares_device: bool = False,
     ) -> None:
-        self.resolve(residency, tables, top_k, hot_rows, counts, out)
-        self.gather(host_rows, hot_rows, out, len(top_k))
+        self.resolve(residency, tables, selected_positions, hot_rows, counts, out)
+        self.gather(host_rows, hot_rows, out, len(selected_positions))
 
     def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
         leads = torch.arange(row_ids.shape[1], device=row_ids.device) < num_valid[:, None]

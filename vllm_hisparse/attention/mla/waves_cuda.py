@@ -20,13 +20,13 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from vllm_hisparse.kv_manager.rows.row_copies import NUM_STREAMS
+from vllm_hisparse.ops.limits import NUM_STREAMS
 
 if TYPE_CHECKING:
     from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
     from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 
-MAX_WAVES = 1 + NUM_STREAMS  # the first is on the main stream
+MAX_WAVES = NUM_STREAMS  # the first is on the main stream
 MIN_WAVE_REQUESTS = 12  # of each; smaller ones are slower with recorded selections
 MAX_REQUESTS = 128  # of a step in waves; sequences of many more are short and mostly hot, so that waves only cost
 

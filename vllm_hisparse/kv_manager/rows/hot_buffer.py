@@ -198,7 +198,7 @@ class HotBuffer(ABC):
         if self.selects[layer_index]:
             self.ops.swap_in(residency, tables, top_k, layer.host, layer.hot, self.counts.by_state, resolved, is_part)
         else:
-            self.ops.gather(layer.host, layer.hot, resolved, len(top_k))
+            self.ops.gather(layer.host, layer.hot, resolved, len(top_k), shares_device=True)
         return resolved
 
     def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_hisparse.ops.limits import NUM_STREAMS
+
 if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
     from vllm_hisparse.ops.base import Resolved
-
-NUM_STREAMS = 3  # beside the main one
 
 
 class RowCopies:
@@ -48,7 +48,7 @@ class RowCopies:
     @cached_property
     def streams(self) -> list[torch.cuda.Stream]:
         """Beside the main one: copies for layers that follow use the first, waves all of them."""
-        return [torch.cuda.Stream(self.hot_buffer.device) for _ in range(NUM_STREAMS)]
+        return [torch.cuda.Stream(self.hot_buffer.device) for _ in range(NUM_STREAMS - 1)]
 
     @cached_property
     def _copied(self) -> list[torch.cuda.Event]:

@@ -1,0 +1,294 @@
+// What the launchers take: limits, structs, declarations. The structs are filled in bindings.cc alone, from the tensors of
+// the classes of vllm_hisparse/ops/base.py that have their names; these say what the fields mean.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace hisparse {
+
+// From vllm_hisparse/ops/limits.py, by setup.py.
+constexpr int kInterfaceVersion = HISPARSE_INTERFACE_VERSION;
+constexpr int kMaxAge = HISPARSE_MAX_AGE;
+constexpr int kMaxTopK = HISPARSE_MAX_TOP_K;
+constexpr int kMaxQueryLen = HISPARSE_MAX_QUERY_LEN;
+constexpr int kMaxColumns = HISPARSE_MAX_COLUMNS;
+constexpr int kMaxHotRows = HISPARSE_MAX_HOT_ROWS;
+constexpr int kMaxLayers = HISPARSE_MAX_LAYERS;
+constexpr int kNumStreams = HISPARSE_NUM_STREAMS;
+constexpr int kVectorBytes = HISPARSE_VECTOR_BYTES;
+
+// In structs and in the launchers' arguments no pointer is null unless its comment allows it, and tensors are contiguous
+// and on the device unless it says otherwise.
+
+// Hot rows of one layer: row `offset` of device block `block` has flat id `block * block_stride_rows + offset`.
+struct HotRows {
+    uint8_t* rows;  // [num_rows, row_bytes]
+    int64_t num_rows;
+    int64_t row_bytes;  // multiple of kVectorBytes
+    int64_t block_stride_rows;
+    int32_t rows_per_block;
+};
+
+// Rows of one layer in the host pool.
+struct HostRows {
+    uint8_t* rows;  // [num_rows, row_bytes] in pinned host memory
+    int64_t num_rows;
+    int64_t row_bytes;  // as on the device
+};
+
+// Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
+struct Residency {
+    int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
+    int32_t num_layers;  // that have this residency
+};
+
+struct StepTables {
+    const int32_t* state_indices;  // [num_device_blocks], -1 where a block is no request's first
+    const int32_t* handles;  // [batch], handle_stride elements apart
+    const int32_t* seq_lens;  // [batch]
+    const int32_t* hot_tables;  // [num_states, num_hot_blocks], requests hot_table_stride elements apart
+    const int32_t* num_hot_rows;  // [num_states]; null where no hot rows are looked for
+    const int32_t* host_tables;  // [num_states, num_host_blocks], requests host_table_stride elements apart
+    const int32_t* query_lens;  // [batch]; null: one each
+    int64_t handle_stride;
+    int64_t hot_table_stride;
+    int64_t host_table_stride;
+    int32_t num_device_blocks;
+    int32_t num_hot_blocks;
+    int32_t num_states;
+    int32_t num_host_blocks;
+    int32_t batch;
+    int32_t block_size;
+    int32_t max_query_len;
+};
+
+struct Resolved {
+    int32_t* hot_row_ids;  // [>= batch, num_columns]
+    int32_t* num_valid;  // [>= batch, max_query_len]
+    int64_t* miss_host_row_ids;  // [>= batch, num_columns]
+    int32_t* miss_hot_row_ids;  // [>= batch, num_columns]
+    int32_t* num_misses;  // [>= batch]
+    int32_t num_columns;  // max_query_len selections side by side
+};
+
+// Tables by KV head, as `UnitTables` in vllm_hisparse/ops/base.py describes them.
+struct UnitTables {
+    int64_t* request_indices;  // [max_query_len, max_batch]
+    int64_t* positions;  // [max_query_len, max_batch]
+    int64_t* num_tokens;  // [max_query_len, max_batch]
+    int32_t* tails;  // [max_batch * num_heads, max_query_len]
+    int32_t* handles;  // [max_batch * num_heads]
+    int32_t* num_units;  // [max_batch * num_heads]
+    int32_t* num_new_units;  // [max_batch * num_heads]
+    int32_t max_batch;
+    int32_t max_query_len;
+    int32_t num_heads;
+    int32_t head_stride;
+    int32_t tokens_per_unit;
+};
+
+// New keys and values of the decoding requests, and where they belong.
+struct NewTokens {
+    const uint8_t* keys;  // [batch, max_query_len, num_heads, head_bytes], tokens key_stride bytes apart
+    const uint8_t* values;  // [batch, max_query_len, num_heads, head_bytes], tokens value_stride bytes apart
+    int64_t key_stride;
+    int64_t value_stride;
+    const int64_t* num_tokens;  // [max_query_len, max_batch] of each new token's request up to it; 0: there is none
+    int32_t max_batch;
+    int32_t max_query_len;
+    int32_t num_heads;
+    int32_t head_bytes;  // multiple of kVectorBytes
+    int32_t tokens_per_unit;
+};
+
+// Bounds of pages, one layer; elements are bfloat16 or float16.
+struct PageBounds {
+    void* blocks;  // [num_blocks, pages_per_block, 2, num_heads, head_size]: minima, then maxima of a page
+    const int32_t* table;  // [num_requests, max_blocks]: each request's blocks
+    int64_t block_stride;  // elements from one block to the next, multiple of kLaneElements
+    int64_t table_stride;  // entries from one request to the next
+    int32_t pages_per_block;
+    int32_t max_pages;  // of a request
+    int32_t num_heads;
+    int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
+    int32_t page_size;
+};
+
+// Bounds of a page after its key at a position, at that modulo `count`.
+struct LatestBounds {
+    void* bounds;  // [num_requests, count, 2, num_heads, head_size]; null where the count is 0
+    int32_t count;  // 0: a new key comes after all keys of its page
+};
+
+// Rows of each layer, of the sizes that a launch gives beside it. Pointers beyond its layers may be null.
+struct LayerRows {
+    const uint8_t* hot[kMaxLayers];  // [hot.num_rows, hot.row_bytes]
+    uint8_t* host[kMaxLayers];  // [num_host_rows, hot.row_bytes] in pinned host memory
+};
+
+// Every launcher enqueues on the stream and returns what CUDA says; cudaErrorInvalidValue beyond the limits.
+
+// Find hits, choose victims and update the residency: `SwapInOps.resolve`.
+//
+// selected_positions: [batch, out.num_columns], requests selected_stride elements apart. hot: hot.rows is not read and may be null.
+// counts: [num_states, 2]. shares_device: kernels of other streams run at the same time, and are left most
+// multiprocessors.
+cudaError_t launch_resolve(
+    const Residency& residency,
+    const StepTables& tables,
+    const int32_t* selected_positions,
+    int64_t selected_stride,
+    const HotRows& hot,
+    int64_t* counts,
+    const Resolved& out,
+    bool shares_device,
+    cudaStream_t stream
+);
+
+// Copy missed rows to their hot slots: `SwapInOps.gather`.
+//
+// after_resolve: the launch before on this stream is that of `launch_resolve`; do not wait for its end to start.
+cudaError_t launch_gather(
+    const HostRows& host,
+    const HotRows& hot,
+    const Resolved& resolved,
+    int32_t batch,
+    bool shares_device,
+    bool after_resolve,
+    cudaStream_t stream
+);
+
+// Resolve, then gather, whose launch overlaps the resolution: `SwapInOps.swap_in`. Arguments as of these two.
+cudaError_t launch_swap_in(
+    const Residency& residency,
+    const StepTables& tables,
+    const int32_t* selected_positions,
+    int64_t selected_stride,
+    const HostRows& host,
+    const HotRows& hot,
+    int64_t* counts,
+    const Resolved& out,
+    bool shares_device,
+    cudaStream_t stream
+);
+
+// Move the valid ids of each selection to its front: `SwapInOps.compact`.
+//
+// row_ids: [num_selections, num_columns]. num_valid: [num_selections].
+cudaError_t launch_compact_rows(
+    int32_t* row_ids, int32_t* num_valid, int32_t num_selections, int32_t num_columns, cudaStream_t stream
+);
+
+// Flat id of the hot row of each request's new positions: `SwapInOps.newest_row_ids`.
+//
+// hot: of any layer; hot.rows is not read and may be null. out: [>= batch, max_query_len].
+cudaError_t launch_newest_row_ids(const StepTables& tables, const HotRows& hot, int64_t* out, cudaStream_t stream);
+
+// Copy each request's new rows of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
+//
+// hot: sizes of every layer; hot.rows is not read and may be null.
+cudaError_t launch_write_back(
+    const LayerRows& layers,
+    int32_t num_layers,
+    const HotRows& hot,
+    int64_t num_host_rows,
+    const StepTables& tables,
+    cudaStream_t stream
+);
+
+// Copy a request's first rows from the host: `SwapInOps.stage_rows`.
+//
+// host_table: [num_host_blocks]. staging: [num_rows, row_bytes]; rows of a block that is -1 keep what they hold.
+cudaError_t launch_stage_rows(
+    const HostRows& host,
+    const int32_t* host_table,
+    int32_t num_host_blocks,
+    int32_t block_size,
+    uint8_t* staging,
+    int32_t num_rows,
+    int64_t row_bytes,
+    cudaStream_t stream
+);
+
+// Copy new rows of a request to the host: `SwapInOps.save_rows`.
+//
+// rows: [num_rows, row_bytes], of the positions from `first` on. host_table: [num_host_blocks].
+cudaError_t launch_save_rows(
+    const uint8_t* rows,
+    int32_t first,
+    int32_t num_rows,
+    int64_t row_bytes,
+    const HostRows& host,
+    const int32_t* host_table,
+    int32_t num_host_blocks,
+    int32_t block_size,
+    cudaStream_t stream
+);
+
+// Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
+//
+// tables: by request, without blocks; num_device_blocks and num_states count parts and states of KV heads.
+cudaError_t launch_begin_units(const StepTables& tables, const UnitTables& out, cudaStream_t stream);
+
+// Put new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
+//
+// tables: by KV head, tables.batch = batch * num_heads. first_units: [num_states].
+cudaError_t launch_write_tokens(
+    const NewTokens& tokens,
+    const StepTables& tables,
+    const HotRows& hot,
+    const HostRows& host,
+    int32_t* first_units,
+    cudaStream_t stream
+);
+
+// The best units of each KV head, the newest last: `ops/select_units.py`.
+//
+// scores: [batch, num_heads, max_units]. num_tokens: [batch]. units: [batch, num_heads, num_selected].
+cudaError_t launch_select_units(
+    const float* scores,
+    const int64_t* num_tokens,
+    int32_t batch,
+    int32_t num_heads,
+    int32_t max_units,
+    int32_t tokens_per_unit,
+    int32_t num_selected,
+    int32_t* units,
+    cudaStream_t stream
+);
+
+// Take one new key per request into its page's bounds: `page_bounds.update`.
+//
+// request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride
+// elements apart. is_bfloat16: else the type is float16.
+cudaError_t launch_update_page_bounds(
+    const PageBounds& bounds,
+    const LatestBounds& latest,
+    const int64_t* request_indices,
+    const int64_t* positions,
+    const void* keys,
+    int64_t key_stride,
+    int32_t batch,
+    bool is_bfloat16,
+    cudaStream_t stream
+);
+
+// Upper bounds of the pages' scores: `page_bounds.scores`.
+//
+// request_indices, num_tokens: [batch]. query: [batch, num_heads * group, head_size] of the bounds' type, requests
+// query_stride elements apart. scores: [batch, num_heads, max_pages], written where a request has a page.
+cudaError_t launch_page_scores(
+    const PageBounds& bounds,
+    const int64_t* request_indices,
+    const int64_t* num_tokens,
+    const void* query,
+    int64_t query_stride,
+    int32_t group,
+    int32_t batch,
+    bool is_bfloat16,
+    float* scores,
+    cudaStream_t stream
+);
+
+}  // namespace hisparse

@@ -1,0 +1,536 @@
+// What Python calls, over TVM FFI: the structs that kernels take are made here from tensors, which are checked once, and
+// passed on as objects.
+#include <algorithm>
+#include <type_traits>
+
+#include <tvm/ffi/tvm_ffi.h>
+
+#include "arguments.h"
+
+namespace hisparse {
+namespace {
+
+namespace ffi = tvm::ffi;
+using ffi::Optional;
+using ffi::TensorView;
+
+// A struct of arguments as an object of Python.
+template <typename T>
+struct TypeKey;
+
+template <typename T>
+class ArgumentsObj : public ffi::Object {
+public:
+    T value;
+
+    explicit ArgumentsObj(const T& value) : value(value) {}
+    TVM_FFI_DECLARE_OBJECT_INFO_FINAL(TypeKey<T>::value, ArgumentsObj<T>, ffi::Object);
+};
+
+template <typename T>
+class Arguments : public ffi::ObjectRef {
+public:
+    explicit Arguments(const T& value) : ffi::ObjectRef(ffi::make_object<ArgumentsObj<T>>(value)) {}
+    const T& operator*() const { return get()->value; }
+    TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Arguments, ffi::ObjectRef, ArgumentsObj<T>);
+};
+
+// Layers of one launch of `write_back`: their rows, the sizes that all of them have, host rows of the smallest.
+struct LayerGroup {
+    LayerRows rows;
+    int32_t num_layers;
+    HotRows sizes;
+    int64_t num_host_rows;
+};
+
+template <>
+struct TypeKey<HotRows> {
+    static constexpr const char* value = "vllm_hisparse.HotRows";
+};
+template <>
+struct TypeKey<Residency> {
+    static constexpr const char* value = "vllm_hisparse.Residency";
+};
+template <>
+struct TypeKey<StepTables> {
+    static constexpr const char* value = "vllm_hisparse.StepTables";
+};
+template <>
+struct TypeKey<Resolved> {
+    static constexpr const char* value = "vllm_hisparse.Resolved";
+};
+template <>
+struct TypeKey<UnitTables> {
+    static constexpr const char* value = "vllm_hisparse.UnitTables";
+};
+template <>
+struct TypeKey<LayerGroup> {
+    static constexpr const char* value = "vllm_hisparse.LayerGroup";
+};
+
+void check(bool holds, const char* what) {
+    if (!holds) TVM_FFI_THROW(ValueError) << what;
+}
+
+void check(cudaError_t error) {
+    if (error != cudaSuccess) {
+        TVM_FFI_THROW(RuntimeError) << cudaGetErrorString(error) << " (CUDA error " << static_cast<int>(error) << ")";
+    }
+}
+
+cudaStream_t stream_of(int64_t stream) {
+    return reinterpret_cast<cudaStream_t>(stream);
+}
+
+template <typename T>
+bool has_type(const TensorView& tensor) {
+    const DLDataType type = tensor.dtype();
+    const auto code = std::is_floating_point_v<T> ? kDLFloat : kDLInt;
+    return type.code == code && type.bits == 8 * sizeof(T) && type.lanes == 1;
+}
+
+// Elements of a tensor whose type is checked.
+template <typename T>
+T* elements(const TensorView& tensor, const char* name) {
+    if (!has_type<T>(tensor)) TVM_FFI_THROW(TypeError) << name << " is of another dtype: " << tensor.dtype();
+    return static_cast<T*>(tensor.data_ptr());
+}
+
+// The same of a contiguous tensor.
+template <typename T>
+T* contiguous(const TensorView& tensor, const char* name) {
+    if (!tensor.IsContiguous()) TVM_FFI_THROW(ValueError) << name << " is not contiguous";
+    return elements<T>(tensor, name);
+}
+
+// The same of a matrix with contiguous rows.
+template <typename T>
+T* matrix(const TensorView& tensor, const char* name) {
+    const bool has_rows = tensor.ndim() == 2 && (tensor.stride(1) == 1 || tensor.size(1) == 1);
+    if (!has_rows) TVM_FFI_THROW(ValueError) << name << " is no matrix with contiguous rows";
+    return elements<T>(tensor, name);
+}
+
+int64_t element_bytes(const TensorView& tensor) {
+    return tensor.dtype().bits * tensor.dtype().lanes / 8;
+}
+
+int64_t row_bytes_of(const TensorView& rows) {
+    check(rows.IsContiguous() && rows.ndim() == 2, "rows must be a contiguous matrix");
+    const int64_t num_bytes = rows.size(1) * element_bytes(rows);
+    check(num_bytes % kVectorBytes == 0, "rows must be a multiple of 16 bytes");
+    return num_bytes;
+}
+
+HostRows host_rows_of(const TensorView& rows) {
+    return {static_cast<uint8_t*>(rows.data_ptr()), rows.size(0), row_bytes_of(rows)};
+}
+
+HostRows host_rows_of(const TensorView& rows, const HotRows& hot) {
+    const HostRows host = host_rows_of(rows);
+    check(host.row_bytes == hot.row_bytes, "host and device rows are of different sizes");
+    return host;
+}
+
+const int32_t* host_table_of(const TensorView& table) {
+    check(table.ndim() == 1, "a host table has one dimension");
+    return contiguous<int32_t>(table, "host_table");
+}
+
+// The objects
+
+Arguments<HotRows> hot_rows(TensorView rows, int32_t rows_per_block, int64_t block_stride_rows) {
+    const auto first = static_cast<uint8_t*>(rows.data_ptr());
+    return Arguments<HotRows>({first, rows.size(0), row_bytes_of(rows), block_stride_rows, rows_per_block});
+}
+
+Arguments<Residency> residency(TensorView entries, int32_t num_layers) {
+    check(entries.ndim() == 2 && entries.size(1) == 2, "a residency has two columns");
+    return Arguments<Residency>({reinterpret_cast<int2*>(contiguous<int32_t>(entries, "residency")), num_layers});
+}
+
+StepTables requests_of(
+    const TensorView& state_indices,
+    const TensorView& handles,
+    const TensorView& seq_lens,
+    const Optional<TensorView>& query_lens
+) {
+    check(handles.ndim() == 1 && handles.size(0) == seq_lens.size(0), "handles and lengths are of other batches");
+    StepTables tables{};
+    tables.state_indices = contiguous<int32_t>(state_indices, "state_indices");
+    tables.handles = elements<int32_t>(handles, "handles");
+    tables.seq_lens = contiguous<int32_t>(seq_lens, "seq_lens");
+    if (query_lens.has_value()) tables.query_lens = contiguous<int32_t>(query_lens.value(), "query_lens");
+    tables.handle_stride = handles.stride(0);
+    tables.num_device_blocks = static_cast<int32_t>(state_indices.size(0));
+    tables.batch = static_cast<int32_t>(seq_lens.size(0));
+    return tables;
+}
+
+Arguments<StepTables> step_tables(
+    TensorView state_indices,
+    TensorView handles,
+    TensorView seq_lens,
+    TensorView hot_tables,
+    TensorView num_hot_rows,
+    TensorView host_tables,
+    int32_t block_size,
+    Optional<TensorView> query_lens,
+    int32_t max_query_len
+) {
+    StepTables tables = requests_of(state_indices, handles, seq_lens, query_lens);
+    tables.hot_tables = matrix<int32_t>(hot_tables, "hot_tables");
+    tables.num_hot_rows = contiguous<int32_t>(num_hot_rows, "num_hot_rows");
+    tables.host_tables = matrix<int32_t>(host_tables, "host_tables");
+    tables.hot_table_stride = hot_tables.stride(0);
+    tables.host_table_stride = host_tables.stride(0);
+    tables.num_hot_blocks = static_cast<int32_t>(hot_tables.size(1));
+    tables.num_states = static_cast<int32_t>(host_tables.size(0));
+    tables.num_host_blocks = static_cast<int32_t>(host_tables.size(1));
+    tables.block_size = block_size;
+    tables.max_query_len = max_query_len;
+    return Arguments<StepTables>(tables);
+}
+
+Arguments<Resolved> resolved(
+    TensorView hot_row_ids,
+    TensorView num_valid,
+    TensorView miss_host_row_ids,
+    TensorView miss_hot_row_ids,
+    TensorView num_misses
+) {
+    check(hot_row_ids.ndim() == 2, "hot_row_ids is no matrix");
+    return Arguments<Resolved>({
+        contiguous<int32_t>(hot_row_ids, "hot_row_ids"),
+        contiguous<int32_t>(num_valid, "num_valid"),
+        contiguous<int64_t>(miss_host_row_ids, "miss_host_row_ids"),
+        contiguous<int32_t>(miss_hot_row_ids, "miss_hot_row_ids"),
+        contiguous<int32_t>(num_misses, "num_misses"),
+        static_cast<int32_t>(hot_row_ids.size(1)),
+    });
+}
+
+Arguments<UnitTables> unit_tables(
+    TensorView request_indices,
+    TensorView positions,
+    TensorView num_tokens,
+    TensorView tails,
+    TensorView handles,
+    TensorView num_units,
+    TensorView num_new_units,
+    int32_t num_heads,
+    int32_t head_stride,
+    int32_t tokens_per_unit
+) {
+    return Arguments<UnitTables>({
+        contiguous<int64_t>(request_indices, "request_indices"),
+        contiguous<int64_t>(positions, "positions"),
+        contiguous<int64_t>(num_tokens, "num_tokens"),
+        contiguous<int32_t>(tails, "tails"),
+        contiguous<int32_t>(handles, "handles"),
+        contiguous<int32_t>(num_units, "num_units"),
+        contiguous<int32_t>(num_new_units, "num_new_units"),
+        static_cast<int32_t>(positions.size(1)),
+        static_cast<int32_t>(positions.size(0)),
+        num_heads,
+        head_stride,
+        tokens_per_unit,
+    });
+}
+
+Arguments<LayerGroup> layer_group(ffi::Array<Arguments<HotRows>> hot, ffi::Array<ffi::Tensor> host) {
+    check(
+        hot.size() == host.size() && !hot.empty() && hot.size() <= kMaxLayers, "as many hot as host layers, at most 128"
+    );
+    LayerGroup group{};
+    group.num_layers = static_cast<int32_t>(hot.size());
+    group.sizes = *hot[0];
+    group.num_host_rows = host[0].size(0);
+    for (size_t index = 0; index < hot.size(); ++index) {
+        const HotRows& rows = *hot[index];
+        const HostRows home = host_rows_of(TensorView(host[index]), rows);
+        const bool is_alike = rows.row_bytes == group.sizes.row_bytes
+                              && rows.block_stride_rows == group.sizes.block_stride_rows
+                              && rows.rows_per_block == group.sizes.rows_per_block;
+        check(is_alike, "layers are of unequal sizes");
+        group.rows.hot[index] = rows.rows;
+        group.rows.host[index] = home.rows;
+        group.sizes.num_rows = std::min(group.sizes.num_rows, rows.num_rows);
+        group.num_host_rows = std::min(group.num_host_rows, home.num_rows);
+    }
+    return Arguments<LayerGroup>(group);
+}
+
+// The launches
+
+// Selections of a launch: [batch, columns].
+const int32_t* selected_of(const TensorView& selected, const StepTables& tables, const Resolved& out) {
+    check(selected.size(0) == tables.batch && selected.size(1) == out.num_columns, "selections of other sizes");
+    return matrix<int32_t>(selected, "selected");
+}
+
+void resolve(
+    Arguments<Residency> residency,
+    Arguments<StepTables> tables,
+    TensorView selected_positions,
+    Arguments<HotRows> hot,
+    TensorView counts,
+    Arguments<Resolved> out,
+    int64_t stream
+) {
+    const int32_t* columns = selected_of(selected_positions, *tables, *out);
+    int64_t* counters = contiguous<int64_t>(counts, "counts");
+    check(launch_resolve(
+        *residency, *tables, columns, selected_positions.stride(0), *hot, counters, *out, false, stream_of(stream)
+    ));
+}
+
+void gather(
+    TensorView host,
+    Arguments<HotRows> hot,
+    Arguments<Resolved> resolved,
+    int32_t batch,
+    bool shares_device,
+    int64_t stream
+) {
+    check(launch_gather(host_rows_of(host, *hot), *hot, *resolved, batch, shares_device, false, stream_of(stream)));
+}
+
+void swap_in(
+    Arguments<Residency> residency,
+    Arguments<StepTables> tables,
+    TensorView selected_positions,
+    TensorView host,
+    Arguments<HotRows> hot,
+    TensorView counts,
+    Arguments<Resolved> out,
+    bool shares_device,
+    int64_t stream
+) {
+    const int32_t* columns = selected_of(selected_positions, *tables, *out);
+    int64_t* counters = contiguous<int64_t>(counts, "counts");
+    const HostRows rows = host_rows_of(host, *hot);
+    check(launch_swap_in(
+        *residency, *tables, columns, selected_positions.stride(0), rows, *hot, counters, *out, shares_device,
+        stream_of(stream)
+    ));
+}
+
+void compact_rows(TensorView row_ids, TensorView num_valid, int64_t stream) {
+    check(row_ids.ndim() == 2 && num_valid.size(0) == row_ids.size(0), "ids and counts are of other selections");
+    int32_t* ids = contiguous<int32_t>(row_ids, "row_ids");
+    int32_t* counts = contiguous<int32_t>(num_valid, "num_valid");
+    const auto num_selections = static_cast<int32_t>(row_ids.size(0));
+    check(launch_compact_rows(ids, counts, num_selections, static_cast<int32_t>(row_ids.size(1)), stream_of(stream)));
+}
+
+void newest_row_ids(Arguments<StepTables> tables, Arguments<HotRows> hot, TensorView out, int64_t stream) {
+    const StepTables& step = *tables;
+    check(out.size(0) >= static_cast<int64_t>(step.batch) * step.max_query_len, "out is too short");
+    check(launch_newest_row_ids(step, *hot, contiguous<int64_t>(out, "out"), stream_of(stream)));
+}
+
+void write_back(Arguments<LayerGroup> layers, Arguments<StepTables> tables, int64_t stream) {
+    const LayerGroup& group = *layers;
+    check(
+        launch_write_back(group.rows, group.num_layers, group.sizes, group.num_host_rows, *tables, stream_of(stream))
+    );
+}
+
+void stage_rows(TensorView host, TensorView host_table, int32_t block_size, TensorView staging, int64_t stream) {
+    const HostRows rows = host_rows_of(host);
+    check(row_bytes_of(staging) == rows.row_bytes, "host and device rows are of different sizes");
+    check(launch_stage_rows(
+        rows, host_table_of(host_table), static_cast<int32_t>(host_table.size(0)), block_size,
+        static_cast<uint8_t*>(staging.data_ptr()), static_cast<int32_t>(staging.size(0)), rows.row_bytes,
+        stream_of(stream)
+    ));
+}
+
+void save_rows(
+    TensorView rows, int32_t first, TensorView host, TensorView host_table, int32_t block_size, int64_t stream
+) {
+    const HostRows homes = host_rows_of(host);
+    check(row_bytes_of(rows) == homes.row_bytes, "host and device rows are of different sizes");
+    check(launch_save_rows(
+        static_cast<const uint8_t*>(rows.data_ptr()), first, static_cast<int32_t>(rows.size(0)), homes.row_bytes, homes,
+        host_table_of(host_table), static_cast<int32_t>(host_table.size(0)), block_size, stream_of(stream)
+    ));
+}
+
+// num_states: of the tables by KV head, that of no request included.
+void begin_units(
+    TensorView handles,
+    TensorView seq_lens,
+    Optional<TensorView> query_lens,
+    TensorView state_indices,
+    int32_t num_states,
+    Arguments<UnitTables> out,
+    int64_t stream
+) {
+    StepTables tables = requests_of(state_indices, handles, seq_lens, query_lens);
+    tables.num_states = num_states;
+    check(launch_begin_units(tables, *out, stream_of(stream)));
+}
+
+// Bytes from one token's heads to the next; the heads of a token lie side by side.
+int64_t token_stride(const TensorView& tokens, int64_t head_bytes) {
+    check(tokens.ndim() == 3 && tokens.stride(2) == 1, "tokens must be [tokens, heads, elements]");
+    check(tokens.size(1) == 1 || tokens.stride(1) == tokens.size(2), "heads must lie side by side");
+    const int64_t stride = tokens.stride(0) * element_bytes(tokens);
+    check(head_bytes % kVectorBytes == 0 && stride % kVectorBytes == 0, "heads must be a multiple of 16 bytes");
+    return stride;
+}
+
+void write_tokens(
+    TensorView key,
+    TensorView value,
+    Arguments<UnitTables> units,
+    Arguments<StepTables> tables,
+    Arguments<HotRows> hot,
+    TensorView host,
+    TensorView first_units,
+    int64_t stream
+) {
+    const int64_t head_bytes = key.size(2) * element_bytes(key);
+    const UnitTables& by_unit = *units;
+    const NewTokens tokens{
+        static_cast<const uint8_t*>(key.data_ptr()),
+        static_cast<const uint8_t*>(value.data_ptr()),
+        token_stride(key, head_bytes),
+        token_stride(value, head_bytes),
+        by_unit.num_tokens,
+        by_unit.max_batch,
+        by_unit.max_query_len,
+        by_unit.num_heads,
+        static_cast<int32_t>(head_bytes),
+        by_unit.tokens_per_unit,
+    };
+    check(launch_write_tokens(
+        tokens, *tables, *hot, host_rows_of(host, *hot), contiguous<int32_t>(first_units, "first_units"),
+        stream_of(stream)
+    ));
+}
+
+void select_units(TensorView scores, TensorView num_tokens, int32_t tokens_per_unit, TensorView units, int64_t stream) {
+    check(scores.ndim() == 3 && units.ndim() == 3, "scores and units have three dimensions");
+    check(launch_select_units(
+        contiguous<float>(scores, "scores"), contiguous<int64_t>(num_tokens, "num_tokens"),
+        static_cast<int32_t>(scores.size(0)), static_cast<int32_t>(scores.size(1)),
+        static_cast<int32_t>(scores.size(2)), tokens_per_unit, static_cast<int32_t>(units.size(2)),
+        contiguous<int32_t>(units, "units"), stream_of(stream)
+    ));
+}
+
+bool is_bfloat16(const TensorView& tensor) {
+    const DLDataType type = tensor.dtype();
+    const bool is_known = (type.code == kDLBfloat || type.code == kDLFloat) && type.bits == 16;
+    if (!is_known) TVM_FFI_THROW(TypeError) << "bounds and vectors are bfloat16 or float16, not " << type;
+    return type.code == kDLBfloat;
+}
+
+// Bounds of pages, and vectors of their type: [batch, heads, head_size].
+PageBounds page_bounds_of(
+    const TensorView& table, const TensorView& blocks, const TensorView& vectors, int32_t page_size, int32_t max_pages
+) {
+    const auto size = static_cast<int32_t>(blocks.size(4));
+    check(blocks.ndim() == 5 && vectors.ndim() == 3, "bounds have five dimensions, vectors three");
+    check(is_bfloat16(blocks) == is_bfloat16(vectors), "bounds and vectors are of different dtypes");
+    check(reinterpret_cast<uintptr_t>(blocks.data_ptr()) % kVectorBytes == 0, "pages are not aligned");
+    const bool is_dense = blocks.stride(4) == 1 && blocks.stride(3) == size && blocks.stride(2) == blocks.size(3) * size
+                          && blocks.stride(1) == 2 * blocks.stride(2);
+    check(is_dense, "pages are scattered");
+    check(vectors.stride(2) == 1 && (vectors.size(1) == 1 || vectors.stride(1) == size), "heads lie apart");
+    check(vectors.stride(0) % 8 == 0 && blocks.stride(0) % 8 == 0, "vectors of 8 elements only");
+    return {
+        blocks.data_ptr(),
+        matrix<int32_t>(table, "table"),
+        blocks.stride(0),
+        table.stride(0),
+        static_cast<int32_t>(blocks.size(1)),
+        max_pages,
+        static_cast<int32_t>(blocks.size(3)),
+        size,
+        page_size,
+    };
+}
+
+void update_page_bounds(
+    TensorView table,
+    TensorView blocks,
+    TensorView latest,
+    TensorView request_indices,
+    TensorView keys,
+    TensorView positions,
+    int32_t page_size,
+    int64_t stream
+) {
+    const PageBounds bounds = page_bounds_of(table, blocks, keys, page_size, 0);
+    const auto num_latest = static_cast<int32_t>(latest.size(1));
+    if (num_latest > 0) {
+        check(latest.IsContiguous() && is_bfloat16(latest) == is_bfloat16(blocks), "latest bounds are scattered");
+    }
+    check(launch_update_page_bounds(
+        bounds, {num_latest > 0 ? latest.data_ptr() : nullptr, num_latest},
+        contiguous<int64_t>(request_indices, "request_indices"), contiguous<int64_t>(positions, "positions"),
+        keys.data_ptr(), keys.stride(0), static_cast<int32_t>(request_indices.size(0)), is_bfloat16(keys),
+        stream_of(stream)
+    ));
+}
+
+void page_scores(
+    TensorView table,
+    TensorView blocks,
+    TensorView request_indices,
+    TensorView query,
+    TensorView num_tokens,
+    int32_t page_size,
+    TensorView scores,
+    int64_t stream
+) {
+    const PageBounds bounds = page_bounds_of(table, blocks, query, page_size, static_cast<int32_t>(scores.size(2)));
+    check(launch_page_scores(
+        bounds, contiguous<int64_t>(request_indices, "request_indices"), contiguous<int64_t>(num_tokens, "num_tokens"),
+        query.data_ptr(), query.stride(0), static_cast<int32_t>(query.size(1)) / bounds.num_heads,
+        static_cast<int32_t>(query.size(0)), is_bfloat16(query), contiguous<float>(scores, "scores"), stream_of(stream)
+    ));
+}
+
+// The limits that the library was built with, by their names in vllm_hisparse/ops/limits.py.
+ffi::Map<ffi::String, int64_t> limits() {
+    return {
+        {"INTERFACE_VERSION", kInterfaceVersion},
+        {"MAX_AGE", kMaxAge},
+        {"MAX_TOP_K", kMaxTopK},
+        {"MAX_QUERY_LEN", kMaxQueryLen},
+        {"MAX_COLUMNS", kMaxColumns},
+        {"MAX_HOT_ROWS", kMaxHotRows},
+        {"MAX_LAYERS", kMaxLayers},
+        {"NUM_STREAMS", kNumStreams},
+        {"VECTOR_BYTES", kVectorBytes},
+    };
+}
+
+}  // namespace
+}  // namespace hisparse
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(limits, hisparse::limits);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hot_rows, hisparse::hot_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(residency, hisparse::residency);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(step_tables, hisparse::step_tables);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolved, hisparse::resolved);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unit_tables, hisparse::unit_tables);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_group, hisparse::layer_group);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, hisparse::gather);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(swap_in, hisparse::swap_in);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_rows, hisparse::compact_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(newest_row_ids, hisparse::newest_row_ids);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_back, hisparse::write_back);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(stage_rows, hisparse::stage_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(save_rows, hisparse::save_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(begin_units, hisparse::begin_units);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, hisparse::write_tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_units, hisparse::select_units);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_page_bounds, hisparse::update_page_bounds);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_scores, hisparse::page_scores);
