@@ -115,14 +115,14 @@ class ObjTier(TierOptions):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address stands for the host itself, by its looks: nothing is looked up."""
+    """True if a name or address stands for the host itself, by its looks: nothing is looked up."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
 
 
 def is_unspecified(host: str) -> bool:
-    """Whether an address stands for all interfaces, at which nobody can call."""
+    """True if an address stands for all interfaces, at which nobody can call."""
     with suppress(ValueError):
         return ip_address(host).is_unspecified
     return host == "*"

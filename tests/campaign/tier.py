@@ -52,7 +52,7 @@ class Mood(Enum):
 
 
 class Store:
-    """What the tiers of all engines store, how it answers, and the time.
+    """The store behind the tiers of all engines, its answers, and the time.
 
     Args:
         rng: of the world.
@@ -93,11 +93,11 @@ class Store:
             )
 
     def is_long_healthy(self) -> bool:
-        """Whether whoever has asked for something has an answer by now."""
+        """True if whoever has asked for something has an answer by now."""
         return self.mood is Mood.HEALTHY and self.now > self.since + TIMEOUT_S and self.step > self.since_step + 10
 
     def finds(self, num_polls: int) -> bool:
-        """Whether it says whether it has a block, for which it was asked so often."""
+        """True if it says whether it has a block, for which it was asked so often."""
         if self.mood is Mood.TRICKLING and self.now >= self._next_block_at:
             self._next_block_at = self.now + 0.9 * TIMEOUT_S
             return True

@@ -324,7 +324,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def engine_config(drafts: SimpleNamespace | None = None, load_format: str = "auto", **model: Any) -> SimpleNamespace:
-    """What an identity reads of a `VllmConfig`."""
+    """The part of a `VllmConfig` that an identity reads."""
     options = {"model": "some/model", "revision": None, "dtype": "torch.float32", "quantization": None}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**options, "hf_overrides": {}, **model}),
