@@ -131,8 +131,9 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster):
 def test_samples_leave_nothing_on_the_prefill_side(cluster: Cluster):
     """The prefill side computes every sample; the decode side pulls one, and the lease of the others is long."""
     prompt, held = make_prompt(300, seed=14), cluster.prefill.metric("kv_cache_usage_perc")
-    reply = cluster.prefill.complete(prompt, 1, dict(DO_PREFILL), n=3, temperature=1)
-    choices = cluster.decode.complete(prompt, 6, reply["kv_transfer_params"], n=3)["choices"]
+    samples = {"n": 3, "temperature": 1, "top_k": 1}  # greedy, which vLLM allows for one sample only
+    transfer = cluster.prefill.complete(prompt, 1, dict(DO_PREFILL), **samples)["kv_transfer_params"]
+    choices = cluster.decode.complete(prompt, 6, transfer, **samples)["choices"]
     expected = tokens_of(cluster.prefill.complete(prompt, 6))[0]
     assert [choice["token_ids"] for choice in choices] == [expected] * 3
 
