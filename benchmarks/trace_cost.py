@@ -61,7 +61,7 @@ def step(buffer: MLAHotBuffer, selections: torch.Tensor, newest: int) -> None:
     handles = torch.arange(1, selections.shape[1] + 1, dtype=torch.int32)
     buffer.step.plan(handles, torch.full((len(handles),), newest + 1, dtype=torch.int32))
     for layer, selected in enumerate(selections):
-        buffer.swap_in(layer, selected)
+        buffer.swap_in_of(layer)(selected)
 
 
 def measure(num_requests: int, num_layers: int, top_k: int, context: int, num_steps: int) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: P
     for index, impl in enumerate(worker.impls):
         worker.hot_buffer.add_layer(HotRows.from_cache(impl.cache[:, 0]), impl.host_rows.flatten(0, 1))
         worker.hot_buffer.step.plan(torch.tensor([3], dtype=torch.int32), torch.tensor([71], dtype=torch.int32))
-        worker.hot_buffer.swap_in(index, torch.arange(32, dtype=torch.int32)[None])
+        worker.hot_buffer.swap_in_of(index)(torch.arange(32, dtype=torch.int32)[None])
     worker.shutdown()
     trace = Trace.read(tmp_path / "traces" / "3-000001.trace")
     assert (trace.model, trace.top_k, trace.layers, trace.row_bytes) == ("some", 32, tuple(HOT_LAYERS), WIDTH * 4)

@@ -48,7 +48,7 @@ class QueryLens:
     def find(
         self, common: CommonAttentionMetadata, num_decodes: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `DecodeStep.plan` has to know of the first `num_decodes` requests: `query_lens`, `places`."""
+        """What `DecodeStep.plan` has to know of the first `num_decodes` requests: `query_lens`, `query_indices`."""
         if self.max_query_len == 1:
             return None, None
         query_lens, starts = self._lens[:num_decodes], common.query_start_loc
@@ -58,5 +58,5 @@ class QueryLens:
         if ((lens == self.max_query_len) | (lens == 0)).all():
             return query_lens, None
         moved = torch.arange(num_decodes) * self.max_query_len - starts[:-1]
-        places = torch.arange(int(starts[-1])) + moved.repeat_interleave(lens)
-        return query_lens, places.to(self.device, non_blocking=True)
+        query_indices = torch.arange(int(starts[-1])) + moved.repeat_interleave(lens)
+        return query_lens, query_indices.to(self.device, non_blocking=True)

@@ -140,9 +140,9 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         step.begin(self.layer_index)
         row_ids = step.newest_row_ids[: decode_tokens.numel()].view_as(decode_tokens)
         self.hot.rows[row_ids[is_token]] = new_rows[tokens]
-        top_k = self.topk_indices_buffer[decode_tokens].where(is_token[:, :, None], -1)
-        resolved = self.hot_buffer.swap_in(self.layer_index, top_k.flatten(1))
-        selected = resolved.hot_row_ids[:batch].view_as(top_k)[is_token]
+        selected_positions = self.topk_indices_buffer[decode_tokens].where(is_token[:, :, None], -1)
+        resolved = self.swap_in(selected_positions.flatten(1))
+        selected = resolved.hot_row_ids[:batch].view_as(selected_positions)[is_token]
         out[tokens] = self.attend(query[tokens], self.hot.rows, selected)
         step.finish(self.layer_index)
 

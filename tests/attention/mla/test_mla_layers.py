@@ -23,7 +23,7 @@ from vllm_hisparse.attention.mla.base import NewRows
 from vllm_hisparse.cpu.mla import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.ops.base import Resolved
+from vllm_hisparse.kv_manager.rows.swap_in import SharingSwapIn
 
 LATENT, ROPE, NUM_HEADS, SCALE = 6, 2, 3, 0.4
 WIDTH = LATENT + ROPE
@@ -167,17 +167,13 @@ class LazyStreams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.copies: list[Callable[[], None]] = []
         self.num_waits, self._on_second = 0, False
-        swap_in = MLAHotBuffer.swap_in
+        copy_rows = SharingSwapIn.__call__
 
-        def swap_in_later(
-            buffer: MLAHotBuffer, layer_index: int, top_k: torch.Tensor, requests: None = None
-        ) -> Resolved:
-            assert buffer.selects[layer_index] != self._on_second
-            copy = partial(swap_in, buffer, layer_index, top_k)
-            self.copies.append(copy) if self._on_second else copy()
-            return buffer.step.resolved
+        def copy_later(swap_in: SharingSwapIn, *selection: Any) -> None:
+            assert self._on_second
+            self.copies.append(partial(copy_rows, swap_in, *selection))
 
-        monkeypatch.setattr(MLAHotBuffer, "swap_in", swap_in_later)
+        monkeypatch.setattr(SharingSwapIn, "__call__", copy_later)
         stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=self._wait)
         for name, value in (("Stream", lambda _: stream), ("current_stream", lambda: stream), ("Event", self._event)):
             monkeypatch.setattr(torch.cuda, name, value)
@@ -215,7 +211,8 @@ class Model:
         self.hot_blocks = -(-(num_slots + query_len) // ROWS_PER_BLOCK)
         sizes = 3, 4, NUM_LAYERS, TOP_K, MAX_TOKENS // BLOCK_SIZE, BLOCK_SIZE, NUM_DEVICE_BLOCKS
         shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, query_len)
-        self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects)
+        copies_ahead = impl_class is not HotMLACpuImpl
+        self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects, copies_ahead)
         self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))
         self.device = torch.full((NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH), float("nan"))
         self.top_k = torch.full((MAX_BATCH_TOKENS, TOP_K), -1, dtype=torch.int32)

@@ -94,7 +94,7 @@ def run(
 
     monkeypatch.setattr(waves, "get_forward_context", lambda: context[0])
     monkeypatch.setattr(waves, "override_forward_context", override)
-    buffer = SimpleNamespace(copies=SimpleNamespace(streams=[stream("second"), stream("third"), stream("unused")]))
+    buffer = SimpleNamespace(streams=[stream("second"), stream("third"), stream("unused")])
     impl = SimpleNamespace(hot_buffer=buffer, of_wave=lambda wave: f"impl of {wave.requests.start}")
     num_tokens = 4 * query_len
     layer = Layer(impl)

@@ -104,7 +104,7 @@ class Life:
         key, value = new.split(HEAD_SIZE, -1)
         buffer.step.write_tokens(0, key.contiguous(), value.contiguous())
         units = [self.select(num_known + i + 1 if i < num_new else 0) for i in range(self.query_len)]
-        resolved = buffer.swap_in(0, torch.cat(units, 1))
+        resolved = buffer.swap_in_of(0)(torch.cat(units, 1))
         expected = torch.cat((self.tokens, new[:num_new]))
         rows = self.hot.rows.view(-1, PER_UNIT, 2 * HEAD_SIZE)
         for head, (selected, row_ids) in enumerate(zip(torch.cat(units, 1), resolved.hot_row_ids, strict=False)):

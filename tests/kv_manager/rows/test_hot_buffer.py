@@ -50,7 +50,7 @@ def decode(buffer: MLAHotBuffer, layer: int, *requests: tuple[int, int, list[int
     handles, newest, selections = zip(*requests, strict=True)
     buffer.step.plan(tensor(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
     padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
-    return buffer.swap_in(layer, torch.tensor(padded, dtype=torch.int32))
+    return buffer.swap_in_of(layer)(torch.tensor(padded, dtype=torch.int32))
 
 
 def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def test_rows_of_the_last_step_are_empty_when_the_first_block_goes() -> None:
     buffer.change_hot_tables({40: (0, [40, 50, 55])})
     query_lens = torch.tensor([3], dtype=torch.int32)
     buffer.step.plan(tensor(40), query_lens + 8, query_lens)
-    buffer.swap_in(0, torch.full((1, 3 * TOP_K), -1, dtype=torch.int32))
+    buffer.swap_in_of(0)(torch.full((1, 3 * TOP_K), -1, dtype=torch.int32))
     assert hot(buffer, 0, 50)[:4] == [-1, 8, 9, 10]
     buffer.change_hot_tables({40: (0, [50, 55])})
     assert hot(buffer, 0, 50)[:4] == [-1] * 4, "a position may be computed again, and not in this row"

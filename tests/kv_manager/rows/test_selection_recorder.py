@@ -51,7 +51,7 @@ def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
 def step(buffer: MLAHotBuffer, newest: dict[int, int], selections: torch.Tensor) -> torch.Tensor:
     """All layers of one step: newest position by handle, [layers, requests, TOP_K] selections; returns the misses."""
     buffer.step.plan(torch.tensor([*newest]).int(), torch.tensor([*newest.values()]).int() + 1)
-    return torch.stack([buffer.swap_in(i, part.clone()).num_misses.clone() for i, part in enumerate(selections)])
+    return torch.stack([buffer.swap_in_of(i)(part.clone()).num_misses.clone() for i, part in enumerate(selections)])
 
 
 def draw(generator: torch.Generator, newest: dict[int, int]) -> torch.Tensor:

@@ -173,6 +173,7 @@ class HotGQAImpl(FlashAttentionImpl):
         per_unit, width = self.algorithm.tokens_per_unit, 2 * self.head_size
         self.hot, self.host_rows = view_units(cache, hot_buffer.heads), host_rows.flatten(0, 1)
         hot_buffer.add_layer(self.hot, host_rows.view(-1, per_unit * width))
+        self.swap_in = hot_buffer.swap_in_of(layer_index)
         self.staging = WholeBlockStaging(hot_buffer)
         # Units as the kernel's pages of one KV head: [num_units, tokens per unit, 1, head_size] each.
         pages = self.hot.rows.view(-1, per_unit, 1, width)
@@ -216,10 +217,10 @@ class HotGQAImpl(FlashAttentionImpl):
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        query, key, value = (step.by_place(rows) for rows in (query, key, value))
-        units = self.hot_buffer.select(self.layer_index, key, query)
+        query, key, value = (step.pad_queries(rows) for rows in (query, key, value))
+        selected_unit_ids = self.hot_buffer.select(self.layer_index, key, query)
         step.write_tokens(self.layer_index, key, value)
-        resolved = self.hot_buffer.swap_in(self.layer_index, units)
+        resolved = self.swap_in(selected_unit_ids)
         if self.max_query_len == 1:
             self._attend(self._by_head(query), resolved, self._by_head(output))  # a view: the order is the tokens'
         else:
@@ -227,7 +228,7 @@ class HotGQAImpl(FlashAttentionImpl):
             out = torch.empty_like(by_head)
             self._attend(by_head, resolved, out)
             out = out.view(-1, self.num_kv_heads, self.max_query_len, *out.shape[1:]).transpose(1, 2)
-            output.copy_(step.by_token(out.reshape(query.shape), len(output)))
+            output.copy_(step.unpad_queries(out.reshape(query.shape), len(output)))
         step.finish(self.layer_index)
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
@@ -235,7 +236,7 @@ class HotGQAImpl(FlashAttentionImpl):
         head_size].
 
         Args:
-            rows: [batch * max_query_len, num_heads, head_size], by place.
+            rows: [batch * max_query_len, num_heads, head_size], padded.
         """
         by_request = rows.unflatten(0, (-1, self.max_query_len)).unflatten(2, (self.num_kv_heads, -1))
         return by_request.transpose(1, 2).flatten(0, 2)

@@ -118,6 +118,7 @@ class HotMLAImpl:
         self.hot_buffer, self.layer_index = hot_buffer, layer_index
         self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
         hot_buffer.add_layer(self.hot, self.host_rows)
+        self.swap_in = hot_buffer.swap_in_of(layer_index)
 
     @contextmanager
     def writing(self, new_rows: NewRows | None) -> Iterator[None]:

@@ -89,13 +89,13 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_tokens, num_prefills)
         handles = common.block_table_tensor[:num_decodes, 0]
-        query_lens, places = self._query_lens.find(common, num_decodes)
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], query_lens, places)
+        query_lens, query_indices = self._query_lens.find(common, num_decodes)
+        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], query_lens, query_indices)
         if num_decodes:
             metadata.decode = self._build_decode(common, slice(0, num_decodes))
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
-        elif places is None:
+        elif query_indices is None:
             metadata.waves = make_waves(self.impl.hot_buffer, num_decodes, partial(self._build_wave, common))
         return metadata
 
@@ -193,7 +193,7 @@ class HotMLACudaImpl(HotMLAImpl):
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        return self.hot.rows.unsqueeze(1), step.by_token(step.newest_row_ids, num_tokens)
+        return self.hot.rows.unsqueeze(1), step.unpad_queries(step.newest_row_ids, num_tokens)
 
     def of_wave(self, wave: Wave) -> Any:
         """The implementation for the requests of a wave."""
@@ -238,16 +238,17 @@ class HotMLACudaImpl(HotMLAImpl):
         """Write rows to a paged cache, in its dtype."""
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
-    def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the tokens' selections, [tokens, top_k] int32, hot.
 
         Returns:
             Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
         """
         step, requests = self.hot_buffer.step, None if self.wave is None else self.wave.requests
-        resolved = self.hot_buffer.copies.swap_in(self.layer_index, step.by_request(top_k), requests)
-        hot_row_ids = resolved.hot_row_ids.view(-1, top_k.shape[1])
-        return tuple(step.by_token(values, len(top_k)) for values in (hot_row_ids, resolved.num_valid))
+        resolved = self.swap_in(step.join_selections(selected_positions), requests)
+        num_tokens, top_k = selected_positions.shape
+        hot_row_ids = resolved.hot_row_ids.view(-1, top_k)
+        return step.unpad_queries(hot_row_ids, num_tokens), step.unpad_queries(resolved.num_valid, num_tokens)
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)

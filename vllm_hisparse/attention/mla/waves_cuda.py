@@ -123,7 +123,7 @@ def run_in_waves(
         waves: of the step.
     """
     main, context = torch.cuda.current_stream(), get_forward_context()
-    others = layer.impl.hot_buffer.copies.streams[: len(waves) - 1]
+    others = layer.impl.hot_buffer.streams[: len(waves) - 1]
     contexts = [replace(context, attn_metadata=wave.attn_metadata) for wave in waves]  # made on the main stream
     before: Wave | None = None
     for wave, wave_context, stream in zip(waves, contexts, [main, *others], strict=True):

@@ -49,8 +49,8 @@ class DecodeStep(ABC):
     calls `begin` before its new tokens are written, and `finish` when it has attended: the first and the last one do
     what the step needs once.
 
-    What the operations work on has `max_query_len` places for each request, request by request; `by_place` and
-    `by_token` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
+    The operations work on `max_query_len` queries of each request, request by request: `pad_queries` and
+    `unpad_queries` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
 
     NOTE: `begin` looks the requests up, on the device: Model Runner V2 builds the metadata before the connector tells
     the worker of new requests, and replays the forward from a graph.
@@ -74,7 +74,8 @@ class DecodeStep(ABC):
     ):
         self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
         self.tables: StepTables | None = None
-        self._num_places, self._places = 0, None
+        self._num_queries, self._query_indices = 0, None
+        self._parts: dict[tuple[int, int], tuple[StepTables, Resolved]] = {}  # of the step, by request range
         num_new_rows, num_columns = shape.max_batch * shape.max_query_len, shape.num_selected * shape.max_query_len
         self.newest_row_ids = torch.full((num_new_rows,), -1, dtype=torch.int64, device=device)
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
@@ -84,7 +85,7 @@ class DecodeStep(ABC):
         handles: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None = None,
-        places: torch.Tensor | None = None,
+        query_indices: torch.Tensor | None = None,
     ) -> None:
         """Say which requests decode in this step.
 
@@ -92,20 +93,40 @@ class DecodeStep(ABC):
             handles: [batch] int32 first hot block of each, graph padding included (`StepTables`).
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each; None: one each.
-            places: [tokens] int64 place of each token; None: every request has `max_query_len`.
+            query_indices: [tokens] int64 padded query of each token; None: every request has `max_query_len` tokens.
         """
-        self._num_places, self._places = len(seq_lens) * self.shape.max_query_len, places
+        self._num_queries, self._query_indices = len(seq_lens) * self.shape.max_query_len, query_indices
+        self._parts.clear()
         self.tables = self._plan(handles, seq_lens, query_lens)
 
-    def by_place(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
-        """Values of a step's tokens, [tokens, ...], by place: [places, ...], `empty` where there is no token."""
-        if self._places is None:
-            return values
-        return values.new_full((self._num_places, *values.shape[1:]), empty).index_copy(0, self._places, values)
+    def pad_queries(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
+        """Turn a step's tokens into padded queries.
 
-    def by_token(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Of values with a place each, [places, ...], those of a step's tokens: [num_tokens, ...]."""
-        return values[:num_tokens] if self._places is None else values[self._places]
+        Args:
+            values: [tokens, ...].
+            empty: what padding gets.
+
+        Returns:
+            [batch * max_query_len, ...].
+        """
+        if self._query_indices is None:
+            return values
+        padded = values.new_full((self._num_queries, *values.shape[1:]), empty)
+        return padded.index_copy(0, self._query_indices, values)
+
+    def unpad_queries(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Drop the padding: [batch * max_query_len, ...] to [num_tokens, ...]."""
+        return values[:num_tokens] if self._query_indices is None else values[self._query_indices]
+
+    def of_requests(self, requests: slice | None) -> tuple[StepTables, Resolved]:
+        """Tables and resolution of some of the step's requests, in the same memory; None: of all."""
+        assert self.tables is not None
+        if requests is None:
+            return self.tables, self.resolved
+        key = requests.start, requests.stop
+        if key not in self._parts:
+            self._parts[key] = self.tables.part(requests), self.resolved.part(requests)
+        return self._parts[key]
 
     def begin(self, layer_index: int) -> None:
         """Called by every layer before its new tokens are written."""
@@ -154,9 +175,10 @@ class DecodeStep(ABC):
 class MLADecodeStep(DecodeStep):
     """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
 
-    def by_request(self, selections: torch.Tensor) -> torch.Tensor:
-        """Selections of a step's tokens, [tokens, num_selected] int32, as `swap_in` takes them."""
-        return self.by_place(selections, -1).view(-1, self.shape.max_query_len * selections.shape[1])
+    def join_selections(self, selected_positions: torch.Tensor) -> torch.Tensor:
+        """Selections of a step's tokens, [tokens, num_selected] int32, as a `SwapIn` takes them."""
+        num_columns = self.shape.max_query_len * selected_positions.shape[1]
+        return self.pad_queries(selected_positions, -1).view(-1, num_columns)
 
     def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
         return self._make_tables(handles, seq_lens, query_lens)
@@ -210,7 +232,7 @@ class GQADecodeStep(DecodeStep):
 
         Args:
             layer_index: of the layer.
-            key, value: [batch * max_query_len, num_kv_heads, head_size], by place.
+            key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
         """
         assert self.tables is not None
         layer, first_units = self.layers[layer_index], self.first_units[layer_index]

@@ -10,6 +10,7 @@ from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.request_table import TableChanges
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
+from vllm_hisparse.kv_manager.rows.swap_in import SelectingSwapIn, SwapIn
 from vllm_hisparse.layout import StateLayout
 from vllm_hisparse.ops.base import HotRows, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
@@ -77,16 +78,19 @@ class GQAHotBuffer(HotBuffer):
             selections.append(selection.flatten(0, 1))
         return torch.cat(selections, 1) if max_query_len > 1 else selections[0]
 
-    def resolve(self, layer_index: int, units: torch.Tensor) -> Resolved:
-        """`swap_in` without the copies, which depend on how the host orders a unit.
+    def swap_in_of(self, layer_index: int) -> SwapIn:
+        return SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_state)
+
+    def resolve(self, layer_index: int, selected_unit_ids: torch.Tensor) -> Resolved:
+        """A layer's swap-in without the copies, which depend on how the host orders a unit.
 
         Args:
             layer_index: of the layer.
-            units: [batch * num_heads, max_query_len * num_selected] int32 of the decoding requests' heads.
+            selected_unit_ids: [batch * num_heads, max_query_len * num_selected] int32 of the decoding requests' heads.
         """
         residency, step, hot = self.residency[layer_index], self.step, self.layers[layer_index].hot
         assert step.tables is not None
-        self.ops.resolve(residency, step.tables, units, hot, self.counts.by_state, step.resolved)
+        self.ops.resolve(residency, step.tables, selected_unit_ids, hot, self.counts.by_state, step.resolved)
         return step.resolved
 
     def begin_decoding(self, handle: int, position: int) -> tuple[KeySpan, ...]:

@@ -12,7 +12,8 @@ from vllm_hisparse.kv_manager.rows.decode_step import DecodeStep, LayerRows, Ste
 from vllm_hisparse.kv_manager.rows.hit_counts import HitCounts
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable, TableChanges
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
-from vllm_hisparse.ops.base import HotRows, Resolved
+from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
+from vllm_hisparse.ops.base import HotRows
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 
@@ -181,25 +182,9 @@ class HotBuffer(ABC):
         blocks, owners = self.requests.to_device(torch.tensor(owned).t().contiguous())
         self.table.empty_latest(blocks, owners, len(moved), self.shape.max_query_len)
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor, requests: slice | None = None) -> Resolved:
-        """Make one layer's selection hot.
-
-        Args:
-            layer_index: of the layer. If it does not select, its selection has been resolved, and rows are copied.
-            top_k: [batch, num_selected * max_query_len] int32 positions of the decoding requests, padding included; of
-                a dense model units, and a batch entry per KV head.
-            requests: those whose selection it is, while kernels run for others; None: all.
-        """
-        residency, step, layer = self.residency[layer_index], self.step, self.layers[layer_index]
-        assert step.tables is not None
-        tables, resolved, is_part = step.tables, step.resolved, requests is not None
-        if is_part:
-            tables, resolved = tables.part(requests), resolved.part(requests)
-        if self.selects[layer_index]:
-            self.ops.swap_in(residency, tables, top_k, layer.host, layer.hot, self.counts.by_state, resolved, is_part)
-        else:
-            self.ops.gather(layer.host, layer.hot, resolved, len(top_k), shares_device=True)
-        return resolved
+    @abstractmethod
+    def swap_in_of(self, layer_index: int) -> SwapIn:
+        """What makes a layer's selection hot."""
 
     def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
         """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot

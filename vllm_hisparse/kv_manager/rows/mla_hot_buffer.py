@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import MLADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
-from vllm_hisparse.kv_manager.rows.row_copies import RowCopies
+from vllm_hisparse.kv_manager.rows.swap_in import (
+    FollowingSwapIn,
+    LeadingSwapIn,
+    SelectingSwapIn,
+    SharingSwapIn,
+    SwapIn,
+)
 from vllm_hisparse.ops.kv_heads import KVHeads
+from vllm_hisparse.ops.limits import NUM_STREAMS
 
 
 class MLAHotBuffer(HotBuffer):
@@ -20,19 +28,47 @@ class MLAHotBuffer(HotBuffer):
         shape: sizes.
         device: where the hot rows are.
         selects: as in `HotBuffer`; None: every layer selects.
-
-    Attributes:
-        copies: swap-in on CUDA, where rows of layers that share a selection are copied ahead.
+        copies_ahead: whether rows of layers that share a selection are copied while the layers before them run, on a
+            CUDA stream of their own; None: on CUDA.
     """
 
     step: MLADecodeStep
 
-    def __init__(self, shape: HotBufferShape, device: torch.device, selects: Sequence[bool] | None = None):
+    def __init__(
+        self,
+        shape: HotBufferShape,
+        device: torch.device,
+        selects: Sequence[bool] | None = None,
+        copies_ahead: bool | None = None,
+    ):
         selects = [True] * shape.num_layers if selects is None else selects
         sizes = shape.num_device_blocks, shape.rows_per_hot_block
         super().__init__(shape, KVHeads(), ResidencyTable.by_selection(*sizes, selects, device), selects)
-        self.copies = RowCopies(self)
+        self.copies_ahead = device.type == "cuda" if copies_ahead is None else copies_ahead
         self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
 
+    @cached_property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """CUDA streams beside the main one: copies for layers that follow use the first, microbatches all of them."""
+        return [torch.cuda.Stream(self.device) for _ in range(NUM_STREAMS - 1)]
+
+    def swap_in_of(self, layer_index: int) -> SwapIn:
+        last = layer_index + self.residency[layer_index].num_layers
+        if not self.selects[layer_index]:
+            if self.copies_ahead:
+                return FollowingSwapIn(self.step, self._copied[layer_index])
+            return SharingSwapIn(self.step, layer_index)
+        own = SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_state)
+        if not self.copies_ahead or last == layer_index + 1:
+            return own
+        sharing = range(layer_index + 1, last)
+        followers = [(SharingSwapIn(self.step, index), self._copied[index]) for index in sharing]
+        return LeadingSwapIn(own, followers, self.streams[0])
+
+    @cached_property
+    def _copied(self) -> list[torch.cuda.Event]:
+        """Recorded when the rows of a layer have been copied."""
+        return [torch.cuda.Event() for _ in self.selects]
+
     def _start(self, request_index: int) -> None:
-        """A released index is left empty."""
+        """Nothing to do: a released index is left empty."""

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
 from vllm_hisparse.ops.base import Resolved
 from vllm_hisparse.trace import Trace
 
@@ -128,20 +129,47 @@ class RecordingHotBuffer(MLAHotBuffer):
         self.recorder = recorder
         self._selected = np.empty((shape.num_layers, 0, shape.top_k), np.int32)
 
-    def swap_in(self, layer_index: int, top_k: torch.Tensor) -> Resolved:
+    def swap_in_of(self, layer_index: int) -> SwapIn:
+        return RecordingSwapIn(self, layer_index, super().swap_in_of(layer_index))
+
+    def record(self, layer_index: int, selected_positions: torch.Tensor) -> None:
+        """Note what a layer selects; the last layer's completes the step.
+
+        Args:
+            layer_index: of the layer.
+            selected_positions: [batch, top_k] int32.
+        """
         if layer_index == 0:
-            self._selected = np.empty((self.shape.num_layers, *top_k.shape), np.int32)
-        self._selected[layer_index] = top_k.numpy()
+            self._selected = np.empty((self.shape.num_layers, *selected_positions.shape), np.int32)
+        self._selected[layer_index] = selected_positions.numpy()
         if layer_index == self.shape.num_layers - 1:
             tables = self.step.tables
             requests, newest = self.requests.find(tables.handles), tables.seq_lens - 1
             known = requests < self.requests.num_requests
             self.recorder.add_step(requests[known].tolist(), newest[known].tolist(), self._selected[:, known.numpy()])
-        return super().swap_in(layer_index, top_k)
 
     def release(self, handle: int) -> None:
         self.recorder.end(self.requests.index_of(handle))
         super().release(handle)
+
+
+@dataclass(frozen=True)
+class RecordingSwapIn(SwapIn):
+    """Records what a layer selects.
+
+    Attributes:
+        hot_buffer: notes the selections.
+        layer_index: of the layer.
+        inner: makes the selection hot.
+    """
+
+    hot_buffer: RecordingHotBuffer
+    layer_index: int
+    inner: SwapIn
+
+    def __call__(self, selected_positions: torch.Tensor, requests: slice | None = None) -> Resolved:
+        self.hot_buffer.record(self.layer_index, selected_positions)
+        return self.inner(selected_positions, requests)
 
 
 def short_name(layer: str) -> str:
