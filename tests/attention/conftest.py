@@ -20,7 +20,7 @@ def gqa_cuda() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def cuda_modules() -> dict[str, ModuleType]:
-    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `layers` and `waves`."""
+    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `layers` and `microbatches`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             module = ModuleType(name)
@@ -29,5 +29,5 @@ def cuda_modules() -> dict[str, ModuleType]:
         return {
             "backend": import_module("vllm_hisparse.attention.mla.cuda"),
             "layers": import_module("vllm_hisparse.attention.mla.fused_cuda"),
-            "waves": import_module("vllm_hisparse.attention.mla.waves_cuda"),
+            "microbatches": import_module("vllm_hisparse.attention.mla.microbatches_cuda"),
         }

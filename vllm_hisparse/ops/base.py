@@ -49,7 +49,7 @@ class HotRows:
 
     @cached_property
     def native(self) -> Any:
-        """What the CUDA kernels take for it."""
+        """The object that the CUDA kernels take, made when it is first asked for."""
         return kernels().hot_rows(self.rows, self.rows_per_block, self.block_stride_rows)
 
     def flat_row_ids(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Residency:
 
     @cached_property
     def native(self) -> Any:
-        """What the CUDA kernels take for it."""
+        """The object that the CUDA kernels take, made when it is first asked for."""
         return kernels().residency(self.entries, self.num_layers)
 
     @property
@@ -144,7 +144,7 @@ class StepTables:
 
     @cached_property
     def native(self) -> Any:
-        """What the CUDA kernels take for it."""
+        """The object that the CUDA kernels take, made when it is first asked for."""
         by_request = self.state_indices, self.handles, self.seq_lens
         by_state = self.hot_tables, self.num_hot_rows, self.host_tables
         return kernels().step_tables(*by_request, *by_state, self.block_size, self.query_lens, self.max_query_len)
@@ -196,7 +196,7 @@ class Resolved:
 
     @cached_property
     def native(self) -> Any:
-        """What the CUDA kernels take for it."""
+        """The object that the CUDA kernels take, made when it is first asked for."""
         misses = self.miss_host_row_ids, self.miss_hot_row_ids, self.num_misses
         return kernels().resolved(self.hot_row_ids, self.num_valid, *misses)
 
@@ -271,7 +271,7 @@ class UnitTables:
 
     @cached_property
     def native(self) -> Any:
-        """What the CUDA kernels take for it."""
+        """The object that the CUDA kernels take, made when it is first asked for."""
         by_token = self.request_indices, self.positions, self.num_tokens
         by_head = self.tails, self.handles, self.num_units, self.num_new_units
         sizes = self.heads.num_heads, self.heads.head_stride, self.heads.tokens_per_unit

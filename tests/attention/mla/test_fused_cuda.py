@@ -32,7 +32,9 @@ def run_layer(
     found: list[Any] = []
     slot_mapping = {KEYS: "indexer's slots"}
     context = SimpleNamespace(slot_mapping=slot_mapping, cudagraph_runtime_mode=mode)
-    metadata = None if num_decode_tokens is None else SimpleNamespace(num_decode_tokens=num_decode_tokens, waves=())
+    metadata = (
+        None if num_decode_tokens is None else SimpleNamespace(num_decode_tokens=num_decode_tokens, microbatches=())
+    )
 
     def forward(layer: Any, positions: torch.Tensor, _hidden_states: torch.Tensor) -> None:
         found.extend((layer.kv_cache, slot_mapping[PREFIX]))

@@ -246,7 +246,7 @@ class Model:
         *batch: tuple[Request, int],
         layer_writes: bool = False,
         expect_zeros: bool = False,
-        in_waves: bool = False,
+        in_microbatches: bool = False,
     ) -> None:
         """Compute tokens of each request, those with the fewest first, and compare every layer with the formula.
 
@@ -254,7 +254,7 @@ class Model:
             batch: requests and how many tokens.
             layer_writes: the layer's own kernel writes the new rows, as the fused one does.
             expect_zeros: in place of the formula.
-            in_waves: the layer's own kernel writes the new rows, and the layer attends wave by wave.
+            in_microbatches: the layer's own kernel writes the new rows, and the layer attends microbatch by microbatch.
         """
         spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
         metadata = self.builder.build(0, self._common(spans))
@@ -267,12 +267,12 @@ class Model:
             rows = torch.cat([request.rows[index, list(span)] for request, span in spans])
             query = torch.cat([request.query[index, list(span)] for request, span in spans])
             new_rows = NewRows(rows[:, :LATENT], rows[:, LATENT:])
-            if layer_writes or in_waves:
+            if layer_writes or in_microbatches:
                 cache, slots = impl.begin_decode(num_tokens)
                 cache[slots, 0] = rows
             parts, layer = tuple(query.split([LATENT, ROPE], -1)), SimpleNamespace(_k_scale=None)
-            if in_waves:
-                out = self._attend_in_waves(impl, parts, metadata.waves, layer)
+            if in_microbatches:
+                out = self._attend_in_microbatches(impl, parts, metadata.microbatches, layer)
             else:
                 with impl.writing(None if layer_writes else new_rows):
                     out, _ = impl.forward_mqa(parts, None, metadata, layer)
@@ -283,16 +283,22 @@ class Model:
             request.num_computed = span.stop
         self.buffer.check_integrity()
 
-    def waves(self, *batch: tuple[Request, int]) -> Any:
+    def microbatches(self, *batch: tuple[Request, int]) -> Any:
         """Arguments of a step."""
         spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
-        return self.builder.build(0, self._common(spans)).waves
+        return self.builder.build(0, self._common(spans)).microbatches
 
-    def _attend_in_waves(self, impl: Any, query: tuple[torch.Tensor, ...], waves: Any, layer: Any) -> torch.Tensor:
-        assert [wave.tokens.start for wave in waves[1:]] == [wave.tokens.stop for wave in waves[:-1]]
+    def _attend_in_microbatches(
+        self, impl: Any, query: tuple[torch.Tensor, ...], microbatches: Any, layer: Any
+    ) -> torch.Tensor:
+        assert [microbatch.tokens.start for microbatch in microbatches[1:]] == [
+            microbatch.tokens.stop for microbatch in microbatches[:-1]
+        ]
         outputs = [
-            impl.of_wave(wave).forward_mqa(tuple(part[wave.tokens] for part in query), None, wave.metadata, layer)[0]
-            for wave in reversed(waves)  # in any order
+            impl.of_microbatch(microbatch).forward_mqa(
+                tuple(part[microbatch.tokens] for part in query), None, microbatch.metadata, layer
+            )[0]
+            for microbatch in reversed(microbatches)  # in any order
         ]
         self.buffer.step.finish(impl.layer_index)
         return torch.cat(outputs[::-1])
@@ -422,10 +428,12 @@ def test_drafts(
 
 @pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
 @pytest.mark.parametrize("query_len", [1, 3])
-def test_waves(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, query_len: int) -> None:
-    """Requests of a wave attend to their own rows; steps in which not all decode alike have no waves."""
+def test_microbatches(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, query_len: int
+) -> None:
+    """Requests of a microbatch attend to their own rows; steps in which not all decode alike have no microbatches."""
     backend = cuda_modules["backend"]
-    monkeypatch.setattr(cuda_modules["waves"], "MIN_WAVE_REQUESTS", 1)
+    monkeypatch.setattr(cuda_modules["microbatches"], "MIN_MICROBATCH_REQUESTS", 1)
     monkeypatch.setattr(backend, "join_query", lambda nope, rope: torch.cat((nope, rope), -1))
     model = make_cuda_model(name, backend, monkeypatch, query_len=query_len)
     requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
@@ -433,15 +441,15 @@ def test_waves(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPa
         model.start(request)
         model.step((request, 9))
     for _ in range(20 // query_len):
-        model.step(*((request, query_len) for request in requests), in_waves=True)
+        model.step(*((request, query_len) for request in requests), in_microbatches=True)
     for request in requests:
         model.check_host(request)
     hits, misses = model.buffer.counts.take()
     assert hits > 0 and misses > 0
     short, *others = [(requests[i], max(query_len - (i == 0), 1)) for i in range(3)]
-    assert bool(model.waves(short, *others)) == (query_len == 1)
-    assert not model.waves(*others)
-    assert not model.waves(*others, (requests[0], query_len + 1))
+    assert bool(model.microbatches(short, *others)) == (query_len == 1)
+    assert not model.microbatches(*others)
+    assert not model.microbatches(*others, (requests[0], query_len + 1))
 
 
 def test_groups_that_share_the_staging_memory(model: Model) -> None:

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
-from vllm_hisparse.attention.mla.waves_cuda import Wave, make_waves
+from vllm_hisparse.attention.mla.microbatches_cuda import DecodeMicrobatch, make_microbatches
 from vllm_hisparse.compat.attention import SelectionHook, ShortDecodes, join_query, key_scale, replace_batch
 from vllm_hisparse.compat.flash_attn_mla import attend_to_flat_rows
 from vllm_hisparse.config import max_query_len
@@ -48,7 +48,7 @@ class HotMLAMetadata(AttentionMetadata):
         prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
         decode: vLLM's metadata of the decoding requests' tokens, each as if it were a request; or None.
         prefill_groups: the prefilling requests.
-        waves: of the decoding requests, where layers may run in waves.
+        microbatches: of the decoding requests, where layers may run in microbatches.
     """
 
     num_actual_tokens: int
@@ -57,7 +57,7 @@ class HotMLAMetadata(AttentionMetadata):
     num_prefills: int
     decode: Any = None
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
-    waves: Sequence[Wave] = ()
+    microbatches: Sequence[DecodeMicrobatch] = ()
     prefill: None = None
 
 
@@ -96,7 +96,9 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
         elif query_indices is None:
-            metadata.waves = make_waves(self.impl.hot_buffer, num_decodes, partial(self._build_wave, common))
+            metadata.microbatches = make_microbatches(
+                self.impl.hot_buffer, num_decodes, partial(self._build_microbatch, common)
+            )
         return metadata
 
     def _build_decode(self, common: CommonAttentionMetadata, requests: slice) -> Any:
@@ -106,7 +108,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         metadata.block_size = self.impl.decode_block_size
         return metadata
 
-    def _build_wave(self, common: CommonAttentionMetadata, requests: slice) -> HotMLAMetadata:
+    def _build_microbatch(self, common: CommonAttentionMetadata, requests: slice) -> HotMLAMetadata:
         num_requests = requests.stop - requests.start
         num_tokens = num_requests * self._max_query_len
         return HotMLAMetadata(num_tokens, num_requests, num_tokens, 0, self._build_decode(common, requests))
@@ -145,11 +147,11 @@ class HotMLACudaImpl(HotMLAImpl):
         decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
         staging: where prefilling requests' history is staged, shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
-        wave: the requests that this copy of the implementation serves; None: all.
+        microbatch: the requests that this copy of the implementation serves; None: all.
     """
 
     decode_block_size = 1
-    wave: Wave | None = None
+    microbatch: DecodeMicrobatch | None = None
     vllm_class: ClassVar[type]
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
@@ -157,12 +159,12 @@ class HotMLACudaImpl(HotMLAImpl):
         self.staging, self.decode_cache = PrefillStaging(hot_buffer), self._decode_cache()
 
     def record_logical_topk_ready(self) -> None:
-        """Let the next wave select; otherwise, the stream that selects is the one that reads the selection.
+        """Let the next microbatch select; otherwise, the stream that selects is the one that reads the selection.
 
         NOTE: vLLM records an event, which what torch 2.13 compiles of the generic class does not find when it runs.
         """
-        if self.wave is not None:
-            self.wave.selected.record()
+        if self.microbatch is not None:
+            self.microbatch.selected.record()
 
     def forward_mqa(
         self,
@@ -171,7 +173,7 @@ class HotMLACudaImpl(HotMLAImpl):
         attn_metadata: HotMLAMetadata,
         layer: torch.nn.Module,
     ) -> tuple[torch.Tensor, None]:
-        if self.wave is not None:
+        if self.microbatch is not None:
             return self._decode(q, attn_metadata, layer), None
         if not attn_metadata.prefill_groups:
             return self._decode_step(q, attn_metadata, layer), None
@@ -195,10 +197,10 @@ class HotMLACudaImpl(HotMLAImpl):
         step.begin(self.layer_index)
         return self.hot.rows.unsqueeze(1), step.unpad_queries(step.newest_row_ids, num_tokens)
 
-    def of_wave(self, wave: Wave) -> Any:
-        """The implementation for the requests of a wave."""
-        impl = self._for_tokens(type(self), wave.tokens.start)
-        impl.wave = wave
+    def of_microbatch(self, microbatch: DecodeMicrobatch) -> Any:
+        """The implementation for the requests of a microbatch."""
+        impl = self._for_tokens(type(self), microbatch.tokens.start)
+        impl.microbatch = microbatch
         return impl
 
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
@@ -244,7 +246,7 @@ class HotMLACudaImpl(HotMLAImpl):
         Returns:
             Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
         """
-        step, requests = self.hot_buffer.step, None if self.wave is None else self.wave.requests
+        step, requests = self.hot_buffer.step, None if self.microbatch is None else self.microbatch.requests
         resolved = self.swap_in(step.join_selections(selected_positions), requests)
         num_tokens, top_k = selected_positions.shape
         hot_row_ids = resolved.hot_row_ids.view(-1, top_k)
@@ -272,7 +274,7 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
         return rows.as_strided((num_pages, BLOCK_SIZE, width), (BLOCK_SIZE * width, width, 1))
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        if self.wave is not None:  # vLLM would join the parts of the query in memory that all waves share
+        if self.microbatch is not None:  # vLLM would join the parts of the query in memory that all microbatches share
             q = join_query(*q)
         return super()._decode(q, metadata, layer)
 

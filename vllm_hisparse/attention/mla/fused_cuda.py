@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
 from vllm_hisparse.attention.mla.base import HotBufferLayer, HotMLAAttention, NewRows
-from vllm_hisparse.attention.mla.waves_cuda import run_in_waves
+from vllm_hisparse.attention.mla.microbatches_cuda import run_in_microbatches
 from vllm_hisparse.compat.attention import wraps_indexer_and_attention
 
 
@@ -52,17 +52,17 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
 
     def select_and_attend(self, run: Callable[..., None], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Run indexer and attention, in waves if the step has them.
+        """Run indexer and attention, in microbatches if the step has them.
 
         Args:
             run: vLLM's, which takes a layer and the tensors.
             tensors: [tokens, ...] each.
         """
         metadata, *_ = get_attention_context(self.layer_name)
-        if not self._kernel_writes_rows(len(tensors[0])) or not metadata.waves:
+        if not self._kernel_writes_rows(len(tensors[0])) or not metadata.microbatches:
             run(self, *tensors)
             return
-        run_in_waves(self, run, tensors, metadata.waves)
+        run_in_microbatches(self, run, tensors, metadata.microbatches)
         self.impl.hot_buffer.step.finish(self.impl.layer_index)
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:

@@ -1,9 +1,9 @@
-"""Decode steps in waves: rows of one wave are copied while others select or attend.
+"""Decode steps in microbatches: rows of one are copied while others select or attend.
 
-A layer's copies need its selection, and its attention needs its copies. Without waves the link is idle while a layer
-computes, and the device while it copies. So where rows may be missed, the requests of a step are divided: each wave
-runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the one before it has
-selected. In a CUDA graph, waves become branches of it.
+A layer's copies need its selection, and its attention needs its copies. Without microbatches the link is idle while a
+layer computes, and the device while it copies. So where rows may be missed, the requests of a step are divided: each
+microbatch runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the one before it
+has selected. In a CUDA graph, microbatches become branches of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context, override_forward_context
@@ -20,18 +20,15 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 from vllm_hisparse.ops.limits import NUM_STREAMS
 
-if TYPE_CHECKING:
-    from vllm_hisparse.attention.mla.cuda import HotMLAMetadata
-    from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
-
-MAX_WAVES = NUM_STREAMS  # the first is on the main stream
-MIN_WAVE_REQUESTS = 12  # of each; smaller ones are slower with recorded selections
-MAX_REQUESTS = 128  # of a step in waves; sequences of many more are short and mostly hot, so that waves only cost
+MAX_MICROBATCHES = NUM_STREAMS  # the first is on the main stream
+MIN_MICROBATCH_REQUESTS = 12  # of each; smaller ones are slower with recorded selections
+MAX_REQUESTS = 128  # of a step in microbatches; sequences of many more are short and mostly hot: dividing only costs
 
 
-class Wave:
+class DecodeMicrobatch:
     """Consecutive decoding requests of a step. What is costly is made when a step runs, not when a graph replays it.
 
     Args:
@@ -43,12 +40,12 @@ class Wave:
         tokens: of the step.
     """
 
-    def __init__(self, requests: slice, query_len: int, build: Callable[[slice], HotMLAMetadata]):
+    def __init__(self, requests: slice, query_len: int, build: Callable[[slice], Any]):
         self.requests, self.tokens = requests, slice(requests.start * query_len, requests.stop * query_len)
         self._build = build
 
     @cached_property
-    def metadata(self) -> HotMLAMetadata:
+    def metadata(self) -> Any:
         """Of these requests alone."""
         return self._build(self.requests)
 
@@ -99,20 +96,26 @@ class Wave:
         return replace(metadata, num_decodes=num_requests, num_decode_tokens=num_tokens, decode=part)
 
 
-def make_waves(hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], HotMLAMetadata]) -> Sequence[Wave]:
-    """The waves of a step in which so many requests decode; none if it is better done at once.
+def make_microbatches(
+    hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], Any]
+) -> Sequence[DecodeMicrobatch]:
+    """The microbatches of a step in which so many requests decode; none if it is better done at once.
 
     Layers that share an indexer need none: copies of those that follow are hidden anyway.
     """
-    shape, num_waves = hot_buffer.shape, min(num_requests // MIN_WAVE_REQUESTS, MAX_WAVES)
-    if num_waves < 2 or num_requests > MAX_REQUESTS or shape.holds_all(num_requests) or not all(hot_buffer.selects):
+    shape, num_microbatches = hot_buffer.shape, min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES)
+    is_worth_it = num_microbatches >= 2 and num_requests <= MAX_REQUESTS and not shape.holds_all(num_requests)
+    if not is_worth_it or not all(hot_buffer.selects):
         return ()
-    ends = [num_requests * index // num_waves for index in range(num_waves + 1)]
-    return [Wave(slice(first, last), shape.max_query_len, build) for first, last in pairwise(ends)]
+    ends = [num_requests * index // num_microbatches for index in range(num_microbatches + 1)]
+    return [DecodeMicrobatch(slice(first, last), shape.max_query_len, build) for first, last in pairwise(ends)]
 
 
-def run_in_waves(
-    layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], waves: Sequence[Wave]
+def run_in_microbatches(
+    layer: Any,
+    run: Callable[..., None],
+    tensors: Sequence[torch.Tensor | None],
+    microbatches: Sequence[DecodeMicrobatch],
 ) -> None:
     """Run indexer and attention of a layer.
 
@@ -120,25 +123,28 @@ def run_in_waves(
         layer: whose implementation is a `HotMLACudaImpl`.
         run: vLLM's indexer and attention: takes a layer and the tensors.
         tensors: [tokens, ...] each, of the whole step.
-        waves: of the step.
+        microbatches: of the step.
     """
     main, context = torch.cuda.current_stream(), get_forward_context()
-    others = layer.impl.hot_buffer.streams[: len(waves) - 1]
-    contexts = [replace(context, attn_metadata=wave.attn_metadata) for wave in waves]  # made on the main stream
-    before: Wave | None = None
-    for wave, wave_context, stream in zip(waves, contexts, [main, *others], strict=True):
+    others = layer.impl.hot_buffer.streams[: len(microbatches) - 1]
+    # NOTE: made on the main stream.
+    contexts = [replace(context, attn_metadata=microbatch.attn_metadata) for microbatch in microbatches]
+    before: DecodeMicrobatch | None = None
+    for microbatch, own_context, stream in zip(microbatches, contexts, [main, *others], strict=True):
         if before is not None:
             stream.wait_event(before.selected)
-        with torch.cuda.stream(stream), override_forward_context(wave_context):
-            _run_wave(layer, run, tensors, wave)
-        before = wave
+        with torch.cuda.stream(stream), override_forward_context(own_context):
+            _run_microbatch(layer, run, tensors, microbatch)
+        before = microbatch
     for stream in others:
         main.wait_stream(stream)
 
 
-def _run_wave(layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], wave: Wave) -> None:
-    """Run a wave on a copy of the layer: vLLM reads selections from the start of the layer's buffer."""
+def _run_microbatch(
+    layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], microbatch: DecodeMicrobatch
+) -> None:
+    """Run a microbatch on a copy of the layer: vLLM reads selections from the start of the layer's buffer."""
     part = object.__new__(type(layer))
-    selections = layer.topk_indices_buffer[wave.tokens.start :]
-    part.__dict__.update(layer.__dict__, impl=layer.impl.of_wave(wave), topk_indices_buffer=selections)
-    run(part, *(None if tensor is None else tensor[wave.tokens] for tensor in tensors))
+    selections = layer.topk_indices_buffer[microbatch.tokens.start :]
+    part.__dict__.update(layer.__dict__, impl=layer.impl.of_microbatch(microbatch), topk_indices_buffer=selections)
+    run(part, *(None if tensor is None else tensor[microbatch.tokens] for tensor in tensors))

@@ -1,4 +1,4 @@
-"""How a layer runs in waves: what each wave sees, and on which stream. vLLM's indexer and attention are replaced."""
+"""How a layer runs in microbatches: what each sees, and on which stream. vLLM's indexer and attention are replaced."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KEYS = ["0.indexer", "1.indexer"]
 
 
 @pytest.fixture
-def waves(cuda_modules: dict[str, ModuleType]) -> ModuleType:
-    return cuda_modules["waves"]
+def microbatches(cuda_modules: dict[str, ModuleType]) -> ModuleType:
+    return cuda_modules["microbatches"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def indexer_metadata(num_requests: int, num_tokens: int, seq_lens: torch.Tensor)
 
 
 def run(
-    waves: ModuleType, monkeypatch: pytest.MonkeyPatch, indexer: DeepseekV32IndexerMetadata, query_len: int
+    microbatches: ModuleType, monkeypatch: pytest.MonkeyPatch, indexer: DeepseekV32IndexerMetadata, query_len: int
 ) -> list[str]:
-    """Run a layer of four requests in three waves; what happened, in order."""
+    """Run a layer of four requests in three microbatches; what happened, in order."""
     events: list[str] = []
     current = ["main"]
 
@@ -76,14 +76,14 @@ def run(
     monkeypatch.setattr(torch.cuda, "stream", on)
     names = (f"selection {number}" for number in count())
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(name=next(names)))
-    monkeypatch.setattr(waves, "num_compute_units", lambda _: 7)
+    monkeypatch.setattr(microbatches, "num_compute_units", lambda _: 7)
     monkeypatch.setattr(
-        waves,
+        microbatches,
         "get_paged_mqa_logits_metadata",
         lambda lens, page_size, sms, indices: (lens.tolist(), page_size, sms, *current),
     )
     layers = dict.fromkeys(KEYS, SimpleNamespace(kv_cache=torch.zeros(9, 64, 132)))
-    draft, whole = SimpleNamespace(), Metadata(waves="all")
+    draft, whole = SimpleNamespace(), Metadata(microbatches="all")
     context = [Context({"0": whole, "1": whole, "draft": draft} | dict.fromkeys(KEYS, indexer), layers)]
 
     @contextmanager
@@ -92,14 +92,14 @@ def run(
         yield
         context[0] = before
 
-    monkeypatch.setattr(waves, "get_forward_context", lambda: context[0])
-    monkeypatch.setattr(waves, "override_forward_context", override)
+    monkeypatch.setattr(microbatches, "get_forward_context", lambda: context[0])
+    monkeypatch.setattr(microbatches, "override_forward_context", override)
     buffer = SimpleNamespace(streams=[stream("second"), stream("third"), stream("unused")])
-    impl = SimpleNamespace(hot_buffer=buffer, of_wave=lambda wave: f"impl of {wave.requests.start}")
+    impl = SimpleNamespace(hot_buffer=buffer, of_microbatch=lambda microbatch: f"impl of {microbatch.requests.start}")
     num_tokens = 4 * query_len
     layer = Layer(impl)
     made = [
-        waves.Wave(slice(first, last), query_len, lambda part: Metadata(first=part.start))
+        microbatches.DecodeMicrobatch(slice(first, last), query_len, lambda part: Metadata(first=part.start))
         for first, last in ((0, 1), (1, 3), (3, 4))
     ]
 
@@ -110,18 +110,20 @@ def run(
         decode = found[KEYS[0]].decode
         sizes = found[KEYS[0]].num_decodes, found[KEYS[0]].num_decode_tokens
         assert len(decode.seq_lens) == len(decode.block_table) == len(decode.decode_lens)
-        assert decode.schedule_metadata == (decode.seq_lens.tolist(), 64, 7, "main"), "made before waves begin"
+        assert decode.schedule_metadata == (decode.seq_lens.tolist(), 64, 7, "main"), "made before microbatches begin"
         events.append(f"{current[0]}: {part.impl}, tokens {tokens.tolist()}, {found['0'].first}, {sizes}")
         events.append(f"lengths {decode.seq_lens.tolist()}, tables {decode.block_table[:, 0].tolist()}")
 
-    waves.run_in_waves(layer, select_and_attend, (torch.arange(num_tokens), None), made)
+    microbatches.run_in_microbatches(layer, select_and_attend, (torch.arange(num_tokens), None), made)
     assert context[0].attn_metadata["0"] is whole and layer.impl is impl
     return events
 
 
-def test_a_wave_begins_when_the_one_before_has_selected(waves: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_microbatch_begins_when_the_one_before_has_selected(
+    microbatches: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     indexer = indexer_metadata(4, 4, torch.tensor([[5], [6], [7], [8]]))
-    assert run(waves, monkeypatch, indexer, 1) == [
+    assert run(microbatches, monkeypatch, indexer, 1) == [
         "main: impl of 0, tokens [0], 0, (1, 1)",
         "lengths [[5]], tables [0]",
         "second waits for selection 0",
@@ -136,11 +138,11 @@ def test_a_wave_begins_when_the_one_before_has_selected(waves: ModuleType, monke
 
 
 @pytest.mark.parametrize("by_token", [False, True])
-def test_drafts(waves: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bool) -> None:
+def test_drafts(microbatches: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bool) -> None:
     """vLLM's indexer has a row for each request, or one for each token."""
     lengths = [[4, 5], [5, 6], [6, 7], [7, 8]]
     seq_lens = torch.tensor(lengths).view(8, 1) if by_token else torch.tensor(lengths)
-    events = run(waves, monkeypatch, indexer_metadata(4, 8, seq_lens), 2)
+    events = run(microbatches, monkeypatch, indexer_metadata(4, 8, seq_lens), 2)
     assert [event for event in events if "tokens" in event] == [
         "main: impl of 0, tokens [0, 1], 0, (1, 2)",
         "second: impl of 1, tokens [2, 3, 4, 5], 1, (2, 4)",
@@ -162,8 +164,8 @@ def test_drafts(waves: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bo
 
 
 @pytest.mark.parametrize("query_len", [1, 2])
-def test_the_rows_of_a_wave_say_which_of_its_requests_they_are_of(
-    waves: ModuleType, monkeypatch: pytest.MonkeyPatch, query_len: int
+def test_the_rows_of_a_microbatch_say_which_of_its_requests_they_are_of(
+    microbatches: ModuleType, monkeypatch: pytest.MonkeyPatch, query_len: int
 ) -> None:
     """vLLM's indexer on Blackwell has a row per token, with the request of each, and its kernel wants as many."""
     num_requests = 6
@@ -172,12 +174,14 @@ def test_the_rows_of_a_wave_say_which_of_its_requests_they_are_of(
     whole.decode.indices = torch.arange(num_requests).repeat_interleave(query_len)
     whole.decode.per_req_decode_lens = torch.arange(num_requests)
     scheduled = []
-    monkeypatch.setattr(waves, "num_compute_units", lambda _: 7)
+    monkeypatch.setattr(microbatches, "num_compute_units", lambda _: 7)
     monkeypatch.setattr(
-        waves, "get_paged_mqa_logits_metadata", lambda lens, _, __, indices: scheduled.append((len(lens), indices))
+        microbatches,
+        "get_paged_mqa_logits_metadata",
+        lambda lens, _, __, indices: scheduled.append((len(lens), indices)),
     )
-    wave = waves.Wave(slice(2, 5), query_len, lambda _: None)
-    part = wave._indexer_metadata(whole, 64).decode
+    microbatch = microbatches.DecodeMicrobatch(slice(2, 5), query_len, lambda _: None)
+    part = microbatch._indexer_metadata(whole, 64).decode
     expected = torch.arange(3).repeat_interleave(query_len)
     assert torch.equal(part.indices, expected) and len(part.seq_lens) == len(part.block_table) == len(expected)
     assert part.per_req_decode_lens.tolist() == [2, 3, 4]
@@ -185,21 +189,23 @@ def test_the_rows_of_a_wave_say_which_of_its_requests_they_are_of(
     assert num_lens == len(expected) and torch.equal(indices, expected)
 
 
-def test_which_steps_have_waves(waves: ModuleType) -> None:
+def test_which_steps_have_microbatches(microbatches: ModuleType) -> None:
     """Steps of many requests that may miss rows, where every layer selects."""
     shape = HotBufferShape(99, 99, 2, 8, 10, 64, 500, max_hot_blocks=20, rows_per_hot_block=40)
     buffer = SimpleNamespace(shape=shape, selects=[True, True])
 
     def requests_of(num_requests: int, **changes: Any) -> list[slice]:
         changed = SimpleNamespace(**{**vars(buffer), **changes})
-        return [wave.requests for wave in waves.make_waves(changed, num_requests, lambda _: None)]
+        return [
+            microbatch.requests for microbatch in microbatches.make_microbatches(changed, num_requests, lambda _: None)
+        ]
 
     assert requests_of(35) == [slice(0, 17), slice(17, 35)]
     assert requests_of(36) == [slice(0, 12), slice(12, 24), slice(24, 36)]
     assert requests_of(60) == [slice(0, 15), slice(15, 30), slice(30, 45), slice(45, 60)], (
         "as many as there are streams"
     )
-    assert requests_of(waves.MAX_REQUESTS) and not requests_of(waves.MAX_REQUESTS + 1)
+    assert requests_of(microbatches.MAX_REQUESTS) and not requests_of(microbatches.MAX_REQUESTS + 1)
     assert requests_of(31) == [], "as many of the longest sequences fit into 20,000 hot rows"
     few = replace(shape, num_device_blocks=1)
     assert requests_of(24, shape=few) and not requests_of(23, shape=few)
