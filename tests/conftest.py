@@ -14,7 +14,7 @@ settings.load_profile("repeatable")
 
 
 END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
-NAMES = ("cluster", "installs", "parallel", "pd", "pd_dense", "pd_draft_model", "ray")
+NAMES = ("cluster", "installs", "lora", "parallel", "pd", "pd_dense", "pd_draft_model", "ray", "request_features")
 DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in NAMES}
 
 
