@@ -84,6 +84,11 @@ class Cluster:
         self.prefill.process.send_signal(signal.SIGKILL)
         wait_for(self.prefill.process.is_gone)
 
+    def start_prefill_again(self) -> None:
+        """With the same command, hence on the same ports."""
+        self.prefill.process.start()
+        wait_started(self.group)
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -246,6 +251,24 @@ def test_prefill_engine_that_nobody_met_is_gone(cluster: Cluster):
         server.wait_empty()
 
 
+def test_prefill_engine_is_stopped_and_goes_on(cluster: Cluster):
+    """Requests whose KV it has wait for it, others do not."""
+    prompt, other = make_prompt(900, seed=14), make_prompt(200, seed=14)
+    expected, full = cluster.prefill.complete(prompt), cluster.prefill.complete(other)
+    transfer = cluster.prefilled(prompt)
+    cluster.prefill.process.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor() as executor:
+            waiting = executor.submit(cluster.decode.complete, prompt, transfer=transfer)
+            assert_same(cluster.decode.complete(other), full)
+            assert not waiting.done()
+            cluster.prefill.process.send_signal(signal.SIGCONT)
+            assert_same_but_rounding([completion(waiting.result())], [completion(expected)])
+    finally:
+        cluster.prefill.process.send_signal(signal.SIGCONT)
+    cluster.decode.wait_empty()
+
+
 def test_prefill_engine_dies_before_during_and_after_transfers(cluster: Cluster):
     """Killed while several pulls run: what was pulled is decoded; the rest is computed again, with the same tokens, or
     ends with an error. So does a prompt that was computed and that nobody has begun to pull."""
@@ -270,4 +293,24 @@ def test_prefill_engine_dies_before_during_and_after_transfers(cluster: Cluster)
     assert is_error(late_replies[1])
     assert cluster.decode.metric("hisparse_transfer_failures") >= 1
     for server in servers[:2]:
+        server.wait_empty()
+
+
+def test_prefill_engine_restarts_on_the_same_ports(cluster: Cluster):
+    """The new one is asked for what it has computed, and not for what the killed one had."""
+    prompts = [make_prompt(700, seed=seed) for seed in (15, 16)]
+    if cluster.prefill.process.is_gone():
+        cluster.start_prefill_again()
+    old = cluster.prefilled(prompts[0])
+    cluster.kill_prefill()
+    cluster.start_prefill_again()
+    expected = [cluster.prefill.complete(prompt) for prompt in prompts]
+    for server in (cluster.decode, cluster.recompute):
+        before = server.metric("hisparse_transfer_bytes_to_host")
+        reply = server.complete(prompts[1], transfer=cluster.prefilled(prompts[1]))
+        assert_same(reply, expected[1])
+        assert server.has_counted("hisparse_transfer_bytes_to_host", before)
+    assert is_error(cluster.decode.complete(prompts[0], transfer=old))
+    assert_same(cluster.recompute.complete(prompts[0], transfer=old), expected[0])
+    for server in (cluster.decode, cluster.recompute):
         server.wait_empty()

@@ -1,4 +1,4 @@
-"""What a request may ask of vLLM gives full KV's answers: each feature on a DSA model whose rows are swapped in.
+"""Features of a request give full KV's answers: each on a DSA model whose rows are swapped in.
 
 Prompts are longer than the hot buffers, so that every decode step copies rows.
 """
