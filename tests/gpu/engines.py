@@ -115,6 +115,7 @@ def assert_same_but_ties(
         control: what full KV with other chunks gives; `got` must not leave `expected` much earlier than this does.
     """
     found = differences(got, expected)
+    record_comparison(found)
     for index, request in enumerate(found):
         assert request["margin"] is None or request["margin"] <= TIE_MARGIN, f"request {index}: {request}"
     num_same = sum(request["same"] for request in found)
@@ -124,6 +125,22 @@ def assert_same_but_ties(
     if control is not None:
         most = sum(request["same"] for request in differences(control, expected))
         assert num_same >= MIN_SAME_SHARE * most, f"{num_same} tokens are the same, {most} of the control's"
+
+
+def record_comparison(found: list[dict[str, Any]]) -> None:
+    """Add a line with the counts of a comparison to a file in the folder of HISPARSE_TEST_REPORT, where that is set."""
+    folder = os.environ.get("HISPARSE_TEST_REPORT")
+    if folder:
+        parted = [request["margin"] for request in found if request["margin"] is not None]
+        line = {
+            "test": os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0],
+            "requests": len(found),
+            "tokens": sum(request["tokens"] for request in found),
+            "same_tokens": sum(request["same"] for request in found),
+            "ties": sum(margin <= TIE_MARGIN for margin in parted),
+        }
+        with (Path(folder) / "comparisons.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
 
 
 def assert_pools_empty(record: dict[str, Any]) -> None:
