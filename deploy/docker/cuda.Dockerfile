@@ -2,6 +2,8 @@
 # vLLM on NVIDIA GPUs with vllm_hisparse, its kernels and the router:
 #   docker build -f deploy/docker/cuda.Dockerfile -t vllm-hisparse:0.1.0 .
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS build
+# A release of vLLM that pyproject.toml allows.
+ARG VLLM_VERSION=0.33.0
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -11,9 +13,9 @@ RUN apt-get update \
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY . .
-# Versions are pinned in pyproject.toml.
+# Other versions are pinned in pyproject.toml.
 # hadolint ignore=DL3013
-RUN pip install ".[cuda,cli,router,ray]"
+RUN pip install ".[cuda,cli,router,ray]" "vllm==${VLLM_VERSION}"
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 # vLLM compiles kernels at its first start: Triton wants a C compiler, DeepGEMM wants nvcc.
