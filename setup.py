@@ -1,5 +1,6 @@
 """Builds the CUDA kernels of csrc/cuda where nvcc is found; everything else is declared in pyproject.toml."""
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -55,11 +56,26 @@ class NvccBuild(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python: the library is no Python extension."""
+    """One wheel for every Python and every torch: the library is no Python extension."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+        if self.root_is_pure:
+            return python, abi, platform
+        library = next(Path(self.bdist_dir).rglob("_kernels.so"))
+        return "py3", "none", manylinux(library.read_bytes(), platform)
 
 
-setup(ext_modules=cuda_extensions(), cmdclass={"build_ext": NvccBuild, "bdist_wheel": PlatformWheel})
+def manylinux(library: bytes, platform: str) -> str:
+    """The platform tag of a shared library that needs libc alone: the newest glibc whose symbols it names.
+
+    Args:
+        library: bytes of the file.
+        platform: tag of the machine, such as "linux_x86_64".
+    """
+    minor = max(int(version) for version in re.findall(rb"GLIBC_2\.(\d+)", library))
+    return f"manylinux_2_{max(minor, 17)}_{platform.removeprefix('linux_')}"
+
+
+if __name__ == "__main__":
+    setup(ext_modules=cuda_extensions(), cmdclass={"build_ext": NvccBuild, "bdist_wheel": PlatformWheel})
