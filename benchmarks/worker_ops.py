@@ -1,10 +1,12 @@
-"""How long do four operations of the worker take on a GPU?
+"""How long do operations of the worker take on a GPU, and how long does the host take to launch one?
 
 * `page_scores`: Quest scores the pages of short sequences, with room for long ones; microseconds per launch.
 * `save`, `restore`: device-resident KV of full blocks to the host and back; GB/s.
 * `prefill_plan`: host time until a dense model's prefill chunk is planned, while the device is busy for
   `BUSY_MS`; milliseconds. Without a wait, it is far less than that.
 * `move_tables`: host time and device time of a step in which the hot blocks of many requests change; milliseconds.
+* `launch`: host time of one launch in an eager decode step of 61 layers, Python and the library's boundary included:
+  swap-in of a layer, of a part of the requests, the newest rows' ids, write-back; microseconds.
 
 The script also runs beside the code of commit 7dff683, to compare: copy it there.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +29,7 @@ from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.ops import page_bounds
+from vllm_hisparse.ops.base import HotRows
 
 try:
     from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
@@ -224,17 +228,85 @@ def move_tables(num_requests: int, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
+def launches(num_requests: int, repeats: int) -> list[dict[str, Any]]:
+    """An eager step of requests that are wholly hot: the device has little to do."""
+    num_layers, top_k, context, rows = DSA_LAYOUT.num_layers, 512, 2048, DSA_LAYOUT.rows_per_hot_block
+    per_request = -(-(context + 64) // rows)
+    shape = HotBufferShape(
+        num_requests=num_requests,
+        max_batch=num_requests,
+        num_layers=num_layers,
+        top_k=top_k,
+        max_blocks=context // 64 + 1,
+        block_size=64,
+        num_device_blocks=1 + num_requests * per_request,
+        max_hot_blocks=per_request,
+        rows_per_hot_block=rows,
+    )
+    buffer = MLAHotBuffer(shape, DEVICE)
+    cache = torch.zeros(shape.num_device_blocks, rows, 1152, dtype=torch.uint8, device=DEVICE)
+    host = torch.zeros(num_requests * shape.max_blocks * 64, 1152, dtype=torch.uint8, pin_memory=True)
+    handles = []
+    for _ in range(num_layers):
+        buffer.add_layer(HotRows.from_cache(cache), host)
+    for index in range(num_requests):
+        blocks = list(range(1 + index * per_request, 1 + (index + 1) * per_request))
+        handles.append(blocks[0])
+        buffer.extend_tables({blocks[0]: (0, range(index * shape.max_blocks, (index + 1) * shape.max_blocks))})
+        buffer.change_hot_tables({blocks[0]: (0, blocks)})
+    by_request = torch.tensor(handles, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((num_requests,), context, dtype=torch.int32, device=DEVICE)
+    selected = torch.arange(top_k, dtype=torch.int32, device=DEVICE).repeat(num_requests, 1)
+    if hasattr(buffer, "swap_in_of"):
+        swap_ins = [buffer.swap_in_of(layer) for layer in range(num_layers)]
+    else:  # commit 7dff683
+        swap_ins = [partial(buffer.swap_in, layer) for layer in range(num_layers)]
+    some = slice(0, num_requests // 2)
+
+    def step(launch: Callable[[], None]) -> None:
+        buffer.step.plan(by_request, lengths)  # whose tables are new objects
+        launch()
+
+    def swap_in() -> None:
+        for each in swap_ins:
+            each(selected)
+
+    def swap_in_part() -> None:
+        for each in swap_ins:
+            each(selected[some], some)
+
+    def begin() -> None:
+        for _ in swap_ins:
+            buffer.step.begin(0)
+
+    def write_back() -> None:
+        for _ in swap_ins:
+            buffer.step.finish(num_layers - 1)
+
+    result = []
+    for name, work in (
+        ("swap_in", swap_in),
+        ("swap_in of a part", swap_in_part),
+        ("newest_row_ids", begin),
+        ("write_back of 61 layers", write_back),
+    ):
+        samples = [1000 * sample / num_layers for sample in time_on_host(partial(step, work), repeats)]
+        result.append({"what": f"launch: {name}", "batch": num_requests, "unit": "us", **spread(samples)})
+    return result
+
+
 @app.command()
 def run(
     ctx: typer.Context,
     repeats: Annotated[int, typer.Option(min=1, help="Samples of each.")] = 30,
     output: Annotated[Path, typer.Option(help="Result file.")] = RESULTS / "h200" / "worker_ops.json",
 ) -> None:
-    """Time the operations."""
+    """Time operations and launches."""
     rows = [page_scores(131072, num_tokens, repeats) for num_tokens in (4096, 131072 - 16)]
     rows += [row for num_blocks in (4, 64, 512) for row in copies(num_blocks, repeats)]
     rows += [prefill_plan(num_requests, repeats) for num_requests in (1, 4)]
     rows += [row for num_requests in (8, 56) for row in move_tables(num_requests, repeats)]
+    rows += launches(32, repeats)
     write_result(output, ctx, "benchmarks.worker_ops run", rows, gpu_hardware())
     columns = list(dict.fromkeys(name for row in rows for name in row))
     show("Operations of the worker", [{name: row.get(name, "") for name in columns} for row in rows])
