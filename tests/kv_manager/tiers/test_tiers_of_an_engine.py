@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -478,3 +479,11 @@ def test_lent_while_waiting_for_a_tier(tmp_path: Path, monkeypatch: pytest.Monke
             engine.step()
             assert len(engine.waiting) == 1
             assert len(engine.hot.spare.lent["running"]) == before
+
+
+def test_tiers_are_polled_in_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier of vLLM 0.33 may say that a thread may poll it, which would do so beside our steps."""
+    monkeypatch.setattr(FileSystemTierManager, "tolerates_off_thread_polling", True, raising=False)
+    with TieredEngine([fs(tmp_path)]) as engine:
+        assert engine.tiers.manager.secondary_tiers
+        assert "vllm_offload_tier_poll" not in [thread.name for thread in threading.enumerate()]

@@ -33,6 +33,10 @@ class GuardedTier(SecondaryTierManager):
         tier: one of vLLM's.
     """
 
+    # NOTE: vLLM 0.33 polls a tier in a thread, under a lock that our scheduler half does not take, if the tier says that it
+    # may. No tier is polled between steps, as in 0.32.
+    tolerates_off_thread_polling = False
+
     def __init__(self, tier: SecondaryTierManager):
         # NOTE: not vLLM's: what it keeps is the tier's.
         self.tier, self.has_failed = tier, False
