@@ -10,7 +10,7 @@ from vllm.config.utils import is_init_field
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
-from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, REFUSED_MODELS, HiSparseConfig, HiSparseConfigError
 
 GIB = {"host_pool_gib": 2.0}
 REFUSED_PARALLELISM = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
@@ -33,6 +33,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         model_config=SimpleNamespace(
             model="some/model",
             architecture="DeepseekV32ForCausalLM",
+            is_multimodal_model=False,
             use_mla=True,
             runner_type="generate",
             is_encoder_decoder=False,
@@ -556,11 +557,21 @@ def test_refuses_quantised_kv_of_dense_models() -> None:
 def test_refuses_models_without_hot_buffers_on_cuda(make: Callable[..., SimpleNamespace]) -> None:
     """On the CPU platform every class's attention layers have them."""
     options = GIB if make is engine else {"algorithm": "quest"}
-    changes = {"model_config__architecture": "Qwen3MoeForCausalLM"}
+    changes = {"model_config__architecture": "FalconForCausalLM"}
     assert HiSparseConfig.from_vllm_config(make(options, **changes)).top_k
     with pytest.raises(HiSparseConfigError) as refused:
         HiSparseConfig.from_vllm_config(make(options, device_config__device_type="cuda", **changes))
-    check_parts(str(refused.value), "--model", "'Qwen3MoeForCausalLM'", "LlamaForCausalLM", "Serve another model")
+    check_parts(str(refused.value), "--model", "'FalconForCausalLM'", "LlamaForCausalLM", "Serve another model")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("architecture", sorted(REFUSED_MODELS))
+def test_refuses_models_by_name(architecture: str, device: str) -> None:
+    changes = {"model_config__architecture": architecture, "device_config__device_type": device}
+    with pytest.raises(HiSparseConfigError) as refused:
+        HiSparseConfig.from_vllm_config(engine(**changes))
+    _, reason = REFUSED_MODELS[architecture]
+    check_parts(str(refused.value), "--model", f"'{architecture}'", reason, "vLLM serves this model with full KV")
 
 
 @pytest.mark.parametrize(

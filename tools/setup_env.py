@@ -19,7 +19,7 @@ ENV_STAMP = VENV / "setup_env.stamp"
 MODELS = ROOT / "build" / "models"
 MODEL_STAMP = MODELS / "setup_env.stamp"
 MODEL_RECIPE = ROOT / "vllm_hisparse" / "cli" / "tiny_model.py"
-VARIANTS = ("dsv32", "glm", "glm52", "llama", "qwen3")
+VARIANTS = ("dsv32", "glm", "glm52", "glm53", "llama", "qwen3", "qwen3_moe", "mixtral")
 # NOTE: the index serves CUDA builds of these; beside a +cpu torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 NO_CPU_TORCH = (

@@ -34,10 +34,46 @@ CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the
     "DeepseekV32ForCausalLM": "vllm.models.deepseek_v32",
     "GlmMoeDsaForCausalLM": "vllm.models.deepseek_v32",
     "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v2",  # vLLM's generic class, by `--hf-overrides`
+    # Dense models: the class only says where the layers are. Each layer is checked when it gets its hot buffer.
+    "Ernie4_5ForCausalLM": "vllm.model_executor.models.ernie45",
+    "Ernie4_5_MoeForCausalLM": "vllm.model_executor.models.ernie45_moe",
+    "Glm4ForCausalLM": "vllm.model_executor.models.glm4",
+    "Glm4MoeForCausalLM": "vllm.model_executor.models.glm4_moe",
+    "GraniteForCausalLM": "vllm.model_executor.models.granite",
+    "GraniteMoeForCausalLM": "vllm.model_executor.models.granitemoe",
+    "InternLM2ForCausalLM": "vllm.model_executor.models.internlm2",
     "LlamaForCausalLM": "vllm.model_executor.models.llama",
+    "MiniMaxM2ForCausalLM": "vllm.model_executor.models.minimax_m2",
     "MistralForCausalLM": "vllm.model_executor.models.mistral",
+    "MixtralForCausalLM": "vllm.model_executor.models.mixtral",
+    "OlmoeForCausalLM": "vllm.model_executor.models.olmoe",
+    "Phi3ForCausalLM": "vllm.model_executor.models.phi3",
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
+    "Qwen2MoeForCausalLM": "vllm.model_executor.models.qwen2_moe",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
+    "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe",
+}
+_V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
+_WINDOWS = "layers with a sliding window are mixed with those that select"
+_LINEAR = "three of four layers are linear attention, whose state has no host pool"
+_BLOCKS = "the model itself selects blocks for each KV head, in kernels of its own"
+_NO_CONNECTOR = "its attention backend takes no KV connector"
+# Models that select positions but cannot have hot buffers: class -> vLLM's module, why not.
+REFUSED_MODELS = {
+    "DeepseekV4ForCausalLM": ("vllm.models.deepseek_v4", _V4),
+    "DeepseekV4ForConditionalGeneration": ("vllm.models.deepseek_v4", _V4),
+    "DeepseekV41ForCausalLM": ("vllm.models.deepseek_v41", f"{_V4}, and several layers read the KV of one"),
+    "Dots3NoteForCausalLM": ("vllm.models.dots3_note", _WINDOWS),
+    "Dots3NoteForConditionalGeneration": ("vllm.models.dots3_note", _WINDOWS),
+    "Glm5NextForCausalLM": ("vllm.models.glm5next", _LINEAR),
+    "Glm5NextForConditionalGeneration": ("vllm.models.glm5next", _LINEAR),
+    "HYV4ForCausalLM": ("vllm.models.hy_v4", "its attention has sinks, which kernels over hot buffers leave out"),
+    "MiniMaxM3SparseForCausalLM": ("vllm.models.minimax_m3", _BLOCKS),
+    "MiniMaxM3SparseForConditionalGeneration": ("vllm.models.minimax_m3", _BLOCKS),
+    "Qwen4ExpForCausalLM": ("vllm.models.qwen4_exp", _NO_CONNECTOR),
+    "Qwen4ExpForConditionalGeneration": ("vllm.models.qwen4_exp", _NO_CONNECTOR),
+    "Step5ForCausalLM": ("vllm.models.step5", _WINDOWS),
+    "Step5ForConditionalGeneration": ("vllm.models.step5", _WINDOWS),
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
@@ -146,6 +182,7 @@ class HiSparseConfig(BaseModel):
         """
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        _check_model_class(vllm_config)
         _check_engine(vllm_config)
         config._check_kv_cache_dtype(vllm_config)
         if config.tiers:
@@ -270,7 +307,6 @@ class HiSparseConfig(BaseModel):
         query_len = max_query_len(vllm_config)
         rows = _num_rows(self, top_k, query_len)
         if vllm_config.device_config.device_type == "cuda":
-            _check_model_class(model)
             _check_kernel_limits(top_k, rows, unit, query_len)
         tp_size = _prefill_tp_size(self, vllm_config.parallel_config.tensor_parallel_size)
         return self.model_copy(update={**updates, "device_buffer_size": rows, "prefill_tp_size": tp_size})
@@ -541,12 +577,23 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
     return config.prefill_tp_size
 
 
-def _check_model_class(model: ModelConfig) -> None:
-    if model.architecture not in CUDA_MODELS:
+def _check_model_class(vllm_config: VllmConfig) -> None:
+    """Refuse a model by name, before its layers are built."""
+    architecture = vllm_config.model_config.architecture
+    if architecture in REFUSED_MODELS:
+        _, reason = REFUSED_MODELS[architecture]
         raise HiSparseConfigError(
             "--model",
-            model.architecture,
-            f"a model of class {', '.join(CUDA_MODELS)} on cuda",
+            architecture,
+            f"a model that hot buffers can serve: {reason}",
+            f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. See docs/models.md for models that can.",
+        )
+    if vllm_config.device_config.device_type == "cuda" and architecture not in CUDA_MODELS:
+        kind = "a multimodal model" if vllm_config.model_config.is_multimodal_model else "a model of another class"
+        raise HiSparseConfigError(
+            "--model",
+            architecture,
+            f"one of {', '.join(CUDA_MODELS)} on cuda; this is {kind}",
             f"Serve another model, or remove {CONNECTOR_NAME}.",
         )
 

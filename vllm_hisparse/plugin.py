@@ -51,7 +51,8 @@ def _register_cpu_layers() -> None:
 def _register_cuda_models() -> None:
     from vllm import ModelRegistry
 
-    from vllm_hisparse.config import CUDA_MODELS
+    from vllm_hisparse.config import CUDA_MODELS, REFUSED_MODELS
 
-    for name in CUDA_MODELS:
+    known = ModelRegistry.get_supported_archs()
+    for name in (*CUDA_MODELS, *(name for name in REFUSED_MODELS if name in known)):
         ModelRegistry.register_model(name, f"vllm_hisparse.attention.models_cuda:{name}")

@@ -123,6 +123,42 @@ def gqa_layer(index: int, impl_class: type, backend: str = "FLASH_ATTN", **chang
     return make(Attention, layer_name=name, attn_backend=Backend(backend), impl=impl, attn_type="decoder")
 
 
+def test_a_subclass_of_an_implementation_is_never_dropped(cuda_modules: dict[str, ModuleType]) -> None:
+    """It may attend differently, with sinks for example: hot buffers would lose that without an error."""
+    backend, layers = cuda_modules["backend"], cuda_modules["layers"]
+
+    class WithSinks(backend.FlashMLASparseImpl):
+        pass
+
+    model = MLALayers(layers.DeepseekV32Attention, WithSinks)
+    with pytest.raises(HiSparseConfigError, match="got 'WithSinks', expected FlashMLASparseImpl"):
+        attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+    assert type(model.fused[0]) is layers.DeepseekV32Attention, "half changed"
+
+    class OtherLayer(layers.DeepseekV32Attention):
+        pass
+
+    model = MLALayers(OtherLayer, backend.FlashMLASparseImpl)
+    with pytest.raises(HiSparseConfigError, match="got 'OtherLayer', expected"):
+        attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+
+
+def test_a_subclass_of_a_dense_layer_is_never_dropped(gqa_cuda: ModuleType) -> None:
+    class WithSinks(gqa_cuda.FlashAttentionImpl):
+        pass
+
+    class OtherLayer(Attention):
+        pass
+
+    layer = gqa_layer(0, WithSinks)
+    with pytest.raises(HiSparseConfigError, match="got 'WithSinks', expected FlashAttentionImpl"):
+        attach.attach_hot_buffers(SimpleNamespace(modules=lambda: [layer]), vllm_config())
+    layer = gqa_layer(0, gqa_cuda.FlashAttentionImpl)
+    layer.__class__ = OtherLayer
+    with pytest.raises(HiSparseConfigError, match="got 'OtherLayer', expected Attention"):
+        attach.attach_hot_buffers(SimpleNamespace(modules=lambda: [layer]), vllm_config())
+
+
 def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType) -> None:
     layers = [gqa_layer(index, gqa_cuda.FlashAttentionImpl) for index in range(3)]
     attach.attach_hot_buffers(SimpleNamespace(modules=lambda: layers), vllm_config())

@@ -65,8 +65,10 @@ def test_dense_models_share_kv_heads(config: dict) -> None:
     names = {name: weight.shape for name, weight in checkpoint_weights(config)}
     assert config["num_attention_heads"] == 4 * config["num_key_value_heads"] > 4
     assert names["model.layers.2.self_attn.k_proj.weight"] == (2 * config["head_dim"], 256)
-    assert ("model.layers.2.self_attn.q_norm.weight" in names) == (config["model_type"] == "qwen3")
-    assert "model.layers.2.mlp.down_proj.weight" in names and "index_topk" not in config
+    assert ("model.layers.2.self_attn.q_norm.weight" in names) == config["model_type"].startswith("qwen3")
+    down = {"qwen3_moe": "mlp.experts.7.down_proj", "mixtral": "block_sparse_moe.experts.3.w2"}
+    assert f"model.layers.2.{down.get(config['model_type'], 'mlp.down_proj')}.weight" in names
+    assert "index_topk" not in config
 
 
 @pytest.mark.parametrize("model_dir", DSA_VARIANTS, indirect=True)
@@ -74,7 +76,7 @@ def test_layers_hold_the_names_that_vllm_loads(config: dict) -> None:
     names = {name for name, _ in checkpoint_weights(config)}
     for layer in range(config["num_hidden_layers"]):
         indexer = f"model.layers.{layer}.self_attn.indexer"
-        is_shared = "index_topk_freq" in config and layer == 2  # of the first three
+        is_shared = layer == 2 and ("index_topk_freq" in config or "index_topk_pattern" in config)
         parts = {f"{indexer}.{part}.weight" for part in ("wq_b", "wk", "k_norm", "weights_proj")}
         assert parts.isdisjoint(names) if is_shared else parts <= names
     assert "model.layers.0.mlp.gate_proj.weight" in names

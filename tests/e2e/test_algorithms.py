@@ -117,12 +117,11 @@ def test_a_request_is_preempted_where_blocks_for_state_run_out(run, algorithm, b
         assert_pools_empty(record)
 
 
-def test_qwen3(run, reference):
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_other_dense_models(run, reference, model):
     lengths = [17, 777]
-    record = run(dense_args("quest", model="qwen3"), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[
-        0
-    ]
-    assert_same(record["completions"], reference(lengths, 12, model="qwen3"))
+    record = run(dense_args("quest", model=model), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[0]
+    assert_same(record["completions"], reference(lengths, 12, model=model))
 
 
 def test_bf16(run, reference):

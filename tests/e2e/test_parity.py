@@ -57,9 +57,9 @@ def test_smallest_buffer(run, reference):
     assert_pools_empty(record)
 
 
-@pytest.mark.parametrize("model", ["glm", "glm52"])
+@pytest.mark.parametrize("model", ["glm", "glm52", "glm53"])
 def test_glm_architectures(run, reference, model):
-    """GLM-5.2's layers share indexers."""
+    """Layers of GLM-5.2 and GLM-5.3 share indexers, by a frequency and by a pattern."""
     lengths = [65, 777, 1500]
     record = run(hot_args(model), [phase(lengths)])[0]
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, model=model))

@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pq_cache": ("token", {"full_kv_layers": [1]}),
     "oracle": ("token", {}),
 }
-VARIANTS = {"llama": "llama", "qwen3": "qwen3"}
+VARIANTS = ("llama", "qwen3", "qwen3_moe", "mixtral")
 
 
 def arguments(**overrides: Any) -> dict[str, Any]:
@@ -76,6 +76,19 @@ def test_budget_of_everything_is_full_attention(runs: dict[str, EngineRun], algo
         assert_same_but_ties(record["completions"], full["completions"])
         assert_pools_empty(record)
     assert min(done["num_cached_tokens"] for done in record["completions"][4:]) > 0
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+def test_models_with_experts(models: dict[str, Path], tmp_path: Path, variant: str) -> None:
+    """A budget of everything over the layers of other model classes, in CUDA graphs."""
+    size, all_phases = EVERYTHING["page"], phases("page")
+    options = {"algorithm": "quest", "top_k": size, "device_buffer_size": size}
+    caching = {"enable_prefix_caching": True}
+    full = EngineRun.start(tmp_path, "full", arguments_of(models[variant], **caching), all_phases)
+    hot = EngineRun.start(tmp_path, "hot", hot_args(models[variant], options, **arguments(**caching)), all_phases)
+    for expected, record in zip(full.phases(), hot.phases(), strict=True):
+        assert_same_but_ties(record["completions"], expected["completions"])
+        assert_pools_empty(record)
 
 
 def test_evicted_units_come_back(models: dict[str, Path], tmp_path: Path) -> None:

@@ -61,9 +61,11 @@ def _attach_mla(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if not isinstance(layer, MLAAttention) or not layer.use_sparse:
             continue
+        if type(layer) not in HOT_LAYERS:
+            raise _unknown_class(layer, " or ".join(cls.__name__ for cls in HOT_LAYERS))
         backend = _hot_backend(layer, HOT_BACKENDS)
+        layer.impl = _with_class(layer.impl, _hot_class(layer.impl, backend.get_impl_cls()))
         layer.__class__, layer.attn_backend = HOT_LAYERS[type(layer)], backend
-        layer.impl = _with_class(layer.impl, backend.get_impl_cls())
         disable_dense_prefill(layer)
 
 
@@ -79,8 +81,34 @@ def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
         shared = impl.kv_sharing_target_layer_name
         check_layer(impl.alibi_slopes, window, impl.logits_soft_cap or None, layer.attn_type, shared, impl.sinks)
         check_flash_attention(impl.vllm_flash_attn_version)
+        if type(layer) is not Attention:
+            raise _unknown_class(layer, "Attention, which has no behaviour of its own")
+        layer.impl = _with_class(impl, _hot_class(impl, backend.get_impl_cls()))
         layer.__class__, layer.attn_backend = HotGQAAttention, backend
-        layer.impl = _with_class(impl, backend.get_impl_cls())
+
+
+def _hot_class(impl: Any, hot_class: type) -> type:
+    """Return the class for hot buffers of an implementation that vLLM has built.
+
+    NOTE: a subclass of the implementation that `hot_class` is written for may attend differently, with sinks for
+    example. It would run without an error, and give wrong tokens.
+
+    Raises:
+        HiSparseConfigError: the implementation is of another class than `hot_class` is written for.
+    """
+    stock = next(cls for cls in hot_class.__mro__ if cls.__module__.split(".")[0] == "vllm")
+    if type(impl) is not stock:
+        raise _unknown_class(impl, stock.__name__)
+    return hot_class
+
+
+def _unknown_class(built: Any, expected: str) -> HiSparseConfigError:
+    return HiSparseConfigError(
+        "attention layer",
+        type(built).__name__,
+        f"{expected}: a layer of another class may attend in a way that hot buffers do not",
+        "Serve another model, or remove the connector.",
+    )
 
 
 def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:

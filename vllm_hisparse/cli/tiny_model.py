@@ -108,7 +108,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 VARIANTS["glm52"] = {**VARIANTS["glm"], "index_topk_freq": 4}
-DENSE_VARIANTS = ("llama", "qwen3")
+VARIANTS["glm53"] = {**VARIANTS["glm"], "index_topk_pattern": "FFSSS" + "FSSS" * 20}  # a letter for each layer
+VARIANTS["qwen3_moe"] = {
+    **VARIANTS["qwen3"],
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+VARIANTS["mixtral"] = {
+    **VARIANTS["llama"],
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "mixtral")
 HEADS_PER_KV_HEAD = 4  # of the dense variants
 
 Variant = StrEnum("Variant", list(VARIANTS))  # type: ignore[misc]
@@ -244,7 +263,9 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
                 yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
         else:
             yield from gqa_weights(config, f"{prefix}.self_attn")
-        if layer < config.get("first_k_dense_replace", num_layers):
+        if "num_experts" in config or "num_local_experts" in config:
+            yield from expert_weights(config, prefix)
+        elif layer < config.get("first_k_dense_replace", num_layers):
             yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
         else:
             yield from moe_weights(config, f"{prefix}.mlp")
@@ -265,6 +286,8 @@ def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, We
 
 def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
     """True if a layer selects for itself; others take the selection of the layer before (vLLM's deepseek_v2.py)."""
+    if pattern := config.get("index_topk_pattern"):
+        return layer >= len(pattern) or pattern[layer] != "S"
     return max(layer - 1, 0) % config.get("index_topk_freq", 1) == 0
 
 
@@ -284,7 +307,9 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
 def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
     hidden, size = config["hidden_size"], config["head_dim"]
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    has_norm = config["model_type"] == "qwen3"  # unit queries and keys: the gain goes where the norm cannot undo it
+    has_norm = config["model_type"].startswith(
+        "qwen3"
+    )  # unit queries and keys: the gain goes where the norm cannot undo it
     yield f"{prefix}.q_proj.weight", Weight((num_heads * size, hidden), gain=1.0 if has_norm else SCORE_STD)
     yield f"{prefix}.k_proj.weight", Weight((num_kv_heads * size, hidden))
     yield f"{prefix}.v_proj.weight", Weight((num_kv_heads * size, hidden))
@@ -320,6 +345,23 @@ def moe_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weig
     yield from mlp_weights(hidden, intermediate * config["n_shared_experts"], f"{prefix}.shared_experts")
 
 
+def expert_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    """Weights of the experts of a dense-attention model, under the names of its class."""
+    hidden = config["hidden_size"]
+    if config["model_type"] == "mixtral":
+        experts, inner = config["num_local_experts"], config["intermediate_size"]
+        yield f"{prefix}.block_sparse_moe.gate.weight", Weight((experts, hidden))
+        for expert in range(experts):
+            name = f"{prefix}.block_sparse_moe.experts.{expert}"
+            yield f"{name}.w1.weight", Weight((inner, hidden))
+            yield f"{name}.w3.weight", Weight((inner, hidden))
+            yield f"{name}.w2.weight", Weight((hidden, inner), gain=EXPERT_GAIN)
+        return
+    yield f"{prefix}.mlp.gate.weight", Weight((config["num_experts"], hidden))
+    for expert in range(config["num_experts"]):
+        yield from mlp_weights(hidden, config["moe_intermediate_size"], f"{prefix}.mlp.experts.{expert}", EXPERT_GAIN)
+
+
 def write_weights(path: Path, config: dict[str, Any], tokenizer: "Tokenizer", seed: int) -> None:
     import torch
     from safetensors.torch import save_file
@@ -352,7 +394,10 @@ def unprintable_ids(tokenizer: "Tokenizer") -> list[int]:
 def make_model_command(
     variant: Annotated[
         Variant,
-        typer.Argument(help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52: GLM-5.2; llama, qwen3: dense models"),
+        typer.Argument(
+            help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52, glm53: GLM-5.2 and 5.3; llama, qwen3: dense models; "
+            "qwen3_moe, mixtral: the same with experts"
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to write to.")],
     layers: Annotated[

@@ -85,6 +85,12 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         return False  # what the worker and other instances know of memory would not outlast it
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Say no, and refuse options that are wrong whatever the model: vLLM asks this before anything is loaded."""
+        HiSparseConfig.from_extra_config(extra_config)
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # this side never hands KV off

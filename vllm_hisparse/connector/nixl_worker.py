@@ -63,7 +63,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         for engine_id, names in request_ids.items():
             self._leases.renewed(engine_id, names, sent_at)
 
-    def add_remote_agent(self, nixl_agent_meta: NixlAgentMetadata, *args, **kwargs) -> str:
+    def add_remote_agent(self, nixl_agent_meta: NixlAgentMetadata, *args: Any, **kwargs: Any) -> str:
         """Connect to a rank of a prefill instance.
 
         Raises:
