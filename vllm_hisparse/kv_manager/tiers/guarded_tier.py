@@ -33,8 +33,8 @@ class GuardedTier(SecondaryTierManager):
         tier: one of vLLM's.
     """
 
-    # NOTE: vLLM 0.33 polls a tier in a thread if the tier says that it may, under a lock that our scheduler half does not
-    # take. No tier is polled between steps, as in 0.32.
+    # NOTE: vLLM 0.33 polls a tier in a thread if the tier says that it may, under a lock that our scheduler half does
+    # not take. No tier is polled between steps, as in 0.32.
     tolerates_off_thread_polling = False
 
     def __init__(self, tier: SecondaryTierManager):
