@@ -27,12 +27,17 @@ LATER = (
 GENERATED = ("docs/results.md", "docs/decisions/index.md")
 DOCUMENTS = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("examples/*.md"),
+    ]
     if str(path.relative_to(ROOT)) not in GENERATED
 )
 CODE = sorted(
     path
-    for folder in ("vllm_hisparse", "tests", "benchmarks", "tools", "deploy")
+    for folder in ("vllm_hisparse", "tests", "benchmarks", "tools", "deploy", "examples")
     for path in (ROOT / folder).rglob("*.py")
     if not str(path.relative_to(ROOT)).startswith(LATER)
 )
