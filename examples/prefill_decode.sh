@@ -7,7 +7,7 @@
 set -euo pipefail
 : "${HOST_POOL_GIB:=64}" "${PORT:=8000}" "${PREFILL_PORT:=8100}" "${DECODE_PORT:=8200}" "${PYTHON:=python}"
 : "${PREFILL_GPUS:=0}" "${DECODE_GPUS:=1}" "${SIDE_CHANNEL_PORT:=5600}"
-trap 'trap - EXIT; kill 0' EXIT INT TERM
+trap 'trap - EXIT INT TERM; kill 0' EXIT INT TERM
 
 serve() { # role's port, side channel's port, GPUs, --kv-transfer-config, arguments of the script
   local port=$1 side_channel=$2 gpus=$3 connector=$4

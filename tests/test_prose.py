@@ -21,7 +21,8 @@ FIRST_WORDS = ("Of", "Those", "What", "Whether", "As", "That")
 LATER = (
     "vllm_hisparse/attention/",
     "vllm_hisparse/connector/",
-    "vllm_hisparse/kv_manager/",
+    "vllm_hisparse/kv_manager/blocks/",
+    "vllm_hisparse/kv_manager/rows/",
 )
 
 GENERATED = ("docs/results.md", "docs/decisions/index.md")

@@ -153,7 +153,7 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
 
 
 def tiering_options(vllm_config: VllmConfig) -> Any | None:
-    """What vLLM's metrics of its tiering read of a configuration; None without tiers."""
+    """The part of a configuration that vLLM's metrics of its tiering read; None without tiers."""
     if not vllm_config.kv_transfer_config.kv_connector_extra_config.get("tiers"):
         return None
     options = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}

@@ -1,4 +1,4 @@
-"""What vLLM's NIXL pull connector is told of the KV cache: main KV lives in host memory.
+"""The KV cache as vLLM's NIXL pull connector sees it: main KV lives in host memory.
 
 The prefill side is stock vLLM with one KV group. On the decode side the connector gets a `KVCacheConfig` of two groups,
 main KV (`host_resident`) and device-resident KV, maps the remote group onto both and reads main KV into the host pool.

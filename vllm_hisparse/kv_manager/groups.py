@@ -92,5 +92,5 @@ class DeviceGroups:
 
 
 def _layer_specs(group: KVCacheGroupSpec | None) -> list[AttentionSpec]:
-    """Of each layer of a group, or the one that all of them have."""
+    """The spec of each layer of a group, or the one that all of them have."""
     return list(iter_layer_specs(group.kv_cache_spec)) if group else []

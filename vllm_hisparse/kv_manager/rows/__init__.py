@@ -1,1 +1,1 @@
-"""What a worker's process holds: host memory, hot buffers, the tables of its requests."""
+"""State of a worker's process: host memory, hot buffers, the tables of its requests."""

@@ -1,4 +1,4 @@
-"""What a sparse algorithm knows of the running requests of a dense model, and which keys it has yet to see."""
+"""State of a sparse algorithm for the running requests of a dense model, and which keys it has yet to see."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ class AlgorithmState:
         self._progress[request_index] = _Progress()
 
     def is_decoding(self, request_index: int) -> bool:
-        """Whether each new token of a request is represented as it is decoded."""
+        """True if each new token of a request is represented as it is decoded."""
         return self._progress[request_index].is_decoding
 
     def begin_decoding(self, request_index: int, position: int) -> tuple[KeySpan, ...]:
-        """What to represent before the token at `position`, which the request decodes next; from then on it represents
-        each token itself. Nothing if it does already."""
+        """Positions to represent before the token at `position`, which the request decodes next; from then on it
+        represents each token itself. Nothing if it does already."""
         progress = self._progress[request_index]
         if progress.is_decoding:
             return ()
@@ -116,7 +116,7 @@ class AlgorithmState:
         return (span,) if span.first < span.last else ()
 
     def prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
-        """What to represent now that a chunk of the prompt, positions [first, last), is on the host, too."""
+        """Positions to represent now that a chunk of the prompt, positions [first, last), is on the host, too."""
         progress, needs_whole_prompt = self._progress[request_index], self.algorithm.needs_whole_prompt
         if progress.is_decoding:
             if last - first == 1:
@@ -133,7 +133,7 @@ class AlgorithmState:
 
 
 def _fixed_state(algorithm: SparseAlgorithm, num_requests: int, device: torch.device) -> State:
-    """What every request has of one layer's state, whatever its length."""
+    """The part of one layer's state that every request has, whatever its length."""
     return {
         name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
         for name, field in algorithm.fixed_fields.items()

@@ -26,7 +26,7 @@ class CountSnapshot:
 
     @property
     def ready(self) -> bool:
-        """Whether `values` may be read."""
+        """True if `values` may be read."""
         return self._copied is None or self._copied.query()
 
     @property

@@ -49,7 +49,7 @@ class HostPoolMemory:
 
 
 def shares_host_pool(vllm_config: VllmConfig) -> bool:
-    """Whether all ranks of the engine use one host pool: those of an MLA model hold the same rows."""
+    """True if all ranks of the engine use one host pool: those of an MLA model hold the same rows."""
     return vllm_config.model_config.use_mla and vllm_config.parallel_config.tensor_parallel_size > 1
 
 
@@ -111,7 +111,7 @@ def check_free_memory(num_bytes: int, size_option: tuple[str, float], buffer_byt
         HiSparseConfigError: less than `num_bytes` and `buffer_bytes` together is free for this engine.
     """
     free, others = free_memory(), engines_beside()
-    # What the others have taken already is not free any more: it counts, whichever rank looks first.
+    # Memory that the others have taken already is not free any more: it counts, whichever rank looks first.
     taken = sum(min(host_pool_bytes(engine), num_bytes + buffer_bytes) for engine in others)
     available = (int(free.num_bytes * FREE_MEMORY_SHARE) + taken) // (1 + len(others)) - buffer_bytes
     if num_bytes > available:

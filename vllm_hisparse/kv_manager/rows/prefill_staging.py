@@ -34,7 +34,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """What becomes of a prefilling request in every layer.
+    """Work for one prefilling request in every layer.
 
     Attributes:
         request: what the metadata says.
@@ -143,7 +143,7 @@ class PrefillStaging:
             self._seed(plan, layer_index)
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
-        """Of an MLA model."""
+        """The plan for a request of an MLA model."""
         requests = self.hot_buffer.requests
         return self._make_plan(request, requests.host_table(requests.find(request.handle))[0], key_spans=())
 

@@ -13,7 +13,7 @@ CHUNK_BYTES = 64 << 20  # of positions that are looked at together
 
 
 class ResidencyTable:
-    """What each row of vLLM's device blocks holds, of all layers.
+    """The position that each row of vLLM's device blocks holds, in all layers.
 
     A DSA model has a table for each layer that selects, which the layers after it share. The layers of a dense model
     share one table, in which every row of a block has an entry: a layer's entries begin at its own rows, so that the

@@ -14,7 +14,7 @@ NUM_THREADS = 4  # numpy and blake3 let go of the interpreter's lock
 
 
 class HostBlocks(Protocol):
-    """What is copied: `HostPools`, or the rows of a simulated worker."""
+    """Copied blocks: `HostPools`, or the rows of a simulated worker."""
 
     def read(self, block_id: int, block: np.ndarray) -> None: ...
 

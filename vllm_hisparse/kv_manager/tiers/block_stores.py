@@ -42,7 +42,7 @@ class BlockStores:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether blocks wait, or are yet to be looked at."""
+        """True if blocks wait, or are yet to be looked at."""
         return bool(self._waiting) or self.host_pool.has_newly_cached
 
     def step(self, num_scheduled: int, num_processed: int) -> None:
@@ -76,7 +76,7 @@ class BlockStores:
         self._waiting.clear()
 
     def _is_lacking(self, block_id: int, block_hash: bytes) -> bool:
-        """Whether some tier takes blocks and does not have this one, as far as is known."""
+        """True if some tier takes blocks and does not have this one, as far as is known."""
         key = key_of(block_hash)
         if self._known.get(block_id) != block_hash:
             self._forget(block_id)

@@ -23,9 +23,8 @@ class QuotaFileSystemTier(FileSystemTierManager):
     Args:
         offloading_spec, primary_kv_view, tier_type: of vLLM.
         root_dir: the directory; blocks are in a folder of it, named after their identity.
-        quota_bytes: of all block files in that folder, whoever wrote them. Those that are being written count from the
-            start.
-        options: others of vLLM's tier.
+        quota_bytes: of all block files in that folder, whoever wrote them. Files that are being written count from the
+        start. options: others of vLLM's tier.
     """
 
     def __init__(

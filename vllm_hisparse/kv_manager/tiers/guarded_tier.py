@@ -59,7 +59,7 @@ class GuardedTier(SecondaryTierManager):
         return self._guard(LookupResult.MISS, self.tier.lookup, key, req_context)
 
     def lacks(self, key: OffloadKey) -> bool:
-        """Whether it takes blocks now and does not have this one, as far as is known."""
+        """True if it takes blocks now and does not have this one, as far as is known."""
         is_taking = not self.has_failed and (self.bp_detector is None or not self.bp_detector.is_under_pressure())
         return is_taking and key not in self._has
 
@@ -68,7 +68,7 @@ class GuardedTier(SecondaryTierManager):
         self._has.add(key)
 
     def forget(self, key: OffloadKey) -> None:
-        """Whether it has a block is not known any more."""
+        """Note that the tier may no longer have a block."""
         self._has.discard(key)
 
     def submit_store(self, job_metadata: TransferJob) -> None:

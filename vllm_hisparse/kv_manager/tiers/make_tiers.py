@@ -58,7 +58,7 @@ register_tier("hisparse_obj", "vllm_hisparse.kv_manager.tiers.obj_tier", "Pausin
 
 @dataclass(frozen=True)
 class BlockIdentity:
-    """What must be equal for a stored block to be usable.
+    """Identity that must be equal for a stored block to be usable.
 
     Attributes:
         model: name or path, with its revision.
@@ -126,7 +126,7 @@ class BlockIdentity:
 
     @property
     def layer_name(self) -> str:
-        """What stands for the layers where vLLM's stores and peers compare them: every part that vLLM does not know.
+        """Name of the layers where vLLM's stores and peers compare them: every part that vLLM does not know.
 
         Parts that are None are left out, so that blocks of versions without them are found.
         """
@@ -141,13 +141,13 @@ class BlockIdentity:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """What stands for a function among a model's overrides."""
+    """Name of a function among a model's overrides."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """What vLLM's tiers read of an `OffloadingSpec`; and how many blocks may be on their way to them."""
+    """The part of an `OffloadingSpec` that vLLM's tiers read, and how many blocks may be on their way to them."""
 
     config: OffloadingConfig
     max_stores: int

@@ -188,11 +188,11 @@ class PrefixLoads:
         return len(self._copies)
 
     def has(self, request_id: str) -> bool:
-        """Whether a request's prefix is being loaded."""
+        """True if a request's prefix is being loaded."""
         return request_id in self._loads
 
     def has_ended(self, request_id: str) -> bool:
-        """Whether a request that still waits has loaded what it could."""
+        """True if a request that still waits has loaded all that it could."""
         return request_id in self._ended
 
     def begin(self, request_id: str, keys: list[OffloadKey]) -> None:
@@ -213,7 +213,7 @@ class PrefixLoads:
         self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), now, now)
 
     def must_wait(self, request_id: str) -> bool:
-        """Whether a request should wait until another load has ended.
+        """True if a request should wait until another load has ended.
 
         It need not if a load can begin now, nor if it has waited long enough or many others wait: then it has ended.
         """
@@ -234,7 +234,7 @@ class PrefixLoads:
         return False
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request should wait for its prefix, whose load has begun."""
+        """True if a request should wait for its prefix, whose load has begun."""
         if not self._loads[request_id].was_looked_at:
             self._look(request_id)
         return request_id in self._loads

@@ -90,7 +90,7 @@ class HostTierManager(TieringOffloadingManager):
         return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
 
     def is_in_buffer(self, key: OffloadKey) -> bool:
-        """Whether a block is in the transfer buffer, or on its way there."""
+        """True if a block is in the transfer buffer, or on its way there."""
         return self.buffer.lookup(key, _NOBODY) is not LookupResult.MISS
 
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
@@ -120,7 +120,7 @@ class HostTierManager(TieringOffloadingManager):
         return is_started
 
     def step(self) -> None:
-        """What happens once per step: copies that are over, finished jobs, jobs to begin."""
+        """Work of each step: copies that are over, finished jobs, jobs to begin."""
         self.collect_saves()
         self.on_schedule_end(ScheduleEndContext((), ()))
 

@@ -46,7 +46,7 @@ class Tiers:
         self._published: deque[tuple[int, list[int]]] = deque()  # (steps scheduled by then, blocks)
 
     def is_loading(self, request: Request, match: HostMatch) -> bool:
-        """Whether a request that could be admitted should wait until more of its prefix is in the host pool.
+        """True if a request that could be admitted should wait until more of its prefix is in the host pool.
 
         Args:
             request: asked for once per step while it waits.
@@ -93,11 +93,11 @@ class Tiers:
             self.manager.unwritten -= Counter(self._published.popleft()[1])
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed even if there is no request."""
+        """True if steps are needed even if there is no request."""
         return self.stores.has_waiting or bool(self.loads.num_copies) or self.manager.has_pending_work()
 
     def reset_cache(self) -> None:
-        """The host pool is about to forget its cached blocks. What the tiers and the transfer buffer have stays.
+        """The host pool is about to forget its cached blocks. Contents of the tiers and of the transfer buffer stay.
 
         NOTE: waits for copies in memory, never for a tier.
         """

@@ -57,7 +57,7 @@ class TransferBuffer:
         return block if self.is_intact(digest.tobytes(), key, block) else None
 
     def is_intact(self, digest: bytes, key: bytes, block: np.ndarray) -> bool:
-        """Whether a digest is that of a block, [block_bytes] uint8, and its key."""
+        """True if a digest is that of a block, [block_bytes] uint8, and its key."""
         return digest == _digest(key, block)
 
     def create_kv_memoryview(self) -> memoryview:
