@@ -51,3 +51,23 @@ def test_every_page_can_be_reached() -> None:
         targets = [(document.parent / target).resolve() for target, _ in links(document) if target]
         to_read += [target for target in targets if target.suffix == ".md"]
     assert not [str(page.relative_to(ROOT)) for page in PAGES if page not in seen]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [ROOT / "docs" / "structure.md", *sorted((ROOT / "docs" / "design").glob("*.md"))],
+    ids=lambda path: path.name,
+)
+def test_classes_that_a_design_page_names_exist(document: Path) -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "vllm_hisparse").rglob("*.py"))
+    named = set(re.findall(r"`([A-Z]\w*[a-z][A-Z]\w*)", document.read_text()))
+    assert not {name for name in named if not re.search(rf"\b{name}\b", code)}
+
+
+def test_folders_of_the_structure_page_exist() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    folders = re.findall(r"^\| `([\w/]+/)` \|", text, re.MULTILINE)
+    assert folders
+    assert not [folder for folder in folders if not (ROOT / folder).is_dir()]
+    packages = {path.parent for path in (ROOT / "vllm_hisparse").glob("*/__init__.py")}
+    assert not [path.name for path in packages if f"vllm_hisparse/{path.name}/" not in text]
