@@ -78,9 +78,15 @@ def expected(tmp_path_factory, shared_result) -> dict[str, list[list[dict]]]:
     return shared_result("two turns for the tiers", compute)
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A directory of its own: engines log beside it."""
+    return tmp_path / "disk"
+
+
 @pytest.mark.parametrize("model", SMALL_POOL)
-def test_a_conversation_leaves_the_host_pool_and_comes_back(start, tmp_path: Path, expected, model: str):
-    engine = start(args_of(model, [fs_tier(tmp_path)]))
+def test_a_conversation_leaves_the_host_pool_and_comes_back(start, disk: Path, expected, model: str):
+    engine = start(args_of(model, [fs_tier(disk)]))
     assert_same_but_rounding(ask(engine, *map(make_prompt, LENGTHS))["completions"], expected[model][0])
     before = ask(engine, *fillers(100))["counters"]
     for index, prompt in enumerate(turns(model, expected)):
@@ -95,18 +101,18 @@ def test_a_conversation_leaves_the_host_pool_and_comes_back(start, tmp_path: Pat
     assert counters["tier_damaged_blocks"] == counters["tier_load_timeouts"] == 0
 
 
-def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, tmp_path: Path, expected):
+def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, disk: Path, expected):
     """Even of one that was killed while it stored, once it had stored all, and while it loaded."""
     prompts = list(map(make_prompt, LENGTHS))
     num_blocks = sum(whole_blocks("dsv32", num_tokens) // BLOCK["dsv32"] for num_tokens in LENGTHS)
     for is_time in (partial(has_stored, 4), partial(has_stored, num_blocks), has_read):
         started_at = time.time()
-        engine = start(args_of("dsv32", [fs_tier(tmp_path)]))
+        engine = start(args_of("dsv32", [fs_tier(disk)]))
         engine.begin({"prompts": prompts, "max_tokens": MAX_TOKENS})
         wait_until(partial(engine.log_has, "HiSparse tier:"))
-        wait_until(partial(is_time, tmp_path, started_at))
+        wait_until(partial(is_time, disk, started_at))
         engine.kill()
-    engine = start(args_of("dsv32", [fs_tier(tmp_path)]))
+    engine = start(args_of("dsv32", [fs_tier(disk)]))
     record = ask(engine, *prompts)
     assert_same_but_rounding(record["completions"], expected["dsv32"][0])
     assert record["counters"]["tier_loaded_blocks"] > 0 and record["counters"]["tier_damaged_blocks"] == 0
