@@ -48,7 +48,7 @@ class Mood(Enum):
 
     HEALTHY = auto()
     SILENT = auto()
-    TRICKLING = auto()  # one block now and then, for all who ask
+    TRICKLING = auto()  # nearly as late as a source may be without being silent; most reads fail, and are tried again
 
 
 class Store:
@@ -71,7 +71,7 @@ class Store:
         self.now, self.looked_s, self.step = 0.0, 0.0, 0
         self.mood, self.since, self.since_step = Mood.HEALTHY, 0.0, 0
         self.troubles: list[float] = []
-        self._until, self._next_block_at = rng.uniform(0.0, 30.0), 0.0
+        self._until = rng.uniform(0.0, 30.0)
 
     def clock(self) -> float:
         return self.now
@@ -79,7 +79,7 @@ class Store:
     def tick(self) -> None:
         """The engines have made a step; some take long, and sometimes nobody makes any for a while."""
         kind = self.rng.random()
-        step_s = self.rng.uniform(50, 100) if kind < 0.002 else self.rng.uniform(0.01, 10 if kind < 0.015 else 0.15)
+        step_s = self.rng.uniform(50, 100) if kind < 0.0005 else self.rng.uniform(0.01, 10 if kind < 0.01 else 0.15)
         self.now, self.looked_s = self.now + step_s, self.looked_s + min(step_s, TIMEOUT_S / 10)
         self.step += 1
         if self.now > self._until:
@@ -87,21 +87,25 @@ class Store:
                 self.troubles.append(self.now)
             self.mood = Mood.HEALTHY if self.mood is not Mood.HEALTHY else self.rng.choice(list(Mood)[1:])
             self.since, self.since_step = self.now, self.step
-            # NOTE: a trouble is over before a source is asked again that was left alone because of it.
-            self._until = self.now + (
-                self.rng.uniform(5.0, 40.0) if self.mood is Mood.HEALTHY else self.rng.uniform(1.0, 0.9 * RETRY_S)
-            )
+            # NOTE: a silence is over before a source is asked again that was left alone because of it.
+            lengths = {Mood.HEALTHY: (5.0, 40.0), Mood.SILENT: (1.0, 0.9 * RETRY_S), Mood.TRICKLING: (10.0, 60.0)}
+            self._until = self.now + self.rng.uniform(*lengths[self.mood])
 
     def is_long_healthy(self) -> bool:
         """True if whoever has asked for something has an answer by now."""
         return self.mood is Mood.HEALTHY and self.now > self.since + TIMEOUT_S and self.step > self.since_step + 10
 
-    def finds(self, num_polls: int) -> bool:
-        """True if it says whether it has a block, for which it was asked so often."""
-        if self.mood is Mood.TRICKLING and self.now >= self._next_block_at:
-            self._next_block_at = self.now + 0.9 * TIMEOUT_S
-            return True
-        return self.mood is Mood.HEALTHY and (num_polls >= MAX_POLLS or self.rng.random() < 0.8)
+    def does(self, num_polls: int, since: float, share: float) -> bool:
+        """True if it does now what it was asked for.
+
+        Args:
+            num_polls: how often somebody has looked whether it has.
+            since: when it began to.
+            share: of what is looked for the first time and done.
+        """
+        if self.mood is Mood.TRICKLING:
+            return self.now > since + 0.8 * TIMEOUT_S
+        return self.mood is Mood.HEALTHY and (num_polls >= MAX_POLLS or self.rng.random() < share)
 
 
 class SimulatedHosts:
@@ -187,6 +191,7 @@ class SimulatedTier(SecondaryTierManager):
         self._chunks = np.asarray(view)
         self._jobs: list[tuple[TransferJob, Callable[[bytes, int], bool]]] = []
         self._polls: Counter[int | tuple[str, bytes]] = Counter()  # of jobs, and of a request's looks for a block
+        self._began: dict[int | str, float] = {}  # when a job began, or a request got a block or asked for its first
         self._results: list[JobResult] = []
         self._asked: list[tuple[bytes, ReqContext]] = []  # by a simulated peer
         self._numbers = count()
@@ -194,8 +199,10 @@ class SimulatedTier(SecondaryTierManager):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         self.wanted.append(key)
         self._polls[req_context.req_id, key] += 1
-        if not self.store.finds(self._polls[req_context.req_id, key]):
+        since = self._began.setdefault(req_context.req_id, self.store.now)
+        if not self.store.does(self._polls[req_context.req_id, key], since, 0.8):
             return LookupResult.RETRY
+        self._began[req_context.req_id] = self.store.now
         return LookupResult.HIT if key in self.blocks else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -242,8 +249,8 @@ class SimulatedTier(SecondaryTierManager):
         jobs, self._jobs = self._jobs, []
         for job, move in jobs:
             self._polls[job.job_id] += 1
-            is_due = self._polls[job.job_id] >= MAX_POLLS or self.rng.random() < share
-            if share < 1 and (self.store.mood is Mood.SILENT or not is_due):
+            since = self._began.setdefault(job.job_id, self.store.now)
+            if share < 1 and not self.store.does(self._polls[job.job_id], since, share):
                 self._jobs.append((job, move))
                 continue
             moved = [key for key, chunk in zip(job.keys, job.chunk_ids.tolist(), strict=True) if move(key, chunk)]
@@ -262,7 +269,7 @@ class SimulatedTier(SecondaryTierManager):
         return True
 
     def _load(self, key: bytes, chunk: int) -> bool:
-        if key not in self.blocks or self.rng.random() < 0.1:
+        if key not in self.blocks or self.rng.random() < (0.9 if self.store.mood is Mood.TRICKLING else 0.1):
             return False
         self._chunks[chunk] = np.frombuffer(self.blocks[key], np.uint8)
         self.counts["loads"] += 1
