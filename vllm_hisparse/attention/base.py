@@ -60,3 +60,22 @@ class QueryLens:
         moved = torch.arange(num_decodes) * self.max_query_len - starts[:-1]
         query_indices = torch.arange(int(starts[-1])) + moved.repeat_interleave(lens)
         return query_lens, query_indices.to(self.device, non_blocking=True)
+
+
+def decode_tokens(
+    starts: torch.Tensor, query_lens: torch.Tensor, max_query_len: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens of decoding requests, which may lie anywhere in a step's batch.
+
+    Args:
+        starts: [requests] first token of each in the batch.
+        query_lens: [requests] tokens of each, at most `max_query_len`.
+        max_query_len: tokens that a decoding request computes in a step.
+
+    Returns:
+        [tokens] int64 indices in the batch, request by request, and the `query_indices` of `DecodeStep.plan`.
+    """
+    offsets = torch.arange(max_query_len)
+    exists = offsets < query_lens[:, None]
+    tokens = (starts.long()[:, None] + offsets)[exists]
+    return tokens, None if exists.all() else exists.flatten().nonzero()[:, 0]

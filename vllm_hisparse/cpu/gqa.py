@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
+from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder, decode_tokens
 from vllm_hisparse.compat.cpu_attention import cpu_attention_isa, cpu_kernels
 from vllm_hisparse.cpu.paged_gqa import CpuBlocks, attend
 from vllm_hisparse.cpu.take_rows import take_rows
@@ -54,8 +54,7 @@ class HotGQACpuMetadata(AttentionMetadata):
         key_spans: keys of prompts that the algorithm has yet to see, once the step's are on the host.
         seeds: what becomes hot of the prompts then.
         prefill: the requests with more query tokens than one that decodes can have, or None.
-        decode_tokens: [decoding requests, max_query_len] int64 index of each new token in the step's batch, -1 beyond
-            the last.
+        decode_tokens: [tokens] int64 indices of the decoding requests' tokens in the step's batch.
     """
 
     tokens: torch.Tensor
@@ -108,15 +107,15 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         decodes = [span for span in known if span.num_tokens <= max_query_len]
         batch_indices = [span.batch_index for span in decodes]
         query_lens = torch.tensor([span.num_tokens for span in decodes], dtype=torch.int32)
-        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int(), query_lens)
-        offsets, starts = torch.arange(max_query_len), torch.tensor([span.tokens.start for span in decodes])
-        decode_tokens = (starts.long()[:, None] + offsets).where(offsets < query_lens[:, None], -1)
+        starts = torch.tensor([span.tokens.start for span in decodes])
+        tokens, query_indices = decode_tokens(starts, query_lens, max_query_len)
+        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int(), query_lens, query_indices)
         return HotGQACpuMetadata(
             *self._host_slots(known),
             key_spans,
             seeds,
             self._prefill_batch(prefills) if prefills else None,
-            decode_tokens,
+            tokens,
         )
 
     @property
@@ -246,11 +245,10 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             self.hot_buffer.seed(self.layer_index, seeds)
         if metadata.prefill is not None:
             output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
-        places = metadata.decode_tokens.flatten()
-        if len(places):
-            is_token = places >= 0
-            out = self._decode(query[places], key[places], value[places])
-            output[places[is_token]] = out[is_token].to(output.dtype)
+        tokens, step = metadata.decode_tokens, self.hot_buffer.step
+        if len(tokens):
+            out = self._decode(*(step.pad_queries(rows[tokens]) for rows in (query, key, value)))
+            output[tokens] = step.unpad_queries(out, len(tokens)).to(output.dtype)
         return output
 
     def represent(self, span: KeySpan) -> None:
@@ -282,7 +280,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """Represent the new tokens, select, swap in what is missing, attend over hot rows only.
 
         Args:
-            query: [batch * max_query_len, num_heads, head_size], by place; anything where there is no token.
+            query: [batch * max_query_len, num_heads, head_size], padded.
             key, value: [batch * max_query_len, num_kv_heads, head_size].
 
         Returns:
@@ -290,11 +288,11 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        units = self.hot_buffer.select(self.layer_index, key, query)
+        selected_unit_ids = self.hot_buffer.select(self.layer_index, key, query)
         self._write_new(key, value)
-        resolved = self.hot_buffer.resolve(self.layer_index, units)
-        self._load_missed(resolved, len(units))
-        out = self._attend(query, units, resolved)
+        resolved = self.hot_buffer.resolve(self.layer_index, selected_unit_ids)
+        self._load_missed(resolved, len(selected_unit_ids))
+        out = self._attend(query, selected_unit_ids, resolved)
         step.finish(self.layer_index)
         return out
 
@@ -324,7 +322,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """Put the new tokens into their units; the first one's first gets its earlier tokens if its slot lacks them.
 
         Args:
-            key, value: [batch * max_query_len, num_kv_heads, head_size], by place.
+            key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
         """
         step, heads = self.hot_buffer.step, self.hot_buffer.heads
         batch, units, per_unit = len(step.tables.seq_lens) // heads.num_heads, step.units, heads.tokens_per_unit

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder
+from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder, decode_tokens
 from vllm_hisparse.attention.mla.base import HotMLAImpl
 from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
 from vllm_hisparse.cpu.take_rows import PagedRows, take_rows
@@ -36,8 +36,7 @@ class HotMLACpuMetadata(SparseMLACpuMetadata):
     """One step's batch, split into requests that decode and requests that prefill.
 
     Attributes:
-        decode_tokens: [decoding requests, max_query_len] int64 index of each new token in the step's batch, -1 beyond
-            the last.
+        decode_tokens: [tokens] int64 indices of the decoding requests' tokens in the step's batch.
     """
 
     decode_tokens: torch.Tensor | None = None
@@ -56,9 +55,9 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         known, query_lens = request_indices < buffer.requests.num_requests, torch.diff(starts)
         max_query_len = buffer.shape.max_query_len
         decodes = (known & (query_lens <= max_query_len)).nonzero()[:, 0]
-        buffer.step.plan(handles[decodes], common.seq_lens[:num_reqs][decodes], query_lens[decodes])
-        offsets = torch.arange(max_query_len)
-        decode_tokens = (starts[:-1][decodes, None] + offsets).where(offsets < query_lens[decodes, None], -1)
+        tokens, query_indices = decode_tokens(starts[:-1][decodes], query_lens[decodes], max_query_len)
+        lengths = common.seq_lens[:num_reqs][decodes], query_lens[decodes]
+        buffer.step.plan(handles[decodes], *lengths, query_indices)
         chunks = [
             self._chunk(i, starts, common.seq_lens, handles, request_indices)
             for i in (known & (query_lens > max_query_len)).nonzero()[:, 0].tolist()
@@ -71,7 +70,7 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
             prompts=(),
             num_decodes=num_reqs,
             num_decode_tokens=common.num_actual_tokens,
-            decode_tokens=decode_tokens.long(),
+            decode_tokens=tokens,
             prefill_chunks=tuple(chunks),
         )
 
@@ -119,32 +118,29 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         out = query.new_zeros(len(query), self.num_heads, self.kv_lora_rank)
         for chunk in attn_metadata.prefill_chunks:
             out[chunk.tokens] = self._prefill(query[chunk.tokens], new_rows[chunk.tokens], chunk)
-        if len(attn_metadata.decode_tokens):
-            self._decode(query, new_rows, attn_metadata.decode_tokens, out)
+        tokens = attn_metadata.decode_tokens
+        if len(tokens):
+            out[tokens] = self._decode(query[tokens], new_rows[tokens], self.topk_indices_buffer[tokens])
         return out, None
 
-    def _decode(
-        self, query: torch.Tensor, new_rows: torch.Tensor, decode_tokens: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, selected_positions: torch.Tensor) -> torch.Tensor:
         """Write the new rows, swap in what is missing, attend over hot rows only.
 
         Args:
-            query: [tokens, heads, row elements] of the step.
-            new_rows: [tokens, row elements] of the step.
-            decode_tokens: as in the metadata.
-            out: [tokens, heads, kv_lora_rank], written for the decoding requests.
+            query: [tokens, heads, row elements] of the decoding requests.
+            new_rows: [tokens, row elements].
+            selected_positions: [tokens, top_k] int32.
+
+        Returns:
+            [tokens, heads, kv_lora_rank].
         """
-        step, batch = self.hot_buffer.step, len(decode_tokens)
-        is_token = decode_tokens >= 0
-        tokens = decode_tokens[is_token]
+        step = self.hot_buffer.step
         step.begin(self.layer_index)
-        row_ids = step.newest_row_ids[: decode_tokens.numel()].view_as(decode_tokens)
-        self.hot.rows[row_ids[is_token]] = new_rows[tokens]
-        selected_positions = self.topk_indices_buffer[decode_tokens].where(is_token[:, :, None], -1)
-        resolved = self.swap_in(selected_positions.flatten(1))
-        selected = resolved.hot_row_ids[:batch].view_as(selected_positions)[is_token]
-        out[tokens] = self.attend(query[tokens], self.hot.rows, selected)
+        self.hot.rows[step.unpad_queries(step.newest_row_ids, len(new_rows))] = new_rows
+        hot_row_ids, _ = self.locate_selection(selected_positions)
+        out = self.attend(query, self.hot.rows, hot_row_ids)
         step.finish(self.layer_index)
+        return out
 
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
         """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""

@@ -120,6 +120,23 @@ class HotMLAImpl:
         hot_buffer.add_layer(self.hot, self.host_rows)
         self.swap_in = hot_buffer.swap_in_of(layer_index)
 
+    def locate_selection(
+        self, selected_positions: torch.Tensor, requests: slice | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the selections of the decoding requests' tokens hot.
+
+        Args:
+            selected_positions: [tokens, top_k] int32, -1 for none.
+            requests: those whose tokens they are, while kernels run for others; None: all.
+
+        Returns:
+            Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
+        """
+        step, (num_tokens, top_k) = self.hot_buffer.step, selected_positions.shape
+        resolved = self.swap_in(step.join_selections(selected_positions), requests)
+        hot_row_ids = resolved.hot_row_ids.view(-1, top_k)
+        return step.unpad_queries(hot_row_ids, num_tokens), step.unpad_queries(resolved.num_valid, num_tokens)
+
     @contextmanager
     def writing(self, new_rows: NewRows | None) -> Iterator[None]:
         """Let `forward_mqa`, called within, write these rows: it knows whose they are.

@@ -240,17 +240,11 @@ class HotMLACudaImpl(HotMLAImpl):
         """Write rows to a paged cache, in its dtype."""
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
-    def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the tokens' selections, [tokens, top_k] int32, hot.
-
-        Returns:
-            Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
-        """
-        step, requests = self.hot_buffer.step, None if self.microbatch is None else self.microbatch.requests
-        resolved = self.swap_in(step.join_selections(selected_positions), requests)
-        num_tokens, top_k = selected_positions.shape
-        hot_row_ids = resolved.hot_row_ids.view(-1, top_k)
-        return step.unpad_queries(hot_row_ids, num_tokens), step.unpad_queries(resolved.num_valid, num_tokens)
+    def locate_selection(
+        self, selected_positions: torch.Tensor, requests: slice | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        requests = None if self.microbatch is None else self.microbatch.requests
+        return super().locate_selection(selected_positions, requests)
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)
