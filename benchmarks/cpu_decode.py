@@ -30,10 +30,10 @@ from benchmarks.common import (
 )
 from vllm_hisparse.attention.mla.base import NewRows
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuImpl, SparseMLACpuMetadataBuilder
 from vllm_hisparse.cpu.mla import HotMLACpuImpl, HotMLACpuMetadataBuilder
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.layout import BLOCK_SIZE
 
 ROW = KV_LORA_RANK + ROPE_DIM

@@ -87,16 +87,18 @@ class Scheduler:
         self.connector = HiSparseSchedulerConnector(
             config,
             groups,
+            SimpleNamespace(
+                coordinator=SimpleNamespace(single_type_managers=(self.hot_manager, self.indexer_manager)),
+                block_pool=pool,
+                max_model_len=num_blocks * BLOCK_SIZE,
+                watermark_blocks=0,
+            ),
             num_blocks,
             enable_caching=True,
             transport=None,
             max_num_running=num_requests,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )
-        coordinator = SimpleNamespace(single_type_managers=(self.hot_manager, self.indexer_manager))
-        max_model_len = num_blocks * BLOCK_SIZE
-        sizes = {"max_model_len": max_model_len, "watermark_blocks": 0}
-        self.connector.bind(SimpleNamespace(coordinator=coordinator, **sizes))
         self.forget_samples()
         self.requests = [self._admit(index, num_tokens, num_steps) for index in range(num_requests)]
         self.output = _scheduler_output({request.request_id: 1 for request in self.requests})

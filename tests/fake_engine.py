@@ -15,12 +15,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.layout import KVLayout
 
 BLOCK_SIZE = 4
@@ -101,7 +101,7 @@ class FakeWorker:
             target[target_id, offset] = source.get((source_id, offset), ("never written",))
 
     def apply(self, metadata: HiSparseMetadata) -> None:
-        for device_id, host_id in metadata.tail_saves:
+        for device_id, host_id in metadata.preemption_saves:
             self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
         for handle in metadata.released:
             del self.tables[handle], self.hot_tables[handle]
@@ -221,6 +221,7 @@ class FakeEngine:
         tiers: Sequence[dict] = (),
         max_query_len: int = 1,
         draft_row_bytes: int = 0,
+        make_tiers=None,
         **hot_buffers,
     ):
         self.zeroes_first = zeroes_first
@@ -236,10 +237,17 @@ class FakeEngine:
         config = HiSparseConfig(host_pool_gib=1.0, log_request_stats=log_request_stats, tiers=list(tiers))
         self.groups = DeviceGroups.from_config(kv_cache_config)
         self.connector = HiSparseSchedulerConnector(
-            config, self.groups, num_host_blocks, enable_caching, transport, max_num_running, MAX_BUDGET
+            config,
+            self.groups,
+            self.kv,
+            num_host_blocks,
+            enable_caching,
+            transport,
+            max_num_running,
+            MAX_BUDGET,
+            make_tiers=make_tiers,
         )
-        self.connector.bind(self.kv)
-        self.hot, self.ledger = self.connector.hot_manager, self.connector.ledger
+        self.tracker = self.connector.tracker
         self.host_pool = self.connector.host_pool
         self.worker = FakeWorker(self.groups.layout)
         self.waiting: list[Request] = []
@@ -248,7 +256,7 @@ class FakeEngine:
         self.received: set[str] = set()  # waiting, but they hold blocks
         # (request, device blocks, host blocks) that a step in flight may write
         self.deferred: list[tuple[str, list, list[int]]] = []
-        self.defer_frees = False
+        self.defer_frees, self.num_in_flight = False, 0
         self.ended: set[str] = set()
         self.log: list[HiSparseMetadata] = []
         self.stats = HiSparseStats()
@@ -260,7 +268,12 @@ class FakeEngine:
         return request
 
     def step(self, budget: int = 8) -> HiSparseMetadata:
-        """Schedule, run and update; returns what the worker was told."""
+        """Schedule, run and update; returns what the worker was told.
+
+        The step stays in flight until the next one begins, or until `drain` if blocks wait for it.
+        """
+        if not self.deferred:
+            self.process_steps()
         scheduled = self.schedule(budget)
         output = scheduler_output(scheduled, self.kv.take_new_block_ids())
         metadata = self.connector.build_connector_meta(output)
@@ -278,9 +291,15 @@ class FakeEngine:
         self.worker.finish(metadata)
         for request in batch:
             self.update(request)
-        self.connector.step_processed()
+        self.num_in_flight += 1
         self.stats.aggregate(self.connector.take_stats())
         return metadata
+
+    def process_steps(self) -> None:
+        """All steps in flight are over."""
+        for _ in range(self.num_in_flight):
+            self.connector.step_processed()
+        self.num_in_flight = 0
 
     def schedule_one(self, request: Request, num_tokens: int) -> tuple[HiSparseMetadata, int, int]:
         """Schedule a step of one request alone; returns its metadata and the positions to compute, half-open."""
@@ -415,9 +434,9 @@ class FakeEngine:
         self.free(request)
 
     def free(self, request: Request) -> None:
-        if self.defer_frees:
+        if self.defer_frees and self.num_in_flight:
             request_id = request.request_id
-            host_ids = list(self.host_pool.block_ids(request_id)) if request_id in self.ledger.admitted else []
+            host_ids = list(self.host_pool.block_ids(request_id)) if request_id in self.tracker.admitted else []
             self.deferred.append((request_id, self.kv.pop_blocks_for_free(request), host_ids))
             return
         self.kv.free(request)
@@ -425,7 +444,8 @@ class FakeEngine:
             self.ended.add(request.request_id)
 
     def drain(self) -> None:
-        """The step in flight is over: return the blocks that it might have written."""
+        """The steps in flight are over: return the blocks that they might have written."""
+        self.process_steps()
         for request_id, blocks, _ in self.deferred:
             self.kv.block_pool.free_blocks(reversed(blocks))
             self.ended.add(request_id)
@@ -441,50 +461,29 @@ class FakeEngine:
 
     def check_integrity(self) -> None:
         """Check both pools: nothing lost, nothing owned twice."""
-        self.host_pool.check_integrity()
+        self.tracker.check_integrity()
         pool = self.kv.block_pool
         num_refs = [0] * pool.num_gpu_blocks
-        hot_ids: list[int] = []
-        for manager in self.kv.coordinator.single_type_managers:
-            for blocks in manager.req_to_blocks.values():
-                for block in blocks:
-                    num_refs[block.block_id] += 1
-                if manager is self.hot:
-                    hot_ids += [block.block_id for block in blocks]
-        held = [block for _, blocks, _ in self.deferred for block in blocks] + self.hot.frees.blocks
-        state = [block for blocks in self.hot.state.given.values() for block in blocks]
-        hot_ids += [block.block_id for block in state]
-        held += state
-        lent = [block for blocks in (self.hot.spare.lent.values() if self.hot.spare else ()) for block in blocks]
-        hot_ids += [block.block_id for block in lent]
-        held += lent
-        for block in held:
+        tables = [blocks for m in self.kv.coordinator.single_type_managers for blocks in m.req_to_blocks.values()]
+        held = [block for _, blocks, _ in self.deferred for block in blocks]
+        for block in [*(block for table in tables for block in table), *held, *self.tracker.other_blocks()]:
             num_refs[block.block_id] += 1
         owned = {i for i, refs in enumerate(num_refs) if refs}
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(owned)
-        assert all(num_refs[block_id] == 1 for block_id in hot_ids), "a hot block or a state block is shared"
         admitted = {request.request_id for request in self.running + self.loading} | self.received
-        assert set(self.ledger.admitted) == admitted
-        assert set(self.host_pool._requests) == admitted, "host and hot blocks come and go together"
+        assert set(self.tracker.admitted) == admitted
         for _, _, host_ids in self.deferred:
             assert all(self.host_pool._num_pins[block_id] for block_id in host_ids), "a late write meets a free block"
-        for request_id, state in self.ledger.admitted.items():
-            assert state.handle == self.hot.req_to_blocks[request_id][0].block_id
 
     def check_idle(self) -> None:
         """Check that nothing is left behind once every request has ended."""
         self.drain()
         self.step()
+        self.process_steps()
         self.check_integrity()
         assert self.host_pool.num_used == 0, "host blocks without an owner"
-        assert not self.host_pool._preempted, "blocks kept for requests that ended"
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
-        assert not self.hot._parked and not self.hot.frees.blocks
-        ledger = self.ledger
-        for leftover in (ledger.requests, ledger.sessions, ledger.admitted, ledger.obstacles):
-            assert not leftover
-        assert not ledger._matches and not ledger._changed and not ledger._released and not ledger._tail_saves
-        assert not len(ledger.hot_tables) and not (self.hot.spare and self.hot.spare.lent) and not self.hot.state.given
+        assert self.tracker.leftovers() == {}
         worker = self.worker
         assert not worker.tables and not worker.hot_tables and not worker.state_tables, "the worker was not told"

@@ -49,8 +49,6 @@ CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "co
 NUM_LAYERS = 2
 STATE_ENTRIES = ((2, 10), (5, 16))  # an algorithm's: tokens and bytes of an entry in a layer; 5 blocks of a request
 Drafter = Callable[[list[int], int], list[int]]  # known tokens, placeholders -> drafts, perhaps fewer
-_LEDGER = ("requests", "sessions", "admitted", "obstacles", "_matches")
-_LEDGER += ("_changed", "hot_tables", "_released", "_tail_saves")
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 
 init_none_hash(sha256)
@@ -132,7 +130,7 @@ class Product:
         self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def check_pools(self) -> None:
-        self.half.host_pool.check_integrity()
+        self.half.tracker.check_integrity()
         pool = self.scheduler.kv_cache_manager.block_pool
         num_refs = [0] * pool.num_gpu_blocks
         for block in self._owned_device_blocks():
@@ -140,7 +138,6 @@ class Product:
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
 
     def num_used_host_blocks(self) -> int:
-        self.half.hot_manager.release_parked()
         return self.half.host_pool.num_used
 
     def num_free_device_blocks(self) -> int:
@@ -148,13 +145,8 @@ class Product:
 
     def leftovers(self) -> dict[str, Any]:
         """State that must be empty when no request is left."""
-        half, manager = self.half, self.half.hot_manager
-        manager.release_parked()
-        left = {name: getattr(half.ledger, name) for name in _LEDGER}
-        left |= {"parked": manager._parked, "blocks to be freed": manager.frees.blocks}
-        left |= {"transfers": half.counts._transfers, "lent": manager.spare.lent if manager.spare else None}
-        left |= {"state blocks": manager.state.given}
-        left["preempted"] = half.host_pool._preempted
+        half = self.half
+        left = half.leftovers()
         if half.tiers:
             loads, stores, tiering = half.tiers.loads, half.tiers.stores, half.tiers.manager
             left |= {"loads": loads._loads, "ended loads": loads._ended, "copies": loads._copies}
@@ -209,11 +201,7 @@ class Product:
                 yield from blocks
         for _, blocks in self.scheduler.deferred_frees:
             yield from blocks
-        yield from self.half.hot_manager.frees.blocks
-        for blocks in self.half.hot_manager.state.given.values():
-            yield from blocks
-        for blocks in self.half.hot_manager.spare.lent.values() if self.half.hot_manager.spare else ():
-            yield from blocks
+        yield from self.half.tracker.other_blocks()
 
 
 def block_pairs(meta: ReqMeta) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:

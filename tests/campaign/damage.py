@@ -3,60 +3,74 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
-from vllm_hisparse.kv_manager.blocks import hot_block_manager
+from vllm_hisparse.kv_manager.blocks import request_tracker
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
-from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
-from vllm_hisparse.kv_manager.blocks.request_ledger import AdmittedRequest, RequestLedger
-from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
+from vllm_hisparse.kv_manager.blocks.request_tracker import AdmittedRequest, RequestTracker
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
 from vllm_hisparse.vllm_patches.drafting_sessions import DraftingSession
 
 
-def no_parking(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_deferral(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host blocks are free as soon as their request has lost them, though a step in flight still writes them."""
-
-    def release(self: HotBlockManager) -> None:
-        parked, self._parked = self._parked, []
-        for _, host_ids in parked:
-            self.host_pool.unpin(host_ids)
-
-    monkeypatch.setattr(HotBlockManager, "release_parked", release)
+    monkeypatch.setattr(Deferred, "after_step", lambda self, number, action: action())
 
 
 def early_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is offered to others before its indexer keys are on the host."""
-    publish = RequestLedger._publish
+    """The last block of a step's tokens is offered to others before its indexer keys are on the host."""
+    diff = RequestTracker.diff
 
-    def publish_early(self: RequestLedger, request, admitted) -> None:
-        admitted.num_saved_blocks += 1
-        publish(self, request, admitted)
-        admitted.num_saved_blocks -= 1
+    def diff_and_publish(self: RequestTracker, num_scheduled) -> HiSparseMetadata:
+        metadata = diff(self, num_scheduled)
+        for name in num_scheduled:
+            request, index = self.requests[name], self.admitted[name].num_saved_blocks
+            if self.enable_caching and index < len(request.block_hashes):
+                self.host_pool.register(name, index, request.block_hashes[index])
+        return metadata
 
-    monkeypatch.setattr(RequestLedger, "_publish", publish_early)
+    monkeypatch.setattr(RequestTracker, "diff", diff_and_publish)
 
 
 def no_news_of_taken_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker does not hear at once which hot blocks a request has lost."""
-    take_back = SpareBlocks._take_back
+    """The worker does not hear which hot blocks a request has lost."""
+    diff = RequestTracker.diff
 
-    def take_silently(self: SpareBlocks, ledger: RequestLedger, request_id: str, *args) -> None:
-        take_back(self, ledger, request_id, *args)
-        ledger.hot_tables.changed.pop(request_id)
+    def diff_silently(self: RequestTracker, num_scheduled) -> HiSparseMetadata:
+        before = {admitted.first_hot_block_id: len(admitted.sent_hot_ids) for admitted in self.admitted.values()}
+        metadata = diff(self, num_scheduled)
+        for name, (first, block_ids) in list(metadata.hot_tables.items()):
+            if first + len(block_ids) < before.get(name, 0):
+                del metadata.hot_tables[name]
+        return metadata
 
-    monkeypatch.setattr(SpareBlocks, "_take_back", take_silently)
+    monkeypatch.setattr(RequestTracker, "diff", diff_silently)
 
 
-def no_tail_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_preemption_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """A preempted request's last, partial block of indexer keys is not copied to the host."""
-    monkeypatch.setattr(HotBlockManager, "_save_tail", lambda *args: None)
+    change_metadata(monkeypatch, lambda metadata: metadata.preemption_saves.clear())
+
+
+def change_metadata(monkeypatch: pytest.MonkeyPatch, change: Callable[[HiSparseMetadata], None]) -> None:
+    """Change what the worker is told."""
+    diff = RequestTracker.diff
+
+    def diff_and_change(self: RequestTracker, num_scheduled) -> HiSparseMetadata:
+        metadata = diff(self, num_scheduled)
+        change(metadata)
+        return metadata
+
+    monkeypatch.setattr(RequestTracker, "diff", diff_and_change)
 
 
 def another_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +98,17 @@ def unclaimed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A streaming session may outgrow the model."""
-    monkeypatch.setattr(hot_block_manager, "cut_long_sessions", lambda *args: None)
+    monkeypatch.setattr(request_tracker, "cut_long_sessions", lambda *args: None)
 
 
 def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps state of sessions that wait, beside as many requests as may run."""
-    monkeypatch.setattr(RequestLedger, "_idle", lambda *args: [])
+    set_constant(monkeypatch, "max_num_running", 1000)
+
+
+def set_constant(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    """Give an attribute of every tracker one value."""
+    monkeypatch.setattr(RequestTracker, name, property(lambda self: value, lambda self, _: None), False)
 
 
 def damaged_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +144,8 @@ def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts count as computed before they are accepted, and for good."""
-    monkeypatch.setattr(AdmittedRequest, "keep_saved", lambda self, num_blocks: None)
-    monkeypatch.setattr(RequestLedger, "has_drafts", property(lambda self: False, lambda self, has_drafts: None), False)
+    monkeypatch.setattr(AdmittedRequest, "truncate_saved", lambda self, num_blocks: None)
+    set_constant(monkeypatch, "has_drafts", False)
 
 
 def accepted_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +162,15 @@ def accepted_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
         def num_tokens(self) -> int:
             return self.request.num_tokens + self.request.num_output_placeholders
 
-    add_changes = RequestLedger._add_changes
-    monkeypatch.setattr(
-        RequestLedger,
-        "_add_changes",
-        lambda self, changes, request, *args: add_changes(self, changes, Optimistic(request), *args),
-    )
+    diff = RequestTracker.diff
+
+    def diff_optimistically(self: RequestTracker, num_scheduled) -> HiSparseMetadata:
+        requests, self.requests = self.requests, {name: Optimistic(one) for name, one in self.requests.items()}
+        metadata = diff(self, num_scheduled)
+        self.requests = requests
+        return metadata
+
+    monkeypatch.setattr(RequestTracker, "diff", diff_optimistically)
 
 
 def forgotten_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,21 +186,16 @@ def forgotten_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def undrafted_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is saved in the step that fills it, before the draft layer has written its part."""
-    has_none = property(lambda self: False, lambda self, has_draft_layers: None)
-    monkeypatch.setattr(RequestLedger, "has_draft_layers", has_none, False)
+    set_constant(monkeypatch, "has_draft_layers", False)
 
 
 def one_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the last of a preempted request's unsaved blocks is saved."""
-    preempt = HotBlockManager._preempt
+    """Only the last of the unsaved blocks of preempted requests is saved."""
 
-    def preempt_losing(self: HotBlockManager, request, admitted) -> None:
-        num_blocks = -(-min(request.num_computed_tokens, request.num_tokens) // self.block_size)
-        unsaved = [item for item in admitted.unsaved_blocks.items() if item[0] < num_blocks]
-        admitted.unsaved_blocks = dict(unsaved[-1:])
-        preempt(self, request, admitted)
+    def lose(metadata: HiSparseMetadata) -> None:
+        del metadata.preemption_saves[:-1]
 
-    monkeypatch.setattr(HotBlockManager, "_preempt", preempt_losing)
+    change_metadata(monkeypatch, lose)
 
 
 def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ class Engine:
         before = self._in_flight[0].batch if self._in_flight else ()
         step = Step(next(self._numbers), output, self.product.batch(output, before, self._draft_in_flight))
         self.counts["rejected in flight"] += sum(entry.num_corrected for entry in step.batch)
-        self.counts["tail saves"] += len(step.metadata.tail_saves)
+        self.counts["tail saves"] += len(step.metadata.preemption_saves)
         self.counts["restores"] += len(step.metadata.restores)
         for rank in self.ranks:
             rank.launch(step, self.ranks)
@@ -144,7 +144,7 @@ class Engine:
     def _finish(self, on_wait: Callable[[], None]) -> None:
         """NOTE: nothing waits for the device in a step without a batch, unless it is told to."""
         step = self._in_flight.pop()
-        if step.batch or step.metadata.waits_for_tail_saves:
+        if step.batch or step.metadata.waits_for_preemption_saves:
             for rank in self.ranks:
                 rank.finish(step.number)
         on_wait()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
-    from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata
+    from vllm_hisparse.kv_manager.metadata import BlockPairs, HiSparseMetadata
     from vllm_hisparse.layout import KVLayout
 
 
@@ -140,7 +140,7 @@ class Rank:
         """Queue a step as the worker half does: changes, the forward, the saves."""
         metadata, new_ids = step.metadata, step.output.new_block_ids_to_zero or ()
         zero = partial(self._zero, new_ids)
-        changes = [partial(self._copy_to_host, metadata.tail_saves), partial(self._update_tables, metadata)]
+        changes = [partial(self._copy_to_host, metadata.preemption_saves), partial(self._update_tables, metadata)]
         changes.append(partial(self._copy_to_device, metadata.restores))
         for work in [zero, *changes] if self.zeroes_first else [*changes, zero]:
             self._enqueue(step, work)

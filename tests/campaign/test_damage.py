@@ -18,10 +18,10 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
 @pytest.mark.parametrize(
     ("plant", "name", "message"),
     [
-        (damage.no_parking, "P/D", "host row"),
+        (damage.no_deferral, "P/D", "host row"),
         (damage.early_publishing, "one instance", "host row"),
         (damage.no_news_of_taken_blocks, "spare blocks, sessions", "holds"),
-        (damage.no_tail_save, "one instance", "indexer key"),
+        (damage.no_preemption_save, "one instance", "indexer key"),
         (damage.another_transfer, "P/D, no prefix caching", "host row"),
         (damage.unclaimed_transfer, "P/D, data parallel", "host row"),
         (damage.long_sessions, "one instance, sessions", "Error"),

@@ -5,8 +5,9 @@ from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, FakeEngine, FakeTransport, sc
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_hisparse.connector import request_log
-from vllm_hisparse.connector.metadata import HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 
 PROMPT = list(range(10, 20))
 COPIES = ("device_to_host_bytes", "host_to_device_bytes")
@@ -102,7 +103,7 @@ def test_without_indexer_only_tables_travel(enable_caching: bool) -> None:
     engine = FakeEngine(has_resident_kv=False, enable_caching=enable_caching)
     engine.add("a", PROMPT, max_tokens=12)
     engine.run_to_end()
-    assert not any(metadata.saves or metadata.tail_saves or metadata.restores for metadata in engine.log)
+    assert not any(metadata.saves or metadata.preemption_saves or metadata.restores for metadata in engine.log)
     engine.check_idle()
     engine.add("b", PROMPT, max_tokens=2)
     metadata = engine.step(budget=30)
@@ -116,7 +117,7 @@ def test_without_indexer_a_preempted_request_loses_nothing() -> None:
     engine.step(budget=30)
     engine.preempt(request)
     metadata = engine.step()
-    assert not metadata.restores and not metadata.tail_saves
+    assert not metadata.restores and not metadata.preemption_saves
     assert request.num_computed_tokens == len(PROMPT) + 1
     engine.run_to_end()
     engine.check_idle()
@@ -259,7 +260,7 @@ def test_preemption_saves_the_partial_block(num_tokens: int) -> None:
     num_full, tail = divmod(num_tokens, BLOCK_SIZE)
     engine.waiting.clear()
     metadata = engine.connector.build_connector_meta(scheduler_output({}))
-    assert metadata.tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
+    assert metadata.preemption_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
     assert len(metadata.released) == 1 and not metadata.tables
     match = engine.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
     assert (match.num_tokens, list(match.block_ids)) == (num_tokens, hosts[: num_full + bool(tail)])
@@ -274,7 +275,7 @@ def test_preemption_while_decoding_saves_the_block_of_the_newest_token(num_decod
     num_full, tail = divmod(6 + num_decodes, BLOCK_SIZE)
     hosts, (_, devices) = host_ids(engine, request), engine.tables_of(request)
     engine.preempt(request)
-    assert engine.ledger._tail_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
+    assert engine.step().preemption_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
     engine.run_to_end()
 
 
@@ -287,6 +288,7 @@ def test_restores_are_the_blocks_between_device_hit_and_host_match(num_tokens: i
         engine.waiting.remove(request)
         engine.step()  # copies its last block, which is in use until then
         engine.waiting.append(request)
+        engine.process_steps()
         assert engine.kv.reset_prefix_cache()
     metadata = engine.step()
     _, devices = engine.tables_of(request)
@@ -535,7 +537,8 @@ def test_an_aborted_preempted_request_keeps_nothing_on_the_host() -> None:
     engine = FakeEngine()
     request, _, _ = preempted(engine, 11)
     engine.abort(request)
-    engine.step()  # until then the device may copy its last keys
+    engine.step()  # copies its last keys
+    engine.process_steps()
     gauges = engine.connector.take_stats().data["gauges"]
     assert (gauges["host_blocks_used"], gauges["host_blocks_cached"]) == (0, 2)  # the full blocks serve others
     engine.check_idle()

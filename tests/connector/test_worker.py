@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.layout import KVLayout
@@ -187,7 +187,7 @@ def test_device_resident_kv_travels_as_the_scheduler_says(worker: HiSparseWorker
     keys.copy_(torch.randint(0, 255, keys.shape, dtype=torch.uint8))
     before = keys.clone()
     worker.store.resident_kv[2] = 77
-    worker.apply_changes(HiSparseMetadata(tail_saves=[(4, 6)], restores=[(2, 4)]))
+    worker.apply_changes(HiSparseMetadata(preemption_saves=[(4, 6)], restores=[(2, 4)]))
     assert torch.equal(worker.store.resident_kv[6], before[4])
     assert (keys[4] == 77).all()
     worker.bind_metadata(HiSparseMetadata(saves=[(5, 1)]))

@@ -135,16 +135,13 @@ def pools(core: Any) -> dict[str, Any]:
     """State of every pool after the requests have ended; raises when one is inconsistent."""
     manager = core.scheduler.kv_cache_manager
     connector = core.scheduler.connector.scheduler
-    connector.hot_manager.release_parked()
-    ledger, host_pool = connector.ledger, connector.host_pool
-    host_pool.check_integrity()
+    connector.tracker.check_integrity()
+    host_pool = connector.host_pool
     return {
         "device_blocks_used": manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks(),
         "host_blocks_used": host_pool.num_used,
         "host_blocks_cached": host_pool.num_cached,
-        "states": len(ledger.admitted),
-        "requests": len(ledger.requests),
-        "obstacles": len(ledger.obstacles),
+        "leftovers": len(connector.leftovers()),
     }
 
 

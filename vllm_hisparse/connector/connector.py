@@ -64,18 +64,20 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:
             release_failed_loads()
-            self._make_tiers = partial(make_tiers, vllm_config, config, groups.layout)
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
-            self.scheduler = HiSparseSchedulerConnector(
+            # NOTE: vLLM makes its KV cache manager, which the scheduler half needs, after this object.
+            self._make_scheduler = partial(
+                HiSparseSchedulerConnector,
                 config,
                 groups,
-                num_host_blocks,
-                vllm_config.cache_config.enable_prefix_caching,
-                NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
-                vllm_config.scheduler_config.max_num_seqs,
-                vllm_config.scheduler_config.max_num_batched_tokens,
-                vllm_config.parallel_config.tensor_parallel_size,
-                num_host_pools(vllm_config),
+                num_host_blocks=num_host_blocks,
+                enable_caching=vllm_config.cache_config.enable_prefix_caching,
+                transport=NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
+                max_num_running=vllm_config.scheduler_config.max_num_seqs,
+                max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+                num_host_pools=num_host_pools(vllm_config),
+                make_tiers=partial(make_tiers, vllm_config, config, groups.layout),
             )
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None
@@ -99,7 +101,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler.bind(kv_cache_manager)
+        self.scheduler = self._make_scheduler(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
@@ -130,11 +132,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
-        if self.scheduler.transport:
-            self.scheduler.transport.set_handshake_metadata({rank: each.transport for rank, each in metadata.items()})
-        files = [metadata[rank].host_pool for rank in sorted(metadata) if metadata[rank].host_pool is not None]
-        if files:
-            self.scheduler.tiers = self._make_tiers(self.scheduler.host_pool, files)
+        self.scheduler.connect_workers(metadata)
 
     def has_pending_push_work(self) -> bool:
         # NOTE: vLLM goes on stepping without requests for as long as this says so, whatever the work is.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_hisparse.connector.metadata import HiSparseMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.layout import KVLayout
 
 
@@ -22,12 +22,15 @@ class CopyCounts:
         layout: byte sizes.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: host pools, which hold the same blocks of different KV heads.
+
+    Attributes:
+        transfers: request id -> what it is receiving.
     """
 
     def __init__(self, layout: KVLayout, num_ranks: int, num_host_pools: int):
         self.layout, self.num_ranks, self.num_host_pools = layout, num_ranks, num_host_pools
         self._stats = HiSparseStats()
-        self._transfers: dict[str, _Transfer] = {}
+        self.transfers: dict[str, _Transfer] = {}
 
     def add(self, **counters: int) -> None:
         """Add to counters, by the names of `connector/metrics.py`."""
@@ -45,18 +48,18 @@ class CopyCounts:
             metadata: of the step.
             num_tokens: that it computes.
         """
-        layout, num_saves = self.layout, len(metadata.saves) + len(metadata.tail_saves)
+        layout, num_saves = self.layout, len(metadata.saves) + len(metadata.preemption_saves)
         saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.resident_block_bytes
         restored = len(metadata.restores) * layout.resident_block_bytes
         self.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
 
     def transfer_started(self, request_id: str, num_host_blocks: int, num_device_blocks: int) -> None:
         """A request's KV is being received."""
-        self._transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
+        self.transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
 
     def transfer_expired(self, request_id: str) -> None:
         """What a request received, or was to receive, is not used."""
-        del self._transfers[request_id]
+        del self.transfers[request_id]
         self.add(transfers_expired=1)
 
     def transfer_ended(self, request_id: str, failed: bool) -> tuple[int, int] | None:
@@ -65,7 +68,7 @@ class CopyCounts:
         Returns:
             Bytes received by the host and by the devices; None if it failed or expired, or nothing was to come.
         """
-        transfer = self._transfers.pop(request_id, None)
+        transfer = self.transfers.pop(request_id, None)
         if transfer is None:
             return None
         self.add(transfers=1, transfer_failures=int(failed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -10,16 +11,17 @@ from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.copy_counts import CopyCounts
-from vllm_hisparse.connector.metadata import BlockPairs, HiSparseMetadata, HiSparseWorkerMetadata
+from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata, HiSparseWorkerMetadata
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.request_log import RequestLog
-from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
-from vllm_hisparse.kv_manager.blocks.hot_block_manager import HotBlockManager
-from vllm_hisparse.kv_manager.blocks.hot_tables import HotTables
-from vllm_hisparse.kv_manager.blocks.request_ledger import Obstacle, RequestLedger
-from vllm_hisparse.kv_manager.blocks.spare_blocks import SpareBlocks
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.blocks.hot_block_manager import serve_managers
+from vllm_hisparse.kv_manager.blocks.request_tracker import Obstacle, RequestTracker
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
+from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class HiSparseSchedulerConnector:
     Args:
         config: checked options.
         groups: the device KV cache groups.
+        kv_cache_manager: vLLM's, whose managers ask for hot blocks from now on.
         num_host_blocks: size of the host pool.
         enable_caching: whether finished requests' blocks may serve later ones.
         transport: P/D transport, or None for a single instance.
@@ -45,12 +48,14 @@ class HiSparseSchedulerConnector:
         max_num_batched_tokens: tokens of a step.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: pools of that size, which hold the same blocks of different KV heads.
+        make_tiers: makes the tiers below the host pool, once the workers have reported its memory.
     """
 
     def __init__(
         self,
         config: HiSparseConfig,
         groups: DeviceGroups,
+        kv_cache_manager: KVCacheManager,
         num_host_blocks: int,
         enable_caching: bool,
         transport: NixlSchedulerTransport | None,
@@ -58,30 +63,37 @@ class HiSparseSchedulerConnector:
         max_num_batched_tokens: int,
         num_ranks: int = 1,
         num_host_pools: int = 1,
+        make_tiers: Callable[[HostBlockPool, list[HostPoolFile]], Tiers] | None = None,
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
-        kinds = self.layout.num_kv_heads is not None, self.layout.max_query_len, self.layout.draft_row_bytes > 0
-        self.ledger = RequestLedger(self.host_pool, max_num_running, enable_caching, *kinds)
+        self.deferred = Deferred()
+        self.tracker = RequestTracker(
+            self.host_pool,
+            self.deferred,
+            kv_cache_manager,
+            groups,
+            enable_caching,
+            max_num_running,
+            max_num_batched_tokens,
+        )
+        serve_managers(self.tracker)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.tiers: Tiers | None = None
-        self._calls_to_report, self._restores = 0, BlockPairs()
+        self.tiers: Tiers | None = None  # none before `connect_workers`
+        self._make_tiers, self._calls_to_report = make_tiers, 0
         self._hit_tokens: dict[CacheHitSource, int] = {}  # of the request that was admitted last, from elsewhere
         self.request_log = RequestLog() if config.log_request_stats else None
 
-    def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """Find the two managers and give the hot one its host pool."""
-        managers = kv_cache_manager.coordinator.single_type_managers
-        self.hot_manager: HotBlockManager = managers[self.groups.hot_group_id]
-        resident_id = self.groups.resident_group_id
-        resident_blocks = None if resident_id is None else managers[resident_id].req_to_blocks
-        self.ledger.bind(resident_blocks, HotTables(self.hot_manager.hot_blocks, self.hot_manager.state.of))
-        self.hot_manager.bind(self.host_pool, self.ledger, kv_cache_manager.max_model_len, resident_id)
-        self.hot_manager.spare = SpareBlocks.make(kv_cache_manager, self.groups.hot_spec, self.max_num_batched_tokens)
+    def connect_workers(self, metadata: Mapping[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
+        """Take what the workers report, by rank; called once, before the first step, unless they report nothing."""
+        if self.transport:
+            self.transport.set_handshake_metadata({rank: each.transport for rank, each in metadata.items()})
+        files = [metadata[rank].host_pool for rank in sorted(metadata) if metadata[rank].host_pool is not None]
+        if files and self._make_tiers:
+            self.tiers = self._make_tiers(self.host_pool, files)
 
     def on_new_request(self, request: Request) -> None:
-        self.ledger.add(request)
+        self.tracker.add(request)
         if self.transport and not self.transport.accept(request):
             self.counts.add(transfers_refused=1)
 
@@ -89,17 +101,17 @@ class HiSparseSchedulerConnector:
         """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit; None while more of them
         are on their way from a tier into the host pool.
         """
-        match = self._find_match(request)
+        match = self.tracker.find_match(request)
         if self.transport:
             num_remote = self.transport.num_matched_tokens(request, num_computed_tokens)
             if num_remote:
                 return num_remote, True
         if self.tiers and not request.skip_reading_prefix_cache:
             is_loading = self.tiers.is_loading(request, match)
-            self.ledger.set_obstacle(request.request_id, Obstacle.LOADS_FROM_TIER if is_loading else None)
+            self.tracker.set_obstacle(request.request_id, Obstacle.LOADS_FROM_TIER if is_loading else None)
             if is_loading:
                 return None, False
-            match = self._find_match(request)
+            match = self.tracker.find_match(request)
         return max(match.num_tokens - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -111,9 +123,10 @@ class HiSparseSchedulerConnector:
             self._start_transfer(request, blocks, num_external_tokens)
             return
         if num_external_tokens:
-            self._plan_restore(request, num_external_tokens)
+            self.tracker.restore(request.request_id, num_external_tokens)
+            self.counts.add(host_prefix_tokens=num_external_tokens)
         if request.num_preemptions and request.status == RequestStatus.PREEMPTED:
-            num_matched = self.ledger.admitted[request.request_id].num_matched_tokens
+            num_matched = self.tracker.admitted[request.request_id].num_matched_tokens
             self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -130,44 +143,27 @@ class HiSparseSchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
         num_scheduled = scheduler_output.num_scheduled_tokens
-        self.hot_manager.balance(num_scheduled)
-        changes = self.ledger.take_changes(num_scheduled)
-        metadata = HiSparseMetadata(
-            released=changes.released,
-            tail_saves=changes.tail_saves,
-            tables=changes.tables,
-            hot_tables=changes.hot_tables,
-            state_tables=changes.state_tables,
-            restores=self._restores,
-            saves=changes.saves,
-            first_decodes=changes.first_decodes,
-            prefills=changes.prefills,
-            waits_for_tail_saves=bool(changes.tail_saves) and not num_scheduled,
-        )
-        self._restores = []
-        for started in changes.started if self.request_log else ():
-            self.request_log.started(*started)
+        metadata = self.tracker.diff(num_scheduled)
+        if self.request_log:
+            self._log_started(metadata, num_scheduled)
         if self.transport:
             metadata.transport, metadata.leases = self.transport.build_connector_meta(scheduler_output)
         _keep_restored_blocks(scheduler_output, metadata)
         self.counts.step_scheduled(metadata, scheduler_output.total_num_scheduled_tokens)
-        self.hot_manager.step_scheduled()
+        self.deferred.step_scheduled()
         if self.tiers:
             self.tiers.step_scheduled()
         return metadata
 
     def step_processed(self) -> None:
         """vLLM has the output of a step; called once per step, in their order."""
-        self.hot_manager.step_processed()
+        self.deferred.step_processed()
         if self.tiers:
             self.tiers.step_processed()
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is no request."""
-        if self.tiers is None:
-            return False
-        self.hot_manager.release_parked()
-        return self.tiers.has_pending_work()
+        return self.tiers is not None and self.tiers.has_pending_work()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
@@ -176,7 +172,7 @@ class HiSparseSchedulerConnector:
             self._forget_expired(worker_meta.expired)
         for request_id in output.finished_recving or ():
             received = self.counts.transfer_ended(request_id, request_id in failed)
-            if received and self.request_log and request_id in self.ledger.requests:
+            if received and self.request_log and request_id in self.tracker.requests:
                 self.request_log.received(request_id, *received)
         if self.transport:
             self.transport.update_connector_output(output)
@@ -188,8 +184,7 @@ class HiSparseSchedulerConnector:
         """Forget a request; its blocks come back through the managers."""
         if self.request_log:
             self.request_log.ended(request.request_id, request.num_prompt_tokens)
-        self.ledger.remove(request)
-        self.host_pool.forget(request.request_id)
+        self.tracker.remove(request)
         if self.tiers:
             self.tiers.forget(request.request_id)
         if self.transport:
@@ -197,20 +192,18 @@ class HiSparseSchedulerConnector:
 
     def reset_cache(self) -> None:
         """Drop the host prefix cache."""
-        self.hot_manager.release_parked()
         if self.tiers:
             self.tiers.reset_cache()
         self.host_pool.reset_cache()
 
     def take_stats(self) -> HiSparseStats:
         """Counters since the last call, and the pool's present state."""
-        self.hot_manager.release_parked()
         stats = self.counts.take()
         stats.set_gauges(**self.host_pool.block_counts())
-        stats.set_gauges(requests_waiting_for_host_memory=self.hot_manager.num_waiting_for_host())
-        if spare := self.hot_manager.spare:
-            stats.set_gauges(**spare.row_counts())
-            stats.add(hot_rows_taken_back=spare.take_rows_taken_back())
+        stats.set_gauges(requests_waiting_for_host_memory=self.tracker.num_waiting_for_host())
+        if self.groups.hot_spec.elastic:
+            stats.set_gauges(**self.tracker.lent_row_counts())
+            stats.add(hot_rows_taken_back=self.tracker.take_rows_taken_back())
         if self.tiers:
             stats.add(**self.tiers.take_counters())
             stats.add_tiers(self.tiers.take_stats())
@@ -219,7 +212,7 @@ class HiSparseSchedulerConnector:
     def take_due_stats(self) -> HiSparseStats | None:
         """`take_stats` every few calls, and when no request and no work for a tier is left; else None."""
         self._calls_to_report -= 1
-        if self._calls_to_report > 0 and (self.ledger.requests or self.has_pending_work()):
+        if self._calls_to_report > 0 and (self.tracker.requests or self.has_pending_work()):
             return None
         self._calls_to_report = CALLS_PER_REPORT
         return self.take_stats()
@@ -232,34 +225,33 @@ class HiSparseSchedulerConnector:
         """Have the prompts computed whose KV may have been read after its lease.
 
         NOTE: vLLM reads `num_computed_tokens` of such a request when its pull has ended on all ranks, and not before;
-        with none, it takes the blocks back (`compat.release_failed_loads`) before any is published.
+        with none, it takes the blocks back (`vllm_patches/failed_loads.py`) before any is published.
         """
-        for request_id in request_ids & self.ledger.requests.keys():
-            request = self.ledger.requests[request_id]
+        for request_id in request_ids & self.tracker.requests.keys():
+            request = self.tracker.requests[request_id]
             if request.num_computed_tokens:
                 request.num_computed_tokens = 0
                 self.counts.transfer_expired(request_id)
                 self.transport.warn_expired(request_id)
 
-    def _find_match(self, request: Request) -> HostMatch:
-        self.hot_manager.release_parked()
-        return self.ledger.find_match(request)
+    def leftovers(self) -> dict[str, object]:
+        """What is left although no request is, by name; empty if all is well."""
+        left = self.tracker.leftovers()
+        return left | {"transfers": self.counts.transfers} if self.counts.transfers else left
 
-    def _plan_restore(self, request: Request, num_external_tokens: int) -> None:
-        request_id, block_size = request.request_id, self.layout.block_size
-        num_matched = self.ledger.admitted[request_id].num_matched_tokens
-        first = (num_matched - num_external_tokens) // block_size
-        host_ids = self.host_pool.block_ids(request_id)
-        for index, block in self.ledger.device_blocks(request_id, first, self.layout.num_blocks(num_matched)):
-            self._restores.append((host_ids[index], block.block_id))
-        self.counts.add(host_prefix_tokens=num_external_tokens)
+    def _log_started(self, metadata: HiSparseMetadata, num_scheduled: Mapping[str, int]) -> None:
+        """Tell the log which requests the workers hear of for the first time, or again."""
+        started = {block_id for block_id, (first, _) in metadata.tables.items() if first == 0}
+        for request_id in num_scheduled if started else ():
+            if (block_id := self.tracker.admitted[request_id].first_hot_block_id) in started:
+                self.request_log.started(block_id, request_id)
 
     def _start_transfer(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = request.request_id
         host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
         resident_id = self.groups.resident_group_id
         device_blocks = None if resident_id is None else blocks.blocks[resident_id]
-        num_shared = self.ledger.admitted[request_id].num_matched_tokens // self.layout.block_size
+        num_shared = self.tracker.admitted[request_id].num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
             num_device = sum(block.block_hash is None for block in device_blocks or ())

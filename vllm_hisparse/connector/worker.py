@@ -13,15 +13,14 @@ from vllm.utils.math_utils import cdiv
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import (
-    BlockPairs,
     HiSparseHandshakeMetadata,
-    HiSparseMetadata,
     HiSparseWorkerMetadata,
 )
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
+from vllm_hisparse.kv_manager.metadata import BlockPairs, HiSparseMetadata
 from vllm_hisparse.kv_manager.rows.algorithm_state import check_fixed_state_fits, make_algorithm
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
@@ -101,8 +100,8 @@ class HiSparseWorkerConnector:
         NOTE: not in `start_load_kv`, which may run after it. Model Runner V2 has built the step's attention metadata by
         now, Model Runner V1 has not.
         """
-        self.store.save_resident_kv(self.resident_kv, metadata.tail_saves)
-        if metadata.waits_for_tail_saves:
+        self.store.save_resident_kv(self.resident_kv, metadata.preemption_saves)
+        if metadata.waits_for_preemption_saves:
             self.store.wait()
         for handle in metadata.released:
             self.hot_buffer.release(handle)

@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_hisparse.releases import serves
 
 RELEASES = ">=0.32,<0.33"
-DELETE = "the call in kv_manager/blocks/request_ledger.py, and `forgotten_placeholders` of tests/campaign/damage.py"
+DELETE = "the call in kv_manager/blocks/request_tracker.py, and `forgotten_placeholders` of tests/campaign/damage.py"
 VLLM = (
     "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
     "vllm.v1.core.sched.scheduler.Scheduler._update_request_with_output",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 RELEASES = ">=0.32"
-DELETE = "the call in kv_manager/blocks/hot_block_manager.py"
+DELETE = "the call in kv_manager/blocks/request_tracker.py"
 VLLM = (
     "vllm.v1.core.sched.scheduler.Scheduler.schedule",
     "vllm.v1.core.block_pool.BlockPool.get_cached_block",

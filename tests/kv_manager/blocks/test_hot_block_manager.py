@@ -55,9 +55,9 @@ class HotBlockManagerMachine(RuleBasedStateMachine):
     def step(self, budget: int) -> None:
         engine = self.engine
         engine.step(budget)
-        in_flight = {block_id for _, _, host_ids in engine.deferred for block_id in host_ids}
-        pinned = {block_id for block_id, num_pins in enumerate(engine.host_pool._num_pins) if num_pins}
-        assert pinned <= in_flight, "host blocks outlived their hot blocks"
+        if not engine.deferred:
+            engine.process_steps()
+            assert not any(engine.host_pool._num_pins), "host blocks outlived their hot blocks"
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data())
@@ -127,7 +127,7 @@ def test_state_blocks_grow_with_a_request_and_come_back_with_the_others() -> Non
     while not request.is_finished():
         engine.step()
         if not request.is_finished():
-            blocks = [block.block_id for block in engine.hot.state.of("a")]
+            blocks = [block.block_id for block in engine.tracker.admitted["a"].state]
             assert blocks[: len(given)] == given, "a block has changed"
             assert len(blocks) == layout.num_blocks(request.num_computed_tokens)
             given = blocks
@@ -214,12 +214,12 @@ def test_host_blocks_follow_hot_blocks_that_are_lent_at_once() -> None:
     for _ in range(3):
         engine.step()
     assert [request.request_id for request in engine.loading] == ["remote"]
-    first_hot_block = engine.hot.req_to_blocks["ended"][0]
+    first_hot_block = engine.tracker.hot_blocks("ended")[0]
     engine.abort(ended)
     engine.kv.new_step_starts()
     engine.worker.apply(engine.connector.build_connector_meta(scheduler_output({})))
-    engine.connector.step_processed()
-    assert first_hot_block in engine.hot.spare.lent["remote"]
+    engine.num_in_flight += 1
+    assert first_hot_block in engine.tracker.admitted["remote"].lent
     assert engine.host_pool.num_used == len(engine.host_pool.block_ids("remote"))
     engine.run_to_end()
     engine.check_idle()
@@ -311,11 +311,12 @@ def test_a_tail_block_stays_out_of_the_pool_until_its_copy_is_done() -> None:
     engine.step(budget=10)
     _, device_ids = engine.tables_of(request)
     tail = engine.kv.block_pool.blocks[device_ids[2]]
+    engine.process_steps()
     engine.preempt(request)
     assert tail.ref_cnt == 1
     engine.kv.new_step_starts()
     metadata = engine.connector.build_connector_meta(scheduler_output({}))
-    assert [device_id for device_id, _ in metadata.tail_saves] == [tail.block_id]
+    assert [device_id for device_id, _ in metadata.preemption_saves] == [tail.block_id]
     assert tail.ref_cnt == 1
     engine.connector.step_processed()
     assert tail.ref_cnt == 0
@@ -326,6 +327,7 @@ def test_a_tail_block_does_not_wait_for_later_steps_nor_leave_with_earlier_ones(
     request = engine.add("a", PROMPT)
     engine.step(budget=10)
     tail = engine.kv.block_pool.blocks[engine.tables_of(request)[1][2]]
+    engine.process_steps()
     build = engine.connector.build_connector_meta
     build(scheduler_output({}))  # in flight
     engine.preempt(request)
@@ -337,15 +339,15 @@ def test_a_tail_block_does_not_wait_for_later_steps_nor_leave_with_earlier_ones(
     assert tail.ref_cnt == 0
 
 
-def test_only_a_step_that_computes_nothing_waits_for_its_tail_saves() -> None:
+def test_only_a_step_that_computes_nothing_waits_for_its_preemption_saves() -> None:
     engine = FakeEngine()
     request = engine.add("a", PROMPT)
     engine.add("b", PROMPT[3:])
     engine.step(budget=30)
-    assert not engine.step().waits_for_tail_saves
+    assert not engine.step().waits_for_preemption_saves
     engine.preempt(request)
     metadata = engine.step()
-    assert metadata.tail_saves and not metadata.waits_for_tail_saves
+    assert metadata.preemption_saves and not metadata.waits_for_preemption_saves
     engine.preempt(engine.running[0])
     metadata = engine.connector.build_connector_meta(scheduler_output({}))
-    assert metadata.tail_saves and metadata.waits_for_tail_saves
+    assert metadata.preemption_saves and metadata.waits_for_preemption_saves

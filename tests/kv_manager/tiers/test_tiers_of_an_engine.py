@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
-from vllm_hisparse.kv_manager.blocks.spare_blocks import MAX_STEPS_OF_REFUSAL
+from vllm_hisparse.kv_manager.blocks.request_tracker import MAX_STEPS_OF_REFUSAL
 from vllm_hisparse.kv_manager.tiers import make_tiers
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.layout import KVLayout
@@ -470,15 +470,15 @@ def test_lent_while_waiting_for_a_tier(tmp_path: Path, monkeypatch: pytest.Monke
     options = {"num_device_blocks": 80, "num_host_blocks": 24, "elastic": True, "device_buffer_size": 5}
     with TieredEngine([fs(tmp_path)], **options) as engine:
         engine.add("running", list(range(12)), max_tokens=20)
-        while not engine.hot.spare.lent:
+        while not engine.tracker.admitted or not engine.tracker.admitted["running"].lent:
             engine.step()
-        before = len(engine.hot.spare.lent["running"])
+        before = len(engine.tracker.admitted["running"].lent)
         monkeypatch.setattr(FileSystemTierManager, "lookup", lambda *_: LookupResult.RETRY)
         engine.add("waits", PROMPT, max_tokens=1)
         for _ in range(MAX_STEPS_OF_REFUSAL + 3):
             engine.step()
             assert len(engine.waiting) == 1
-            assert len(engine.hot.spare.lent["running"]) == before
+            assert len(engine.tracker.admitted["running"].lent) == before
 
 
 def test_tiers_are_polled_in_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,12 @@ from fake_engine import BLOCK_SIZE, FakeEngine, FakeWorker
 from vllm.v1.request import Request
 
 from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, build_tiers
 from vllm_hisparse.kv_manager.tiers.prefix_loads import Clock
+from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 
 BLOCK_BYTES = 8192
@@ -60,14 +64,17 @@ class TieredEngine(FakeEngine):
         clock: Clock = time.monotonic,
         **options: Any,
     ):
-        super().__init__(tiers=tiers, **{"num_host_blocks": 12, **options})
         config = HiSparseConfig(
             host_pool_gib=1.0, tiers=list(tiers), tier_timeout_s=timeout_s, tier_buffer_gib=BUFFER_GIB
         )
-        hosts = FakeHostBlocks(self.worker)
-        self.tiers = self.connector.tiers = build_tiers(
-            vllm_config(engine_id), config, IDENTITY, hosts, BLOCK_BYTES, self.host_pool, clock
-        )
+
+        def make_tiers(host_pool: HostBlockPool, _: object) -> Tiers:
+            hosts = FakeHostBlocks(self.worker)
+            return build_tiers(vllm_config(engine_id), config, IDENTITY, hosts, BLOCK_BYTES, host_pool, clock)
+
+        super().__init__(tiers=tiers, make_tiers=make_tiers, **{"num_host_blocks": 12, **options})
+        self.connector.connect_workers({(0, 0): HiSparseHandshakeMetadata(HostPoolFile("", 0, 0, 0), None)})
+        self.tiers = self.connector.tiers
 
     def __enter__(self) -> Self:
         return self

@@ -117,6 +117,14 @@ class HostBlockPool:
         """Host blocks of a request, in token order; read-only."""
         return self._requests[request_id]
 
+    def holders(self) -> set[str]:
+        """Ids of the requests that hold blocks."""
+        return set(self._requests)
+
+    def preempted(self) -> set[str]:
+        """Ids of the preempted requests whose blocks can still be found."""
+        return set(self._preempted)
+
     def capacity(self, request_id: str) -> int:
         """Tokens that a request's blocks hold."""
         return len(self._requests[request_id]) * self.block_size

@@ -10,11 +10,15 @@ from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from vllm_hisparse.kv_manager.blocks.spare_blocks import (
+from vllm_hisparse.kv_manager.blocks import request_tracker
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.blocks.lending import plan
+from vllm_hisparse.kv_manager.blocks.request_tracker import (
     MAX_STEPS_OF_REFUSAL,
     STEPS_PER_BALANCE,
-    SpareBlocks,
-    divide,
+    AdmittedRequest,
+    RequestTracker,
 )
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
@@ -29,11 +33,12 @@ def make_engine(num_device_blocks: int, device_buffer_size: int = BUFFER) -> Fak
 
 
 def num_lent(engine: FakeEngine, request_id: str) -> int:
-    return len(engine.hot.spare.lent.get(request_id, ()))
+    admitted = engine.tracker.admitted.get(request_id)
+    return len(admitted.lent) if admitted else 0
 
 
 def num_rows(engine: FakeEngine, request_id: str) -> int:
-    return ROWS_PER_BLOCK * len(engine.hot.hot_blocks(request_id))
+    return ROWS_PER_BLOCK * len(engine.tracker.hot_blocks(request_id))
 
 
 def decode(engine: FakeEngine, num_steps: int) -> None:
@@ -42,9 +47,9 @@ def decode(engine: FakeEngine, num_steps: int) -> None:
         engine.step()
         engine.check_integrity()
         for request in engine.running:
-            handle = engine.ledger.admitted[request.request_id].handle
-            block_ids = [block.block_id for block in engine.hot.hot_blocks(request.request_id)]
-            assert engine.worker.hot_tables[handle] == block_ids
+            first_hot_block_id = engine.tracker.admitted[request.request_id].first_hot_block_id
+            block_ids = [block.block_id for block in engine.tracker.hot_blocks(request.request_id)]
+            assert engine.worker.hot_tables[first_hot_block_id] == block_ids
 
 
 def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
@@ -77,15 +82,6 @@ def test_a_short_sequence_has_no_more_than_its_rows() -> None:
         sizes[num_tokens] = num_rows(engine, "a"), num_lent(engine, "a")
     assert sizes[3] == sizes[4] == (6, 0) and sizes[5] == sizes[8] == (9, 0) and sizes[9] == sizes[12] == (12, 0)
     assert sizes[13] == (15, 0), "complete: from now on it may be lent more"
-
-
-def test_what_is_free_goes_first_to_those_that_want_least() -> None:
-    assert divide({"a": 5, "b": 3, "c": 0}, set(), 8) == {"a": 5, "b": 3, "c": 0}
-    assert divide({"a": 5, "b": 3, "c": 5}, set(), 9) == {"b": 3, "a": 5, "c": 1}
-    assert divide({"a": 9, "b": 9, "c": 2}, set(), 8) == {"c": 2, "a": 3, "b": 3}
-    assert divide({"a": 9, "b": 9}, set(), 0) == {"a": 0, "b": 0}
-    assert divide({"a": 5, "b": 6, "c": 2}, {"b"}, 8) == {"b": 6, "c": 2, "a": 0}, "who has all keeps it"
-    assert divide({}, set(), 5) == {}
 
 
 def test_requests_share_what_is_free() -> None:
@@ -207,17 +203,17 @@ def test_sizes_are_looked_at_every_few_steps(monkeypatch: pytest.MonkeyPatch) ->
     engine.add("a", list(range(6)), max_tokens=26)
     engine.step()
     calls = []
-    monkeypatch.setattr(engine.hot.spare, "_blocks_wanted", lambda *_: calls.append(1) or {})
+    monkeypatch.setattr(request_tracker, "plan", lambda *args: calls.append(1) or plan(*args))
     decode(engine, STEPS_PER_BALANCE)
     assert len(calls) == 1
 
 
 def test_an_engine_with_fixed_buffers_lends_nothing() -> None:
     engine = FakeEngine(80)
-    assert engine.hot.spare is None
     engine.add("a", [1, 2, 3], max_tokens=1)
     engine.step(2)
-    assert len(engine.hot.hot_blocks("a")) == 2
+    assert num_lent(engine, "a") == 0 and "hot_rows_lent" not in engine.stats.data["gauges"]
+    assert len(engine.tracker.hot_blocks("a")) == 2
 
 
 class World:
@@ -227,78 +223,80 @@ class World:
 
     def __init__(self, lengths: dict[str, int], num_blocks: int = 49_978):
         self.num_free = num_blocks
-        admitted = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
-        requests = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
-        tables = SimpleNamespace(change=self.note_change)
-        self.ledger = SimpleNamespace(
-            admitted=admitted,
-            requests=requests,
-            sessions=set(),
-            hot_tables=tables,
-            max_num_running=999,
-            obstacles={},
-            waiting=lambda: iter(()),
-        )
-        self.changes: list[str] = []
-        self.num_tokens = dict.fromkeys(lengths, 0)
         pool = SimpleNamespace(
             get_num_free_blocks=lambda: self.num_free,
             get_new_blocks=self.take,
             free_blocks=lambda blocks: self.take(-len(blocks)),
             num_gpu_blocks=num_blocks,
+            hash_block_size=64,
         )
         mla = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=656, dtype=torch.uint8)
         self.spec = HotBufferSpec.from_mla_spec(mla, self.LAYOUT, 4096, elastic=True)
-        self.spare = SpareBlocks(pool, self.spec, 65_536, 1024, 0)
-        self.blocks = {name: range(self.spec.num_blocks(length)) for name, length in lengths.items()}
-        self.num_balances = 0
-        blocks_wanted = self.spare._blocks_wanted
-
-        def counted(*args: object) -> dict[str, int]:
-            self.num_balances += 1
-            return blocks_wanted(*args)
-
-        self.spare._blocks_wanted = counted
+        self.blocks: dict[str, range] = {}
+        managers = [SimpleNamespace(req_to_blocks=self.blocks)] * 2
+        kv_cache_manager = SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=managers),
+            block_pool=pool,
+            max_model_len=65_536,
+            watermark_blocks=0,
+        )
+        groups = SimpleNamespace(hot_group_id=0, resident_group_id=1, hot_spec=self.spec, layout=self.LAYOUT)
+        limits = {"enable_caching": True, "max_num_running": 999, "max_num_batched_tokens": 1024}
+        self.tracker = RequestTracker(HostBlockPool(1024, 64), Deferred(), kv_cache_manager, groups, **limits)
+        for index, (name, length) in enumerate(lengths.items()):
+            self.tracker.requests[name] = SimpleNamespace(num_tokens=length, status=RequestStatus.RUNNING)
+            self.tracker.admitted[name] = AdmittedRequest(index, 0, num_tokens=length)
+            self.blocks[name] = range(self.spec.num_blocks(length))
+        self.changes: list[str] = []
+        self.num_tokens = dict.fromkeys(lengths, 0)
 
     def take(self, num_blocks: int) -> range:
         self.num_free -= num_blocks
         assert self.num_free >= 0, "more is lent than is free"
         return range(max(num_blocks, 0))
 
-    def note_change(self, name: str) -> None:
-        self.changes.append(name)
+    def num_lent(self) -> dict[str, int]:
+        return {name: len(admitted.lent) for name, admitted in self.tracker.admitted.items()}
+
+    def balance(self, num_scheduled: dict[str, int]) -> None:
+        before = self.num_lent()
+        self.tracker.diff(num_scheduled)
+        self.changes += [name for name, num in self.num_lent().items() if num != before[name]]
 
     def step(self) -> None:
-        for name, request in self.ledger.requests.items():
+        for name, request in self.tracker.requests.items():
             request.num_tokens += bool(self.num_tokens[name])
-            self.ledger.admitted[name].num_tokens = request.num_tokens
+            self.tracker.admitted[name].num_tokens = request.num_tokens
             last, self.num_tokens[name] = self.num_tokens[name], request.num_tokens
             num_resident = [-(-tokens // 64) for tokens in (last, request.num_tokens)]
             num_hot = [self.spec.num_blocks(tokens) * bool(tokens) for tokens in (last, request.num_tokens)]
             self.take(num_resident[1] - num_resident[0] + num_hot[1] - num_hot[0])
             self.blocks[name] = range(num_hot[1])
-        self.spare.balance(self.ledger, self.blocks, dict.fromkeys(self.num_tokens, 1), has_refused=False)
+        self.balance(dict.fromkeys(self.num_tokens, 1))
 
 
 @pytest.mark.parametrize(
     ("lengths", "num_blocks"),
     [([32_768 + 63 - i % 64 for i in range(24)], 49_978), ([4_000 + 30 * i for i in range(100)], 60_000)],
 )
-def test_requests_of_nearly_equal_lengths_do_not_take_turns(lengths: list[int], num_blocks: int) -> None:
+def test_requests_of_nearly_equal_lengths_do_not_take_turns(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_blocks: int
+) -> None:
     """Names order them one way, lengths the other. Blocks that they need as they grow come from the same few."""
     world = World({f"{i:03}": length for i, length in enumerate(lengths)}, num_blocks)
     for _ in range(20):
         world.step()
-    before, world.num_balances = sum(map(len, world.spare.lent.values())), 0
+    before, balances = sum(world.num_lent().values()), []
+    monkeypatch.setattr(request_tracker, "plan", lambda *args: balances.append(1) or plan(*args))
     world.changes.clear()
-    world.spare.take_rows_taken_back()
+    world.tracker.take_rows_taken_back()
     for _ in range(320):
         world.step()
         assert world.num_free >= len(lengths), "all may need their next block at once"
-    num_taken_back = world.spare.take_rows_taken_back() // World.LAYOUT.rows_per_hot_block
+    num_taken_back = world.tracker.take_rows_taken_back() // World.LAYOUT.rows_per_hot_block
     num_grown = len(lengths) * 320 // 64 * 7
     assert num_taken_back <= num_grown + before // 10
-    assert world.num_balances <= 2 * 320 // STEPS_PER_BALANCE
+    assert len(balances) <= 2 * 320 // STEPS_PER_BALANCE
     assert len(world.changes) <= 320 // STEPS_PER_BALANCE * len(lengths) * 3 // 5
 
 
@@ -307,18 +305,18 @@ def test_hot_buffers_that_grow_find_their_blocks_free() -> None:
     world = World({"long": 60_000, **{f"{i:02}": 1_000 for i in range(40)}}, 9_000)
     for _ in range(200):
         world.step()
-    assert world.spare.lent["long"] and world.num_free < 1_000
+    assert world.num_lent()["long"] and world.num_free < 1_000
 
 
 def test_all_are_whole_until_full_kv_would_just_hold_them() -> None:
     """But for the last 0.2% of the memory: a full KV cache of 24 GiB holds 16 sequences of 33,472 tokens. Lengths
     differ, so that requests need their next blocks in different steps."""
     world = World({f"{i:02}": 32_768 + 7 * i for i in range(16)}, 49_536)
-    requests = world.ledger.requests.values()
+    requests = world.tracker.requests.values()
     while sum(request.num_tokens for request in requests) / len(requests) < 33_410:
         world.step()
-        for name, request in world.ledger.requests.items():
-            num_blocks = len(world.blocks[name]) + len(world.spare.lent[name])
+        for name, request in world.tracker.requests.items():
+            num_blocks = len(world.blocks[name]) + world.num_lent()[name]
             assert num_blocks * World.LAYOUT.rows_per_hot_block >= request.num_tokens
 
 
@@ -329,14 +327,17 @@ def test_the_next_turn_of_a_session_gets_what_was_lent(num_running: int) -> None
     for _ in range(3):
         world.step()
     session, num_before = "00", world.num_free
-    world.ledger.sessions.add(session)
-    for name, request in world.ledger.requests.items():
+    world.tracker.sessions.add(session)
+    for name, request in world.tracker.requests.items():
         request.status = (
             RequestStatus.RUNNING if name > f"{14 - num_running:02}" else RequestStatus.WAITING_FOR_STREAMING_REQ
         )
-    world.spare.balance(world.ledger, world.blocks, {}, has_refused=False)
+    world.balance({})
     assert world.num_free <= num_before, "nobody needs any"
-    turn = world.ledger.requests[session]
+    turn = world.tracker.requests[session]
     turn.status, turn.num_tokens = RequestStatus.WAITING, turn.num_tokens + 2_000
-    world.spare.balance(world.ledger, world.blocks, {}, has_refused=True)
+    world.tracker.host_pool.allocate(session, 65_536, HostMatch())
+    world.tracker.step_starts()
+    world.tracker.num_missing_blocks(session, turn.num_tokens)  # vLLM asks, and does not take them
+    world.balance({})
     assert world.num_free >= -(-2_000 // 64)

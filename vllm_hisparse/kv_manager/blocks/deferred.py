@@ -1,0 +1,39 @@
+"""What has to wait until a step is over on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Deferred:
+    """Runs actions when a step has been processed: its copies and computations are over on the device by then.
+
+    Steps are numbered from 1. `step_scheduled` is called once for each when its metadata is complete, `step_processed`
+    once for each, in the same order, when vLLM has its output.
+
+    Attributes:
+        num_scheduled, num_processed: steps.
+    """
+
+    def __init__(self) -> None:
+        self.num_scheduled = self.num_processed = 0
+        self._actions: dict[int, list[Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        """Actions that wait."""
+        return sum(map(len, self._actions.values()))
+
+    def after_step(self, number: int, action: Callable[[], None]) -> None:
+        """Run an action when step `number` has been processed: at once if it has been."""
+        if number <= self.num_processed:
+            action()
+        else:
+            self._actions.setdefault(number, []).append(action)
+
+    def step_scheduled(self) -> None:
+        self.num_scheduled += 1
+
+    def step_processed(self) -> None:
+        self.num_processed += 1
+        for action in self._actions.pop(self.num_processed, ()):
+            action()

@@ -1,0 +1,644 @@
+"""`RequestTracker`: the one owner of requests' blocks, which says what the workers must be told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
+from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.blocks.lending import BlockNeeds, Borrower, blocks_wanted, plan
+from vllm_hisparse.kv_manager.blocks.sessions import cut_long_sessions
+from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.metadata import BlockPairs, HiSparseMetadata
+from vllm_hisparse.vllm_patches.drafting_sessions import count_kept_tokens
+from vllm_hisparse.vllm_patches.scheduled_blocks import forget_uncomputed
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+STEPS_PER_BALANCE = 16  # unless blocks are needed
+STEPS_IN_FLIGHT = 2  # whose tokens the scheduler does not know yet
+MAX_STEPS_OF_REFUSAL = 8  # for want of device blocks, before a request gets whatever was lent
+SLACK_SHARE = 1 / 4  # of the reserve; so much more stays free, so that it lasts until the next balance
+
+
+class Obstacle(Enum):
+    """Why a request could not start when vLLM last asked for it, other than a lack of device blocks."""
+
+    HOST_POOL_FULL = auto()
+    LOADS_FROM_TIER = auto()
+
+
+@dataclass
+class AdmittedRequest:
+    """A request that holds blocks. Its own hot blocks are in vLLM's table, its host blocks in the host pool.
+
+    Attributes:
+        first_hot_block_id: names the request on the worker.
+        num_matched_tokens: tokens the host held when it was admitted.
+        lent: hot blocks beyond its own.
+        state: blocks of an algorithm's state, in the order of `StateLayout.columns`.
+        num_tokens: tokens that its next step will have computed, drafts included.
+        next_event: number of tokens at which a block becomes full or a new one is begun.
+        num_sent_blocks: host blocks the worker knows; 0 while the worker has no state of the request.
+        sent_hot_ids, sent_state_ids: hot blocks and state blocks that the worker knows.
+        num_saved_blocks: leading blocks whose device-resident KV is on the host.
+        num_published_blocks: leading blocks that the host prefix cache knows.
+        unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
+        is_decoding: whether its last step computed no more tokens than one that decodes; kept for dense models only.
+        last_start: tokens it had computed when its last step was scheduled, drafts included; kept for sessions only.
+    """
+
+    first_hot_block_id: int
+    num_matched_tokens: int
+    lent: list[KVCacheBlock] = field(default_factory=list)
+    state: list[KVCacheBlock] = field(default_factory=list)
+    num_tokens: int = 0
+    next_event: int = 0
+    num_sent_blocks: int = 0
+    sent_hot_ids: list[int] = field(default_factory=list)
+    sent_state_ids: list[int] = field(default_factory=list)
+    num_saved_blocks: int = 0
+    num_published_blocks: int = 0
+    unsaved_blocks: dict[int, int] = field(default_factory=dict)
+    is_decoding: bool = False
+    last_start: int = 0
+
+    def record_step_start(self, num_computed_tokens: int) -> bool:
+        """Record where a step starts; True if it starts earlier than the last step that the worker knows."""
+        goes_back = num_computed_tokens < self.last_start and self.num_sent_blocks > 0
+        self.last_start = num_computed_tokens
+        return goes_back
+
+    def record_step_kind(self, decodes: bool) -> bool:
+        """Record whether a step decodes; True if it is the first: all keys are represented by then."""
+        was_decoding, self.is_decoding = self.is_decoding, decodes
+        return self.is_decoding and not was_decoding
+
+    def truncate_saved(self, num_blocks: int) -> None:
+        """Forget saves beyond `num_blocks`: a session's next turn may begin before the last token that was computed."""
+        self.num_saved_blocks = min(self.num_saved_blocks, num_blocks)
+
+    def forget_sent(self) -> None:
+        """The worker forgets the request."""
+        self.num_sent_blocks, self.sent_hot_ids, self.sent_state_ids, self.is_decoding = 0, [], [], False
+
+
+class RequestTracker:
+    """Knows all requests, and is the only writer of the blocks that they hold.
+
+    vLLM admits a request, grows it and takes its blocks through `HotBlockManager`, which calls `num_missing_blocks`,
+    `give_blocks`, `set_num_tokens` and `release`. Admission takes hot blocks, state blocks and host blocks in one
+    transaction: a request that the host pool cannot take asks for more device blocks than there are, so that vLLM's own
+    waiting and preemption do the rest. The whole sequence is reserved on the host at admission, so that a load or a
+    chunked prefill never stops half way.
+
+    For every step, vLLM calls `step_starts`, then admits and grows requests; `diff` ends its scheduling.
+
+    Free device blocks are lent to running requests as hot blocks beyond their own (`lending.py`), and come back before
+    vLLM runs out of blocks. What running requests may need in their next steps stays free. If vLLM has refused a
+    request for want of device blocks, what it needs to start stays free as well, and what the requests behind it need.
+    Requests that wait for anything else take nothing away from those that run.
+
+    Args:
+        host_pool: the host pool.
+        deferred: knows which steps have been processed.
+        kv_cache_manager: vLLM's.
+        groups: the device KV cache groups.
+        enable_caching: whether full blocks are published in the host prefix cache.
+        max_num_running: requests that may run in one step, for which the worker has room.
+        max_num_batched_tokens: tokens of a step.
+
+    Attributes:
+        requests: request id -> request, from its arrival to its end.
+        sessions: ids of those that get their prompt in turns.
+        admitted: request id -> what is known of a request that holds blocks.
+        obstacles: request id -> why it could not start when vLLM last asked for it. vLLM asks for the first request of
+            its queue; most of those behind it are not here.
+        kept: device blocks of preempted requests that are being copied to the host.
+    """
+
+    def __init__(
+        self,
+        host_pool: HostBlockPool,
+        deferred: Deferred,
+        kv_cache_manager: KVCacheManager,
+        groups: DeviceGroups,
+        enable_caching: bool,
+        max_num_running: int,
+        max_num_batched_tokens: int,
+    ):
+        managers, resident_id = kv_cache_manager.coordinator.single_type_managers, groups.resident_group_id
+        self.host_pool, self.deferred, self.block_pool = host_pool, deferred, kv_cache_manager.block_pool
+        self.spec, self.layout, self.resident_group_id = groups.hot_spec, groups.layout, resident_id
+        self.enable_caching, self.max_num_running = enable_caching, max_num_running
+        self.max_model_len, self.block_size = kv_cache_manager.max_model_len, groups.layout.block_size
+        self.has_drafts, self.has_draft_layers = self.layout.max_query_len > 1, self.layout.draft_row_bytes > 0
+        self.is_dense = self.layout.num_kv_heads is not None
+        self._own_hot_blocks: Mapping[str, list[KVCacheBlock]] = managers[groups.hot_group_id].req_to_blocks
+        self._resident_blocks = None if resident_id is None else managers[resident_id].req_to_blocks
+        self.requests: dict[str, Request] = {}
+        self.sessions: set[str] = set()
+        self.admitted: dict[str, AdmittedRequest] = {}
+        self.obstacles: dict[str, Obstacle] = {}
+        self.kept: list[KVCacheBlock] = []
+        self._matches: dict[str, HostMatch] = {}
+        # What the next metadata is made of
+        self._changed: dict[str, None] = {}  # requests with new host blocks, or blocks that are full
+        self._tables_changed: dict[str, None] = {}  # requests with other hot blocks or state blocks
+        self._released: list[int] = []
+        self._preemption_saves: BlockPairs = []
+        self._restores: BlockPairs = []
+        # The step that vLLM is scheduling
+        self._is_scheduling = False
+        self._asked: str | None = None  # the request that vLLM last asked for, until it gets its blocks
+        # Lending
+        sizes = self.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
+        self._needs = BlockNeeds(self.spec, *sizes)
+        self._balanced: set[str] = set()  # requests that were admitted at the last balance
+        self._num_complete_requests = 0
+        self._steps_to_balance = self._steps_of_refusal = 0
+        self._num_wanted = self._num_taken_back = 0
+
+    # Arrival and end
+
+    def add(self, request: Request) -> None:
+        """A request has arrived."""
+        self.requests[request.request_id] = request
+        if request.resumable:
+            self.sessions.add(request.request_id)
+            if self.has_drafts:
+                count_kept_tokens(request)
+
+    def remove(self, request: Request) -> None:
+        """A request has ended; what it computed is published. Its blocks follow through `release`."""
+        request_id = request.request_id
+        if admitted := self.admitted.get(request_id):
+            admitted.truncate_saved(request.num_computed_tokens // self.block_size)
+            self._publish(request, admitted)
+        self.requests.pop(request_id, None)
+        self.sessions.discard(request_id)
+        self._matches.pop(request_id, None)
+        self.obstacles.pop(request_id, None)
+        self.host_pool.forget(request_id)
+
+    # Waiting
+
+    def find_match(self, request: Request) -> HostMatch:
+        """Look up what the host pool holds of a request that waits."""
+        match = self._matches[request.request_id] = self.host_pool.find_match(request, self.enable_caching)
+        return match
+
+    def match(self, request_id: str) -> HostMatch:
+        """What the host pool held of a request when vLLM last asked."""
+        return self._matches.get(request_id, HostMatch())
+
+    def set_obstacle(self, request_id: str, obstacle: Obstacle | None) -> None:
+        """vLLM has asked for a request. None: only device blocks may be missing."""
+        if obstacle is not None:
+            self.obstacles[request_id] = obstacle
+        elif self.obstacles:
+            self.obstacles.pop(request_id, None)
+
+    def waiting(self) -> Iterator[Request]:
+        """Requests without blocks that could start if there were blocks for them, in the order of their arrival.
+
+        A request that vLLM would skip, because it loads from a tier or waits for a grammar, is not among them.
+        """
+        for name, request in self.requests.items():
+            is_ready = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if is_ready and name not in self.admitted and self.obstacles.get(name) is not Obstacle.LOADS_FROM_TIER:
+                yield request
+
+    def num_waiting_for_host(self) -> int:
+        """Requests that wait for host blocks: the first one that the host pool cannot take, and those behind it."""
+        refused = [name for name, obstacle in self.obstacles.items() if obstacle is Obstacle.HOST_POOL_FULL]
+        refused = [name for name in refused if not self._host_fits(name, self.requests[name].num_tokens)]
+        return len({*refused, *(request.request_id for request in self.waiting())}) if refused else 0
+
+    # Blocks
+
+    def step_starts(self) -> None:
+        """VLLM begins to schedule a step."""
+        self._is_scheduling, self._asked = True, None
+        sessions = [self.requests[name] for name in self.sessions]
+        cut_long_sessions(sessions, self.max_model_len, self.block_pool.hash_block_size)
+
+    def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
+        """Device blocks that a request of `num_tokens` has yet to get; more than there are if the host pool is full."""
+        admitted = self.admitted.get(request_id)
+        has_room = admitted is not None and num_tokens <= self.host_pool.capacity(request_id)
+        if not has_room and not self._host_fits(request_id, num_tokens):
+            self.set_obstacle(request_id, Obstacle.HOST_POOL_FULL)
+            self._asked = None
+            return self.block_pool.num_gpu_blocks + 1
+        self.set_obstacle(request_id, None)
+        self._asked = request_id
+        return self._num_missing_hot(request_id, num_tokens) + self._num_missing_state(admitted, num_tokens)
+
+    def give_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
+        """Give a request what it is missing, the first time also host blocks. Returns the new hot blocks."""
+        new_blocks = self.block_pool.get_new_blocks(self._num_missing_hot(request_id, num_tokens))
+        self._own_hot_blocks[request_id].extend(new_blocks)
+        if (admitted := self.admitted.get(request_id)) is None:
+            admitted = self._admit(request_id, new_blocks[0].block_id)
+        new_state = self.block_pool.get_new_blocks(self._num_missing_state(admitted, num_tokens))
+        admitted.state.extend(new_state)
+        if (new_blocks or new_state) and admitted.num_sent_blocks:
+            self._tables_changed[request_id] = None
+        return new_blocks
+
+    def set_num_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Make room for a request whose next step will have computed its first `num_tokens`, drafts included."""
+        if num_tokens > self.host_pool.capacity(request_id):
+            self.host_pool.grow(request_id, num_tokens)
+        admitted = self.admitted[request_id]
+        # NOTE: no more than before: a streaming session went back over what was computed, or drafts were rejected.
+        if num_tokens >= admitted.next_event or num_tokens <= admitted.num_tokens:
+            self._changed[request_id] = None
+            admitted.next_event = num_tokens + (-num_tokens % self.block_size or 1)
+        admitted.num_tokens = num_tokens
+        self._asked = None
+
+    def release(self, request_id: str, last_step: int) -> list[KVCacheBlock]:
+        """Take a request's blocks, because it has ended or is preempted.
+
+        Args:
+            request_id: of the request.
+            last_step: the last step that may write its blocks; its host blocks are kept until that one is over.
+
+        Returns:
+            The blocks that the request had beside its own hot blocks, for the caller to free.
+        """
+        self._changed.pop(request_id, None)
+        self._tables_changed.pop(request_id, None)
+        admitted = self.admitted.pop(request_id, None)
+        if admitted is None:
+            return []
+        if admitted.num_sent_blocks:
+            self._released.append(admitted.first_hot_block_id)
+        host_ids = list(self.host_pool.block_ids(request_id))
+        self.host_pool.pin(host_ids)
+        # NOTE: vLLM changes the status of a request that it preempts afterwards.
+        request = self.requests.get(request_id)
+        if request is not None and request.status == RequestStatus.RUNNING:
+            self._preempt(request, admitted)
+        else:
+            self.host_pool.free(request_id)
+        self.deferred.after_step(last_step, partial(self.host_pool.unpin, host_ids))
+        return admitted.state + admitted.lent
+
+    def hot_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """All hot blocks of a request that holds blocks, lent ones last."""
+        return self._own_hot_blocks[request_id] + self.admitted[request_id].lent
+
+    def resident_blocks(self, request_id: str, first: int, last: int) -> Iterator[tuple[int, KVCacheBlock]]:
+        """Blocks [first, last) of a request's device-resident KV with their indices; none where there is no such KV."""
+        if self._resident_blocks is not None:
+            blocks = self._resident_blocks[request_id]
+            yield from ((index, blocks[index]) for index in range(first, last))
+
+    def restore(self, request_id: str, num_tokens: int) -> None:
+        """Have the last `num_tokens` of the tokens that the host held of a request copied back to the device."""
+        num_matched = self.admitted[request_id].num_matched_tokens
+        first, host_ids = (num_matched - num_tokens) // self.block_size, self.host_pool.block_ids(request_id)
+        for index, block in self.resident_blocks(request_id, first, self.layout.num_blocks(num_matched)):
+            self._restores.append((host_ids[index], block.block_id))
+
+    def _host_fits(self, request_id: str, num_tokens: int) -> bool:
+        if request_id in self.admitted:
+            return self.host_pool.can_grow(request_id, num_tokens)
+        return self.host_pool.can_allocate(max(num_tokens, self._num_reserved(request_id)), self.match(request_id))
+
+    def _num_reserved(self, request_id: str) -> int:
+        """Tokens to admit a request with: its own, and its first drafts, for which it could not preempt another."""
+        num_drafts = self.layout.max_query_len - 1
+        if self.has_draft_layers:
+            num_drafts *= 2  # vLLM asks for room for the draft layer's next ones, too
+        return min(self.requests[request_id].num_tokens + num_drafts, self.max_model_len)
+
+    def _num_missing_hot(self, request_id: str, num_tokens: int) -> int:
+        return max(self.spec.num_blocks(max(num_tokens, 1)) - len(self._own_hot_blocks.get(request_id, ())), 0)
+
+    def _num_missing_state(self, admitted: AdmittedRequest | None, num_tokens: int) -> int:
+        return max(self.layout.state.num_blocks(num_tokens) - (len(admitted.state) if admitted else 0), 0)
+
+    def _admit(self, request_id: str, first_hot_block_id: int) -> AdmittedRequest:
+        match = self._matches.pop(request_id, HostMatch())
+        self.host_pool.allocate(request_id, self._num_reserved(request_id), match)
+        num_full = match.num_tokens // self.block_size
+        self.admitted[request_id] = AdmittedRequest(
+            first_hot_block_id,
+            match.num_tokens,
+            num_saved_blocks=num_full,
+            num_published_blocks=num_full,
+        )
+        return self.admitted[request_id]
+
+    def _preempt(self, request: Request, admitted: AdmittedRequest) -> None:
+        """Keep a preempted request's KV on the host, where it can be found until the blocks are needed."""
+        if self.resident_group_id is not None:
+            forget_uncomputed(self.block_pool, self.resident_group_id, request, admitted.num_tokens)
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        num_blocks, host_ids = -(-num_tokens // self.block_size), self.host_pool.block_ids(request.request_id)
+        unsaved = {index: block_id for index, block_id in admitted.unsaved_blocks.items() if index < num_blocks}
+        if self._is_scheduling:
+            for index, block_id in unsaved.items():
+                self._save_preempted(self.block_pool.blocks[block_id], host_ids[index])
+        elif unsaved:
+            # NOTE: vLLM resets its prefix cache next, which fails while a block is in use: nothing is copied.
+            num_tokens = min(unsaved) * self.block_size
+        self.host_pool.preempt(request.request_id, num_tokens)
+
+    def _save_preempted(self, block: KVCacheBlock, host_id: int) -> None:
+        """Have a block copied to the host in the step that is being scheduled, and keep both until that is done.
+
+        NOTE: transfers, and loads from tiers, write to a block whenever they like, perhaps before the device's copy.
+        """
+        self._preemption_saves.append((block.block_id, host_id))
+        self.block_pool.touch([block])
+        self.host_pool.pin([host_id])
+        self.kept.append(block)
+        self.deferred.after_step(self.deferred.num_scheduled + 1, partial(self._free_kept, block, host_id))
+
+    def _free_kept(self, block: KVCacheBlock, host_id: int) -> None:
+        self.kept.remove(block)
+        self.block_pool.free_blocks([block])
+        self.host_pool.unpin([host_id])
+
+    # Lending
+
+    def lent_row_counts(self) -> dict[str, int]:
+        """Hot rows lent, and those wanted when blocks were last divided."""
+        num_lent = sum(len(admitted.lent) for admitted in self.admitted.values())
+        rows_per_block = self.layout.rows_per_hot_block
+        return {"hot_rows_lent": num_lent * rows_per_block, "hot_rows_wanted": self._num_wanted * rows_per_block}
+
+    def take_rows_taken_back(self) -> int:
+        """Hot rows taken back since the last call."""
+        num_blocks, self._num_taken_back = self._num_taken_back, 0
+        return num_blocks * self.layout.rows_per_hot_block
+
+    def _balance(self, num_scheduled: Mapping[str, int]) -> None:
+        """Lend blocks or take them back, every few steps and whenever blocks are needed."""
+        self._steps_of_refusal = self._steps_of_refusal + 1 if self._asked is not None else 0
+        self._steps_to_balance -= 1
+        is_due = self._steps_to_balance <= 0 or self.admitted.keys() != self._balanced
+        if is_due:
+            num_complete = self._needs.num_complete
+            self._num_complete_requests = sum(len(self._own_hot_blocks[name]) >= num_complete for name in self.admitted)
+        num_growing = self._needs.growing(len(self.admitted) - self._num_complete_requests, self._num_complete_requests)
+        num_available = self.block_pool.get_num_free_blocks() - self._num_to_keep_free(num_growing, num_scheduled)
+        if not is_due and (num_available >= 0 or not any(admitted.lent for admitted in self.admitted.values())):
+            return
+        self._balanced, self._steps_to_balance = set(self.admitted), STEPS_PER_BALANCE
+        borrowers = {name: self._borrower(name, admitted) for name, admitted in self.admitted.items()}
+        num_blocks = num_available + sum(borrower.num_lent for borrower in borrowers.values())
+        num_blocks = max(num_blocks - int(SLACK_SHARE * num_growing), 0)
+        self._num_wanted = sum(blocks_wanted(borrowers, num_blocks).values())
+        target = plan(borrowers, num_blocks, num_available)
+        for name, borrower in borrowers.items():
+            if target[name] < borrower.num_lent:
+                self._take_back(name, borrower.num_lent - target[name])
+        for name, borrower in borrowers.items():
+            if target[name] > borrower.num_lent:
+                self._lend(name, target[name] - borrower.num_lent)
+
+    def _num_to_keep_free(self, num_growing: int, num_scheduled: Mapping[str, int]) -> int:
+        """Blocks that running requests may need in their next steps, and waiting ones if one of them was refused.
+
+        NOTE: a step that has no tokens left for a waiting request computes a part of some prompt. Blocks for one more
+        such part stay free then, and the waiting request can start with them in the next step.
+
+        Args:
+            num_growing: blocks that running requests may need at once.
+            num_scheduled: request id -> tokens that the step computes.
+        """
+        if self._steps_of_refusal > MAX_STEPS_OF_REFUSAL:
+            return self.block_pool.num_gpu_blocks
+        has_chunk = max(num_scheduled.values(), default=0) > self.layout.max_query_len
+        num_kept = num_growing + (self._needs.chunk if has_chunk else 0)
+        if not self._steps_of_refusal:
+            return num_kept
+        starts = [self._needs.start(request.num_tokens) for request in self._could_start()]
+        turns = self._waiting_turns()
+        starts += [self._needs.turn(self.admitted[name].num_tokens, self.requests[name].num_tokens) for name in turns]
+        return num_kept + sum(starts) + (self._needs.watermark if starts else 0)
+
+    def _could_start(self) -> list[Request]:
+        """Requests without blocks that could start if there were device blocks."""
+        num_seats = max(self.max_num_running - len(self.admitted), 0)
+        could_start = (request for request in self.waiting() if request.request_id not in self.obstacles)
+        return list(islice(could_start, num_seats))
+
+    def _waiting_turns(self) -> list[str]:
+        """Sessions that wait for a step of their next turn; they keep the blocks of those before."""
+        if not self.sessions:
+            return []
+        # NOTE: a request that has ended may still be admitted.
+        statuses = {name: request.status for name, request in self.requests.items() if name in self.admitted}
+        if sum(status == RequestStatus.RUNNING for status in statuses.values()) >= self.max_num_running:
+            return []
+        return [name for name in sorted(self.sessions) if statuses.get(name) == RequestStatus.WAITING]
+
+    def _borrower(self, request_id: str, admitted: AdmittedRequest) -> Borrower:
+        """NOTE: a hot buffer is lent nothing before it is complete, and a request that has ended nothing more."""
+        num_own, num_lent = len(self._own_hot_blocks[request_id]), len(admitted.lent)
+        is_whole = num_own + num_lent >= self.spec.num_whole_blocks(admitted.num_tokens)
+        request = self.requests.get(request_id)
+        if request is None or num_own < self._needs.num_complete:
+            return Borrower(num_lent, is_whole, 0, 0)
+        num_soon = (STEPS_PER_BALANCE + STEPS_IN_FLIGHT + 1) * self.layout.max_query_len
+        least, most = (
+            max(self.spec.num_whole_blocks(min(request.num_tokens + num_new, self.max_model_len)) - num_own, 0)
+            for num_new in (num_soon, num_soon + self.block_size)
+        )
+        return Borrower(num_lent, is_whole, least, most)
+
+    def _lend(self, request_id: str, num_blocks: int) -> None:
+        num_blocks = min(num_blocks, self.block_pool.get_num_free_blocks())
+        if num_blocks > 0:
+            self.admitted[request_id].lent.extend(self.block_pool.get_new_blocks(num_blocks))
+            self._tables_changed[request_id] = None
+
+    def _take_back(self, request_id: str, num_blocks: int) -> None:
+        """Take the last blocks if the sequence fits into what is left, else the first, which hold its oldest rows.
+
+        NOTE: the step that is being scheduled does not use them any more. Those before it have been processed when the
+        next one is scheduled and gives them away, since vLLM has two batches in flight at most.
+        """
+        admitted = self.admitted[request_id]
+        num_left = len(self._own_hot_blocks[request_id]) + len(admitted.lent) - num_blocks
+        fits = num_left >= self.spec.num_whole_blocks(admitted.num_tokens)
+        part = slice(len(admitted.lent) - num_blocks, None) if fits else slice(0, num_blocks)
+        taken = admitted.lent[part]
+        del admitted.lent[part]
+        self._num_taken_back += len(taken)
+        self.block_pool.free_blocks(taken)
+        self._tables_changed[request_id] = None
+
+    # Steps
+
+    def diff(self, num_scheduled: Mapping[str, int]) -> HiSparseMetadata:
+        """What the workers must be told before the step that has been scheduled; called once per step.
+
+        Args:
+            num_scheduled: request id -> tokens that the step computes.
+        """
+        if self.spec.elastic:
+            self._balance(num_scheduled)
+        self._is_scheduling = False
+        metadata = HiSparseMetadata(restores=self._restores, preemption_saves=self._preemption_saves)
+        self._restores, self._preemption_saves = [], []
+        metadata.waits_for_preemption_saves = bool(metadata.preemption_saves) and not num_scheduled
+        self._drop_turns_that_go_back(num_scheduled)
+        for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
+            del self._changed[request_id]
+            self._add_changes(metadata, self.requests[request_id], num_scheduled[request_id])
+        for request_id in self._idle(num_scheduled):
+            self._drop_worker_state(request_id)
+        self._add_table_changes(metadata)
+        for request_id, num_tokens in num_scheduled.items() if self.is_dense else ():
+            admitted, first = self.admitted[request_id], self.requests[request_id].num_computed_tokens
+            if admitted.record_step_kind(num_tokens <= self.layout.max_query_len):
+                metadata.first_decodes.append((admitted.first_hot_block_id, first))
+            if num_tokens > self.layout.max_query_len:
+                metadata.prefills.append((admitted.first_hot_block_id, first, first + num_tokens))
+        metadata.released, self._released = self._released, []
+        return metadata
+
+    def _drop_turns_that_go_back(self, num_scheduled: Mapping[str, int]) -> None:
+        """Let the worker forget sessions whose turn begins before their last step did.
+
+        NOTE: a turn that ends at an accepted draft drops those after it. A step in flight may have taken them for
+        certain: it has brought their rows to the device, and an algorithm has gone on from them.
+        """
+        for request_id in sorted(self.sessions & num_scheduled.keys()) if self.has_drafts else ():
+            if self.admitted[request_id].record_step_start(self.requests[request_id].num_computed_tokens):
+                self._drop_worker_state(request_id)
+
+    def _add_changes(self, metadata: HiSparseMetadata, request: Request, num_new_tokens: int) -> None:
+        """Add a request's new host blocks and the device blocks that it fills in this step."""
+        request_id, admitted = request.request_id, self.admitted[request.request_id]
+        host_ids = self.host_pool.block_ids(request_id)
+        if len(host_ids) > admitted.num_sent_blocks:
+            first, admitted.num_sent_blocks = admitted.num_sent_blocks, len(host_ids)
+            metadata.tables[admitted.first_hot_block_id] = (first, host_ids[first:])
+        self._tables_changed[request_id] = None
+        num_written = request.num_computed_tokens + (0 if self.has_draft_layers else num_new_tokens)
+        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
+        num_full = (min(num_written, request.num_tokens) if self.has_drafts else num_written) // self.block_size
+        admitted.truncate_saved(request.num_computed_tokens // self.block_size)
+        for index, block in self.resident_blocks(request_id, admitted.num_saved_blocks, num_full):
+            metadata.saves.append((block.block_id, host_ids[index]))
+        admitted.num_saved_blocks = max(admitted.num_saved_blocks, num_full)
+        later = self.resident_blocks(request_id, num_full, -(-admitted.num_tokens // self.block_size))
+        admitted.unsaved_blocks = {index: block.block_id for index, block in later}
+        if num_full < admitted.num_tokens // self.block_size:
+            self._changed[request_id] = None  # drafts fill a block, which is saved once its tokens are certain
+        self._publish(request, admitted)
+
+    def _add_table_changes(self, metadata: HiSparseMetadata) -> None:
+        """Add hot blocks and state blocks from the first that the worker does not know.
+
+        NOTE: also those of requests that do not run, because another one may get what they lost.
+        """
+        changed, self._tables_changed = self._tables_changed, {}
+        for request_id in changed:
+            admitted = self.admitted[request_id]
+            if not admitted.num_sent_blocks:
+                continue
+            hot_ids = [block.block_id for block in self.hot_blocks(request_id)]
+            state_ids = [block.block_id for block in admitted.state]
+            for table, new, old in (
+                (metadata.hot_tables, hot_ids, admitted.sent_hot_ids),
+                (metadata.state_tables, state_ids, admitted.sent_state_ids),
+            ):
+                if new != old:
+                    first = _first_difference(new, old)
+                    table[admitted.first_hot_block_id] = first, new[first:]
+            admitted.sent_hot_ids, admitted.sent_state_ids = hot_ids, state_ids
+
+    def _idle(self, num_scheduled: Mapping[str, int]) -> list[str]:
+        """Requests that the worker forgets, to make room for every request of this step.
+
+        NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
+        request whose transfer has ended may be given the last place before it.
+        """
+        known = [name for name, admitted in self.admitted.items() if admitted.num_sent_blocks]
+        idle = [request_id for request_id in known if request_id not in num_scheduled]
+        idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
+        return idle[: max(len(known) - self.max_num_running, 0)]
+
+    def _drop_worker_state(self, request_id: str) -> None:
+        """Let the worker forget a request; its tables are sent again when it runs."""
+        admitted = self.admitted[request_id]
+        self._released.append(admitted.first_hot_block_id)
+        self._changed[request_id] = None
+        self._tables_changed.pop(request_id, None)
+        admitted.forget_sent()
+
+    def _publish(self, request: Request, admitted: AdmittedRequest) -> None:
+        """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.
+
+        NOTE: with async scheduling a block's last token, and so its hash, comes a step after the block was filled.
+        """
+        last = min(admitted.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
+        for index in range(admitted.num_published_blocks, last):
+            self.host_pool.register(request.request_id, index, request.block_hashes[index])
+        admitted.num_published_blocks = max(admitted.num_published_blocks, last)
+
+    # Checks
+
+    def other_blocks(self) -> Iterator[KVCacheBlock]:
+        """Device blocks in use that are in no table of vLLM: lent blocks, state blocks and those that are kept."""
+        for admitted in self.admitted.values():
+            yield from admitted.lent
+            yield from admitted.state
+        yield from self.kept
+
+    def check_integrity(self) -> None:
+        """Raise an AssertionError if a block is lost, owned twice, or in use without an owner."""
+        self.host_pool.check_integrity()
+        holders = {name for name, blocks in self._own_hot_blocks.items() if blocks}
+        assert holders == self.admitted.keys() == self.host_pool.holders(), "hot and host blocks do not come together"
+        own = [block for name in holders for block in self._own_hot_blocks[name]]
+        exclusive = own + [block for admitted in self.admitted.values() for block in admitted.lent + admitted.state]
+        assert len({block.block_id for block in exclusive}) == len(exclusive), "a hot or state block has two owners"
+        assert not any(block.is_null for block in exclusive), "the null block is in use"
+        assert all(block.ref_cnt == 1 for block in exclusive), "a hot or state block is shared"
+        assert all(block.ref_cnt > 0 for block in self.kept), "a block that is being copied is free"
+        for name, admitted in self.admitted.items():
+            assert admitted.first_hot_block_id == self._own_hot_blocks[name][0].block_id, "another first hot block"
+
+    def leftovers(self) -> dict[str, object]:
+        """What is left although no request is, by name; empty if all is well."""
+        kinds: Iterable[tuple[str, object]] = (
+            ("requests", self.requests),
+            ("sessions", self.sessions),
+            ("admitted", self.admitted),
+            ("obstacles", self.obstacles),
+            ("matches", self._matches),
+            ("changed", self._changed),
+            ("changed tables", self._tables_changed),
+            ("released", self._released),
+            ("preemption saves", self._preemption_saves),
+            ("restores", self._restores),
+            ("kept blocks", self.kept),
+            ("deferred", self.deferred),
+            ("preempted", self.host_pool.preempted()),
+        )
+        return {name: left for name, left in kinds if left}
+
+
+def _first_difference(new: list[int], old: list[int]) -> int:
+    pairs = enumerate(zip(new, old, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(new), len(old)))
