@@ -141,7 +141,7 @@ def hit_rate() -> float:
     """Counts of this process's engine so far."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    hits, misses = get_kv_transfer_group().worker.hot_buffer.counts.by_state.sum(0).tolist()
+    hits, misses = get_kv_transfer_group().worker.hot_buffer.counts.by_seq.sum(0).tolist()
     return hits / (hits + misses)
 
 

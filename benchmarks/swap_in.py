@@ -169,13 +169,13 @@ class Ours:
         size = (case.batch * num_blocks, rows_per_block, case.row_bytes)
         self.hot = HotRows.from_cache(torch.full(size, POISON, dtype=torch.uint8, device=DEVICE))
         hot_tables = torch.randperm(size[0], device=DEVICE).view(case.batch, -1).int()
-        state_indices = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
-        state_indices[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
+        seq_indices = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
+        seq_indices[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
         num_hot_rows = torch.full((case.batch,), case.device_buffer_size + 1, dtype=torch.int32, device=DEVICE)
-        by_state = hot_tables, num_hot_rows, host_tables
+        by_seq = hot_tables, num_hot_rows, host_tables
         self.seq_lens = torch.arange(num_outputs, dtype=torch.int32, device=DEVICE)[:, None] + case.context
         self.seq_lens = self.seq_lens.repeat(1, case.batch)
-        self.tables = [StepTables(state_indices, hot_tables[:, 0], x, *by_state, BLOCK_SIZE) for x in self.seq_lens]
+        self.tables = [StepTables(seq_indices, hot_tables[:, 0], x, *by_seq, BLOCK_SIZE) for x in self.seq_lens]
         self.residency = Residency.allocate(size[0] * rows_per_block, DEVICE)
         self.state = [self.hot.rows, self.residency.entries]
         self.counts = torch.zeros(case.batch, 2, dtype=torch.int64, device=DEVICE)

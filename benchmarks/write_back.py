@@ -36,15 +36,15 @@ class Step:
         host_rows = (batch + 1) * BLOCK_SIZE
         self.host = [torch.zeros(host_rows, row_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_layers)]
         hot_tables = torch.randperm(num_blocks, device=DEVICE).view(batch, -1).int()
-        state_indices = torch.full((num_blocks,), -1, dtype=torch.int32, device=DEVICE)
-        state_indices[hot_tables[:, 0].long()] = torch.arange(batch, dtype=torch.int32, device=DEVICE)
+        seq_indices = torch.full((num_blocks,), -1, dtype=torch.int32, device=DEVICE)
+        seq_indices[hot_tables[:, 0].long()] = torch.arange(batch, dtype=torch.int32, device=DEVICE)
         seq_lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
         last_block = (context - 1) // BLOCK_SIZE
         host_tables = torch.full((batch, last_block + 1), -1, dtype=torch.int32, device=DEVICE)
         host_tables[:, last_block] = torch.randperm(batch, device=DEVICE).int() + 1
         num_hot_rows = torch.full((batch,), ROWS_PER_BLOCK * BLOCKS_PER_REQUEST, dtype=torch.int32, device=DEVICE)
-        by_state = hot_tables, num_hot_rows, host_tables
-        self.tables = StepTables(state_indices, hot_tables[:, 0], seq_lens, *by_state, BLOCK_SIZE)
+        by_seq = hot_tables, num_hot_rows, host_tables
+        self.tables = StepTables(seq_indices, hot_tables[:, 0], seq_lens, *by_seq, BLOCK_SIZE)
         self.newest = torch.empty(batch, dtype=torch.int64, device=DEVICE)
         self.ops.newest_row_ids(self.tables, self.hot[0], self.newest)
         self.homes = host_tables[:, last_block].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE

@@ -44,19 +44,19 @@ struct Residency {
 };
 
 struct StepTables {
-    const int32_t* state_indices;  // [num_device_blocks], -1 where a block is no request's first
+    const int32_t* seq_indices;  // [num_device_blocks], -1 where a block is no request's first
     const int32_t* handles;  // [batch], handle_stride elements apart
     const int32_t* seq_lens;  // [batch]
-    const int32_t* hot_tables;  // [num_states, num_hot_blocks], requests hot_table_stride elements apart
-    const int32_t* num_hot_rows;  // [num_states]; null where no hot rows are looked for
-    const int32_t* host_tables;  // [num_states, num_host_blocks], requests host_table_stride elements apart
+    const int32_t* hot_tables;  // [num_seqs, num_hot_blocks], requests hot_table_stride elements apart
+    const int32_t* num_hot_rows;  // [num_seqs]; null where no hot rows are looked for
+    const int32_t* host_tables;  // [num_seqs, num_host_blocks], requests host_table_stride elements apart
     const int32_t* query_lens;  // [batch]; null: one each
     int64_t handle_stride;
     int64_t hot_table_stride;
     int64_t host_table_stride;
     int32_t num_device_blocks;
     int32_t num_hot_blocks;
-    int32_t num_states;
+    int32_t num_seqs;
     int32_t num_host_blocks;
     int32_t batch;
     int32_t block_size;
@@ -132,7 +132,7 @@ struct LayerRows {
 // Find hits, choose victims and update the residency: `SwapInOps.resolve`.
 //
 // selected_positions: [batch, out.num_columns], requests selected_stride elements apart. hot: hot.rows is not read and may be null.
-// counts: [num_states, 2]. shares_device: kernels of other streams run at the same time, and are left most
+// counts: [num_seqs, 2]. shares_device: kernels of other streams run at the same time, and are left most
 // multiprocessors.
 cudaError_t launch_resolve(
     const Residency& residency,
@@ -228,12 +228,12 @@ cudaError_t launch_save_rows(
 
 // Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
 //
-// tables: by request, without blocks; num_device_blocks and num_states count parts and states of KV heads.
+// tables: by request, without blocks; num_device_blocks and num_seqs count parts and sequences of KV heads.
 cudaError_t launch_begin_units(const StepTables& tables, const UnitTables& out, cudaStream_t stream);
 
 // Put new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
 //
-// tables: by KV head, tables.batch = batch * num_heads. first_units: [num_states].
+// tables: by KV head, tables.batch = batch * num_heads. first_units: [num_seqs].
 cudaError_t launch_write_tokens(
     const NewTokens& tokens,
     const StepTables& tables,

@@ -9,27 +9,27 @@ constexpr int kUnitThreads = 128;
 // One thread block per request.
 __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTables tables, const UnitTables out) {
     const int batch_index = blockIdx.x;
-    const int32_t first_state = find_state(tables, batch_index, out.head_stride);
+    const int32_t first_seq = find_seq(tables, batch_index, out.head_stride);
     const int32_t query_len = tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index];
-    const int32_t newest = first_state < 0 ? 0 : tables.seq_lens[batch_index] - 1;
-    const int32_t first = first_state < 0 ? 0 : newest + 1 - query_len;
+    const int32_t newest = first_seq < 0 ? 0 : tables.seq_lens[batch_index] - 1;
+    const int32_t first = first_seq < 0 ? 0 : newest + 1 - query_len;
     const int32_t first_part = tables.handles[batch_index * tables.handle_stride] * out.head_stride;
     for (int head = threadIdx.x; head < out.num_heads; head += kUnitThreads) {
         const int head_index = batch_index * out.num_heads + head;
-        out.handles[head_index] = first_state < 0 ? -1 : first_part + head;
-        out.num_units[head_index] = first_state < 0 ? 0 : newest / out.tokens_per_unit + 1;
+        out.handles[head_index] = first_seq < 0 ? -1 : first_part + head;
+        out.num_units[head_index] = first_seq < 0 ? 0 : newest / out.tokens_per_unit + 1;
         out.num_new_units[head_index] = newest / out.tokens_per_unit + 1 - first / out.tokens_per_unit;
         for (int i = 0; i < out.max_query_len; ++i) {
-            const bool exists = first_state >= 0 && first + i <= newest;
+            const bool exists = first_seq >= 0 && first + i <= newest;
             const int32_t tail = (first + i) % out.tokens_per_unit + 1 - out.tokens_per_unit;
             out.tails[head_index * out.max_query_len + i] = exists ? tail : 0;
         }
     }
     for (int i = threadIdx.x; i < out.max_query_len; i += kUnitThreads) {
-        const bool exists = first_state >= 0 && first + i <= newest;
+        const bool exists = first_seq >= 0 && first + i <= newest;
         const int64_t place = static_cast<int64_t>(i) * out.max_batch + batch_index;
-        // NOTE: there is one state more than KV heads of requests: the last is of no request.
-        out.request_indices[place] = (exists ? first_state : tables.num_states - 1) / out.num_heads;
+        // NOTE: there is one sequence more than KV heads of requests: the last is of no request.
+        out.request_indices[place] = (exists ? first_seq : tables.num_seqs - 1) / out.num_heads;
         out.positions[place] = exists ? first + i : 0;
         out.num_tokens[place] = exists ? first + i + 1 : 0;
     }

@@ -150,25 +150,25 @@ Arguments<Residency> residency(TensorView entries, int32_t num_layers) {
 }
 
 StepTables requests_of(
-    const TensorView& state_indices,
+    const TensorView& seq_indices,
     const TensorView& handles,
     const TensorView& seq_lens,
     const Optional<TensorView>& query_lens
 ) {
     check(handles.ndim() == 1 && handles.size(0) == seq_lens.size(0), "handles and lengths are of other batches");
     StepTables tables{};
-    tables.state_indices = contiguous<int32_t>(state_indices, "state_indices");
+    tables.seq_indices = contiguous<int32_t>(seq_indices, "seq_indices");
     tables.handles = elements<int32_t>(handles, "handles");
     tables.seq_lens = contiguous<int32_t>(seq_lens, "seq_lens");
     if (query_lens.has_value()) tables.query_lens = contiguous<int32_t>(query_lens.value(), "query_lens");
     tables.handle_stride = handles.stride(0);
-    tables.num_device_blocks = static_cast<int32_t>(state_indices.size(0));
+    tables.num_device_blocks = static_cast<int32_t>(seq_indices.size(0));
     tables.batch = static_cast<int32_t>(seq_lens.size(0));
     return tables;
 }
 
 Arguments<StepTables> step_tables(
-    TensorView state_indices,
+    TensorView seq_indices,
     TensorView handles,
     TensorView seq_lens,
     TensorView hot_tables,
@@ -178,14 +178,14 @@ Arguments<StepTables> step_tables(
     Optional<TensorView> query_lens,
     int32_t max_query_len
 ) {
-    StepTables tables = requests_of(state_indices, handles, seq_lens, query_lens);
+    StepTables tables = requests_of(seq_indices, handles, seq_lens, query_lens);
     tables.hot_tables = matrix<int32_t>(hot_tables, "hot_tables");
     tables.num_hot_rows = contiguous<int32_t>(num_hot_rows, "num_hot_rows");
     tables.host_tables = matrix<int32_t>(host_tables, "host_tables");
     tables.hot_table_stride = hot_tables.stride(0);
     tables.host_table_stride = host_tables.stride(0);
     tables.num_hot_blocks = static_cast<int32_t>(hot_tables.size(1));
-    tables.num_states = static_cast<int32_t>(host_tables.size(0));
+    tables.num_seqs = static_cast<int32_t>(host_tables.size(0));
     tables.num_host_blocks = static_cast<int32_t>(host_tables.size(1));
     tables.block_size = block_size;
     tables.max_query_len = max_query_len;
@@ -358,18 +358,18 @@ void save_rows(
     ));
 }
 
-// num_states: of the tables by KV head, that of no request included.
+// num_seqs: of the tables by KV head, that of no request included.
 void begin_units(
     TensorView handles,
     TensorView seq_lens,
     Optional<TensorView> query_lens,
-    TensorView state_indices,
-    int32_t num_states,
+    TensorView seq_indices,
+    int32_t num_seqs,
     Arguments<UnitTables> out,
     int64_t stream
 ) {
-    StepTables tables = requests_of(state_indices, handles, seq_lens, query_lens);
-    tables.num_states = num_states;
+    StepTables tables = requests_of(seq_indices, handles, seq_lens, query_lens);
+    tables.num_seqs = num_seqs;
     check(launch_begin_units(tables, *out, stream_of(stream)));
 }
 

@@ -35,18 +35,18 @@ __device__ inline int lane_index() {
     return threadIdx.x % kWarpSize;
 }
 
-// State index of the request of a part of a device block; -1 for padding, and for one without hot rows.
-__device__ inline int32_t find_state_of(const StepTables& tables, int32_t part, int32_t seq_len) {
+// Sequence index of the request of a part of a device block; -1 for padding, and for one without hot rows.
+__device__ inline int32_t find_seq_of(const StepTables& tables, int32_t part, int32_t seq_len) {
     const bool known = part >= 0 && part < tables.num_device_blocks && seq_len > 0;
-    const int32_t state_index = known ? tables.state_indices[part] : -1;
-    if (state_index < 0 || state_index >= tables.num_states) return -1;
-    return tables.num_hot_rows == nullptr || __ldg(tables.num_hot_rows + state_index) > 0 ? state_index : -1;
+    const int32_t seq_index = known ? tables.seq_indices[part] : -1;
+    if (seq_index < 0 || seq_index >= tables.num_seqs) return -1;
+    return tables.num_hot_rows == nullptr || __ldg(tables.num_hot_rows + seq_index) > 0 ? seq_index : -1;
 }
 
-// State index of a request of the batch. head_stride: parts of device blocks from one to the next (`KVHeads`).
-__device__ inline int32_t find_state(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
+// Sequence index of a request of the batch. head_stride: parts of device blocks from one to the next (`KVHeads`).
+__device__ inline int32_t find_seq(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
     const int32_t part = tables.handles[batch_index * tables.handle_stride] * head_stride;
-    return find_state_of(tables, part, tables.seq_lens[batch_index]);
+    return find_seq_of(tables, part, tables.seq_lens[batch_index]);
 }
 
 // Flat id of row `row` of a paged table; -1 where its block is -1 or lies beyond the table.
@@ -64,18 +64,18 @@ __device__ inline int64_t flat_row_id(
 // Flat id of the hot row in a slot. slot: >= 0.
 template <typename T>
 __device__ inline int64_t flat_hot_row_id(
-    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int32_t state_index, int32_t slot
+    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot
 ) {
-    const int32_t* table = tables.hot_tables + state_index * tables.hot_table_stride;
+    const int32_t* table = tables.hot_tables + seq_index * tables.hot_table_stride;
     return flat_row_id(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
 // Flat id of the host row of a position. position: >= 0.
 template <typename T>
 __device__ inline int64_t flat_host_row_id(
-    const StepTables& tables, const T& block_size, int32_t state_index, int32_t position
+    const StepTables& tables, const T& block_size, int32_t seq_index, int32_t position
 ) {
-    const int32_t* table = tables.host_tables + state_index * tables.host_table_stride;
+    const int32_t* table = tables.host_tables + seq_index * tables.host_table_stride;
     return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 

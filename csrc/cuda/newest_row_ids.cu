@@ -9,13 +9,13 @@ __global__ void __launch_bounds__(kNumThreads) newest_row_ids_kernel(
     const int index = blockIdx.x * kNumThreads + threadIdx.x;
     const int batch_index = index / tables.max_query_len;
     if (batch_index >= tables.batch) return;
-    const int32_t state_index = find_state(tables, batch_index);
+    const int32_t seq_index = find_seq(tables, batch_index);
     int64_t row_id = -1;
-    if (state_index >= 0) {
-        const NewPositions added(tables, batch_index, tables.num_hot_rows[state_index]);
+    if (seq_index >= 0) {
+        const NewPositions added(tables, batch_index, tables.num_hot_rows[seq_index]);
         const int32_t position = added.first + index % tables.max_query_len;
         if (position < added.end) {
-            row_id = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, added.slot(position));
+            row_id = flat_hot_row_id(tables, hot, hot.rows_per_block, seq_index, added.slot(position));
         }
     }
     out[index] = in_range(row_id, hot.num_rows) ? row_id : -1;

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const int32_t* __restrict__ selected_positions,  // [batch, out.num_columns], requests selected_stride elements apart
     const int64_t selected_stride,
     const HotRows hot,
-    int64_t* counts,  // [num_states, 2]
+    int64_t* counts,  // [num_seqs, 2]
     const Resolved out,
     const Divisor rows_per_block,
     const Divisor block_size,
@@ -52,17 +52,17 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     if (threadIdx.x < kMaxQueryLen) shared.num_valid[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.cut = {-1, 0, 0, 0};
     if (threadIdx.x == 0) shared.num_found = 0;
-    const int32_t state_index = find_state_of(tables, handle, seq_len);
+    const int32_t seq_index = find_seq_of(tables, handle, seq_len);
     // Padding and what fits needs no more than one thread block.
-    if (state_index < 0) {
+    if (seq_index < 0) {
         if (cluster.rank == 0) resolve_padding(out, batch_index, tables.max_query_len);
         return;
     }
 
-    const NewPositions added(seq_len, query_len, tables.max_query_len, __ldg(tables.num_hot_rows + state_index));
-    const int32_t* hot_table = tables.hot_tables + state_index * tables.hot_table_stride;
+    const NewPositions added(seq_len, query_len, tables.max_query_len, __ldg(tables.num_hot_rows + seq_index));
+    const int32_t* hot_table = tables.hot_tables + seq_index * tables.hot_table_stride;
     asm("" : "+l"(hot_table));  // NOTE: or the compiler would compute it again for every slot
-    const Request request{tables, hot, hot_table, rows_per_block, block_size, batch_index, state_index, added};
+    const Request request{tables, hot, hot_table, rows_per_block, block_size, batch_index, seq_index, added};
     if (added.fits) {
         if (cluster.rank != 0) return;
         return resolve_fitting<kColumnRounds, kHasDrafts>(

@@ -67,7 +67,7 @@ struct Request {
     const Divisor& rows_per_block;
     const Divisor& block_size;
     int batch_index;
-    int32_t state_index;
+    int32_t seq_index;
     NewPositions added;
 
     // slot: within the request's hot rows.
@@ -77,13 +77,13 @@ struct Request {
         return {static_cast<int32_t>(block * hot.block_stride_rows + offset), block * rows_per_block.divisor + offset};
     }
     __device__ int64_t host_row_id(int32_t position) const {
-        return flat_host_row_id(tables, block_size, state_index, position);
+        return flat_host_row_id(tables, block_size, seq_index, position);
     }
     // Its host block; -1 where there is none.
     __device__ int32_t host_block(int32_t position) const {
         const int32_t index = position / block_size;
         if (index >= tables.num_host_blocks) return -1;
-        return __ldg(tables.host_tables + state_index * tables.host_table_stride + index);
+        return __ldg(tables.host_tables + seq_index * tables.host_table_stride + index);
     }
     __device__ int64_t host_row_id(int32_t position, int32_t block) const {
         return block < 0 ? -1 : static_cast<int64_t>(block) * tables.block_size + position % block_size;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void report(
     }
     if (threadIdx.x != 0) return;
     out.num_misses[request.batch_index] = total.misses();
-    const auto own_counts = reinterpret_cast<unsigned long long*>(counts) + 2 * request.state_index;
+    const auto own_counts = reinterpret_cast<unsigned long long*>(counts) + 2 * request.seq_index;
     atomicAdd(own_counts, static_cast<unsigned long long>(total.hits()) * num_layers);
     atomicAdd(own_counts + 1, static_cast<unsigned long long>(total.misses()) * num_layers);
 }

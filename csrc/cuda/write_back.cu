@@ -17,13 +17,13 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const int warp = warp_index(), lane = lane_index();
     for (int index = blockIdx.x; index < tables.batch * tables.max_query_len; index += gridDim.x) {
         const int batch_index = index / tables.max_query_len;
-        const int32_t state_index = find_state(tables, batch_index);
-        if (state_index < 0) continue;
-        const NewPositions added(tables, batch_index, tables.num_hot_rows[state_index]);
+        const int32_t seq_index = find_seq(tables, batch_index);
+        if (seq_index < 0) continue;
+        const NewPositions added(tables, batch_index, tables.num_hot_rows[seq_index]);
         const int32_t position = added.first + index % tables.max_query_len;
         if (position >= added.end) continue;
-        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, added.slot(position));
-        const int64_t target = flat_host_row_id(tables, tables.block_size, state_index, position);
+        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, seq_index, added.slot(position));
+        const int64_t target = flat_host_row_id(tables, tables.block_size, seq_index, position);
         if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
             const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;

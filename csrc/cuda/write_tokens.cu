@@ -12,24 +12,24 @@ __global__ void __launch_bounds__(kWriteThreads) write_tokens_kernel(
     const StepTables tables,
     const HotRows hot,
     const HostRows host,
-    int32_t* first_units  // [num_states]
+    int32_t* first_units  // [num_seqs]
 ) {
     const int lane = lane_index();
     const int head_index = (blockIdx.x * kWriteThreads + threadIdx.x) / kWarpSize;
     if (head_index >= tables.batch) return;
-    const int32_t state_index = find_state(tables, head_index);
-    if (state_index < 0) return;
-    const NewPositions added(tables, head_index, tables.num_hot_rows[state_index]);
+    const int32_t seq_index = find_seq(tables, head_index);
+    if (seq_index < 0) return;
+    const NewPositions added(tables, head_index, tables.num_hot_rows[seq_index]);
     const int batch_index = head_index / tokens.num_heads, head = head_index % tokens.num_heads;
-    const bool has_moved = first_units[state_index] != added.first;
+    const bool has_moved = first_units[seq_index] != added.first;
     __syncwarp();
-    if (lane == 0) first_units[state_index] = added.first;
+    if (lane == 0) first_units[seq_index] = added.first;
     for (int i = 0; i < tokens.max_query_len; ++i) {
         const int64_t num_tokens = tokens.num_tokens[static_cast<int64_t>(i) * tokens.max_batch + batch_index];
         if (num_tokens == 0) return;
         const int32_t unit = static_cast<int32_t>((num_tokens - 1) / tokens.tokens_per_unit);
-        const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, state_index, added.slot(unit));
-        const int64_t home = flat_host_row_id(tables, tables.block_size, state_index, unit);
+        const int64_t target = flat_hot_row_id(tables, hot, hot.rows_per_block, seq_index, added.slot(unit));
+        const int64_t home = flat_host_row_id(tables, tables.block_size, seq_index, unit);
         if (!in_range(target, hot.num_rows) || !in_range(home, host.num_rows)) continue;
 
         const int64_t offset = (num_tokens - 1) % tokens.tokens_per_unit * 2 * tokens.head_bytes;

@@ -215,7 +215,7 @@ def test_one_rank_reports_requests(rank: int) -> None:
     worker.register_kv_caches(device_caches())
     worker.apply_changes(HiSparseMetadata(tables={3: (0, [5])}))
     assert worker.take_worker_metadata() is None
-    worker.hot_buffer.counts.by_state[worker.hot_buffer.requests.index_of(3)] = torch.tensor([9, 4])
+    worker.hot_buffer.counts.by_seq[worker.hot_buffer.requests.index_of(3)] = torch.tensor([9, 4])
     worker.apply_changes(HiSparseMetadata(released=[3]))
     metadata = worker.take_worker_metadata()
     assert metadata.requests == [(3, 9, 4)] if rank == 0 else metadata is None
@@ -223,7 +223,7 @@ def test_one_rank_reports_requests(rank: int) -> None:
 
 def test_statistics_since_the_last_call(worker: HiSparseWorkerConnector) -> None:
     assert worker.take_stats() is None
-    worker.hot_buffer.counts.by_state[1] += torch.tensor([5, 3])
+    worker.hot_buffer.counts.by_seq[1] += torch.tensor([5, 3])
     worker.hot_buffer.staged_bytes += 1000
     data = worker.take_stats().data["counters"]
     assert (data["cache_hits"], data["cache_misses"], data["prefill_staged_bytes"]) == (5, 3, 1000)

@@ -71,7 +71,7 @@ class RowCheck:
         hot, residency = worker.impls[layer].hot, worker.hot_buffer.residency[layer]
         first_new = tables.seq_lens - (1 if tables.query_lens is None else tables.query_lens)
         is_whole = worker.hot_buffer.heads.tokens_per_unit == 1  # what lies behind the newest token may be anything
-        states = tables.state_indices[tables.handles.long()].where(tables.handles >= 0, -1)
+        states = tables.seq_indices[tables.handles.long()].where(tables.handles >= 0, -1)
         for state, num_whole in zip(states.tolist(), first_new.tolist(), strict=True):
             if state < 0:
                 continue

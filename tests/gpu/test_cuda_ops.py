@@ -111,7 +111,7 @@ class State:
     host_rows: torch.Tensor
     hot_storage: torch.Tensor
     residency: Residency
-    state_indices: torch.Tensor
+    seq_indices: torch.Tensor
     hot_tables: torch.Tensor
     num_hot_rows: torch.Tensor
     host_tables: torch.Tensor
@@ -144,7 +144,7 @@ class State:
             self.host_rows.clone().pin_memory(),
             move(self.hot_storage),
             Residency(move(self.residency.entries)),
-            move(self.state_indices),
+            move(self.seq_indices),
             move(self.hot_tables),
             move(self.num_hot_rows),
             move(self.host_tables),
@@ -181,15 +181,15 @@ class Scenario:
         host_rows = torch.full(((host_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8)
         width = case.rows_per_block + case.gap
         hot = torch.full((self.hot_blocks.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
-        state_indices = torch.full((len(hot),), -1, dtype=torch.int32)
-        state_indices[self.hot_blocks[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
+        seq_indices = torch.full((len(hot),), -1, dtype=torch.int32)
+        seq_indices[self.hot_blocks[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
         num_entries = len(hot) * case.rows_per_block
         positions, last_uses = self.integers(-1, case.longest, 2, num_entries)  # what others left in their blocks
         state = State(
             host_rows,
             hot,
             Residency(torch.stack((positions, last_uses), 1)),
-            state_indices,
+            seq_indices,
             torch.full_like(self.hot_blocks, -1),
             torch.zeros(case.batch, dtype=torch.int32),
             torch.full_like(host_tables, -1),
@@ -199,7 +199,7 @@ class Scenario:
             case.rows_per_block,
         )
         for batch_index, length in enumerate(self.lengths):
-            state.host_tables[self.state_index(state, batch_index)] = host_tables[batch_index]
+            state.host_tables[self.seq_index(state, batch_index)] = host_tables[batch_index]
             known = self.host_ids(host_tables[batch_index], torch.arange(length))
             host_rows[known] = self.bytes(len(known))
             num_rows = case.max_hot_rows if batch_index == 0 else self.some_num_rows(batch_index)
@@ -208,8 +208,8 @@ class Scenario:
                 self.seed(state, batch_index, num_rows, host_tables[batch_index])
         return state
 
-    def state_index(self, state: State, batch_index: int) -> int:
-        return int(state.state_indices[self.hot_blocks[batch_index, 0]])
+    def seq_index(self, state: State, batch_index: int) -> int:
+        return int(state.seq_indices[self.hot_blocks[batch_index, 0]])
 
     def least_rows(self, batch_index: int) -> int:
         """Hot rows that a request needs: all that it will have, or enough for a selection."""
@@ -224,12 +224,12 @@ class Scenario:
 
     def resize(self, state: State, batch_index: int, num_rows: int) -> None:
         """Give a request more hot rows, which are empty, or take its last ones."""
-        state_index, device = self.state_index(state, batch_index), state.hot_tables.device
-        added = torch.arange(num_rows)[int(state.num_hot_rows[state_index]) :]
+        seq_index, device = self.seq_index(state, batch_index), state.hot_tables.device
+        added = torch.arange(num_rows)[int(state.num_hot_rows[seq_index]) :]
         state.residency.positions[self.entries(batch_index, added).to(device)] = -1
         table = self.hot_blocks[batch_index].clone()
         table[-(-num_rows // self.case.rows_per_block) :] = -1
-        state.hot_tables[state_index], state.num_hot_rows[state_index] = table.to(device), num_rows
+        state.hot_tables[seq_index], state.num_hot_rows[seq_index] = table.to(device), num_rows
 
     def seed(self, state: State, batch_index: int, num_rows: int, host_table: torch.Tensor) -> None:
         """Fill most of a request's hot rows, with random ages. A sequence that fits has most positions in their own
@@ -301,7 +301,7 @@ class Scenario:
             if self.random.random() < 0.5:
                 seq_lens[batch_index] = self.random.choice([0, -4])
             else:
-                block_tables[batch_index, 0] = self.random.choice([*INVALID, len(self.state.state_indices)])
+                block_tables[batch_index, 0] = self.random.choice([*INVALID, len(self.state.seq_indices)])
         for batch_index in set(range(self.case.batch)) - self.padding:
             self.lengths[batch_index] += self.random.randint(1, num_new[batch_index])
         return block_tables, seq_lens, top_k, query_lens
@@ -322,9 +322,9 @@ def reset_out(out: Resolved) -> None:
 def tables_of(
     state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor
 ) -> StepTables:
-    by_state = state.hot_tables, state.num_hot_rows, state.host_tables
+    by_seq = state.hot_tables, state.num_hot_rows, state.host_tables
     drafts = (query_lens, case.query_len) if case.query_len > 1 else ()
-    return StepTables(state.state_indices, block_tables[:, 0], seq_lens, *by_state, case.block_size, *drafts)
+    return StepTables(state.seq_indices, block_tables[:, 0], seq_lens, *by_seq, case.block_size, *drafts)
 
 
 def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
@@ -543,7 +543,7 @@ def test_positions_given_twice_touch_no_memory_outside() -> None:
         run_step(swap_in_ops(torch.device("cuda")), found, case, inputs, scenario.bytes(case.batch).cuda(), True)
     torch.cuda.synchronize()
     after, state = found.tensors(), scenario.state
-    slots = [torch.arange(int(state.num_hot_rows[scenario.state_index(state, i)])) for i in range(case.batch)]
+    slots = [torch.arange(int(state.num_hot_rows[scenario.seq_index(state, i)])) for i in range(case.batch)]
     entries = torch.cat([scenario.entries(*pair) for pair in enumerate(slots)])
     spare = torch.tensor([(len(state.hot_storage) - 1) * state.hot.block_stride_rows])
     hot_ids = torch.cat([scenario.hot_ids(*pair) for pair in enumerate(slots)] + [spare])
@@ -632,8 +632,8 @@ def test_the_widest_tables(top_k: int, query_len: int) -> None:
 
 def widened(state: State, num_hot_rows: int) -> State:
     """The same with tables that have room for `num_hot_rows` of each request."""
-    num_states, num_blocks = state.hot_tables.shape
-    more = state.hot_tables.new_full((num_states, num_hot_rows // state.rows_per_block - num_blocks), -1)
+    num_seqs, num_blocks = state.hot_tables.shape
+    more = state.hot_tables.new_full((num_seqs, num_hot_rows // state.rows_per_block - num_blocks), -1)
     return replace(state, hot_tables=torch.cat((state.hot_tables, more), 1))
 
 

@@ -32,11 +32,11 @@ class Layer:
         seq_lens = torch.tensor([1, 17, 300, 0, 5, 64], dtype=torch.int32)
         handles = torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
         block_tables = (handles[:, None] + torch.arange(num_hot_blocks)).int()  # as vLLM has them
-        state_indices = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
+        seq_indices = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
         for request, handle in enumerate(handles.tolist()):
             if request != 4:  # a request that nobody knows
                 heads = torch.arange(num_heads, dtype=torch.int32)
-                state_indices[handle * stride : handle * stride + num_heads] = request * num_heads + heads
+                seq_indices[handle * stride : handle * stride + num_heads] = request * num_heads + heads
         max_blocks = 300 // per_unit // self.units_per_host_block + 1
         num_host_blocks = NUM_REQUESTS * max_blocks
         by_request = torch.randperm(num_host_blocks, generator=generator).view(NUM_REQUESTS, max_blocks)
@@ -61,18 +61,18 @@ class Layer:
         self.first_units = before[: len(host_tables)].contiguous().to(device)
         self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device, self.max_query_len)
         self.query_lens = None if query_lens is None else query_lens.to(device)
-        self.state_indices, self.seq_lens = state_indices.to(device), seq_lens.to(device)
+        self.seq_indices, self.seq_lens = seq_indices.to(device), seq_lens.to(device)
         self.block_tables = block_tables.to(device)
-        self.by_state = [tables.to(device) for tables in (hot_tables, num_hot_rows, host_tables)]
+        self.by_seq = [tables.to(device) for tables in (hot_tables, num_hot_rows, host_tables)]
 
     def run(self, ops) -> None:
         units = self.units
-        ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.query_lens, self.state_indices, units)
+        ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.query_lens, self.seq_indices, units)
         tables = StepTables(
-            self.state_indices,
+            self.seq_indices,
             units.handles,
             units.num_units,
-            *self.by_state,
+            *self.by_seq,
             self.units_per_host_block,
             units.num_new_units,
             self.max_query_len,

@@ -11,11 +11,11 @@ HEADS = KVHeads(num_heads=3, head_stride=7, tokens_per_unit=4)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_each_request_owns_consecutive_state_indices(dtype: torch.dtype) -> None:
     indices = torch.tensor([4, 0, 9], dtype=dtype)
-    states = HEADS.state_indices(indices)
+    states = HEADS.seq_indices(indices)
     assert states.dtype == dtype
     assert states.tolist() == [request * 3 + head for request in (4, 0, 9) for head in range(3)]
     assert HEADS.request_indices(states).tolist() == [4, 4, 4, 0, 0, 0, 9, 9, 9]
-    assert list(range(30))[HEADS.states(4)] == states[:3].tolist()
+    assert list(range(30))[HEADS.seqs(4)] == states[:3].tolist()
 
 
 def test_parts_of_device_blocks_are_a_stride_apart() -> None:
@@ -37,5 +37,5 @@ def test_parts_of_host_blocks_have_no_gaps() -> None:
 def test_with_one_head_parts_are_blocks() -> None:
     one, tables = KVHeads(), torch.tensor([[5, 1]])
     assert torch.equal(one.parts_of(tables[0])[:, 0], tables[0])
-    assert torch.equal(one.state_indices(tables[0]), tables[0])
+    assert torch.equal(one.seq_indices(tables[0]), tables[0])
     assert torch.equal(one.host_parts(tables[0])[0], tables[0])

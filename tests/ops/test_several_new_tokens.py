@@ -41,8 +41,8 @@ class Simulation:
         self.host_rows = torch.full((int(self.host_tables.max() + 1) * BLOCK_SIZE, 3), float("nan"))
         cache = torch.full((int(self.hot_tables.max()) + 1, ROWS_PER_BLOCK, 3), float("nan"))
         self.hot_rows = HotRows.from_cache(cache)
-        self.state_indices = torch.full((len(cache),), -1, dtype=torch.int32)
-        self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
+        self.seq_indices = torch.full((len(cache),), -1, dtype=torch.int32)
+        self.seq_indices[self.hot_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
         self.num_hot_rows = torch.full((NUM_REQUESTS,), self.num_slots + query_len, dtype=torch.int32)
         self.residency = Residency.allocate(len(cache) * ROWS_PER_BLOCK, torch.device("cpu"))
         self.counts = torch.zeros(NUM_REQUESTS, 2, dtype=torch.int64)
@@ -64,7 +64,7 @@ class Simulation:
         """Compute `num_new` tokens of each request, each with a selection; all but `num_accepted` are rejected."""
         query_lens = torch.tensor(num_new, dtype=torch.int32)
         tables = StepTables(
-            self.state_indices,
+            self.seq_indices,
             self.hot_tables[requests, 0],
             torch.tensor([self.buffers[request].length for request in requests], dtype=torch.int32) + query_lens,
             self.hot_tables,

@@ -69,8 +69,8 @@ class Simulation:
         width = shape.rows_per_block + shape.gap
         self.hot_storage = torch.full((self.hot_tables.max() + 4, width, ROW), float("nan"))
         self.hot_rows = HotRows.from_cache(self.hot_storage[:, : shape.rows_per_block])
-        self.state_indices = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
-        self.state_indices[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
+        self.seq_indices = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
+        self.seq_indices[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
         self.residency = Residency.allocate(len(self.hot_storage) * shape.rows_per_block, torch.device("cpu"))
         self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
         self.expected_counts = self.counts.clone()
@@ -141,9 +141,9 @@ class Simulation:
     def step_tables(self, requests: list[int]) -> StepTables:
         """Tables of a batch with one row of padding at its end."""
         seq_lens = [self.lengths[request] + 1 for request in requests]
-        nobody = torch.tensor([self.random.choice([-1, 2**31 - 1, len(self.state_indices)])], dtype=torch.int32)
+        nobody = torch.tensor([self.random.choice([-1, 2**31 - 1, len(self.seq_indices)])], dtype=torch.int32)
         return StepTables(
-            self.state_indices,
+            self.seq_indices,
             torch.cat((self.hot_tables[requests, 0], nobody)),
             torch.tensor([*seq_lens, self.random.choice([0, 5])], dtype=torch.int32),
             *self.state_args,
@@ -328,7 +328,7 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
 def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     tables = StepTables(
-        simulation.state_indices if has_request else torch.full_like(simulation.state_indices, -1),
+        simulation.seq_indices if has_request else torch.full_like(simulation.seq_indices, -1),
         simulation.hot_tables[:1, 0],
         torch.tensor([seq_len], dtype=torch.int32),
         *simulation.state_args,

@@ -240,7 +240,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         for span in metadata.key_spans:
             self.represent(span)
         for seeds in metadata.seeds:
-            homes = self._host_units(seeds.state_indices[:, None], seeds.units)
+            homes = self._host_units(seeds.seq_indices[:, None], seeds.units)
             self.hot.rows[seeds.hot_row_ids.flatten()] = self._load_units(homes.flatten())
             self.hot_buffer.seed(self.layer_index, seeds)
         if metadata.prefill is not None:
@@ -326,7 +326,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """
         step, heads = self.hot_buffer.step, self.hot_buffer.heads
         batch, units, per_unit = len(step.tables.seq_lens) // heads.num_heads, step.units, heads.tokens_per_unit
-        states, first_units = heads.state_indices(units.request_indices[0, :batch]), step.first_units[self.layer_index]
+        states, first_units = heads.seq_indices(units.request_indices[0, :batch]), step.first_units[self.layer_index]
         new_rows = step.newest_row_ids[: len(states) * units.max_query_len].view(len(states), -1)
         by_head = units.positions[:, :batch].repeat_interleave(heads.num_heads, 1)
         new_units, offsets, first = by_head // per_unit, by_head % per_unit, by_head[0] // per_unit
@@ -342,10 +342,10 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             rows = new_rows[exists].gather(1, columns)[:, 0]
             tokens[rows, offsets[i, exists]] = new_tokens[:, i].flatten(0, 1)[exists]
 
-    def _host_units(self, state_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    def _host_units(self, seq_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """Flat host unit of units of KV heads; int64, the two broadcast."""
         per_block = self.hot_buffer.step.shape.block_size
-        parts = self.hot_buffer.requests.host_tables[state_indices, units // per_block].long()
+        parts = self.hot_buffer.requests.host_tables[seq_indices, units // per_block].long()
         return parts * per_block + units % per_block
 
     def _load_missed(self, resolved: Resolved, batch: int) -> None:

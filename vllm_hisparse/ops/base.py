@@ -117,22 +117,22 @@ class StepTables:
     """Where the decoding requests of a step keep their rows. Static device tensors: a CUDA graph may read them.
 
     Attributes:
-        state_indices: [num_device_blocks] int32 index of the request's state (first dimension of the tables by state)
-            at its first hot block; -1 elsewhere.
+        seq_indices: [num_device_blocks] int32 index of the request's sequence (first dimension of the tables by
+            sequence) at its first hot block; -1 elsewhere.
         handles: [batch] int32 first hot block of each request. One that is of no request is padding.
         seq_lens: [batch] int32 tokens of each request, the new ones included. A request with less than 1 is padding,
             too: vLLM pads a graph's batch so, and its handle may be stale.
-        hot_tables: [num_states, max hot blocks] int32 device blocks of each request; what is beyond `num_hot_rows` is
+        hot_tables: [num_seqs, max hot blocks] int32 device blocks of each request; what is beyond `num_hot_rows` is
             not read.
-        num_hot_rows: [num_states] int32 rows of these blocks that the request may use; without any, it is padding.
-        host_tables: [num_states, max host blocks] int32 host blocks of each request, -1 beyond.
+        num_hot_rows: [num_seqs] int32 rows of these blocks that the request may use; without any, it is padding.
+        host_tables: [num_seqs, max host blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
         query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`, any number for padding; None: one
             each.
         max_query_len: new tokens of a request in any step.
     """
 
-    state_indices: torch.Tensor
+    seq_indices: torch.Tensor
     handles: torch.Tensor
     seq_lens: torch.Tensor
     hot_tables: torch.Tensor
@@ -145,9 +145,9 @@ class StepTables:
     @cached_property
     def native(self) -> Any:
         """The object that the CUDA kernels take, made when it is first asked for."""
-        by_request = self.state_indices, self.handles, self.seq_lens
-        by_state = self.hot_tables, self.num_hot_rows, self.host_tables
-        return kernels().step_tables(*by_request, *by_state, self.block_size, self.query_lens, self.max_query_len)
+        by_request = self.seq_indices, self.handles, self.seq_lens
+        by_seq = self.hot_tables, self.num_hot_rows, self.host_tables
+        return kernels().step_tables(*by_request, *by_seq, self.block_size, self.query_lens, self.max_query_len)
 
     def part(self, requests: slice) -> StepTables:
         """The tables of some of the requests."""
@@ -230,7 +230,7 @@ class UnitTables:
         num_units: [max_batch * num_heads] int32 units of each KV head, the newest included; 0 for no request.
         num_new_units: [max_batch * num_heads] int32 units with a new token, from 1 on.
         num_requests: request indices are below it.
-        heads: how states and blocks of KV heads are numbered, and tokens of a unit.
+        heads: how sequences and blocks of KV heads are numbered, and tokens of a unit.
     """
 
     request_indices: torch.Tensor
@@ -320,7 +320,7 @@ class SwapInOps(ABC):
             selected_positions: [batch, columns] int32 selections of the new tokens of each request side by side, each
                 of distinct positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
             hot_rows: of the layer; only its sizes are used.
-            counts: [num_states, 2] int64 hits and misses of all layers, added to; a position that several tokens select
+            counts: [num_seqs, 2] int64 hits and misses of all layers, added to; a position that several tokens select
                 counts once.
             out: written for the first `batch` requests; padding gets -1, 0 valid entries and no misses.
         """
@@ -422,7 +422,7 @@ class SwapInOps(ABC):
         handles: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
-        state_indices: torch.Tensor,
+        seq_indices: torch.Tensor,
         out: UnitTables,
     ) -> None:
         """Tables by KV head and in units, from those by request and in tokens.
@@ -431,7 +431,7 @@ class SwapInOps(ABC):
             handles: [batch] int32 first hot block of each request. One that is of no request is padding.
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each, as in `StepTables`.
-            state_indices: [num_device_blocks * head_stride] int32 state index at each part of a device block, or -1.
+            seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a device block, or -1.
             out: written for the first `batch` requests.
         """
 
@@ -454,7 +454,7 @@ class SwapInOps(ABC):
             units: of the step.
             tables: of the step by KV head, over `units`.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
-            first_units: [num_states] int32 unit of the first new token in the step before, whose tokens are in the slot
+            first_units: [num_seqs] int32 unit of the first new token in the step before, whose tokens are in the slot
                 of a first new unit; -1: they are only on the host. Where the first new token continues another unit,
                 that unit's tokens are copied to the device first.
         """

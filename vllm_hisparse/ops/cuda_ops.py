@@ -89,12 +89,12 @@ class CudaSwapInOps(SwapInOps):
         handles: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
-        state_indices: torch.Tensor,
+        seq_indices: torch.Tensor,
         out: UnitTables,
     ) -> None:
-        requests = handles, seq_lens, query_lens, state_indices
-        num_states = out.num_requests * out.heads.num_heads + 1  # as host tables have: the last is of no request
-        self._kernels.begin_units(*requests, num_states, out.native, current_stream())
+        requests = handles, seq_lens, query_lens, seq_indices
+        num_seqs = out.num_requests * out.heads.num_heads + 1  # as host tables have: the last is of no request
+        self._kernels.begin_units(*requests, num_seqs, out.native, current_stream())
 
     def write_tokens(
         self,

@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class KVHeads:
-    """To the swap-in operations every KV head of a request is a request of its own, and a unit of its tokens is a row.
+    """To the swap-in operations every KV head of a request is a sequence of its own, and a unit of its tokens is a row.
 
-    Each request owns `num_heads` consecutive state indices. Each device block has `num_heads` consecutive parts, one
+    Each request owns `num_heads` consecutive sequence indices. Each device block has `num_heads` consecutive parts, one
     for each head, and the parts of the next block begin `head_stride` further on; host blocks have theirs without gaps.
     Lengths, positions and sizes of a head count units. In an MLA model all heads share one selection: it has one head
     here, and parts are blocks.
@@ -26,17 +26,17 @@ class KVHeads:
     head_stride: int = 1
     tokens_per_unit: int = 1
 
-    def states(self, request_index: int) -> slice:
-        """State indices of a request."""
+    def seqs(self, request_index: int) -> slice:
+        """Sequence indices of a request."""
         return slice(request_index * self.num_heads, (request_index + 1) * self.num_heads)
 
-    def state_indices(self, request_indices: torch.Tensor) -> torch.Tensor:
-        """State indices of requests, head after head: [batch * num_heads] of [batch]."""
+    def seq_indices(self, request_indices: torch.Tensor) -> torch.Tensor:
+        """Sequence indices of requests, head after head: [batch * num_heads] of [batch]."""
         return (request_indices[:, None] * self.num_heads + self._heads(request_indices)).flatten()
 
-    def request_indices(self, state_indices: torch.Tensor) -> torch.Tensor:
-        """Request index of each state index: [n] of [n], or any other shape."""
-        return state_indices.div(self.num_heads, rounding_mode="floor")
+    def request_indices(self, seq_indices: torch.Tensor) -> torch.Tensor:
+        """Request index of each sequence index: [n] of [n], or any other shape."""
+        return seq_indices.div(self.num_heads, rounding_mode="floor")
 
     def device_parts(self, block: int) -> slice:
         """Parts of a device block."""

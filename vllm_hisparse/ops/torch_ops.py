@@ -42,17 +42,17 @@ class TorchSwapInOps(SwapInOps):
         batch = len(selected_positions)
         out.hot_row_ids[:batch], out.num_misses[:batch] = -1, 0
         out.num_valid[: batch * tables.max_query_len] = 0
-        live, states = _live_requests(tables, batch)
-        fits = _fits(tables, live, states)
+        live, seqs = _live_requests(tables, batch)
+        fits = _fits(tables, live, seqs)
         for part, choose in ((fits, _choose_fitting), (~fits, _choose_evicting)):
             if not part.any():
                 continue
-            buffers = _Buffers.of(tables, live[part], states[part], hot_rows)
+            buffers = _Buffers.of(tables, live[part], seqs[part], hot_rows)
             selected = selected_positions[live[part]]
             choice = choose(residency, buffers, selected)
             found = torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
-            counts[states[part]] += residency.num_layers * found
-            _write_resolved(tables, hot_rows, live[part], states[part], selected, choice, out)
+            counts[seqs[part]] += residency.num_layers * found
+            _write_resolved(tables, hot_rows, live[part], seqs[part], selected, choice, out)
 
     def gather(
         self,
@@ -90,17 +90,17 @@ class TorchSwapInOps(SwapInOps):
 
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
         batch = len(tables.seq_lens)
-        live, states = _live_requests(tables, batch)
-        row_ids = _newest_row_ids(tables, live, states, hot_rows)
+        live, seqs = _live_requests(tables, batch)
+        row_ids = _newest_row_ids(tables, live, seqs, hot_rows)
         by_request = out[: batch * tables.max_query_len].view(batch, tables.max_query_len)
         by_request[:] = -1
         by_request[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
 
     def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
-        live, states = _live_requests(tables, len(tables.seq_lens))
-        targets = _flat_row_ids(tables.host_tables[states], _new_positions(tables, live), tables.block_size).flatten()
+        live, seqs = _live_requests(tables, len(tables.seq_lens))
+        targets = _flat_row_ids(tables.host_tables[seqs], _new_positions(tables, live), tables.block_size).flatten()
         for hot, host in zip(hot_rows, host_rows, strict=True):
-            _copy_rows(hot.rows, _newest_row_ids(tables, live, states, hot).flatten(), host, targets)
+            _copy_rows(hot.rows, _newest_row_ids(tables, live, seqs, hot).flatten(), host, targets)
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -121,13 +121,13 @@ class TorchSwapInOps(SwapInOps):
         handles: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
-        state_indices: torch.Tensor,
+        seq_indices: torch.Tensor,
         out: UnitTables,
     ) -> None:
         batch, heads = len(seq_lens), out.heads
         num_heads, per_unit = heads.num_heads, heads.tokens_per_unit
-        num_states = out.num_requests * num_heads
-        live, states = _find_live(heads.first_parts(handles), seq_lens, state_indices, num_states)
+        num_seqs = out.num_requests * num_heads
+        live, seqs = _find_live(heads.first_parts(handles), seq_lens, seq_indices, num_seqs)
         for tensor, padding in ((out.request_indices, out.num_requests), (out.positions, 0), (out.num_tokens, 0)):
             tensor[:, :batch] = padding
         for tensor, padding in ((out.handles, -1), (out.num_units, 0), (out.num_new_units, 1), (out.tails, 0)):
@@ -136,11 +136,11 @@ class TorchSwapInOps(SwapInOps):
         first = newest + 1 - (1 if query_lens is None else query_lens[live])
         positions = first + torch.arange(out.max_query_len, device=first.device)[:, None]
         exists = positions <= newest
-        out.request_indices[:, live] = heads.request_indices(states).where(exists, out.num_requests)
+        out.request_indices[:, live] = heads.request_indices(seqs).where(exists, out.num_requests)
         out.positions[:, live] = positions.where(exists, 0)
         out.num_tokens[:, live] = (positions + 1).where(exists, 0)
         tails = (positions % per_unit + 1 - per_unit).where(exists, 0)
-        live_heads = heads.state_indices(live)  # numbered as states are
+        live_heads = heads.seq_indices(live)  # numbered as seqs are
         out.tails[live_heads] = tails.T.repeat_interleave(num_heads, 0).int()
         out.handles[live_heads] = heads.parts_of(handles[live]).flatten()
         out.num_units[live_heads] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
@@ -157,15 +157,15 @@ class TorchSwapInOps(SwapInOps):
         host_rows: torch.Tensor,
         first_units: torch.Tensor,
     ) -> None:
-        live, states = _live_requests(tables, len(tables.seq_lens))
+        live, seqs = _live_requests(tables, len(tables.seq_lens))
         num_heads, per_unit = units.heads.num_heads, units.heads.tokens_per_unit
         requests, heads, first_new = live // num_heads, live % num_heads, _first_new(tables, live)[:, None]
-        targets = _newest_row_ids(tables, live, states, hot_rows)
-        homes = _flat_row_ids(tables.host_tables[states], _new_positions(tables, live), tables.block_size)
+        targets = _newest_row_ids(tables, live, seqs, hot_rows)
+        homes = _flat_row_ids(tables.host_tables[seqs], _new_positions(tables, live), tables.block_size)
         continues = units.positions[0, requests] % per_unit > 0
-        stale = continues & (first_units[states] != first_new[:, 0])
+        stale = continues & (first_units[seqs] != first_new[:, 0])
         _copy_rows(host_rows, homes[stale, 0], hot_rows.rows, targets[stale, 0])
-        first_units[states] = first_new[:, 0]
+        first_units[seqs] = first_new[:, 0]
         tokens = torch.cat((key, value), -1).unflatten(0, (-1, units.max_query_len))
         for i in range(units.max_query_len):
             exists = units.num_tokens[i, requests] > 0
@@ -195,39 +195,39 @@ class _Buffers(NamedTuple):
     new: torch.Tensor
 
     @classmethod
-    def of(cls, tables: StepTables, live: torch.Tensor, states: torch.Tensor, hot_rows: HotRows) -> _Buffers:
-        """Buffers of the requests with these batch indices and state indices, [n] int64 each."""
-        num_rows = tables.num_hot_rows[states]
-        slots = torch.arange(int(num_rows.max()), device=states.device).expand(len(states), -1)
-        entries = hot_rows.entries(tables.hot_tables[states], slots.clamp_max(num_rows[:, None] - 1))
+    def of(cls, tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> _Buffers:
+        """Buffers of the requests with these batch indices and sequence indices, [n] int64 each."""
+        num_rows = tables.num_hot_rows[seqs]
+        slots = torch.arange(int(num_rows.max()), device=seqs.device).expand(len(seqs), -1)
+        entries = hot_rows.entries(tables.hot_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
         num_slots = num_rows[:, None] - tables.max_query_len
         return cls(entries, num_slots, _first_new(tables, live)[:, None], _new_positions(tables, live))
 
 
 def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Requests of the batch that are no padding: two [<= batch] int64, their batch indices and their state indices."""
-    num_states = len(tables.host_tables)
-    live, states = _find_live(tables.handles[:batch], tables.seq_lens[:batch], tables.state_indices, num_states)
-    has_rows = tables.num_hot_rows[states] > 0
-    return live[has_rows], states[has_rows]
+    """Requests of the batch that are no padding: two [<= batch] int64, batch indices and sequence indices."""
+    num_seqs = len(tables.host_tables)
+    live, seqs = _find_live(tables.handles[:batch], tables.seq_lens[:batch], tables.seq_indices, num_seqs)
+    has_rows = tables.num_hot_rows[seqs] > 0
+    return live[has_rows], seqs[has_rows]
 
 
 def _find_live(
-    first_blocks: torch.Tensor, seq_lens: torch.Tensor, state_indices: torch.Tensor, num_states: int
+    first_blocks: torch.Tensor, seq_lens: torch.Tensor, seq_indices: torch.Tensor, num_seqs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as `_live_requests`.
 
     Args:
         first_blocks: [batch] the first hot block of each request, or any number.
         seq_lens: [batch] int32.
-        state_indices: as in `StepTables`.
-        num_states: states beyond are of no request.
+        seq_indices: as in `StepTables`.
+        num_seqs: seqs beyond are of no request.
     """
-    first_blocks, num_blocks = first_blocks.long(), len(state_indices)
-    states = state_indices[first_blocks.clamp(0, num_blocks - 1)].long()
-    live = (first_blocks >= 0) & (first_blocks < num_blocks) & (states >= 0) & (states < num_states)
+    first_blocks, num_blocks = first_blocks.long(), len(seq_indices)
+    seqs = seq_indices[first_blocks.clamp(0, num_blocks - 1)].long()
+    live = (first_blocks >= 0) & (first_blocks < num_blocks) & (seqs >= 0) & (seqs < num_seqs)
     live = (live & (seq_lens > 0)).nonzero()[:, 0]
-    return live, states[live]
+    return live, seqs[live]
 
 
 def _first_new(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
@@ -251,14 +251,14 @@ def _new_positions(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
     return positions.where(positions < tables.seq_lens[live][:, None], -1)
 
 
-def _fits(tables: StepTables, live: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def _fits(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor) -> torch.Tensor:
     """Which sequences fit into their buffers: [n] bool.
 
     Args:
         tables: of the step.
-        live, states: [n] int64 batch indices and state indices of the requests.
+        live, seqs: [n] int64 batch indices and sequence indices of the requests.
     """
-    return _first_new(tables, live) + tables.max_query_len <= tables.num_hot_rows[states]
+    return _first_new(tables, live) + tables.max_query_len <= tables.num_hot_rows[seqs]
 
 
 def _choose_fitting(residency: Residency, buffers: _Buffers, selected: torch.Tensor) -> _Choice:
@@ -336,7 +336,7 @@ def _write_resolved(
     tables: StepTables,
     hot_rows: HotRows,
     live: torch.Tensor,
-    states: torch.Tensor,
+    seqs: torch.Tensor,
     selected: torch.Tensor,
     choice: _Choice,
     out: Resolved,
@@ -345,13 +345,13 @@ def _write_resolved(
 
     Args:
         tables, hot_rows, out: as in `SwapInOps.resolve`.
-        live, states: [n] int64 batch indices and state indices of the requests.
+        live, seqs: [n] int64 batch indices and sequence indices of the requests.
         selected: [n, columns] int32 positions.
         choice: of these requests.
     """
     blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
-    hot_ids = _flat_row_ids(tables.hot_tables[states], choice.slots, *blocks)
-    host_ids = _flat_row_ids(tables.host_tables[states], selected.where(choice.missed, -1), tables.block_size)
+    hot_ids = _flat_row_ids(tables.hot_tables[seqs], choice.slots, *blocks)
+    host_ids = _flat_row_ids(tables.host_tables[seqs], selected.where(choice.missed, -1), tables.block_size)
     by_token = choice.slots.unflatten(1, (tables.max_query_len, -1))
     columns = torch.arange(1, by_token.shape[2] + 1, dtype=torch.int32, device=selected.device)
     out.hot_row_ids[live] = hot_ids.int()
@@ -402,18 +402,18 @@ def _flat_row_ids(
     return flat.where(known & (block_ids >= 0), -1)
 
 
-def _newest_row_ids(tables: StepTables, live: torch.Tensor, states: torch.Tensor, hot_rows: HotRows) -> torch.Tensor:
+def _newest_row_ids(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> torch.Tensor:
     """Flat ids of the hot rows of the new positions: [n, max_query_len] int64, -1 where there is none.
 
     Args:
         tables, hot_rows: as in `SwapInOps.newest_row_ids`.
-        live, states: [n] int64 batch indices and state indices of the requests.
+        live, seqs: [n] int64 batch indices and sequence indices of the requests.
     """
     first_new, positions = _first_new(tables, live)[:, None], _new_positions(tables, live)
-    first_reserved = tables.num_hot_rows[states][:, None] - tables.max_query_len
-    moved = positions + (first_reserved - first_new) * ~_fits(tables, live, states)[:, None]
+    first_reserved = tables.num_hot_rows[seqs][:, None] - tables.max_query_len
+    moved = positions + (first_reserved - first_new) * ~_fits(tables, live, seqs)[:, None]
     slots = moved.where(positions >= 0, -1)
-    return _flat_row_ids(tables.hot_tables[states], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
+    return _flat_row_ids(tables.hot_tables[seqs], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
 
 
 def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:

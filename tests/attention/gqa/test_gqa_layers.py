@@ -37,7 +37,7 @@ def assert_latest_are_hot(layer: LayerUnderTest, request: Request) -> None:
     """State after a chunk of a prompt: the latest whole units of the request, as many as fit."""
     last, buffer = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer
     expected = set(range(max(last - layer.num_slots, 0), last))
-    for parts in buffer.requests.hot_tables[buffer.heads.states(buffer.requests.index_of(request.handle))].long():
+    for parts in buffer.requests.hot_tables[buffer.heads.seqs(buffer.requests.index_of(request.handle))].long():
         hot = buffer.residency[0].positions.view(-1, buffer.layers[0].hot.rows_per_block)[parts]
         assert expected <= set(hot.flatten().tolist())
 

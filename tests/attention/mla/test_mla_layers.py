@@ -477,10 +477,10 @@ def test_block_tables_of_no_request_give_zeros_and_touch_no_state(model: Model) 
     known, unknown = Request(1, list(range(10)), 0), Request(8, list(range(10, 20)), 1)
     model.start(known)
     model.step((known, 6))
-    host, counts = model.host.clone(), model.buffer.counts.by_state.clone()
+    host, counts = model.host.clone(), model.buffer.counts.by_seq.clone()
     model.step((unknown, 1), expect_zeros=True)
     assert torch.equal(model.host.nan_to_num(-1), host.nan_to_num(-1))
-    assert torch.equal(model.buffer.counts.by_state, counts)
+    assert torch.equal(model.buffer.counts.by_seq, counts)
     model.step((known, 1))
 
 

@@ -18,7 +18,7 @@ def counts() -> HitCounts:
 
 
 def add(counts: HitCounts, state: int, hits: int, misses: int) -> None:
-    counts.by_state[state] += torch.tensor([hits, misses])
+    counts.by_seq[state] += torch.tensor([hits, misses])
 
 
 def test_all_since_the_last_call(counts: HitCounts) -> None:

@@ -37,7 +37,7 @@ def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
     for handle in (9, 40):
         table.add(handle)
         table.extend({handle: (0, [7, 3])})
-    states = table.find_states(tensor(40))
+    states = table.find_seqs(tensor(40))
     num_heads = table.heads.num_heads
     assert table.host_tables[states, :2].tolist() == [[7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)]
 
@@ -49,7 +49,7 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     assert table.change_hot({40: (3, [9, 5])}) == [9, 5]
     assert table.change_hot({40: (1, [5, 8])}) == [8]
     table.check_integrity()
-    states = table.find_states(tensor(40))
+    states = table.find_seqs(tensor(40))
     parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
     assert table.hot_tables[states, :3].tolist() == parts
     beyond = table.hot_tables[states, 3:] // table.heads.head_stride
@@ -93,14 +93,14 @@ def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, mo
     host_tables = table.host_table(table.find(tensor(10, 20, 30)))
     assert host_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
     for handle, blocks in {10: [10, 50], 20: [20, 2], 30: [30, 4]}.items():
-        for head, state in enumerate(table.find_states(tensor(handle)).tolist()):
+        for head, state in enumerate(table.find_seqs(tensor(handle)).tolist()):
             parts = [block * table.heads.head_stride + head for block in blocks]
             assert table.hot_tables[state, : len(blocks)].tolist() == parts
             assert table.num_hot_rows[state] == len(blocks) * ROWS_PER_HOT_BLOCK
 
 
 def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:
-    nobody = table.find_states(tensor(39))
+    nobody = table.find_seqs(tensor(39))
     assert (table.hot_tables[nobody] == 0).all()
     assert (table.num_hot_rows[nobody] == MAX_HOT_BLOCKS * ROWS_PER_HOT_BLOCK).all()
 
@@ -108,7 +108,7 @@ def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> No
 def test_handles_of_no_request_share_an_index_without_blocks(table: RequestTable) -> None:
     table.add(40)
     assert table.find(tensor(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
-    assert table.find_states(tensor(39)).tolist() == [table.num_states] * (table.heads.num_heads)
+    assert table.find_seqs(tensor(39)).tolist() == [table.num_seqs] * (table.heads.num_heads)
     assert table.host_table(NUM_REQUESTS).tolist() == [-1] * MAX_BLOCKS
 
 

@@ -155,7 +155,7 @@ class DecodeStep(ABC):
     ) -> StepTables:
         requests, shape = self.requests, self.shape
         return StepTables(
-            requests.state_indices,
+            requests.seq_indices,
             handles,
             seq_lens,
             requests.hot_tables,
@@ -201,7 +201,7 @@ class GQADecodeStep(DecodeStep):
 
     Attributes:
         units: of the decoding requests.
-        first_units: [num_layers, num_states + 1] int32 unit of each state's first new token in its last step; -1: what
+        first_units: [num_layers, num_seqs + 1] int32 unit of each sequence's first new token in its last step; -1: what
             a request has in its newest unit is on the host, but not in that unit's slot.
     """
 
@@ -219,13 +219,13 @@ class GQADecodeStep(DecodeStep):
         heads, self.finds_newest_rows = requests.heads, finds_newest_rows
         max_batch = shape.max_batch // heads.num_heads
         self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device, shape.max_query_len)
-        self.first_units = torch.full((num_layers, requests.num_states + 1), -1, dtype=torch.int32, device=device)
+        self.first_units = torch.full((num_layers, requests.num_seqs + 1), -1, dtype=torch.int32, device=device)
         self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
 
     def reload_newest_units(self, request_indices: Sequence[int]) -> None:
         """Note that what requests have in their newest units is on the host, but not in the slots of these units."""
-        states = self.requests.heads.state_indices(torch.tensor(request_indices, dtype=torch.int64))
-        self.first_units.index_fill_(1, self.requests.to_device(states), -1)
+        seqs = self.requests.heads.seq_indices(torch.tensor(request_indices, dtype=torch.int64))
+        self.first_units.index_fill_(1, self.requests.to_device(seqs), -1)
 
     def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the decoding requests' new tokens into their units, on the device and on the host.
@@ -246,7 +246,7 @@ class GQADecodeStep(DecodeStep):
 
     def _begin(self) -> None:
         assert self._by_request is not None
-        self.ops.begin_units(*self._by_request, self.requests.state_indices, self.units)
+        self.ops.begin_units(*self._by_request, self.requests.seq_indices, self.units)
         if self.finds_newest_rows:
             self._find_newest_rows()
 

@@ -79,7 +79,7 @@ class GQAHotBuffer(HotBuffer):
         return torch.cat(selections, 1) if max_query_len > 1 else selections[0]
 
     def swap_in_of(self, layer_index: int) -> SwapIn:
-        return SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_state)
+        return SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_seq)
 
     def resolve(self, layer_index: int, selected_unit_ids: torch.Tensor) -> Resolved:
         """A layer's swap-in without the copies, which depend on how the host orders a unit.
@@ -90,7 +90,7 @@ class GQAHotBuffer(HotBuffer):
         """
         residency, step, hot = self.residency[layer_index], self.step, self.layers[layer_index].hot
         assert step.tables is not None
-        self.ops.resolve(residency, step.tables, selected_unit_ids, hot, self.counts.by_state, step.resolved)
+        self.ops.resolve(residency, step.tables, selected_unit_ids, hot, self.counts.by_seq, step.resolved)
         return step.resolved
 
     def begin_decoding(self, handle: int, position: int) -> tuple[KeySpan, ...]:

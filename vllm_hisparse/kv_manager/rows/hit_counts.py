@@ -43,11 +43,11 @@ class HitCounts:
         device: where they are counted.
 
     Attributes:
-        by_state: [num_requests * num_heads, 2] int64 hits and misses of each state index, never reset.
+        by_seq: [num_requests * num_heads, 2] int64 hits and misses of each sequence index, never reset.
     """
 
     def __init__(self, num_requests: int, heads: KVHeads, device: torch.device):
-        self.by_state = torch.zeros((num_requests * heads.num_heads, 2), dtype=torch.int64, device=device)
+        self.by_seq = torch.zeros((num_requests * heads.num_heads, 2), dtype=torch.int64, device=device)
         self._heads = heads
         self._released: list[tuple[int, int, CountSnapshot]] = []
         self._before = [(0, 0)] * num_requests  # by request index, when it was last released
@@ -57,7 +57,7 @@ class HitCounts:
 
     def release(self, handle: int, request_index: int) -> None:
         """Note the counts of a request that ends."""
-        counts = self.by_state[self._heads.states(request_index)].sum(0)
+        counts = self.by_seq[self._heads.seqs(request_index)].sum(0)
         self._released.append((handle, request_index, CountSnapshot(counts)))
 
     def take_released(self) -> list[tuple[int, int, int]]:
@@ -77,7 +77,7 @@ class HitCounts:
             self._num_takes += 1
             if self._num_takes % self._takes_per_snapshot:
                 return 0, 0
-            self._total = CountSnapshot(self.by_state.sum(0))
+            self._total = CountSnapshot(self.by_seq.sum(0))
         if not self._total.ready:
             return 0, 0
         before, self._reported, self._total = self._reported, self._total.values, None

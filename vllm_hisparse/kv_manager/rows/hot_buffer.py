@@ -59,7 +59,7 @@ class Seeds:
     """Units of a request that become hot when a chunk of its prompt is computed: the latest whole ones that fit.
 
     Attributes:
-        state_indices: [num_heads] int64.
+        seq_indices: [num_heads] int64.
         first, last: the units, half-open.
         hot_row_ids: [num_heads, last - first] int64 flat hot row of each.
         entries: [num_heads, last - first] int64 entry of each in a residency.
@@ -67,7 +67,7 @@ class Seeds:
         stale_entries: [num_heads, n] int64 of hot rows that become empty.
     """
 
-    state_indices: torch.Tensor
+    seq_indices: torch.Tensor
     first: int
     last: int
     hot_row_ids: torch.Tensor
@@ -200,8 +200,8 @@ class HotBuffer(ABC):
         hot, num_new = self.layers[0].hot, self.shape.max_query_len
         last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, max(map(len, self.requests.hot_blocks))
         first_unit = max(last_unit - max(most_blocks * hot.rows_per_block - num_new, 0), 0)
-        states = self.requests.find_states(handle)
-        tables, num_rows = self.requests.hot_tables[states], self.requests.num_hot_rows[states, None].long()
+        seqs = self.requests.find_seqs(handle)
+        tables, num_rows = self.requests.hot_tables[seqs], self.requests.num_hot_rows[seqs, None].long()
         num_slots = (num_rows - num_new).clamp_min(1)
         units = torch.arange(first_unit, last_unit, device=handle.device)
         fits = -(-num_tokens // self.heads.tokens_per_unit) + num_new <= num_rows
@@ -209,7 +209,7 @@ class HotBuffer(ABC):
         slots = units.where(fits, units % num_slots)
         reserved = num_slots + torch.arange(num_new, device=handle.device)
         return Seeds(  # where nothing is kept, row and entry 0, which are of the null block
-            states,
+            seqs,
             first_unit,
             last_unit,
             hot.flat_row_ids(tables, slots).where(is_kept, 0),

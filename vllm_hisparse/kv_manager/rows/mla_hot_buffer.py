@@ -58,7 +58,7 @@ class MLAHotBuffer(HotBuffer):
             if self.copies_ahead:
                 return FollowingSwapIn(self.step, self._copied[layer_index])
             return SharingSwapIn(self.step, layer_index)
-        own = SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_state)
+        own = SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_seq)
         if not self.copies_ahead or last == layer_index + 1:
             return own
         sharing = range(layer_index + 1, last)

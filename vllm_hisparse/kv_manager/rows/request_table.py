@@ -26,21 +26,21 @@ class RequestTable:
         max_hot_blocks: hot blocks that a request can have.
         rows_per_hot_block: hot rows of a head in a block.
         num_device_blocks: blocks of vLLM's device pool.
-        heads: how heads' states and parts of blocks are numbered.
+        heads: how heads' sequences and parts of blocks are numbered.
         device: where the tables are read.
         state_columns: of each state block that the longest request has, its place in `state_tables`.
 
     Attributes:
         num_requests: request indices are below it; it stands for no request.
-        num_states: state indices are below it; it stands for no request.
-        state_indices: [num_device_blocks * head_stride] int32 state index at each part of a handle, -1 elsewhere.
-        hot_tables: [num_states + 1, max_hot_blocks] int32 parts of hot blocks; of no request, and beyond a request's
+        num_seqs: sequence indices are below it; it stands for no request.
+        seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a handle, -1 elsewhere.
+        hot_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks; of no request, and beyond a request's
             blocks, the null block's.
-        num_hot_rows: [num_states + 1] int32 rows of these parts.
+        num_hot_rows: [num_seqs + 1] int32 rows of these parts.
         hot_blocks: of each request index.
         state_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state; of no
             request, and beyond a request's blocks, the null block.
-        host_tables: [num_states + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last entry is of no
+        host_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last entry is of no
             request: steps that vLLM runs without requests (profiling, padding) read it.
     """
 
@@ -55,18 +55,18 @@ class RequestTable:
         device: torch.device,
         state_columns: Sequence[int] = (),
     ):
-        self.heads, self.num_requests, self.num_states = heads, num_requests, num_requests * heads.num_heads
+        self.heads, self.num_requests, self.num_seqs = heads, num_requests, num_requests * heads.num_heads
         num_parts = num_device_blocks * heads.head_stride
-        self.state_indices = torch.full((num_parts,), -1, dtype=torch.int32, device=device)
-        self.host_tables = torch.full((self.num_states + 1, max_blocks), -1, dtype=torch.int32, device=device)
-        self.hot_tables = torch.zeros((self.num_states + 1, max_hot_blocks), dtype=torch.int32, device=device)
-        self.num_hot_rows = torch.zeros(self.num_states + 1, dtype=torch.int32, device=device)
+        self.seq_indices = torch.full((num_parts,), -1, dtype=torch.int32, device=device)
+        self.host_tables = torch.full((self.num_seqs + 1, max_blocks), -1, dtype=torch.int32, device=device)
+        self.hot_tables = torch.zeros((self.num_seqs + 1, max_hot_blocks), dtype=torch.int32, device=device)
+        self.num_hot_rows = torch.zeros(self.num_seqs + 1, dtype=torch.int32, device=device)
         self.hot_blocks: list[list[int]] = [[] for _ in range(num_requests)]
         self.state_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
         self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
         self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
         self._rows_per_hot_block = rows_per_hot_block
-        self._all_states = torch.arange(self.num_states, dtype=torch.int32, device=device)
+        self._all_seqs = torch.arange(self.num_seqs, dtype=torch.int32, device=device)
         self._pin_memory = device.type != "cpu"
         self._free_indices = list(reversed(range(num_requests)))
         self._index_by_handle: dict[int, int] = {}
@@ -83,7 +83,7 @@ class RequestTable:
             IndexError: `num_requests` run already.
         """
         index = self._index_by_handle[handle] = self._free_indices.pop()
-        self.state_indices[self.heads.device_parts(handle)] = self._all_states[self.heads.states(index)]
+        self.seq_indices[self.heads.device_parts(handle)] = self._all_seqs[self.heads.seqs(index)]
         return index
 
     def extend(self, changes: TableChanges) -> None:
@@ -115,16 +115,16 @@ class RequestTable:
         indices, columns, block_ids = self._entries(runs)
         places = self._places_by_head(self.hot_tables, indices, columns)
         self._write(self.hot_tables, places, self.heads.parts_of(block_ids).t())
-        states = self.heads.state_indices(torch.tensor([self.index_of(handle) for handle in changes]))
-        self._write(self.num_hot_rows, states, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
+        seqs = self.heads.seq_indices(torch.tensor([self.index_of(handle) for handle in changes]))
+        self._write(self.num_hot_rows, seqs, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
         return added
 
     def remove(self, handle: int) -> int:
         """Forget a request; returns the index that it had."""
         index = self._index_by_handle.pop(handle)
-        self.state_indices[self.heads.device_parts(handle)] = -1
-        self.host_tables[self.heads.states(index)] = -1
-        self.hot_tables[self.heads.states(index)] = self.num_hot_rows[self.heads.states(index)] = 0
+        self.seq_indices[self.heads.device_parts(handle)] = -1
+        self.host_tables[self.heads.seqs(index)] = -1
+        self.hot_tables[self.heads.seqs(index)] = self.num_hot_rows[self.heads.seqs(index)] = 0
         self.state_tables[index] = NULL_BLOCK
         self.hot_blocks[index] = []
         self._free_indices.append(index)
@@ -159,15 +159,15 @@ class RequestTable:
         Args:
             handles: [batch] int32 first hot blocks.
         """
-        return self.heads.request_indices(self._find_states(self.heads.first_parts(handles)))
+        return self.heads.request_indices(self._find_seqs(self.heads.first_parts(handles)))
 
-    def find_states(self, handle: torch.Tensor) -> torch.Tensor:
-        """State index of each head of a request, [num_heads] int64; `num_states` where there is none.
+    def find_seqs(self, handle: torch.Tensor) -> torch.Tensor:
+        """State index of each head of a request, [num_heads] int64; `num_seqs` where there is none.
 
         Args:
             handle: [1] int32 first hot block.
         """
-        return self._find_states(self.heads.parts_of(handle)[0])
+        return self._find_seqs(self.heads.parts_of(handle)[0])
 
     def host_table(self, request_index: int | torch.Tensor) -> torch.Tensor:
         """Host blocks of requests, -1 beyond.
@@ -182,7 +182,7 @@ class RequestTable:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host on the device, without waiting."""
-        return tensor.pin_memory().to(self.state_indices.device, non_blocking=True) if self._pin_memory else tensor
+        return tensor.pin_memory().to(self.seq_indices.device, non_blocking=True) if self._pin_memory else tensor
 
     def check_integrity(self) -> None:
         """Check that every index is free or owned, and found by its handle. Waits for the device.
@@ -193,12 +193,12 @@ class RequestTable:
         indices = [*self._index_by_handle.values(), *self._free_indices]
         assert sorted(indices) == list(range(self.num_requests)), "an index is lost or owned twice"
         for handle, index in self._index_by_handle.items():
-            found = self.state_indices[self.heads.device_parts(handle)]
-            assert torch.equal(found, self._all_states[self.heads.states(index)]), "a head has the state of another"
-        assert (self.state_indices >= 0).sum() == len(self) * self.heads.num_heads, "a handle of no request is found"
+            found = self.seq_indices[self.heads.device_parts(handle)]
+            assert torch.equal(found, self._all_seqs[self.heads.seqs(index)]), "a head has the sequence of another"
+        assert (self.seq_indices >= 0).sum() == len(self) * self.heads.num_heads, "a handle of no request is found"
         for index in self._free_indices:
-            assert (self.host_tables[self.heads.states(index)] == -1).all(), "a free index has host blocks"
-            assert not self.hot_tables[self.heads.states(index)].any(), "a free index has hot blocks"
+            assert (self.host_tables[self.heads.seqs(index)] == -1).all(), "a free index has host blocks"
+            assert not self.hot_tables[self.heads.seqs(index)].any(), "a free index has hot blocks"
             assert not self.state_tables[index].any(), "a free index has blocks of an algorithm's state"
 
     def _entries(self, changes: TableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -206,9 +206,9 @@ class RequestTable:
         return _flatten([self.index_of(handle) for handle in changes], changes.values())
 
     def _places_by_head(self, table: torch.Tensor, indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Where blocks go in a flat table by state index: [num_heads, blocks] int64."""
-        states = self.heads.state_indices(indices).view(-1, self.heads.num_heads)
-        return states.t() * table.shape[1] + columns
+        """Where blocks go in a flat table by sequence index: [num_heads, blocks] int64."""
+        seqs = self.heads.seq_indices(indices).view(-1, self.heads.num_heads)
+        return seqs.t() * table.shape[1] + columns
 
     def _write(self, table: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries of a table, in one copy to the device.
@@ -220,9 +220,9 @@ class RequestTable:
         places, values = self.to_device(torch.stack((places.flatten(), values.flatten())))
         table.view(-1).index_copy_(0, places, values.int())
 
-    def _find_states(self, parts: torch.Tensor) -> torch.Tensor:
-        states = self.state_indices[parts.long()].long()
-        return torch.where(states < 0, self.num_states, states)
+    def _find_seqs(self, parts: torch.Tensor) -> torch.Tensor:
+        seqs = self.seq_indices[parts.long()].long()
+        return torch.where(seqs < 0, self.num_seqs, seqs)
 
 
 def _flatten(
