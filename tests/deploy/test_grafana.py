@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_hisparse.connector.metrics import COUNTERS, GAUGES
 
 GRAFANA = Path(__file__).parent.parent.parent / "deploy" / "grafana"
+CONFIGURATION = GRAFANA.parents[1] / "docs" / "configuration.md"
 DASHBOARD = json.loads((GRAFANA / "dashboard.json").read_text())
 
 needs_promtool = pytest.mark.skipif(
@@ -61,6 +62,7 @@ def test_alerts_fire(tmp_path: Path):
         'vllm:num_requests_kv_fetch_by_stage{instance="a",stage="in_progress"}': "2+0x60",
         'vllm:hisparse_transfers_total{instance="a"}': "7+0x60",
         'vllm:nixl_num_kv_expired_reqs_total{instance="a",role="prefill"}': "0+1x60",
+        'vllm:hisparse_transfers_expired_total{instance="a"}': "0+1x60",
         'vllm:hisparse_tier_damaged_blocks_total{instance="a"}': "0+1x60",
         'vllm:hisparse_tier_load_timeouts_total{instance="a"}': "0+1x60",
         'vllm:hisparse_tier_slow_loads_total{instance="a"}': "0+1x60",
@@ -125,3 +127,20 @@ def test_every_metric_is_ours_or_vllms():
     own = {f"vllm:hisparse_{name}_total" for name in COUNTERS} | {f"vllm:hisparse_{name}" for name in GAUGES}
     assert names & own
     assert all(name in own if "hisparse" in name else name.startswith("vllm:") for name in names)
+
+
+def test_dashboard_shows_and_the_documentation_explains_every_metric_of_ours():
+    shown = set(re.findall(r"vllm:hisparse_([a-z_]+)", " ".join(expressions())))
+    assert shown == {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+    rows = re.findall(r"^\| (`vllm:hisparse_.*?) \|", CONFIGURATION.read_text(), re.MULTILINE)
+    explained = [names for row in rows for names in documented(row)]
+    assert sorted(explained) == sorted([*COUNTERS, *GAUGES])
+
+
+def documented(cell: str) -> list[str]:
+    """Metrics that the first cell of a row names; `_free` stands for the first name with another last word."""
+    first, *others = re.findall(r"`([^`]+)`", cell)
+    names = [first]
+    for name in others:
+        names.append(first.rsplit("_", name.count("_"))[0] + name if name.startswith("_") else name)
+    return [name.removeprefix("vllm:hisparse_") for name in names]
