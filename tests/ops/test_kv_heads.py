@@ -9,7 +9,7 @@ HEADS = KVHeads(num_heads=3, head_stride=7, tokens_per_unit=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_each_request_owns_consecutive_state_indices(dtype: torch.dtype) -> None:
+def test_each_request_owns_consecutive_sequence_indices(dtype: torch.dtype) -> None:
     indices = torch.tensor([4, 0, 9], dtype=dtype)
     states = HEADS.seq_indices(indices)
     assert states.dtype == dtype

@@ -58,11 +58,11 @@ def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 class SelectionHook:
     """Mixin of vLLM's `FlashMLASparseImpl`: `locate_selection` turns selected positions into rows of the cache."""
 
-    def locate_selection(self, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Row ids of selected positions, [tokens, k] int32, and how many lead, [tokens] int32.
 
         Args:
-            top_k: [tokens, k] int32 positions, -1 for none.
+            selected_positions: [tokens, k] int32, -1 for none.
         """
         raise NotImplementedError
 

@@ -100,11 +100,13 @@ class HotMLAImpl:
 
     Attributes:
         hot_buffer: state shared by all layers; None before `bind`.
+        requests: those of a step that this copy of the implementation serves, while kernels run for others; None: all.
         new_rows: those that the running `forward_mqa` has to write; None where the layer has written them itself.
     """
 
     hot_buffer: MLAHotBuffer | None = None
     new_rows: NewRows | None = None
+    requests: slice | None = None
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.
@@ -120,20 +122,17 @@ class HotMLAImpl:
         hot_buffer.add_layer(self.hot, self.host_rows)
         self.swap_in = hot_buffer.swap_in_of(layer_index)
 
-    def locate_selection(
-        self, selected_positions: torch.Tensor, requests: slice | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the selections of the decoding requests' tokens hot.
+    def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the selections of the decoding requests' tokens hot, or of `requests` alone.
 
         Args:
             selected_positions: [tokens, top_k] int32, -1 for none.
-            requests: those whose tokens they are, while kernels run for others; None: all.
 
         Returns:
             Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
         """
         step, (num_tokens, top_k) = self.hot_buffer.step, selected_positions.shape
-        resolved = self.swap_in(step.join_selections(selected_positions), requests)
+        resolved = self.swap_in(step.join_selections(selected_positions), self.requests)
         hot_row_ids = resolved.hot_row_ids.view(-1, top_k)
         return step.unpad_queries(hot_row_ids, num_tokens), step.unpad_queries(resolved.num_valid, num_tokens)
 

@@ -200,7 +200,7 @@ class HotMLACudaImpl(HotMLAImpl):
     def of_microbatch(self, microbatch: DecodeMicrobatch) -> Any:
         """The implementation for the requests of a microbatch."""
         impl = self._for_tokens(type(self), microbatch.tokens.start)
-        impl.microbatch = microbatch
+        impl.microbatch, impl.requests = microbatch, microbatch.requests
         return impl
 
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
@@ -239,12 +239,6 @@ class HotMLACudaImpl(HotMLAImpl):
     def _write(self, new_rows: NewRows, cache: torch.Tensor, slots: torch.Tensor, layer: torch.nn.Module) -> None:
         """Write rows to a paged cache, in its dtype."""
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
-
-    def locate_selection(
-        self, selected_positions: torch.Tensor, requests: slice | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        requests = None if self.microbatch is None else self.microbatch.requests
-        return super().locate_selection(selected_positions, requests)
 
     def _decode_cache(self) -> torch.Tensor:
         return self.hot.rows.unsqueeze(1)
