@@ -20,7 +20,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--requests", "2", "--max-tokens", "16", "--model-dir", str(MODEL), "--out", "demo.json"]
     result = CliRunner().invoke(app, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "2 of 2 requests: the same tokens as with full KV" in " ".join(result.output.split())
+    assert "2 of 2 requests got the same tokens as with full KV" in " ".join(result.output.split())
     report = json.loads((tmp_path / "demo.json").read_text())
     assert report["problems"] == []
     assert 0.5 < report["hit_rate"] < 1

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tools.demo.prompts import Question
 from tools.demo.report import TIE_MARGIN, Report, RequestResult, find_stats, kv_layout, make_result
-from tools.demo.table import answer_table, request_table, verdict
+from tools.demo.table import REQUEST_COLUMNS, answer_table, cells, request_table, totals, verdict
 from tools.harness.openai_client import Completion
 from vllm_hisparse.connector.request_line import RequestLine
 
@@ -39,8 +39,8 @@ def result(tokens: Sequence[int] = (1, 2, 3), margin: float = 2.0) -> RequestRes
     return make_result(0, QUESTION, completion(tokens, [-1.0, -1.5, -9.0]), reference, STATS, layout, 512)
 
 
-def shown(table) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+def shown(table, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
@@ -97,12 +97,30 @@ def test_tables_show_answers_and_what_the_file_says() -> None:
     ]
     answers = shown(answer_table(report))
     assert [line.split() for line in answers.splitlines() if "matches" in line] == [
-        ["0", "700", "2/3", "matches", "starlette/routing.py"],
-        ["0", "700", "3/3", "matches", "starlette/routing.py"],
+        ["0", "2/3", "matches", "starlette/routing.py"],
+        ["0", "3/3", "matches", "starlette/routing.py"],
     ]
     assert answers.count("… return [answered]") == 2
     assert answers.count("in the file: … return in the ⏎ [file]") == 1
     assert "in the file:" not in shown(answer_table(Report([right], RECEIVED, {})))
+
+
+def test_a_request_has_a_cell_per_column_and_no_column_is_cut_on_80_characters() -> None:
+    large = replace(result(), request=255, prompt_tokens=8000, output_tokens=512, first_token_s=999.9, total_s=1999.9)
+    assert len(cells(large)) == len(REQUEST_COLUMNS)
+    table = shown(request_table(Report([large], RECEIVED, {})), width=80)
+    words = {word for column in REQUEST_COLUMNS for word in column.split()}
+    assert words <= set(table.split()) and "…" not in table
+    (row,) = [line for line in table.splitlines() if "/512" in line]
+    assert row.split() == ["255", "8000", "512/512", "75.0%", "6.7", "19.0", "999.9", "1999.9"]
+
+
+def test_the_result_is_one_sentence() -> None:
+    report = Report([result()], RECEIVED, {})
+    assert "1 of 1 requests got the same tokens as with full KV[/], with 2.8 times less KV" in verdict(report)
+    assert verdict(report).endswith("(6.7 instead of 19.0 MiB per request).")
+    lines = totals(Report([result()], {**RECEIVED, "vllm:hisparse_transfer_bytes_to_host_total": 5.0 * 2**20}, {}))
+    assert [line.split()[0] for line in lines.splitlines()] == ["75.0%", "5", "67%"]
 
 
 @pytest.mark.parametrize(

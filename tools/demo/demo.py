@@ -19,7 +19,7 @@ from rich.markup import escape
 from tools.demo.prompts import MAX_PROMPT_TOKENS, NoQuestionError, Question, make_questions
 from tools.demo.report import Report, find_stats, kv_layout, make_result
 from tools.demo.stages import Stages, Update
-from tools.demo.table import answer_table, request_table, verdict
+from tools.demo.table import answer_table, request_table, totals, verdict
 from tools.harness.deployment import (
     MAX_MODEL_LEN,
     MODEL_NAME,
@@ -86,7 +86,7 @@ def demo_command(
         raise typer.Exit(1) from None
     report.write(out)
     console.print(request_table(report), answer_table(report))
-    console.print(verdict(report), f"[dim]Figures: {out}[/]", sep="\n")
+    console.print(verdict(report), totals(report), f"[dim]Figures: {out}[/]", sep="\n")
     if report.problems():
         console.print(f"[dim]Logs: {LOG_DIR}[/]")
         raise typer.Exit(1)

@@ -9,20 +9,22 @@ from rich.table import Table
 from tools.demo.report import Report, RequestResult
 
 MIB = 2**20
-CAPTION = (
-    "same: tokens as with full KV; hits: selected rows found in the hot buffer; hot, full MiB: device KV with a hot "
-    "buffer and with full KV; host MiB: KV received straight into host memory; first, total s: time to tokens"
-)
-ANSWER_CAPTION = (
-    "A prompt is a file and, once more, the beginning of one of its functions. back: tokens between the two; right: "
-    "tokens of the answer before the first one that is not as in the file"
+REQUEST_COLUMNS = (
+    "#",
+    "prompt\ntokens",
+    "tokens as\nwith full KV",
+    "hot-buffer\nhits",
+    "MiB on\ndevice",
+    "MiB with\nfull KV",
+    "first\ntoken, s",
+    "last\ntoken, s",
 )
 
 
 def request_table(report: Report) -> Table:
     """One line per request."""
-    table = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", pad_edge=False)
-    for header in ("#", "prompt", "same", "hits", "hot MiB", "full MiB", "host MiB", "first s", "total s"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for header in REQUEST_COLUMNS:
         table.add_column(header, justify="right", no_wrap=True)
     for result in report.results:
         table.add_row(*cells(result))
@@ -30,7 +32,7 @@ def request_table(report: Report) -> Table:
 
 
 def cells(result: RequestResult) -> list[str]:
-    """One request: its number, tokens of the prompt, tokens as with full KV, and so on."""
+    """The cells of one request, in the order of `REQUEST_COLUMNS`."""
     num_same = result.output_tokens if result.first_difference is None else result.first_difference
     colour = "green" if result.identical else "yellow" if result.is_tie else "red"
     return [
@@ -38,7 +40,8 @@ def cells(result: RequestResult) -> list[str]:
         str(result.prompt_tokens),
         f"[{colour}]{num_same}/{result.output_tokens}[/]",
         f"{result.hit_rate:.1%}",
-        *(f"{size / MIB:.1f}" for size in (result.device_bytes, result.full_bytes, result.nixl_bytes_to_host)),
+        f"{result.device_bytes / MIB:.1f}",
+        f"{result.full_bytes / MIB:.1f}",
         f"{result.first_token_s:.1f}",
         f"{result.total_s:.1f}",
     ]
@@ -46,13 +49,12 @@ def cells(result: RequestResult) -> list[str]:
 
 def answer_table(report: Report) -> Table:
     """The question, the answer, and the text of the file where it differs from the answer."""
-    table = Table(box=box.SIMPLE_HEAD, caption=ANSWER_CAPTION, caption_justify="left", pad_edge=False)
-    for header in ("#", "back", "right"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for header in ("#", "tokens as\nin the file"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("the body of … continues", overflow="fold")
+    table.add_column("function that the model continues,\nand its answer", overflow="fold")
     for result in report.results:
-        right = f"{result.num_right}/{result.output_tokens}"
-        table.add_row(str(result.request), str(result.distance), right, answer(result))
+        table.add_row(str(result.request), f"{result.num_right}/{result.output_tokens}", answer(result))
     return table
 
 
@@ -73,17 +75,24 @@ def one_line(text: str) -> str:
 
 
 def verdict(report: Report) -> str:
-    """One line: the result, or what went wrong."""
+    """One sentence: the result, or what went wrong."""
     if problems := report.problems():
         return f"[bold red]✗ {'; '.join(problems)}.[/]"
     device, full = report.device_bytes_per_request, report.full_bytes_per_request
-    received = report.counter("transfer_bytes_to_host")
     num_ties = sum(result.is_tie for result in report.results)
     ties = f" up to a tie in {num_ties} of them" if num_ties else ""
     requests = f"{len(report.results)} of {len(report.results)} requests"
     return (
-        f"[bold green]✓ {requests}: the same tokens as with full KV{ties}.[/] "
-        f"Answers are as in the file for {report.share_right:.0%} of their tokens. "
-        f"Device KV per request: {device / MIB:.1f} instead of {full / MIB:.1f} MiB ({full / device:.1f}x less); "
-        f"{report.hit_rate:.1%} hits; {received / MIB:.0f} MiB went from prefill directly to host memory."
+        f"[bold green]✓ {requests} got the same tokens as with full KV{ties}[/], with {full / device:.1f} times less "
+        f"KV on the device ({device / MIB:.1f} instead of {full / MIB:.1f} MiB per request)."
+    )
+
+
+def totals(report: Report) -> str:
+    """Figures of all requests together, one per line."""
+    received = report.counter("transfer_bytes_to_host")
+    return (
+        f"{report.hit_rate:.1%} of the selected rows were in the hot buffers.\n"
+        f"{received / MIB:.0f} MiB went from prefill straight into host memory.\n"
+        f"{report.share_right:.0%} of the answers' tokens are as in the file."
     )
