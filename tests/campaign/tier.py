@@ -20,6 +20,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
 
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.tiers import prefix_loads
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
@@ -314,8 +315,8 @@ class WatchedTiers(Tiers):
         super().reset_cache()
         self._held.clear()
 
-    def step_scheduled(self) -> None:
-        super().step_scheduled()
+    def step_scheduled(self, deferred: Deferred) -> None:
+        super().step_scheduled(deferred)
         source, store = self._sources.stores, self.store
         if source.retry_at != self._retry_at:
             self._retry_at = source.retry_at

@@ -152,14 +152,12 @@ class HiSparseSchedulerConnector:
         self.counts.step_scheduled(metadata, scheduler_output.total_num_scheduled_tokens)
         self.deferred.step_scheduled()
         if self.tiers:
-            self.tiers.step_scheduled()
+            self.tiers.step_scheduled(self.deferred)
         return metadata
 
     def step_processed(self) -> None:
         """vLLM has the output of a step; called once per step, in their order."""
         self.deferred.step_processed()
-        if self.tiers:
-            self.tiers.step_processed()
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even if there is no request."""

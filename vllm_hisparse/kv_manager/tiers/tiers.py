@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.tiers.block_stores import BlockStores, key_of
 from vllm_hisparse.kv_manager.tiers.prefix_loads import Clock, PrefixLoads
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
 class Tiers:
     """Stores what the host pool may lose, and loads what it has lost.
-
-    `step_scheduled` and `step_processed` are called once for each step, in their order.
 
     Args:
         manager: of the tiers.
@@ -42,8 +42,6 @@ class Tiers:
         self.manager, self.host_pool = manager, host_pool
         self.stores = BlockStores(manager, host_pool)
         self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored, clock)
-        self._num_scheduled, self._num_processed = 0, 0
-        self._published: deque[tuple[int, list[int]]] = deque()  # (steps scheduled by then, blocks)
 
     def is_loading(self, request: Request, match: HostMatch) -> bool:
         """True if a request that could be admitted should wait until more of its prefix is in the host pool.
@@ -75,22 +73,19 @@ class Tiers:
         """
         return self.loads.forget(request_id)
 
-    def step_scheduled(self) -> None:
-        """A step's metadata is complete."""
-        self._num_scheduled += 1
-        published = self.host_pool.take_newly_published()
-        self.manager.unwritten.update(published)
-        self._published.append((self._num_scheduled, published))
+    def step_scheduled(self, deferred: Deferred) -> None:
+        """A step's metadata is complete; called once for each step, in their order.
+
+        Args:
+            deferred: knows the steps, this one included.
+        """
+        if published := self.host_pool.take_newly_published():
+            self.manager.unwritten.update(published)
+            deferred.after_step(deferred.num_scheduled, partial(self._are_written, published))
         self.manager.collect_saves()
         self.loads.step()
-        self.stores.step(self._num_scheduled, self._num_processed)
+        self.stores.step(deferred.num_scheduled, deferred.num_processed)
         self.manager.step()
-
-    def step_processed(self) -> None:
-        """A step is over on the device."""
-        self._num_processed += 1
-        while self._published and self._published[0][0] <= self._num_processed:
-            self.manager.unwritten -= Counter(self._published.popleft()[1])
 
     def has_pending_work(self) -> bool:
         """True if steps are needed even if there is no request."""
@@ -127,3 +122,7 @@ class Tiers:
 
     def shutdown(self) -> None:
         self.manager.shutdown()
+
+    def _are_written(self, block_ids: list[int]) -> None:
+        """The step that fills published blocks is over."""
+        self.manager.unwritten -= Counter(block_ids)
