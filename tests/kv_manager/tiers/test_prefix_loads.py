@@ -150,19 +150,6 @@ def test_a_disk_is_no_late_tier_because_steps_are_long(engine: TieredEngine, clo
     assert counted["tier_load_timeouts"] == 0 and counted["tier_loaded_blocks"] == NUM_BLOCKS
 
 
-def test_a_late_tier_is_left_alone_as_long_for_many_loads_as_for_one(
-    engine: TieredEngine, clock: SetClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers_with(monkeypatch, is_silent)
-    monkeypatch.setattr(engine.tiers.loads, "_max_loads", 4)
-    requests = [engine.add(f"again-{index}", PROMPT[index:], 1) for index in range(4)]
-    for request in requests:
-        step_until_admitted(engine, request, clock, 0.1)
-    ((source, _),) = engine.tiers.loads._make_contexts("probe")
-    assert source.retry_at <= clock.now + RETRY_S
-    assert source.pause_s == 2 * RETRY_S
-
-
 def one_block_at_a_time(clock: SetClock, interval_s: float) -> Lookup:
     """A tier that has one more block of each request now and then."""
     real, first, asked = FileSystemTierManager.lookup, clock.now, {}
