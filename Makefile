@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # which process ru
 # The release of vLLM that no CPU build exists of, and the tests that its Python files pass with another one's kernels
 COMPAT_RELEASE = 0.33.0
 COMPAT_TESTS = tests/compat tests/vllm_patches tests/connector tests/kv_manager tests/attention tests/cpu \
-	tests/test_config.py tests/test_releases.py tests/campaign/test_lives.py tests/campaign/test_damage.py
+	tests/test_config.py tests/test_examples.py tests/test_releases.py tests/campaign/test_lives.py tests/campaign/test_damage.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-all test-compat campaign sanitize pages docs types lint clean
