@@ -48,10 +48,10 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 
 class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
-    """Full KV in a host block pool, a hot buffer per request on the device.
+    """Keeps full KV in a host block pool, and a hot buffer per request on the device.
 
-    `kv_role` "kv_consumer" receives prompts' KV from stock vLLM prefill instances with `NixlConnector`; "kv_both" is
-    one instance that prefills and decodes.
+    With `kv_role` "kv_consumer", an instance receives the KV of prompts from stock vLLM prefill instances that run
+    `NixlConnector`; with "kv_both", one instance prefills and decodes.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
@@ -65,7 +65,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             release_failed_loads()
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
-            # NOTE: vLLM makes its KV cache manager, which the scheduler half needs, after this object.
+            # NOTE: the scheduler half needs vLLM's KV cache manager, which vLLM makes after this object.
             self._make_scheduler = partial(
                 HiSparseSchedulerConnector,
                 config,
@@ -85,11 +85,11 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return False  # what the worker and other instances know of memory would not outlast it
+        return False  # after a sleep, the addresses that the worker and other instances know would be wrong
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Say no, and refuse options that are wrong whatever the model: vLLM asks this before anything is loaded."""
+        """Return False, and refuse options that are wrong for every model: vLLM asks before it loads anything."""
         HiSparseConfig.from_extra_config(extra_config)
         return False
 
@@ -135,11 +135,11 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.connect_workers(metadata)
 
     def has_pending_push_work(self) -> bool:
-        # NOTE: vLLM goes on stepping without requests for as long as this says so, whatever the work is.
+        # NOTE: as long as this returns True, vLLM runs steps even if there is no request, whatever the work is.
         return self.scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        # NOTE: the one hook that vLLM calls once for each step's output, whatever is in it.
+        # NOTE: this is the only hook that vLLM calls once for every step's output, even for an empty one.
         self.scheduler.step_processed()
         return ()
 
@@ -167,16 +167,16 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_load(forward_context)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: restores finish before the forward, remote loads before admission."""
+        """Do nothing: restores are ordered before the forward, and remote loads end before admission."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to do: the backend writes rows itself."""
+        """Do nothing: the attention backend writes rows itself."""
 
     def finish_forward(self) -> None:
-        # NOTE: Model Runner V2 has this hook before it samples: a request is not finished, nor are its blocks free,
-        # before its device-resident KV is on the host. Model Runner V1 calls `wait_for_save` before it samples instead.
+        # NOTE: Model Runner V2 calls this hook before it samples, so device-resident KV is on the host before a request
+        # can finish and its blocks become free. Model Runner V1 calls `wait_for_save` before it samples instead.
         self.worker.finish_step()
 
     def wait_for_save(self) -> None:
@@ -217,10 +217,10 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _num_host_blocks(vllm_config: VllmConfig, config: HiSparseConfig, groups: DeviceGroups) -> int:
-    """Blocks of the host pool, at least one request of `max_model_len`.
+    """Return the number of blocks of the host pool.
 
     Raises:
-        HiSparseConfigError: the pool is too small.
+        HiSparseConfigError: the pool cannot hold one request of `max_model_len`.
     """
     layout, max_model_len = groups.layout, vllm_config.model_config.max_model_len
     num_pools = num_host_pools(vllm_config)

@@ -1,4 +1,4 @@
-"""Counts what the scheduler half knows of: transfers, and the bytes that the workers copy in a step."""
+"""Counts transfers, and the bytes that the workers copy in a step, as far as the scheduler half knows them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CopyCounts:
     Args:
         layout: byte sizes.
         num_ranks: tensor parallel ranks, each with a device of its own.
-        num_host_pools: host pools, which hold the same blocks of different KV heads.
+        num_host_pools: host pools; each holds the same blocks for other KV heads.
 
     Attributes:
-        transfers: request id -> what it is receiving.
+        transfers: request id -> blocks that the request is receiving.
     """
 
     def __init__(self, layout: KVLayout, num_ranks: int, num_host_pools: int):
@@ -33,20 +33,20 @@ class CopyCounts:
         self.transfers: dict[str, _Transfer] = {}
 
     def add(self, **counters: int) -> None:
-        """Add to counters, by the names of `connector/metrics.py`."""
+        """Add to counters, which have the names of `connector/metrics.py`."""
         self._stats.add(**counters)
 
     def take(self) -> HiSparseStats:
-        """The counters, which start from 0 again."""
+        """Return the counters and set them to 0."""
         stats, self._stats = self._stats, HiSparseStats()
         return stats
 
     def step_scheduled(self, metadata: HiSparseMetadata, num_tokens: int) -> None:
-        """Count what the workers copy in a step beside misses, which only they know.
+        """Count the bytes that the workers copy in a step, except misses, which only the workers know.
 
         Args:
-            metadata: of the step.
-            num_tokens: that it computes.
+            metadata: the step's message to the workers.
+            num_tokens: tokens that the step computes.
         """
         layout, num_saves = self.layout, len(metadata.saves) + len(metadata.preemption_saves)
         saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.resident_block_bytes
@@ -54,11 +54,11 @@ class CopyCounts:
         self.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
 
     def transfer_started(self, request_id: str, num_host_blocks: int, num_device_blocks: int) -> None:
-        """A request's KV is being received."""
+        """Record that a request's KV is being received."""
         self.transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
 
     def transfer_expired(self, request_id: str) -> None:
-        """What a request received, or was to receive, is not used."""
+        """Count a transfer whose KV is not used, because its lease may have ended."""
         del self.transfers[request_id]
         self.add(transfers_expired=1)
 
@@ -66,7 +66,7 @@ class CopyCounts:
         """Count a transfer.
 
         Returns:
-            Bytes received by the host and by the devices; None if it failed or expired, or nothing was to come.
+            Bytes received by the host and by the devices; None if the transfer failed or expired, or there was none.
         """
         transfer = self.transfers.pop(request_id, None)
         if transfer is None:

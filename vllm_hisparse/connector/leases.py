@@ -11,17 +11,17 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-DEFAULT_LEASE_S = 30  # of vLLM's NIXL connector
-MARGIN_S = 1.0  # at most: for a renewal's way to the prefill instance, and for the difference of two clocks
+DEFAULT_LEASE_S = 30  # the default of vLLM's NIXL connector
+MARGIN_S = 1.0  # at most: a renewal takes time to reach the prefill instance, and two clocks differ
 
 
 @dataclass(frozen=True)
 class LeaseTerms:
-    """What the scheduler's side knows of the lease of a pull that begins.
+    """The lease of a pull that begins, as far as the scheduler's side knows it.
 
     Attributes:
         age_s: seconds since the request arrived with its transfer parameters.
-        lease_s: length of the prefill side's leases in seconds.
+        lease_s: duration of the prefill side's leases in seconds.
     """
 
     age_s: float
@@ -37,38 +37,38 @@ class _Pull:
 
 
 class Leases:
-    """Leases of the pulls of one rank, by this process's `time.perf_counter`."""
+    """The leases of one rank's pulls. All times are this process's `time.perf_counter`, in seconds."""
 
     def __init__(self) -> None:
         self._renewals: dict[tuple[str, str], list[float]] = {}
         self._pulls: dict[str, _Pull] = {}
 
     def renewed(self, engine_id: str, remote_request_ids: Collection[str], sent_at: float) -> None:
-        """Renewals have been sent to all ranks of a prefill instance, at `sent_at` or later."""
+        """Record renewals that have been sent to all ranks of a prefill instance, at `sent_at` or later."""
         for name in remote_request_ids:
             self._renewals.setdefault((engine_id, name), []).append(sent_at)
 
     def keep(self, waiting: Mapping[str, Collection[str]]) -> None:
-        """Forget the renewals of all transfers but these, engine id -> request ids of the prefill side."""
+        """Forget the renewals of all transfers except `waiting`: engine id -> request ids of the prefill side."""
         keys = {(engine_id, name) for engine_id, names in waiting.items() for name in names}
         self._renewals = {key: times for key, times in self._renewals.items() if key in keys}
 
     def begin(self, request_id: str, engine_id: str, remote_request_id: str, terms: LeaseTerms) -> None:
-        """A request is about to pull."""
+        """Record that a request is about to pull."""
         latest_start = time.perf_counter() - terms.age_s
         self._pulls[request_id] = _Pull((engine_id, remote_request_id), latest_start, terms.lease_s)
 
     def state_end(self, request_id: str, end: float) -> None:
-        """The prefill instance has said when the lease of a pull ends, unless it is renewed."""
+        """Record when a pull's lease ends unless it is renewed, as the prefill instance has stated it."""
         self._pulls[request_id].stated_end = end
 
     def is_over(self, request_id: str) -> bool:
-        """Whether the lease of a pull may have ended; False for a request that has none."""
+        """Return True if the lease of a pull may have ended; False for a request that does not pull."""
         pull = self._pulls.get(request_id)
         if pull is None:
             return False
         margin = min(MARGIN_S, pull.lease_s / 10)
-        # NOTE: without a statement, the prefill is taken to have ended when the request arrived.
+        # NOTE: if the prefill instance states no end, the lease is assumed to have begun when the request arrived.
         end = pull.latest_start + pull.lease_s if pull.stated_end is None else pull.stated_end
         for sent_at in self._renewals.get(pull.key, ()):
             if sent_at < end - margin:
@@ -76,5 +76,5 @@ class Leases:
         return time.perf_counter() >= end - margin
 
     def end(self, request_id: str) -> None:
-        """A request has pulled, or will not."""
+        """Forget a request that has pulled, or will not."""
         self._pulls.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Messages of the workers to the scheduler half of the connector."""
+"""Messages from the workers to the scheduler half of the connector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
 
     Attributes:
         requests: (first hot block, hits, misses) of released requests, in order of release; from rank 0 alone.
-        expired: ids of requests whose KV may be another prompt's: their pull has ended, its lease perhaps before it.
+        expired: ids of requests whose pull has ended, but perhaps after its lease: their KV may be another prompt's.
     """
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)
@@ -34,8 +34,8 @@ class HiSparseHandshakeMetadata(KVConnectorHandshakeMetadata):
     """Worker -> scheduler, once, before the first step.
 
     Attributes:
-        host_pool: the memory of this rank's host pool, if the scheduler's process is to map it.
-        transport: metadata of the transport, or None.
+        host_pool: the memory of this rank's host pool; None if the scheduler's process does not map it.
+        transport: metadata of the P/D transport; None for a single instance.
     """
 
     host_pool: HostPoolFile | None

@@ -14,7 +14,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Name -> documentation; exported as vllm:hisparse_<name>. vLLM's native HiSparse uses the same first three names.
+# Name -> documentation; exported as vllm:hisparse_<name>. vLLM's native HiSparse also uses the first three names.
 COUNTERS = {
     "cache_hits": "Number of selected KV rows found in hot buffers.",
     "cache_misses": "Number of selected KV rows copied from the host pool.",
@@ -93,7 +93,7 @@ class HiSparseStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Figures of vLLM's stats log line; gauges only if the scheduler half has reported."""
+        """Return the figures of vLLM's stats log line, with gauges only if the scheduler half has reported them."""
         counters = {name: self.data["counters"].get(name, 0) for name in COUNTERS}
         selected = counters["cache_hits"] + counters["cache_misses"]
         figures: dict[str, int | float] = {
@@ -111,8 +111,8 @@ class HiSparseStats(KVConnectorStats):
 
 
 class HiSparsePromMetrics(KVConnectorPromMetrics):
-    """Registers and updates the metrics `vllm:hisparse_*`, `vllm:nixl_*` for transfers and, where there are tiers,
-    `vllm:kv_offload_tiering_*` for each of them.
+    """Registers and updates the metrics `vllm:hisparse_*`, `vllm:nixl_*` for transfers and, if tiers are configured,
+    `vllm:kv_offload_tiering_*` for each tier.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
 
 
 def tiering_options(vllm_config: VllmConfig) -> Any | None:
-    """The part of a configuration that vLLM's metrics of its tiering read; None without tiers."""
+    """Return the part of a configuration that vLLM's tiering metrics read; None without tiers."""
     if not vllm_config.kv_transfer_config.kv_connector_extra_config.get("tiers"):
         return None
     options = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def host_resident_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
 ) -> KVCacheConfig:
-    """The KV cache as the NIXL connector should see it: main KV on the host, the rest on the device."""
+    """Describe the KV cache to the NIXL connector: main KV on the host, device-resident KV on the device."""
     hot = groups.hot_spec
     main = MLAAttentionSpec(
         block_size=hot.block_size,

@@ -1,4 +1,4 @@
-"""Scheduler half of the P/D transport: which blocks vLLM's NIXL pull connector reads, and for whom."""
+"""Scheduler half of the P/D transport: which blocks vLLM's NIXL pull connector reads, and for which request."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
-_SHARED_BLOCK_HASH = b"host"  # marks a host block as already filled; the connector only asks whether a hash is set
+_SHARED_BLOCK_HASH = b"host"  # marks a host block as filled; vLLM's connector only checks that there is a hash
 _MAX_CLAIMS = 2**16
 
 
 class NixlSchedulerTransport:
-    """What to pull, into which host and device blocks, and which requests may.
+    """Decides which requests pull which blocks, and into which host and device blocks.
 
-    A transfer is used by the request it was made for, once. Every other request that comes with it is computed here.
-    NIXL's scheduler half sees accepted requests only, with checked parameters in which it keeps its own flags.
+    Only the request that a transfer was made for may use it, and only once. Every other request that comes with the
+    same transfer parameters computes its prompt here. NIXL's scheduler half sees accepted requests only, with checked
+    parameters in which it keeps its own flags.
     """
 
     def __init__(
@@ -54,25 +55,25 @@ class NixlSchedulerTransport:
         config = host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
         self.connector = NixlPullConnector(vllm_config, KVConnectorRole.SCHEDULER, config)
         own_lease_s = vllm_config.kv_transfer_config.get_from_extra_config("kv_lease_duration", DEFAULT_LEASE_S)
-        # NOTE: the prefill side's leases may be shorter than this side's. It says how long they are if it has this
+        # NOTE: the prefill side's leases may be shorter than this side's. It says how long they are only if it has this
         # plugin, too.
         self._assumed_lease_s = min(own_lease_s, DEFAULT_LEASE_S)
         send_heartbeats_every(self.connector, self._assumed_lease_s // 6)
         self._no_blocks = tuple([] for _ in config.kv_cache_groups)
         self._block_size, self._prefill_tp_size = groups.layout.block_size, prefill_tp_size
         self._accepted: dict[str, dict[str, Any]] = {}  # request id -> parameters, until the request ends
-        self._arrivals: dict[str, float] = {}  # of the same requests, by `time.perf_counter`
-        # (engine id, request id) of the prefill side: transfers that were given to a request, the latest last
+        self._arrivals: dict[str, float] = {}  # request id -> arrival of an accepted request, `time.perf_counter`
+        # (engine id, request id) of the prefill side for each transfer that was given to a request, the latest last
         self._claims: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._warned: set[str] = set()
         self._has_warned_of_leases = False
 
     def accept(self, request: Request) -> bool:
-        """Take the transfer that came with a new request, if it is the request's; False if it is refused.
+        """Take the transfer that came with a new request if it belongs to the request; False if it is refused.
 
-        vLLM's notice of a request that its API refused, a request that ends at once (`abort_immediately`), lets the
-        prefill instance go of the request's KV. It comes for requests that have been here, too, and is no prompt:
-        nothing is refused then.
+        When vLLM's API refuses a request, vLLM sends a request that ends at once (`abort_immediately`) as a notice, so
+        that the prefill instance frees the KV. The notice has no prompt, and it also comes for requests that have been
+        accepted before; therefore nothing is refused for it.
         """
         try:
             params = TransferParams.parse(request.kv_transfer_params)
@@ -86,12 +87,14 @@ class NixlSchedulerTransport:
         return True
 
     def is_remote(self, request: Request) -> bool:
-        """Whether a prefill instance still holds the request's KV."""
+        """Return True if the request's KV has yet to be pulled from a prefill instance."""
         params = self._accepted.get(request.request_id)
-        return params is not None and params["do_remote_prefill"]  # NIXL clears it when it starts the pull
+        return params is not None and params["do_remote_prefill"]  # NIXL clears this flag when it starts the pull
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Prompt tokens that the prefill instance holds beyond `num_computed_tokens`; 0 for a local request."""
+        """Return the number of prompt tokens that the prefill instance holds beyond `num_computed_tokens`; 0 for a
+        local request.
+        """
         if not self.is_remote(request):
             return 0
         num_tokens, _ = self.connector.get_num_new_matched_tokens(self._seen_by_nixl(request), num_computed_tokens)
@@ -109,10 +112,11 @@ class NixlSchedulerTransport:
 
         Args:
             request: the request.
-            host_ids: host blocks of the whole prompt; the first `num_shared` hold their KV already.
-            num_shared: host blocks to leave alone.
-            device_blocks: of the whole prompt's device-resident KV; hashed ones hold it already. None: there is none.
-            num_external_tokens: tokens to pull; 0 only tells the prefill instance to let go.
+            host_ids: ids of the host blocks of the whole prompt.
+            num_shared: number of leading host blocks that hold their KV already; they are not written.
+            device_blocks: blocks for the whole prompt's device-resident KV; a block with a hash holds its KV already.
+                None: the model has no such KV.
+            num_external_tokens: tokens to pull; with 0, the prefill instance is only told to free the blocks.
         """
         host_blocks = [KVCacheBlock(block_id) for block_id in host_ids]
         for block in host_blocks[:num_shared]:
@@ -123,13 +127,13 @@ class NixlSchedulerTransport:
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> tuple[NixlConnectorMetadata, dict[str, LeaseTerms]]:
-        """What the worker's side is told of a step: NIXL's metadata, and the leases of its pulls by request id."""
+        """Return the worker's part of a step: NIXL's metadata, and the leases of the step's pulls by request id."""
         metadata, now = self.connector.build_connector_meta(scheduler_output), time.perf_counter()
         pulls = [request_id for request_id, meta in metadata.reqs_to_recv.items() if meta.awaiting_kvs]
         return metadata, {request_id: self._lease_terms(request_id, now) for request_id in pulls}
 
     def warn_expired(self, request_id: str) -> None:
-        """Warn once of KV whose lease may have ended; the counter has the rest."""
+        """Warn of KV whose lease may have ended, the first time only; a counter has the other cases."""
         if not self._has_warned_of_leases:
             self._has_warned_of_leases = True
             logger.warning(
@@ -141,7 +145,7 @@ class NixlSchedulerTransport:
             )
 
     def request_finished(self, request: Request) -> None:
-        """Forget a request; the prefill instance is told of one that ended before its KV was pulled."""
+        """Forget a request; if it ended before its KV was pulled, the prefill instance is told so."""
         if request.request_id in self._accepted:
             self.connector.request_finished_all_groups(self._seen_by_nixl(request), self._no_blocks)
             del self._accepted[request.request_id], self._arrivals[request.request_id]
@@ -156,16 +160,16 @@ class NixlSchedulerTransport:
         self.connector.shutdown()
 
     def _claim(self, request: Request, params: TransferParams) -> None:
-        """Make the transfer the request's.
+        """Give the transfer to the request.
 
         Raises:
-            TransferRefused: it cannot be.
+            TransferRefused: the request may not or cannot use the transfer.
         """
         params.check_tp_size(self._prefill_tp_size)
         self._check_owner(request, params)
         if request.prompt_token_ids is None:
             raise TransferRefused("prompt", "embeddings", "token ids: NIXL does not know the number of embeddings")
-        if not request.abort_immediately:  # which stands for a prompt of any length
+        if not request.abort_immediately:  # such a request is a notice for a prompt of any length
             params.check_prompt(request.num_prompt_tokens, self._block_size)
         self._remember(params.remote_engine_id, params.remote_request_id)
         self._accepted[request.request_id] = params.model_dump()
@@ -182,7 +186,10 @@ class NixlSchedulerTransport:
             self._claims.popitem(last=False)
 
     def _release_sample(self, request: Request, params: TransferParams) -> None:
-        """Let the prefill instance go of the sample whose KV a refused sample of the same prompt leaves there."""
+        """Let the prefill instance free one sample of a prompt that nobody pulls, when another sample is refused here.
+
+        Each sample of a prompt is prefilled there, but the router sends the transfer parameters of one of them.
+        """
         sample = transfer_of_sample(request.request_id, params.remote_request_id)
         if sample is not None and (params.remote_engine_id, sample) not in self._claims:
             self._remember(params.remote_engine_id, sample)
@@ -201,13 +208,13 @@ class NixlSchedulerTransport:
             raise TransferRefused("remote_request_id", params.remote_request_id, "one that no other request came with")
 
     def _seen_by_nixl(self, request: Request) -> Request:
-        """The request with its checked parameters; the request itself stays as it is."""
+        """Return a copy of the request with the checked parameters; the request itself does not change."""
         seen = copy(request)
         seen.kv_transfer_params = self._accepted[request.request_id]
         return seen
 
     def _warn(self, request: Request, refusal: TransferRefused) -> None:
-        """Warn once of each parameter; the counter has the rest."""
+        """Warn of a parameter, the first time only; a counter has the other cases."""
         parameter = refusal.name.split(".")[0]
         if parameter not in self._warned:
             self._warned.add(parameter)
@@ -220,6 +227,6 @@ class NixlSchedulerTransport:
 
 
 def _drop_unreadable_params(request: Request) -> None:
-    """NOTE: vLLM's scheduler itself looks into the parameters after this, and takes them for a dict."""
+    """Drop parameters that are no dict, because vLLM's scheduler later reads them as one without a check."""
     if not isinstance(request.kv_transfer_params, dict):
         request.kv_transfer_params = None

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class PullWorker(PullHooks, NixlPullConnectorWorker):
-    """vLLM's pull worker, which keeps nothing that may have been read after its lease.
+    """vLLM's pull worker, except that it uses no KV that may have been read after its lease.
 
     Args:
         vllm_config: the engine's configuration.
-        engine_id: of this engine.
+        engine_id: id of this engine.
         kv_cache_config: the KV cache as NIXL sees it.
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, block_size: int):
@@ -46,7 +46,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         self._expired: set[str] = set()
 
     def begin_leases(self, metadata: NixlConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
-        """Take what the scheduler's side knows of the leases of a step's pulls, by request id."""
+        """Record the leases of a step's pulls, by request id, as far as the scheduler's side knows them."""
         for request_id, terms in leases.items():
             remote = metadata.reqs_to_recv[request_id].remote
             self._leases.begin(request_id, remote.engine_id, remote.request_id, terms)
@@ -67,7 +67,8 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         """Connect to a rank of a prefill instance.
 
         Raises:
-            RuntimeError: its blocks have another size; the handshake fails, and with it every request that waits.
+            RuntimeError: the instance's blocks have another size; the handshake fails, and every request that waits for
+                it fails as well.
         """
         size = nixl_agent_meta.block_size * nixl_agent_meta.physical_blocks_per_logical_kv_block
         if size != self._tokens_per_block:
@@ -78,7 +79,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         return super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """NOTE: a pull that its lease may not have outlived ends here as well: whatever it read is not used."""
+        """Return vLLM's results, and note the pulls that may have ended after their lease: their KV is not used."""
         results = super().get_transfer_results()
         for request_id in results.finished_recving:
             if request_id not in results.failed_recving and self._leases.is_over(request_id):
@@ -87,7 +88,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         return results
 
     def take_expired(self) -> set[str]:
-        """Requests that have finished since the last call, and whose lease may have been over before."""
+        """Return the requests whose pull has ended since the last call, perhaps after its lease."""
         expired, self._expired = self._expired, set()
         return expired
 
@@ -101,7 +102,7 @@ class PullConnector(NixlPullConnector):
 
 
 class NixlWorkerTransport:
-    """Registers host and device memory and moves the blocks."""
+    """Registers host and device memory with NIXL, and pulls blocks into it."""
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
@@ -121,7 +122,7 @@ class NixlWorkerTransport:
         self.connector.register_kv_caches({**host, **resident_kv})
 
     def bind_metadata(self, metadata: KVConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
-        """Take a step's pulls, and what is known of their leases, by request id."""
+        """Take a step's pulls, and their leases by request id."""
         self.connector.bind_connector_metadata(metadata)
         self.connector.connector_worker.begin_leases(metadata, leases)
 
@@ -132,15 +133,15 @@ class NixlWorkerTransport:
         self.connector.start_load_kv(forward_context)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose pull finished or failed."""
+        """Return the requests whose pull finished or failed."""
         results = self.connector.get_transfer_results(finished_req_ids)
-        # NOTE: the connector names the first group's blocks of a failed request too; vLLM accepts block ids from models
-        # with one group only, and `failed_recving` says it all.
+        # NOTE: the connector also names a failed request's blocks in the first group. They are dropped here, because
+        # vLLM accepts block ids only from models with one group, and `failed_recving` is enough.
         self.connector.get_block_ids_with_load_errors()
         return results
 
     def take_expired(self) -> set[str]:
-        """Requests that have finished since the last call, and whose KV may be another prompt's."""
+        """Return the requests whose pull has ended since the last call, but whose KV may be another prompt's."""
         return self.connector.connector_worker.take_expired()
 
     def take_stats(self) -> NixlKVConnectorStats | None:

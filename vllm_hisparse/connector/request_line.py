@@ -1,4 +1,7 @@
-"""The line that the decode engine logs about a finished request. Without vLLM, so that the CLI can read it back."""
+"""The line that the decode engine logs about a finished request.
+
+This module does not import vLLM, because the CLI reads the lines back.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ class RequestLine:
     """One finished request.
 
     Attributes:
-        request_id: of the engine.
-        prompt_tokens: of its prompt, earlier turns included.
-        hits, misses: rows that were hot when a decode step selected them, and that were not; summed over layers.
-        transfer_bytes_to_host, transfer_bytes_to_device: received from a prefill instance.
+        request_id: the engine's id of the request.
+        prompt_tokens: tokens of the prompt, earlier turns included.
+        hits, misses: selected rows that were hot when a decode step selected them, and rows that were not; summed over
+            layers.
+        transfer_bytes_to_host, transfer_bytes_to_device: bytes received from a prefill instance.
     """
 
     request_id: str
@@ -31,7 +35,7 @@ class RequestLine:
 
     @classmethod
     def find_all(cls, log: str) -> list[RequestLine]:
-        """All such lines of a log, in order."""
+        """Find all such lines of a log, in order."""
         return [cls(request_id, *map(int, numbers)) for request_id, *numbers in _PATTERN.findall(log)]
 
 

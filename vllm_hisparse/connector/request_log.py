@@ -23,10 +23,10 @@ class _RequestStats:
 
 
 class RequestLog:
-    """Sums up what the worker reports by handle, and logs a finished request once all of its runs are reported.
+    """Adds up what the worker reports for each handle, and logs a finished request once all of its runs are reported.
 
-    A run lasts from one admission to the release of the hot blocks; a preempted request has several. Handles are
-    reused, so a handle has a queue of runs.
+    A run lasts from an admission to the release of the hot blocks; a preempted request has several. Each handle has a
+    queue of runs, because later requests reuse it.
     """
 
     def __init__(self) -> None:

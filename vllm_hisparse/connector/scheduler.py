@@ -40,14 +40,14 @@ class HiSparseSchedulerConnector:
     Args:
         config: checked options.
         groups: the device KV cache groups.
-        kv_cache_manager: vLLM's, whose managers ask for hot blocks from now on.
+        kv_cache_manager: vLLM's manager; from now on, its managers of single groups ask here for hot blocks.
         num_host_blocks: size of the host pool.
         enable_caching: whether finished requests' blocks may serve later ones.
         transport: P/D transport, or None for a single instance.
-        max_num_running: requests that may run in one step, for which the worker has room.
-        max_num_batched_tokens: tokens of a step.
+        max_num_running: requests that may run in one step; the worker has room for so many.
+        max_num_batched_tokens: tokens that a step may compute.
         num_ranks: tensor parallel ranks, each with a device of its own.
-        num_host_pools: pools of that size, which hold the same blocks of different KV heads.
+        num_host_pools: host pools of `num_host_blocks`; each holds the same blocks for other KV heads.
         make_tiers: makes the tiers below the host pool, once the workers have reported its memory.
     """
 
@@ -81,7 +81,7 @@ class HiSparseSchedulerConnector:
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.tiers: Tiers | None = None  # none before `connect_workers`
         self._make_tiers, self._calls_to_report = make_tiers, 0
-        self._hit_tokens: dict[CacheHitSource, int] = {}  # of the request that was admitted last, from elsewhere
+        self._hit_tokens: dict[CacheHitSource, int] = {}  # tokens that the last admitted request got from elsewhere
         self.request_log = RequestLog() if config.log_request_stats else None
 
     def connect_workers(self, metadata: Mapping[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
@@ -98,8 +98,11 @@ class HiSparseSchedulerConnector:
             self.counts.add(transfers_refused=1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that the remote prefill or the host pool holds beyond the device's prefix hit; None while more of them
-        are on their way from a tier into the host pool.
+        """Count the tokens that the remote prefill or the host pool holds beyond the device's prefix hit.
+
+        Returns:
+            Their number, and whether they load asynchronously; None for the number while a tier still loads some of them
+            into the host pool.
         """
         match = self.tracker.find_match(request)
         if self.transport:
@@ -115,7 +118,7 @@ class HiSparseSchedulerConnector:
         return max(match.num_tokens - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Start a remote load, or plan the copies that bring host-held selector state back to the device."""
+        """Start a remote load, or plan the copies that bring device-resident KV from the host back to the device."""
         num_blocks = self.tiers.forget(request.request_id) if self.tiers else {}
         self._hit_tokens = {source: num * self.layout.block_size for source, num in num_blocks.items()}
         if self.transport and self.transport.is_remote(request):
@@ -130,9 +133,9 @@ class HiSparseSchedulerConnector:
             self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Where the external tokens of a request that has just been admitted come from, by vLLM's names.
+        """Say where the external tokens of the request that was admitted last come from, by vLLM's names.
 
-        Tokens that were in the host pool when the request came are the host's, wherever they were before.
+        Tokens that were in the host pool when the request arrived count as the host's, wherever they were before.
         """
         sources, num_left = Counter(), num_external_tokens
         for source, num_tokens in self._hit_tokens.items():
@@ -156,11 +159,11 @@ class HiSparseSchedulerConnector:
         return metadata
 
     def step_processed(self) -> None:
-        """vLLM has the output of a step; called once per step, in their order."""
+        """Record that vLLM has the output of a step; called once per step, in the order of the steps."""
         self.deferred.step_processed()
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed even if there is no request."""
+        """Return True if steps are needed even if there is no request."""
         return self.tiers is not None and self.tiers.has_pending_work()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -195,7 +198,7 @@ class HiSparseSchedulerConnector:
         self.host_pool.reset_cache()
 
     def take_stats(self) -> HiSparseStats:
-        """Counters since the last call, and the pool's present state."""
+        """Return the counters since the last call, and the pool's present state."""
         stats = self.counts.take()
         stats.set_gauges(**self.host_pool.block_counts())
         stats.set_gauges(requests_waiting_for_host_memory=self.tracker.num_waiting_for_host())
@@ -208,7 +211,9 @@ class HiSparseSchedulerConnector:
         return stats
 
     def take_due_stats(self) -> HiSparseStats | None:
-        """`take_stats` every few calls, and when no request and no work for a tier is left; else None."""
+        """Take the statistics every `CALLS_PER_REPORT` calls, and when neither a request nor work for a tier is left;
+        None at all other calls.
+        """
         self._calls_to_report -= 1
         if self._calls_to_report > 0 and (self.tracker.requests or self.has_pending_work()):
             return None
@@ -220,10 +225,10 @@ class HiSparseSchedulerConnector:
             part.shutdown()
 
     def _forget_expired(self, request_ids: set[str]) -> None:
-        """Have the prompts computed whose KV may have been read after its lease.
+        """Let prompts be computed here if their KV may have been read after its lease.
 
-        NOTE: vLLM reads `num_computed_tokens` of such a request when its pull has ended on all ranks, and not before;
-        with none, it takes the blocks back (`vllm_patches/failed_loads.py`) before any is published.
+        NOTE: vLLM reads `num_computed_tokens` of such a request only when its pull has ended on all ranks. If it is 0,
+        vLLM takes the blocks back (`vllm_patches/failed_loads.py`) before any is published.
         """
         for request_id in request_ids & self.tracker.requests.keys():
             request = self.tracker.requests[request_id]
@@ -233,12 +238,12 @@ class HiSparseSchedulerConnector:
                 self.transport.warn_expired(request_id)
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although no request is, by name; empty if all is well."""
+        """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         left = self.tracker.leftovers()
         return left | {"transfers": self.counts.transfers} if self.counts.transfers else left
 
     def _log_started(self, metadata: HiSparseMetadata, num_scheduled: Mapping[str, int]) -> None:
-        """Tell the log which requests the workers hear of for the first time, or again."""
+        """Tell the log which requests the workers learn of in this step, for the first time or again."""
         started = {block_id for block_id, (first, _) in metadata.tables.items() if first == 0}
         for request_id in num_scheduled if started else ():
             if (block_id := self.tracker.admitted[request_id].first_hot_block_id) in started:
@@ -257,10 +262,10 @@ class HiSparseSchedulerConnector:
 
 
 def _keep_restored_blocks(scheduler_output: SchedulerOutput, metadata: HiSparseMetadata) -> None:
-    """Take the device blocks that are restored before the forward out of those that vLLM zeroes.
+    """Keep vLLM from zeroing the device blocks that are restored before the forward.
 
-    NOTE: Model Runner V1 zeroes after the connector's copies. vLLM allows this for blocks that are overwritten as a
-    whole.
+    NOTE: Model Runner V1 zeroes blocks after the connector's copies. vLLM allows blocks to be left out if they are
+    overwritten as a whole.
     """
     restored = {device_id for _, device_id in metadata.restores}
     if restored and scheduler_output.new_block_ids_to_zero:

@@ -11,18 +11,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 MAX_BLOCK_ID = 2**24  # NOTE: vLLM's worker computes with ids of kernel blocks, several per block, in int32.
 MAX_TOKENS = 2**31 - 1
 
-# NOTE: vLLM joins request ids with commas when it renews leases.
+# NOTE: an id must not contain a comma, because vLLM joins request ids with commas when it renews leases.
 Identifier = Annotated[str, Field(pattern=r"^[^\s,]+$", max_length=1024)]
 BlockId = Annotated[int, Field(ge=0, le=MAX_BLOCK_ID)]
 
 
 def _as_list(value: object) -> object:
-    """vLLM's prefill side hands over a tuple of lists, which JSON turns into a list."""
+    """Turn a tuple into a list: vLLM's prefill side hands over a tuple of lists, which JSON makes a list of lists."""
     return list(value) if isinstance(value, tuple) else value
 
 
 class TransferRefused(ValueError):
-    """A transfer that a request cannot use: says the parameter, the value got and the value expected."""
+    """A transfer that a request cannot use; the message has the parameter, the value got and the value expected."""
 
     def __init__(self, name: str, got: object, expected: str):
         self.name = name
@@ -30,14 +30,14 @@ class TransferRefused(ValueError):
 
 
 class TransferParams(BaseModel):
-    """A prompt's KV, as vLLM's prefill side describes it. Parameters that a decode side does not read are left out."""
+    """A prompt's KV, as vLLM's prefill side describes it, without the parameters that a decode side does not read."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     do_remote_prefill: bool
     remote_engine_id: Identifier
     remote_request_id: Identifier
-    """The prefill side's id of the request, which also names its blocks' lease."""
+    """The prefill side's id of the request; it also names the lease of the request's blocks."""
     remote_host: str = Field(pattern=r"^[A-Za-z0-9._:%\[\]-]+$", max_length=255)
     remote_port: int = Field(ge=1, le=65535)
     """Port of the prefill instance's handshake listener."""
@@ -46,17 +46,18 @@ class TransferParams(BaseModel):
         Field(min_length=1, max_length=1),
         BeforeValidator(_as_list),
     ]
-    """Blocks of the prompt, of the one KV cache group that a prefill instance has."""
+    """Ids of the prompt's blocks, in the only KV cache group of a prefill instance."""
     remote_num_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    """Tokens whose KV these blocks hold."""
+    """Number of tokens whose KV these blocks hold."""
     tp_size: int = Field(ge=1)
     pp_size: int = Field(default=1, ge=1, le=1)
     dcp_size: int = Field(default=1, ge=1, le=1)
     transfer_mode: Literal["pull"] = "pull"
     remote_blocks_expiry_time: float | None = None
-    """When the lease of these blocks ends unless it is renewed, by `time.perf_counter` there; None: not said."""
+    """End of these blocks' lease unless it is renewed, by the prefill instance's `time.perf_counter`; None: not
+    stated."""
     kv_lease_duration: float | None = Field(default=None, gt=0)
-    """Length of the prefill instance's leases in seconds; None: not said."""
+    """Duration of the prefill instance's leases in seconds; None: not stated."""
     remote_registration_generation: int = Field(default=0, ge=0)
     """How often the prefill instance has registered its memory anew (vLLM 0.33: after it slept)."""
 
@@ -89,7 +90,7 @@ class TransferParams(BaseModel):
             raise TransferRefused("tp_size", self.tp_size, f"{expected}, the value of prefill_tp_size")
 
     def check_prompt(self, num_tokens: int, block_size: int) -> None:
-        """Raise `TransferRefused` unless this is the KV of a prompt of that length in blocks of that size."""
+        """Raise `TransferRefused` unless this is the KV of `num_tokens` prompt tokens in blocks of `block_size`."""
         if self.remote_num_tokens != num_tokens:
             raise TransferRefused("remote_num_tokens", self.remote_num_tokens, f"{num_tokens}, the prompt's length")
         num_blocks = -(-num_tokens // block_size)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
 
-FREE_DEVICE_SHARE = 0.9  # for an algorithm's state; the rest for what grows with the batch
+FREE_DEVICE_SHARE = 0.9  # share that an algorithm's state may take; the rest is left for tensors that grow with a batch
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -97,8 +97,8 @@ class HiSparseWorkerConnector:
     def apply_changes(self, metadata: HiSparseMetadata) -> None:
         """Apply the scheduler's changes, before the forward.
 
-        NOTE: not in `start_load_kv`, which may run after it. Model Runner V2 has built the step's attention metadata by
-        now, Model Runner V1 has not.
+        NOTE: this cannot be done in `start_load_kv`, which may run after the forward. Model Runner V2 has built the
+        step's attention metadata before this call, Model Runner V1 builds it afterwards.
         """
         self.store.save_resident_kv(self.resident_kv, metadata.preemption_saves)
         if metadata.waits_for_preemption_saves:
@@ -130,7 +130,7 @@ class HiSparseWorkerConnector:
             self.transport.start_load(forward_context)
 
     def finish_step(self) -> None:
-        """Save the blocks of device-resident KV that the forward filled, once per step; rows are on the host by now."""
+        """Save the blocks of device-resident KV that the forward filled; called once per step, after write-back."""
         self.store.save_resident_kv(self.resident_kv, self._saves)
         self._saves = []
 
@@ -144,7 +144,7 @@ class HiSparseWorkerConnector:
         return HiSparseWorkerMetadata(requests, expired) if requests or expired else None
 
     def take_stats(self) -> HiSparseStats | None:
-        """What only the worker knows, since the last call; None in most steps."""
+        """Return the worker's counters since the last call; None in most steps."""
         hits, misses = self.hot_buffer.counts.take()
         staged_bytes = self.hot_buffer.take_staged_bytes()
         nixl_stats = self.transport.take_stats() if self.transport else None
@@ -160,13 +160,16 @@ class HiSparseWorkerConnector:
         return stats
 
     def handshake_metadata(self) -> HiSparseHandshakeMetadata | None:
-        """What the scheduler half has to know of this worker before the first step; None if nothing."""
+        """Return this worker's memory and transport for the scheduler half; None if it has neither to report."""
         transport = self.transport.handshake_metadata() if self.transport else None
         file = self.host_memory.file
         return None if transport is None and file is None else HiSparseHandshakeMetadata(file, transport)
 
     def shutdown(self) -> None:
-        """NOTE: in this order: nobody reads or writes the host memory any more when it is unpinned."""
+        """Shut down.
+
+        NOTE: the order matters: nobody may read or write the host memory any more when it is unpinned.
+        """
         if self._recorder:
             self._recorder.close()
         if self.transport:
@@ -175,13 +178,13 @@ class HiSparseWorkerConnector:
         self.host_memory.close_file()
 
     def _make_hot_buffer(self, caches: list[torch.Tensor]) -> HotBuffer:
-        """The hot buffer of the model's family.
+        """Make the hot buffer for the model's family.
 
         Args:
-            caches: of each layer with hot rows, [num_blocks, KV heads, rows, row elements].
+            caches: one per layer with hot rows, [num_blocks, KV heads, rows, row elements].
 
         Raises:
-            HiSparseConfigError: the device has no room for what is kept beside the KV cache.
+            HiSparseConfigError: the device has no room for the tensors that are kept beside the KV cache.
         """
         cache = caches[0]
         shape = self._shape(len(cache))
@@ -196,7 +199,10 @@ class HiSparseWorkerConnector:
         return GQAHotBuffer(algorithm, shape, head_stride, memory)
 
     def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
-        """One that records selections, if that is wanted; all tensor parallel ranks select the same."""
+        """Make a hot buffer that records selections if `selection_trace_dir` is set.
+
+        One rank records, because all tensor parallel ranks select the same positions.
+        """
         directory, model = self.config.selection_trace_dir, self.vllm_config.model_config
         names, layers = self.groups.hot_group.layer_names, self.vllm_config.compilation_config.static_forward_context
         selects = [layers[name].indexer is not None for name in names]
@@ -207,10 +213,10 @@ class HiSparseWorkerConnector:
         return RecordingHotBuffer(shape, device, self._recorder, selects)
 
     def _make_checked_algorithm(self, shape: HotBufferShape, device: torch.device) -> SparseAlgorithm:
-        """The dense model's algorithm, for whose state of a fixed size the device has room.
+        """Make the dense model's algorithm and check that the device has room for its state of fixed size.
 
         Raises:
-            HiSparseConfigError: it has not.
+            HiSparseConfigError: the device has too little memory for the state.
         """
         max_model_len, layout = self.vllm_config.model_config.max_model_len, self.layout
         algorithm = make_algorithm(self.config, self.groups.hot_spec, self.vllm_config)
@@ -251,7 +257,7 @@ class HiSparseWorkerConnector:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Device memory that torch can still hand out."""
+    """Bytes of device memory that torch can still hand out."""
     accelerator = torch.accelerator
     cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
     return accelerator.get_memory_info(device)[0] + cached
@@ -261,9 +267,9 @@ def _block_memory(caches: list[torch.Tensor], layout: KVLayout) -> torch.Tensor:
     """All bytes of vLLM's device blocks: [num_blocks, bytes of a block] uint8.
 
     Args:
-        caches: of all layers with hot rows, [num_blocks, KV heads, rows, row elements]; the first one's rows begin a
-            block.
-        layout: of the blocks.
+        caches: one per layer with hot rows, [num_blocks, KV heads, rows, row elements]; a block begins with the rows of
+            the layer that is first in memory.
+        layout: sizes of the blocks.
     """
     first = min((cache.view(torch.uint8) for cache in caches), key=torch.Tensor.data_ptr)
     assert first.stride(0) == layout.device_block_bytes, "blocks are of another size"
@@ -275,7 +281,7 @@ def _block_view(caches: list[torch.Tensor], any_cache: torch.Tensor) -> torch.Te
 
     Args:
         caches: one per layer, [num_blocks, KV heads, block_size, row elements]; side by side inside each block.
-        any_cache: says number and device of the blocks when there is no such layer.
+        any_cache: any cache of the model; gives the number of blocks and the device if `caches` is empty.
     """
     if not caches:
         return torch.empty(len(any_cache), 0, dtype=torch.uint8, device=any_cache.device)
