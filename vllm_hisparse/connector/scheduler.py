@@ -101,7 +101,7 @@ class HiSparseSchedulerConnector:
         """Count the tokens that the remote prefill or the host pool holds beyond the device's prefix hit.
 
         Returns:
-            Their number, and whether they load asynchronously; None for the number while a tier still loads some of them
+            Their number, and whether they load asynchronously. The number is None while a tier still loads some of them
             into the host pool.
         """
         match = self.tracker.find_match(request)

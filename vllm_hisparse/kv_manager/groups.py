@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceGroups:
-    """Where vLLM put hot rows and device-resident KV.
+    """The KV cache groups in which vLLM put hot rows and device-resident KV.
 
-    Device-resident KV is what the device keeps of every token: the indexer keys of a DSA model or the KV of a dense
-    model's full-KV layers, and the KV of draft layers. A dense model with neither of the latter has none.
+    The device keeps device-resident KV for every token: the indexer keys of a DSA model, the KV of a dense model's
+    full-KV layers, and the KV of draft layers. A dense model without full-KV layers and draft layers has none.
 
     Attributes:
         hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
         hot_group, resident_group: the groups, or None; their layers run in model order.
-        hot_spec: of one layer.
+        hot_spec: KV cache spec of one layer with hot rows.
         device_kv_bytes: bytes of the device KV cache.
     """
 
@@ -40,11 +40,11 @@ class DeviceGroups:
         """Find the groups.
 
         Args:
-            kv_cache_config: what vLLM planned.
+            kv_cache_config: the KV cache as vLLM planned it.
 
         Raises:
-            ValueError: the model's groups are not one of hot rows and at most one of another kind, or vLLM planned
-                other layers or blocks than those that the layers' layout is made for.
+            ValueError: there is not exactly one group of hot rows, or there is more than one other group, or vLLM
+                planned layers or blocks that differ from the layout.
         """
         groups = kv_cache_config.kv_cache_groups
         specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
@@ -81,7 +81,7 @@ class DeviceGroups:
             "block_size": self.hot_spec.block_size,
         }
         specs = _layer_specs(self.resident_group)
-        # NOTE: vLLM tells the scheduler the spec of one layer alone.
+        # NOTE: in the scheduler's process, vLLM gives the spec of only one layer.
         if len(specs) == len(self.resident_layers) or not layout.draft_row_bytes:
             num_layers_each = len(self.resident_layers) // max(len(specs), 1)
             token_bytes = sum(spec.unpadded_page_size_bytes // spec.block_size for spec in specs)
@@ -92,5 +92,5 @@ class DeviceGroups:
 
 
 def _layer_specs(group: KVCacheGroupSpec | None) -> list[AttentionSpec]:
-    """The spec of each layer of a group, or the one that all of them have."""
+    """The spec of each layer of a group, or one spec if all layers have the same."""
     return list(iter_layer_specs(group.kv_cache_spec)) if group else []

@@ -52,8 +52,8 @@ class HostPoolFile:
 
     Attributes:
         path: below /proc of the worker that created it.
-        device, inode: what the path must lead to.
-        num_bytes: of the pool.
+        device, inode: identity of the file that the path must lead to.
+        num_bytes: size of the pool.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""KV cache spec of a hot buffer: how many device blocks a request has."""
+"""KV cache spec of a hot buffer; it says how many device blocks a request has."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HotBufferSpec(AttentionSpec):
-    """Device blocks of one layer's hot buffer, and those of an algorithm's state with them.
+    """Device blocks of one layer's hot buffer, and of an algorithm's state.
 
-    NOTE: not a `FullAttentionSpec`, or vLLM would merge the group with that of device-resident KV. `block_size` stays
-    in tokens and equal to that group's, so that block hashes keep one granularity; `tokens_per_state` makes a block
-    hold fewer rows.
+    NOTE: this is no `FullAttentionSpec`, because vLLM would merge the group with that of device-resident KV.
+    `block_size` is in tokens and equal to that group's, so that block hashes keep one granularity; `tokens_per_state`
+    lets a block hold fewer rows.
     """
 
     device_buffer_size: int  # tokens
-    elastic: bool  # whether it grows with the sequence
-    layout: KVLayout  # of the whole model, for the connector
+    elastic: bool  # whether the hot buffer grows with the sequence
+    layout: KVLayout  # sizes of the whole model, for the connector
 
     @classmethod
     def from_mla_spec(
@@ -56,8 +56,9 @@ class HotBufferSpec(AttentionSpec):
     ) -> HotBufferSpec:
         """Replace the full-KV spec of a dense model's sparse layer.
 
-        NOTE: a block of state may read as NaN when it becomes one of full-KV layers, and their kernels multiply what is
-        beyond the newest token with 0. vLLM zeroes new blocks of such layers where groups differ in precision.
+        NOTE: with an algorithm's state, `kv_quant_mode` is a quantized one, because vLLM zeroes new blocks of full-KV
+        layers if groups differ in precision. Zeroing is needed: a block that held state may contain NaN, and the
+        kernels of full-KV layers multiply the entries beyond the newest token by 0.
         """
         return cls(
             block_size=spec.block_size,
@@ -76,7 +77,7 @@ class HotBufferSpec(AttentionSpec):
 
     @property
     def row_bytes(self) -> int:
-        """One token's main KV."""
+        """Bytes of one token's main KV in one layer."""
         return self.num_heads * self.state_content_size_bytes
 
     @property
@@ -84,32 +85,32 @@ class HotBufferSpec(AttentionSpec):
         return False
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Hot blocks that a request of `num_tokens` has at least."""
+        """Smallest number of hot blocks of a request of `num_tokens`, without lent blocks."""
         return self.layout.num_hot_blocks(self.device_buffer_size, num_tokens if self.elastic else None)
 
     def num_whole_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold a sequence of `num_tokens`, as far as the kernels can use them."""
+        """Hot blocks that hold a sequence of `num_tokens` as a whole, at most as many as the kernels can use."""
         num_rows = min(num_tokens, MAX_HOT_ROWS - self.layout.block_size)
         return self.layout.num_hot_blocks(num_rows, num_rows)
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
-        """Hot blocks that a request can have."""
+        """Largest number of hot blocks that a request can have."""
         num_blocks = self.layout.num_hot_blocks(self.device_buffer_size)
         return max(num_blocks, self.num_whole_blocks(max_model_len)) if self.elastic else num_blocks
 
     def num_request_blocks(self, num_tokens: int, is_whole: bool = False) -> int:
-        """Device blocks of a request of `num_tokens`, those of state and of device-resident KV included.
+        """Device blocks of a request, with the blocks of an algorithm's state and of device-resident KV.
 
         Args:
-            num_tokens: of the request.
-            is_whole: whether all its rows are hot, or as many as it has at least.
+            num_tokens: tokens of the request.
+            is_whole: True: the request is hot as a whole. False: it has its own hot blocks only.
         """
         num_blocks = max(self.num_blocks(num_tokens), self.num_whole_blocks(num_tokens) if is_whole else 0)
         num_blocks += self.layout.state.num_blocks(num_tokens)
         return num_blocks + (self.layout.num_blocks(num_tokens) if self.layout.has_resident_kv else 0)
 
     def request_bytes(self, num_tokens: int, is_whole: bool = False) -> int:
-        """Device bytes of a request in all layers, as `num_request_blocks`."""
+        """Device bytes of the blocks that `num_request_blocks` counts, in all layers."""
         return self.num_request_blocks(num_tokens, is_whole) * self.layout.device_block_bytes
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
@@ -118,6 +119,6 @@ class HotBufferSpec(AttentionSpec):
         return num_blocks * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        # NOTE: Model Runner V1 ignores uses_slot_mapping and indexes block_table[position // block_size].
+        # NOTE: Model Runner V1 ignores `uses_slot_mapping` and indexes block_table[position // block_size].
         num_blocks = self.layout.num_hot_blocks(self.device_buffer_size)
         return max(num_blocks, cdiv(max_len, self.block_size))

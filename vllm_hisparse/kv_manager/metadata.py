@@ -1,4 +1,4 @@
-"""The message of the scheduler's side to the workers, one for each step."""
+"""The message from the scheduler's side to the workers, one for each step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ BlockPairs = list[tuple[int, int]]
 
 @dataclass
 class HiSparseMetadata(KVConnectorMetadata):
-    """Scheduler -> worker: what has changed since the step before. A request is named by the id of its first hot block.
+    """Scheduler -> worker: changes since the previous step. A request is named by its handle, the id of its first hot
+    block.
 
     Attributes:
         released: requests that ended or were preempted; applied first.
-        preemption_saves: (device, host) blocks of device-resident KV to save before the forward, of preempted requests.
+        preemption_saves: (device, host) blocks of preempted requests' device-resident KV, to save before the forward.
         tables: request -> (index of the first block, host block ids from there on); index 0 starts a request.
-        hot_tables: request -> (index of the first block, hot blocks from there on, which replace those it had).
-        state_tables: request -> (index of the first block, blocks of an algorithm's state from there on, all new).
-        restores: (host, device) blocks of device-resident KV to copy to the device before the forward.
-        saves: (device, host) blocks of device-resident KV that this step fills, or with draft layers an earlier one, to
-            save after the forward.
-        first_decodes: (request, position) of each request of a dense model that decodes from `position` on in this
-            step, and in its step before computed nothing, or more tokens than a decoding request.
-        prefills: (request, first, last) of each request of a dense model that computes positions [first, last) of its
+        hot_tables: request -> (index of the first block, hot block ids from there on); they replace the old ones.
+        state_tables: request -> (index of the first block, state block ids from there on); all of them are new.
+        restores: (host, device) blocks of device-resident KV, to copy to the device before the forward.
+        saves: (device, host) blocks of device-resident KV, to save after the forward. This step fills them; with draft
+            layers, an earlier step did.
+        first_decodes: (request, position), dense models only: requests that decode from `position` on in this step, but
+            in the previous one computed nothing, or more tokens than a decoding request.
+        prefills: (request, first, last), dense models only: requests that compute positions [first, last) of their
             prompt.
-        waits_for_preemption_saves: whether the worker waits until `preemption_saves` are done: in a step that computes
-            nothing, because its output does not wait for the device.
-        transport: metadata of the transport, or None.
-        leases: request id -> what is known of the lease of a pull that begins.
+        waits_for_preemption_saves: True if the worker waits until `preemption_saves` are done. It must in a step that
+            computes nothing, because the output of such a step does not wait for the device.
+        transport: metadata of the P/D transport; None for a single instance.
+        leases: request id -> lease of a pull that begins.
     """
 
     released: list[int] = field(default_factory=list)
