@@ -109,7 +109,7 @@ class KVLayout:
     draft_row_bytes: int = 0
     state_entries: tuple[tuple[int, int], ...] = ()
 
-    @property
+    @cached_property
     def rows_per_hot_block(self) -> int:
         """Hot rows in one device block: as many whole units as fit into the bytes of a block of device-resident KV, and
         one more if the block is widened by little for that.
@@ -144,7 +144,7 @@ class KVLayout:
         """Bytes copied per miss."""
         return self.tokens_per_unit * self.row_bytes // (self.num_kv_heads or 1)
 
-    @property
+    @cached_property
     def device_block_bytes(self) -> int:
         """Stride in bytes between blocks of vLLM's device pool."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
