@@ -1,1 +1,1 @@
-"""What the scheduler's process knows: host blocks, hot blocks, requests."""
+"""Decisions about block ids in the scheduler's process: host blocks, hot blocks, requests."""

@@ -1,4 +1,4 @@
-"""What has to wait until a step is over on the device."""
+"""Actions that have to wait until a step is over on the device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 
 class Deferred:
-    """Runs actions when a step has been processed: its copies and computations are over on the device by then.
+    """Runs actions when a step has been processed, because its copies and computations are over on the device by then.
 
-    Steps are numbered from 1. `step_scheduled` is called once for each when its metadata is complete, `step_processed`
-    once for each, in the same order, when vLLM has its output.
+    Steps are numbered from 1. `step_scheduled` is called once for each step, when its metadata is complete.
+    `step_processed` is called once for each step, in the same order, when vLLM has its output.
 
     Attributes:
-        num_scheduled, num_processed: steps.
+        num_scheduled, num_processed: number of steps that have been scheduled and processed so far.
     """
 
     def __init__(self) -> None:
@@ -20,11 +20,11 @@ class Deferred:
         self._actions: dict[int, list[Callable[[], None]]] = {}
 
     def __len__(self) -> int:
-        """Actions that wait."""
+        """Number of actions that wait."""
         return sum(map(len, self._actions.values()))
 
     def after_step(self, number: int, action: Callable[[], None]) -> None:
-        """Run an action when step `number` has been processed: at once if it has been."""
+        """Run an action when step `number` has been processed; at once if it already has."""
         if number <= self.num_processed:
             action()
         else:

@@ -35,7 +35,7 @@ class _Preempted:
 class PrivateKey:
     """Cache key of a block that only its preempted owner may claim: a partial tail, or a copy of a cached block.
 
-    NOTE: no tuple, which would equal a block hash that is one.
+    NOTE: this is no tuple, because a tuple could be equal to a block hash.
     """
 
     request_id: str
@@ -43,18 +43,18 @@ class PrivateKey:
 
 
 class BlockKeys:
-    """Which key finds which block: a block has at most one key, a key one block."""
+    """Index of blocks by key: a block has at most one key, and a key finds one block."""
 
     def __init__(self, num_blocks: int):
         self._by_block: list[Hashable | None] = [None] * num_blocks
         self._by_key: dict[Hashable, int] = {}
 
     def of(self, block_id: int) -> Hashable | None:
-        """The key of a block."""
+        """The key of a block; None if it has none."""
         return self._by_block[block_id]
 
     def find(self, key: Hashable) -> int | None:
-        """The block that a key finds."""
+        """The block that a key finds; None if there is none."""
         return self._by_key.get(key)
 
     def set(self, block_id: int, key: Hashable) -> None:
@@ -78,8 +78,8 @@ class BlockKeys:
 class HostBlockPool:
     """Allocates, shares, caches and evicts requests' host blocks; every operation is all or nothing.
 
-    A host block is free, used (referenced by requests, or pinned) or cached (found by its key). Cached blocks are
-    evicted least recently used first, and within one request from its tail.
+    A host block is free, used (referenced by requests, or pinned) or cached (unused, but found by its key). The least
+    recently used cached blocks are evicted first; the blocks of one request are evicted from its tail.
 
     Args:
         num_blocks: blocks in the pool.
@@ -145,11 +145,11 @@ class HostBlockPool:
         return {f"host_blocks_{name}": count for name, count in counts.items()}
 
     def find_match(self, request: Request, enable_caching: bool) -> HostMatch:
-        """The most that is here of a request: what it left when it was preempted, or what others have published.
+        """Find the longest prefix of a request: the blocks it left when it was preempted, or published blocks.
 
         Args:
-            request: which one.
-            enable_caching: whether others' blocks count.
+            request: the request.
+            enable_caching: whether published blocks may be used.
         """
         if request.skip_reading_prefix_cache:
             return HostMatch()
@@ -161,7 +161,7 @@ class HostBlockPool:
         return max(match, cached, key=lambda found: found.num_tokens)
 
     def retained_prefix(self, request_id: str, max_tokens: int) -> HostMatch:
-        """What is left of a preempted request's KV, at most `max_tokens` long."""
+        """The prefix that is left of a preempted request's KV, at most `max_tokens` long."""
         preempted = self._preempted.get(request_id)
         if preempted is None:
             return HostMatch()
@@ -175,7 +175,7 @@ class HostBlockPool:
         return HostMatch(block_ids, min(limit, len(block_ids) * self.block_size))
 
     def can_allocate(self, num_tokens: int, match: HostMatch) -> bool:
-        """Whether `allocate` with these arguments would succeed."""
+        """Return True if `allocate` with these arguments would succeed."""
         num_new = self._num_blocks_for(num_tokens) - len(match.block_ids)
         num_matched_evictable = sum(not self._num_refs[block_id] for block_id in match.block_ids)
         return num_new <= self.num_free + self.num_cached - num_matched_evictable
@@ -197,7 +197,7 @@ class HostBlockPool:
         return self._requests[request_id]
 
     def can_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Whether `grow` with these arguments would succeed."""
+        """Return True if `grow` with these arguments would succeed."""
         num_new = self._num_blocks_for(num_tokens) - len(self._requests[request_id])
         return num_new <= self.num_free + self.num_cached
 
@@ -232,12 +232,14 @@ class HostBlockPool:
             if self._keys.of(block_id) is None:
                 self._keys.set(block_id, PrivateKey(request_id, index))
             elif isinstance(self._keys.of(block_id), PrivateKey):
-                break  # NOTE: shared, its hash lost to `reset_cache`; the other owner may yet reuse that key's name.
+                # NOTE: `reset_cache` removed the hash of this shared block, and another preempted owner has given it a
+                # key of its own. The key must not be kept here, because it may later name a block with other contents.
+                break
             preempted.keys.append(self._keys.of(block_id))
         self._release(block_ids)
 
     def forget(self, request_id: str) -> None:
-        """Drop what a preempted request alone may claim: it resumed without it, or it ended."""
+        """Drop the blocks that only a preempted request may claim, because it resumed without them or ended."""
         preempted = self._preempted.pop(request_id, None)
         for key in preempted.keys if preempted else ():
             block_id = self._keys.find(key)
@@ -248,7 +250,7 @@ class HostBlockPool:
                     self._free.append(block_id)
 
     def reset_cache(self) -> None:
-        """Forget every cached block, those of preempted requests included."""
+        """Forget every cached block, including the blocks of preempted requests."""
         for block_id in range(self.num_blocks):
             self._keys.remove(block_id)
         self._free.extend(self._evictable)
@@ -258,11 +260,11 @@ class HostBlockPool:
     # Single blocks
 
     def find(self, block_hash: Hashable) -> int | None:
-        """The block that is published under a hash."""
+        """The block that is published under a hash; None if there is none."""
         return self._keys.find(block_hash)
 
     def hash_of(self, block_id: int) -> Hashable | None:
-        """The hash that a block is published under."""
+        """The hash that a block is published under; None if it is not published."""
         key = self._keys.of(block_id)
         return None if isinstance(key, PrivateKey) else key
 
@@ -280,13 +282,16 @@ class HostBlockPool:
         self._release(block_ids)
 
     def hold(self, block_id: int) -> None:
-        """`pin` of a published block, whether a request uses it or not."""
+        """Pin a published block, even if no request uses it."""
         self._claim(block_id)
         self._num_pins[block_id] += 1
 
     def take(self) -> int | None:
-        """A block of no request, pinned, to be filled and then published or given back with `unpin`; None if there is
-        neither a free nor a cached one.
+        """Take a block for no request and pin it. The caller fills it, and then calls `publish`, or `unpin` to give it
+        back.
+
+        Returns:
+            The block; None if no block is free or cached.
         """
         if not (self._free or self._evictable):
             return None
@@ -295,30 +300,30 @@ class HostBlockPool:
         return block_id
 
     def publish(self, block_id: int, block_hash: Hashable) -> None:
-        """Publish a block from `take` under a hash, unless another block is, and unpin it."""
+        """Unpin a block from `take`, and publish it under a hash unless another block has that hash."""
         if self._keys.find(block_hash) is None:
             self._keys.set(block_id, block_hash)
         self.unpin([block_id])
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the most recently used ones, the first of them last."""
+        """Make cached blocks the most recently used ones; the first of them is evicted last."""
         for block_id in reversed(list(block_ids)):
             if block_id in self._evictable:
                 self._evictable.move_to_end(block_id)
 
     @property
     def has_newly_cached(self) -> bool:
-        """Whether `take_newly_cached` has something to give."""
+        """True if `take_newly_cached` would return any block."""
         return bool(self._newly_cached)
 
     def take_newly_cached(self) -> list[int]:
-        """Blocks that no request uses any more, since the last call; they may have been evicted since."""
+        """Blocks that have become unused since the last call; some of them may have been evicted already."""
         assert self._newly_cached is not None
         block_ids, self._newly_cached = list(self._newly_cached), {}
         return block_ids
 
     def take_newly_published(self) -> list[int]:
-        """Blocks that requests have published since the last call; steps that fill them may not be over."""
+        """Blocks that requests have published since the last call; the steps that fill them may not be over."""
         assert self._newly_published is not None
         block_ids, self._newly_published = self._newly_published, []
         return block_ids

@@ -1,4 +1,4 @@
-"""vLLM's manager of the KV cache group with hot rows, which passes on to the engine's `RequestTracker`."""
+"""vLLM's manager of the KV cache group with hot rows; it passes calls on to the engine's `RequestTracker`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-# The trackers by the ids of their block pools.
-# NOTE: vLLM constructs managers before it binds the connector, whose tracker they ask. It looks up prefix hits through
-# a class method: only the block pool, which is an argument, belongs to one engine.
+# `id` of a block pool -> tracker over it.
+# NOTE: managers cannot get the tracker when they are constructed, because vLLM binds the connector, which makes the
+# tracker, later. vLLM looks up prefix hits through a class method; its only argument that belongs to one engine is
+# the block pool.
 _TRACKERS: WeakValueDictionary[int, RequestTracker] = WeakValueDictionary()
 
 
 def serve_managers(tracker: RequestTracker) -> None:
-    """Let the managers over a tracker's block pool find it; called before the first request."""
+    """Let the managers over a tracker's block pool find the tracker; called before the first request."""
     _TRACKERS[id(tracker.block_pool)] = tracker
 
 
 class HotBlockManager(CircularBufferManager):
-    """Hot blocks and state blocks of requests from vLLM's block pool, and their host blocks with them."""
+    """Allocates requests' hot blocks and state blocks from vLLM's block pool, together with their host blocks."""
 
     @cached_property
     def tracker(self) -> RequestTracker:
-        """The engine's."""
+        """The engine's tracker."""
         return _TRACKERS[id(self.block_pool)]
 
     @classmethod
@@ -50,13 +51,14 @@ class HotBlockManager(CircularBufferManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Cap the device's prefix hit (the other group's) to what the host pool holds.
+        """Cap the device's prefix hit, which is the other group's, to the prefix that the host pool holds.
 
-        NOTE: without another group there is no device hit, and every hit of the host pool is the connector's.
+        NOTE: without another group there is no device hit, and the connector reports every hit of the host pool.
         """
         tracker, num_tokens = _TRACKERS[id(block_pool)], 0
         if tracker.resident_group_id is not None:
-            # NOTE: with a draft model, vLLM takes both groups for drafting ones: it asks for one block more to drop it.
+            # NOTE: with a draft model, vLLM treats both groups as the draft model's: it looks up one block too many and
+            # drops it.
             max_length = max(max_length - kv_cache_spec.block_size * drop_eagle_block, 0)
             num_tokens = tracker.host_pool.cached_prefix(block_hashes, max_length).num_tokens
         return tuple([] for _ in kv_cache_group_ids), num_tokens
@@ -84,8 +86,8 @@ class HotBlockManager(CircularBufferManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        # NOTE: not in `add_local_computed_blocks`, which runs before every group has touched the blocks of its prefix
-        # hit: hot blocks could be taken from those.
+        # NOTE: `add_local_computed_blocks` would be too early: it runs before every group has touched the blocks of its
+        # prefix hit, and hot blocks could be taken from those.
         self.tracker.give_blocks(request_id, num_local_computed_tokens + num_external_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
@@ -94,13 +96,13 @@ class HotBlockManager(CircularBufferManager):
         return new_blocks
 
     def free(self, request_id: str) -> None:
-        # NOTE: vLLM calls this if no step in flight may write the blocks before their next owner does.
+        # NOTE: vLLM calls this only if the next owner writes to the blocks after the steps in flight have.
         blocks = self._take_blocks(request_id, last_step=self.tracker.deferred.num_processed)
         self.block_pool.free_blocks(reversed(blocks))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        # NOTE: vLLM keeps these blocks until the steps in flight are over; host blocks follow, because those steps
-        # write them, too.
+        # NOTE: vLLM keeps these blocks until the steps in flight are over. Host blocks are kept as long, because those
+        # steps write them, too.
         return self._take_blocks(request_id, last_step=self.tracker.deferred.num_scheduled)
 
     def _take_blocks(self, request_id: str, last_step: int) -> list[KVCacheBlock]:
@@ -108,7 +110,7 @@ class HotBlockManager(CircularBufferManager):
 
 
 def register_hot_block_manager() -> None:
-    """Tell vLLM which manager a `HotBufferSpec` group has."""
-    # NOTE: the registry takes any entry for "the built-ins are registered", so these come first.
+    """Tell vLLM to manage `HotBufferSpec` groups with a `HotBlockManager`."""
+    # NOTE: the built-in specs come first, because the registry assumes that they are registered if it has any entry.
     register_all_kvcache_specs(None)
     KVCacheSpecRegistry.register(HotBufferSpec, HotBlockManager, uniform_type_base_spec=HotBufferSpec)

@@ -1,4 +1,4 @@
-"""How free device blocks are divided among requests, as hot blocks beyond those that each has in any case."""
+"""Division of free device blocks among requests, as hot blocks that they are lent beyond their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 
-MIN_CHANGE = 1 / 16  # of what a request has or gets, unless it gets all or blocks are needed
+MIN_CHANGE = 1 / 16  # share of a request's lent blocks, before or after; `plan` leaves out smaller changes
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Borrower:
 
     Attributes:
         num_lent: blocks that it has been lent.
-        is_whole: whether its whole sequence is hot.
-        least: blocks that it could be lent to hold its sequence until this is looked at again.
-        most: `least`, and blocks for some more tokens, so that its table changes seldom.
+        is_whole: whether it is hot as a whole.
+        least: lent blocks with which it is hot as a whole until the next balance.
+        most: `least` and a margin for more tokens, so that its table changes seldom.
     """
 
     num_lent: int
@@ -28,21 +28,25 @@ class Borrower:
 
     @property
     def wanted(self) -> int:
-        """Blocks that it wants: as many as it has been lent, if they last."""
+        """Lent blocks that it wants: the present number if that is enough, but no more than `most`."""
         return self.num_lent if self.least <= self.num_lent <= self.most else self.most
 
 
 def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int) -> dict[str, int]:
-    """How many blocks each request is lent from now on.
+    """Decide how many blocks each request is lent from now on.
 
-    Requests whose whole sequence is hot keep it, and those that want least get it, as long as there are enough blocks;
-    what is left is divided equally among the others. A small change is left out, unless it gives a request all that it
-    wants or lent blocks are needed. No more than `num_available` blocks are lent in addition.
+    Requests that are hot as a whole come first, then the ones that want the fewest blocks. Each gets all that it wants
+    as long as there are enough blocks; the rest is divided equally among the remaining requests. A small change is left
+    out, unless it gives a request all that it wants, or lent blocks are needed. At most `num_available` blocks are lent
+    in addition to the present ones.
 
     Args:
         borrowers: request id -> request.
-        num_blocks: blocks to divide, those that are lent now included; at most `num_available` more than those.
-        num_available: free blocks that nobody needs; negative if lent blocks are needed.
+        num_blocks: blocks to divide, including the lent ones; at most `num_available` more than those.
+        num_available: free blocks that nobody needs; negative if lent blocks are needed for something else.
+
+    Returns:
+        Request id -> number of lent blocks.
     """
     num_lent = sum(borrower.num_lent for borrower in borrowers.values())
     wanted = blocks_wanted(borrowers, num_blocks)
@@ -58,7 +62,7 @@ def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int)
 
 
 def blocks_wanted(borrowers: Mapping[str, Borrower], num_blocks: int) -> dict[str, int]:
-    """How many blocks each request wants: the least, if only then all get what they want.
+    """Say how many blocks each request wants. If there are enough for all only without margins, none wants a margin.
 
     Args:
         borrowers: request id -> request.
@@ -71,13 +75,16 @@ def blocks_wanted(borrowers: Mapping[str, Borrower], num_blocks: int) -> dict[st
 
 
 def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[str, int]:
-    """How many blocks each request gets.
+    """Divide blocks: each request gets all that it wants while that is possible, and the others get equal shares.
 
     Args:
         wanted: request id -> blocks that it wants.
-        whole: ids of those that are hot as a whole; they come first, so that requests that want nearly the same do not
-            take turns.
+        whole: ids of the requests that are hot as a whole. They come first; otherwise requests that want nearly the
+            same number would take turns.
         num_blocks: blocks to divide.
+
+    Returns:
+        Request id -> blocks that it gets.
     """
     given, num_left = {}, num_blocks
     order = sorted(wanted, key=lambda name: (name not in whole, wanted[name], name))
@@ -88,17 +95,18 @@ def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[
 
 
 class BlockNeeds:
-    """Device blocks of all kinds that requests need at most.
+    """Upper bounds of the device blocks of all kinds that requests need.
 
     Args:
-        spec: of the hot buffers.
+        spec: KV cache spec of the hot buffers.
         max_model_len: tokens of the longest request.
-        max_num_batched_tokens: tokens of a step.
+        max_num_batched_tokens: tokens that a step may compute.
         watermark: blocks that vLLM leaves free when it admits a request.
 
     Attributes:
-        num_complete: hot blocks of a long request, which gets no more of its own.
-        chunk: blocks for as many tokens as a step computes.
+        num_complete: own hot blocks of the longest request. A request that has so many is *complete*: it gets no more
+            hot blocks of its own.
+        chunk: blocks for as many tokens of one request as a step may compute.
     """
 
     def __init__(self, spec: HotBufferSpec, max_model_len: int, max_num_batched_tokens: int, watermark: int):
@@ -109,29 +117,29 @@ class BlockNeeds:
         self._for_block_if_complete = self._for_tokens(spec.layout.block_size, is_complete=True)
 
     def growing(self, num_requests: int, num_complete_requests: int) -> int:
-        """Blocks that running requests may need at once, for the next block of tokens of each.
+        """Blocks that running requests need at most if each of them begins its next block of tokens.
 
         Args:
-            num_requests: requests whose hot buffers still grow.
-            num_complete_requests: the others.
+            num_requests: running requests that are not complete.
+            num_complete_requests: running requests that are complete.
         """
         return num_requests * self._for_block + num_complete_requests * self._for_block_if_complete
 
     def start(self, num_tokens: int) -> int:
-        """Blocks of a request of `num_tokens` that has none."""
+        """Blocks that a request of `num_tokens` needs to start."""
         return self.spec.num_request_blocks(num_tokens) + self._for_block
 
     def turn(self, num_tokens: int, num_new_tokens: int) -> int:
-        """Blocks of a session that has those for `num_tokens` and is to have `num_new_tokens`."""
+        """Blocks that a session with blocks for `num_tokens` needs to grow to `num_new_tokens`."""
         num_missing = self.spec.num_request_blocks(num_new_tokens) - self.spec.num_request_blocks(num_tokens)
         return max(num_missing, 0) + self._for_block
 
     def _for_tokens(self, num_tokens: int, is_complete: bool = False) -> int:
-        """Blocks that `num_tokens` more of a request take.
+        """Blocks that a request needs for more tokens.
 
         Args:
-            num_tokens: more tokens.
-            is_complete: whether the request has all hot blocks that it gets without being lent any.
+            num_tokens: number of further tokens.
+            is_complete: whether the request gets no more hot blocks of its own.
         """
         layout = self.spec.layout
         num_hot = 0 if is_complete else -(-layout.block_size // layout.rows_per_hot_block)
@@ -139,5 +147,5 @@ class BlockNeeds:
 
 
 def _is_large(num_lent: int, target: int, num_wanted: int) -> bool:
-    """Whether a change is worth telling the worker of: one that gives all that is wanted always is."""
+    """Return True if a change is worth a message to the worker. A change that gives all that is wanted always is."""
     return target == num_wanted or abs(target - num_lent) > MIN_CHANGE * max(target, num_lent)

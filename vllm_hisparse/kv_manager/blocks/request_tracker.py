@@ -1,4 +1,4 @@
-"""`RequestTracker`: the one owner of requests' blocks, which says what the workers must be told of them."""
+"""`RequestTracker`: the one owner of requests' blocks, and the source of the messages about them to the workers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-STEPS_PER_BALANCE = 16  # unless blocks are needed
-STEPS_IN_FLIGHT = 2  # whose tokens the scheduler does not know yet
-MAX_STEPS_OF_REFUSAL = 8  # for want of device blocks, before a request gets whatever was lent
-SLACK_SHARE = 1 / 4  # of the reserve; so much more stays free, so that it lasts until the next balance
+STEPS_PER_BALANCE = 16  # steps between two divisions of free blocks, if no blocks are needed earlier
+STEPS_IN_FLIGHT = 2  # steps whose tokens the scheduler does not know yet, at most
+MAX_STEPS_OF_REFUSAL = 8  # consecutive steps that refuse a request for want of device blocks; then all lent ones return
+SLACK_SHARE = 1 / 4  # share of the reserve that stays free in addition, so that it lasts until the next balance
 
 
 class Obstacle(Enum):
@@ -42,19 +42,19 @@ class AdmittedRequest:
     """A request that holds blocks. Its own hot blocks are in vLLM's table, its host blocks in the host pool.
 
     Attributes:
-        first_hot_block_id: names the request on the worker.
-        num_matched_tokens: tokens the host held when it was admitted.
+        first_hot_block_id: the handle, which names the request on the worker.
+        num_matched_tokens: tokens that the host pool held when the request was admitted.
         lent: hot blocks beyond its own.
         state: blocks of an algorithm's state, in the order of `StateLayout.columns`.
-        num_tokens: tokens that its next step will have computed, drafts included.
-        next_event: number of tokens at which a block becomes full or a new one is begun.
-        num_sent_blocks: host blocks the worker knows; 0 while the worker has no state of the request.
-        sent_hot_ids, sent_state_ids: hot blocks and state blocks that the worker knows.
+        num_tokens: tokens that will have been computed after its next step, drafts included.
+        next_event: number of tokens at which the next block becomes full or begins.
+        num_sent_blocks: host blocks that the worker knows; 0 while the worker does not know the request.
+        sent_hot_ids, sent_state_ids: ids of the hot blocks and state blocks that the worker knows.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
-        unsaved_blocks: index -> device block of the later ones that hold device-resident KV.
-        is_decoding: whether its last step computed no more tokens than one that decodes; kept for dense models only.
-        last_start: tokens it had computed when its last step was scheduled, drafts included; kept for sessions only.
+        unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
+        is_decoding: whether its last step computed no more tokens than a decoding step does; dense models only.
+        last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
     """
 
     first_hot_block_id: int
@@ -73,56 +73,56 @@ class AdmittedRequest:
     last_start: int = 0
 
     def record_step_start(self, num_computed_tokens: int) -> bool:
-        """Record where a step starts; True if it starts earlier than the last step that the worker knows."""
+        """Record where a step starts; True if it starts before the start of the last step that the worker knows."""
         goes_back = num_computed_tokens < self.last_start and self.num_sent_blocks > 0
         self.last_start = num_computed_tokens
         return goes_back
 
     def record_step_kind(self, decodes: bool) -> bool:
-        """Record whether a step decodes; True if it is the first: all keys are represented by then."""
+        """Record whether a step decodes; True if it does and the step before did not."""
         was_decoding, self.is_decoding = self.is_decoding, decodes
         return self.is_decoding and not was_decoding
 
     def truncate_saved(self, num_blocks: int) -> None:
-        """Forget saves beyond `num_blocks`: a session's next turn may begin before the last token that was computed."""
+        """Forget saves beyond `num_blocks`, because a session's next turn may begin before the last computed token."""
         self.num_saved_blocks = min(self.num_saved_blocks, num_blocks)
 
     def forget_sent(self) -> None:
-        """The worker forgets the request."""
+        """Record that the worker forgets the request."""
         self.num_sent_blocks, self.sent_hot_ids, self.sent_state_ids, self.is_decoding = 0, [], [], False
 
 
 class RequestTracker:
-    """Knows all requests, and is the only writer of the blocks that they hold.
+    """Knows all requests and the blocks that they hold, and is the only writer of both.
 
     vLLM admits a request, grows it and takes its blocks through `HotBlockManager`, which calls `num_missing_blocks`,
     `give_blocks`, `set_num_tokens` and `release`. Admission takes hot blocks, state blocks and host blocks in one
-    transaction: a request that the host pool cannot take asks for more device blocks than there are, so that vLLM's own
-    waiting and preemption do the rest. The whole sequence is reserved on the host at admission, so that a load or a
-    chunked prefill never stops half way.
+    transaction. If the host pool cannot hold a request, the tracker asks vLLM for more device blocks than there are, so
+    that vLLM lets the request wait, or preempts, by its own rules. The whole sequence is reserved on the host at
+    admission, so that a load or a chunked prefill never stops half way.
 
-    For every step, vLLM calls `step_starts`, then admits and grows requests; `diff` ends its scheduling.
+    In every step, vLLM calls `step_starts`, then admits and grows requests; `diff` ends the scheduling of the step.
 
     Free device blocks are lent to running requests as hot blocks beyond their own (`lending.py`), and come back before
-    vLLM runs out of blocks. What running requests may need in their next steps stays free. If vLLM has refused a
-    request for want of device blocks, what it needs to start stays free as well, and what the requests behind it need.
-    Requests that wait for anything else take nothing away from those that run.
+    vLLM runs out of blocks. Blocks that running requests may need in their next steps stay free. If vLLM has refused a
+    request for want of device blocks, the blocks that this request and the requests behind it need to start stay free
+    as well. A request that waits for anything else takes no blocks away from running requests.
 
     Args:
         host_pool: the host pool.
-        deferred: knows which steps have been processed.
-        kv_cache_manager: vLLM's.
+        deferred: runs actions after a step has been processed.
+        kv_cache_manager: vLLM's manager.
         groups: the device KV cache groups.
         enable_caching: whether full blocks are published in the host prefix cache.
-        max_num_running: requests that may run in one step, for which the worker has room.
-        max_num_batched_tokens: tokens of a step.
+        max_num_running: requests that may run in one step; the worker has room for so many.
+        max_num_batched_tokens: tokens that a step may compute.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.
-        sessions: ids of those that get their prompt in turns.
-        admitted: request id -> what is known of a request that holds blocks.
-        obstacles: request id -> why it could not start when vLLM last asked for it. vLLM asks for the first request of
-            its queue; most of those behind it are not here.
+        sessions: ids of the requests whose prompt arrives in turns.
+        admitted: request id -> blocks of a request, if it holds any.
+        obstacles: request id -> why the request could not start when vLLM last asked for it. vLLM asks for the first
+            request of its queue, so most requests behind it have no entry.
         kept: device blocks of preempted requests that are being copied to the host.
     """
 
@@ -151,19 +151,19 @@ class RequestTracker:
         self.obstacles: dict[str, Obstacle] = {}
         self.kept: list[KVCacheBlock] = []
         self._matches: dict[str, HostMatch] = {}
-        # What the next metadata is made of
-        self._changed: dict[str, None] = {}  # requests with new host blocks, or blocks that are full
-        self._tables_changed: dict[str, None] = {}  # requests with other hot blocks or state blocks
+        # Contents of the next metadata
+        self._changed: dict[str, None] = {}  # requests with new host blocks, or with blocks that became full
+        self._tables_changed: dict[str, None] = {}  # requests whose hot blocks or state blocks changed
         self._released: list[int] = []
         self._preemption_saves: BlockPairs = []
         self._restores: BlockPairs = []
-        # The step that vLLM is scheduling
+        # State of the step that vLLM is scheduling
         self._is_scheduling = False
-        self._asked: str | None = None  # the request that vLLM last asked for, until it gets its blocks
+        self._asked: str | None = None  # the request that vLLM last asked for; None once it has its blocks
         # Lending
         sizes = self.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
         self._needs = BlockNeeds(self.spec, *sizes)
-        self._balanced: set[str] = set()  # requests that were admitted at the last balance
+        self._balanced: set[str] = set()  # requests that held blocks at the last balance
         self._num_complete_requests = 0
         self._steps_to_balance = self._steps_of_refusal = 0
         self._num_wanted = self._num_taken_back = 0
@@ -171,7 +171,7 @@ class RequestTracker:
     # Arrival and end
 
     def add(self, request: Request) -> None:
-        """A request has arrived."""
+        """Record a request that has arrived."""
         self.requests[request.request_id] = request
         if request.resumable:
             self.sessions.add(request.request_id)
@@ -179,7 +179,7 @@ class RequestTracker:
                 count_kept_tokens(request)
 
     def remove(self, request: Request) -> None:
-        """A request has ended; what it computed is published. Its blocks follow through `release`."""
+        """Forget a request that has ended, and publish its full blocks; vLLM takes its blocks through `release`."""
         request_id = request.request_id
         if admitted := self.admitted.get(request_id):
             admitted.truncate_saved(request.num_computed_tokens // self.block_size)
@@ -193,16 +193,16 @@ class RequestTracker:
     # Waiting
 
     def find_match(self, request: Request) -> HostMatch:
-        """Look up what the host pool holds of a request that waits."""
+        """Look up the prefix that the host pool holds of a waiting request, and remember it for `match`."""
         match = self._matches[request.request_id] = self.host_pool.find_match(request, self.enable_caching)
         return match
 
     def match(self, request_id: str) -> HostMatch:
-        """What the host pool held of a request when vLLM last asked."""
+        """The prefix that the host pool held of a request at the last `find_match`."""
         return self._matches.get(request_id, HostMatch())
 
     def set_obstacle(self, request_id: str, obstacle: Obstacle | None) -> None:
-        """vLLM has asked for a request. None: only device blocks may be missing."""
+        """Record why a request cannot start. None: nothing is in its way, except perhaps a lack of device blocks."""
         if obstacle is not None:
             self.obstacles[request_id] = obstacle
         elif self.obstacles:
@@ -219,7 +219,7 @@ class RequestTracker:
                 yield request
 
     def num_waiting_for_host(self) -> int:
-        """Requests that wait for host blocks: the first one that the host pool cannot take, and those behind it."""
+        """Number of requests that wait for host blocks: a request that the host pool cannot hold, and all behind it."""
         refused = [name for name, obstacle in self.obstacles.items() if obstacle is Obstacle.HOST_POOL_FULL]
         refused = [name for name in refused if not self._host_fits(name, self.requests[name].num_tokens)]
         return len({*refused, *(request.request_id for request in self.waiting())}) if refused else 0
@@ -227,13 +227,16 @@ class RequestTracker:
     # Blocks
 
     def step_starts(self) -> None:
-        """VLLM begins to schedule a step."""
+        """Prepare for a step that vLLM begins to schedule."""
         self._is_scheduling, self._asked = True, None
         sessions = [self.requests[name] for name in self.sessions]
         cut_long_sessions(sessions, self.max_model_len, self.block_pool.hash_block_size)
 
     def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Device blocks that a request of `num_tokens` has yet to get; more than there are if the host pool is full."""
+        """Hot blocks and state blocks that a request of `num_tokens` has yet to get.
+
+        If the host pool cannot hold the request, this is more than the device has, so that vLLM does not admit it.
+        """
         admitted = self.admitted.get(request_id)
         has_room = admitted is not None and num_tokens <= self.host_pool.capacity(request_id)
         if not has_room and not self._host_fits(request_id, num_tokens):
@@ -245,7 +248,7 @@ class RequestTracker:
         return self._num_missing_hot(request_id, num_tokens) + self._num_missing_state(admitted, num_tokens)
 
     def give_blocks(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """Give a request what it is missing, the first time also host blocks. Returns the new hot blocks."""
+        """Give a request the blocks that it is missing, the first time also host blocks; return the new hot blocks."""
         new_blocks = self.block_pool.get_new_blocks(self._num_missing_hot(request_id, num_tokens))
         self._own_hot_blocks[request_id].extend(new_blocks)
         if (admitted := self.admitted.get(request_id)) is None:
@@ -257,11 +260,11 @@ class RequestTracker:
         return new_blocks
 
     def set_num_tokens(self, request_id: str, num_tokens: int) -> None:
-        """Make room for a request whose next step will have computed its first `num_tokens`, drafts included."""
+        """Make room on the host for a request whose next step ends after `num_tokens` tokens, drafts included."""
         if num_tokens > self.host_pool.capacity(request_id):
             self.host_pool.grow(request_id, num_tokens)
         admitted = self.admitted[request_id]
-        # NOTE: no more than before: a streaming session went back over what was computed, or drafts were rejected.
+        # NOTE: the number does not rise if drafts were rejected, or if a session's turn drops computed tokens.
         if num_tokens >= admitted.next_event or num_tokens <= admitted.num_tokens:
             self._changed[request_id] = None
             admitted.next_event = num_tokens + (-num_tokens % self.block_size or 1)
@@ -272,11 +275,11 @@ class RequestTracker:
         """Take a request's blocks, because it has ended or is preempted.
 
         Args:
-            request_id: of the request.
-            last_step: the last step that may write its blocks; its host blocks are kept until that one is over.
+            request_id: id of the request.
+            last_step: the last step that may write its blocks; its host blocks are kept until that step is over.
 
         Returns:
-            The blocks that the request had beside its own hot blocks, for the caller to free.
+            The request's state blocks and lent blocks, for the caller to free.
         """
         self._changed.pop(request_id, None)
         self._tables_changed.pop(request_id, None)
@@ -287,7 +290,7 @@ class RequestTracker:
             self._released.append(admitted.first_hot_block_id)
         host_ids = list(self.host_pool.block_ids(request_id))
         self.host_pool.pin(host_ids)
-        # NOTE: vLLM changes the status of a request that it preempts afterwards.
+        # NOTE: a running request is being preempted, because vLLM changes the status only after this call.
         request = self.requests.get(request_id)
         if request is not None and request.status == RequestStatus.RUNNING:
             self._preempt(request, admitted)
@@ -301,13 +304,13 @@ class RequestTracker:
         return self._own_hot_blocks[request_id] + self.admitted[request_id].lent
 
     def resident_blocks(self, request_id: str, first: int, last: int) -> Iterator[tuple[int, KVCacheBlock]]:
-        """Blocks [first, last) of a request's device-resident KV with their indices; none where there is no such KV."""
+        """Indices and blocks [first, last) of a request's device-resident KV; nothing if the model has no such KV."""
         if self._resident_blocks is not None:
             blocks = self._resident_blocks[request_id]
             yield from ((index, blocks[index]) for index in range(first, last))
 
     def restore(self, request_id: str, num_tokens: int) -> None:
-        """Have the last `num_tokens` of the tokens that the host held of a request copied back to the device."""
+        """Plan to copy device-resident KV back to the device, for the last `num_tokens` of the matched tokens."""
         num_matched = self.admitted[request_id].num_matched_tokens
         first, host_ids = (num_matched - num_tokens) // self.block_size, self.host_pool.block_ids(request_id)
         for index, block in self.resident_blocks(request_id, first, self.layout.num_blocks(num_matched)):
@@ -319,10 +322,10 @@ class RequestTracker:
         return self.host_pool.can_allocate(max(num_tokens, self._num_reserved(request_id)), self.match(request_id))
 
     def _num_reserved(self, request_id: str) -> int:
-        """Tokens to admit a request with: its own, and its first drafts, for which it could not preempt another."""
+        """Tokens to reserve at admission: the request's own, and its first drafts, which cannot preempt others."""
         num_drafts = self.layout.max_query_len - 1
         if self.has_draft_layers:
-            num_drafts *= 2  # vLLM asks for room for the draft layer's next ones, too
+            num_drafts *= 2  # vLLM also asks for room for the tokens that the draft layer proposes next
         return min(self.requests[request_id].num_tokens + num_drafts, self.max_model_len)
 
     def _num_missing_hot(self, request_id: str, num_tokens: int) -> int:
@@ -354,14 +357,15 @@ class RequestTracker:
             for index, block_id in unsaved.items():
                 self._save_preempted(self.block_pool.blocks[block_id], host_ids[index])
         elif unsaved:
-            # NOTE: vLLM resets its prefix cache next, which fails while a block is in use: nothing is copied.
+            # NOTE: nothing is copied: vLLM resets its prefix cache next, which fails while a block is in use.
             num_tokens = min(unsaved) * self.block_size
         self.host_pool.preempt(request.request_id, num_tokens)
 
     def _save_preempted(self, block: KVCacheBlock, host_id: int) -> None:
-        """Have a block copied to the host in the step that is being scheduled, and keep both until that is done.
+        """Plan to copy a device block to the host in the step that is being scheduled, and keep both blocks until then.
 
-        NOTE: transfers, and loads from tiers, write to a block whenever they like, perhaps before the device's copy.
+        NOTE: they must be kept, because transfers and loads from tiers do not wait for the device: they could write to
+        a free block before the copy has run.
         """
         self._preemption_saves.append((block.block_id, host_id))
         self.block_pool.touch([block])
@@ -377,7 +381,7 @@ class RequestTracker:
     # Lending
 
     def lent_row_counts(self) -> dict[str, int]:
-        """Hot rows lent, and those wanted when blocks were last divided."""
+        """Hot rows that are lent, and hot rows that requests wanted when blocks were last divided."""
         num_lent = sum(len(admitted.lent) for admitted in self.admitted.values())
         rows_per_block = self.layout.rows_per_hot_block
         return {"hot_rows_lent": num_lent * rows_per_block, "hot_rows_wanted": self._num_wanted * rows_per_block}
@@ -388,7 +392,10 @@ class RequestTracker:
         return num_blocks * self.layout.rows_per_hot_block
 
     def _balance(self, num_scheduled: Mapping[str, int]) -> None:
-        """Lend blocks or take them back, every few steps and whenever blocks are needed."""
+        """Lend blocks or take them back, if a balance is due or blocks are needed.
+
+        A balance is due every `STEPS_PER_BALANCE` steps, and when other requests hold blocks than at the last one.
+        """
         self._steps_of_refusal = self._steps_of_refusal + 1 if self._asked is not None else 0
         self._steps_to_balance -= 1
         is_due = self._steps_to_balance <= 0 or self.admitted.keys() != self._balanced
@@ -415,11 +422,11 @@ class RequestTracker:
     def _num_to_keep_free(self, num_growing: int, num_scheduled: Mapping[str, int]) -> int:
         """Blocks that running requests may need in their next steps, and waiting ones if one of them was refused.
 
-        NOTE: a step that has no tokens left for a waiting request computes a part of some prompt. Blocks for one more
-        such part stay free then, and the waiting request can start with them in the next step.
+        NOTE: a step that has no tokens left for a waiting request computes a chunk of some prompt. Blocks for one more
+        chunk stay free in that case, with which the waiting request can start in the next step.
 
         Args:
-            num_growing: blocks that running requests may need at once.
+            num_growing: blocks that running requests need at most for their next block of tokens (`BlockNeeds`).
             num_scheduled: request id -> tokens that the step computes.
         """
         if self._steps_of_refusal > MAX_STEPS_OF_REFUSAL:
@@ -440,7 +447,7 @@ class RequestTracker:
         return list(islice(could_start, num_seats))
 
     def _waiting_turns(self) -> list[str]:
-        """Sessions that wait for a step of their next turn; they keep the blocks of those before."""
+        """Ids of sessions that wait for the first step of their next turn; they keep the blocks of earlier turns."""
         if not self.sessions:
             return []
         # NOTE: a request that has ended may still be admitted.
@@ -450,7 +457,10 @@ class RequestTracker:
         return [name for name in sorted(self.sessions) if statuses.get(name) == RequestStatus.WAITING]
 
     def _borrower(self, request_id: str, admitted: AdmittedRequest) -> Borrower:
-        """NOTE: a hot buffer is lent nothing before it is complete, and a request that has ended nothing more."""
+        """Describe a request for `plan`.
+
+        NOTE: a request is lent nothing before it has all of its own hot blocks, or after it has ended.
+        """
         num_own, num_lent = len(self._own_hot_blocks[request_id]), len(admitted.lent)
         is_whole = num_own + num_lent >= self.spec.num_whole_blocks(admitted.num_tokens)
         request = self.requests.get(request_id)
@@ -470,10 +480,12 @@ class RequestTracker:
             self._tables_changed[request_id] = None
 
     def _take_back(self, request_id: str, num_blocks: int) -> None:
-        """Take the last blocks if the sequence fits into what is left, else the first, which hold its oldest rows.
+        """Take the last lent blocks if the sequence fits into the blocks that are left; else the first lent ones, which
+        hold its oldest rows.
 
-        NOTE: the step that is being scheduled does not use them any more. Those before it have been processed when the
-        next one is scheduled and gives them away, since vLLM has two batches in flight at most.
+        NOTE: blocks can be freed at once. The step that is being scheduled does not use them any more. Another request
+        can get them in the next step at the earliest, and all earlier steps have been processed by then, because vLLM
+        has at most two batches in flight.
         """
         admitted = self.admitted[request_id]
         num_left = len(self._own_hot_blocks[request_id]) + len(admitted.lent) - num_blocks
@@ -488,7 +500,7 @@ class RequestTracker:
     # Steps
 
     def diff(self, num_scheduled: Mapping[str, int]) -> HiSparseMetadata:
-        """What the workers must be told before the step that has been scheduled; called once per step.
+        """Make the message to the workers for the step that has been scheduled; called once per step.
 
         Args:
             num_scheduled: request id -> tokens that the step computes.
@@ -516,10 +528,10 @@ class RequestTracker:
         return metadata
 
     def _drop_turns_that_go_back(self, num_scheduled: Mapping[str, int]) -> None:
-        """Let the worker forget sessions whose turn begins before their last step did.
+        """Let the worker forget a session if its turn begins before the start of its last step.
 
-        NOTE: a turn that ends at an accepted draft drops those after it. A step in flight may have taken them for
-        certain: it has brought their rows to the device, and an algorithm has gone on from them.
+        NOTE: a turn that ends at an accepted draft drops the drafts after it. A step in flight may have treated these
+        as accepted: their rows are on the device, and the algorithm's state includes them.
         """
         for request_id in sorted(self.sessions & num_scheduled.keys()) if self.has_drafts else ():
             if self.admitted[request_id].record_step_start(self.requests[request_id].num_computed_tokens):
@@ -534,7 +546,7 @@ class RequestTracker:
             metadata.tables[admitted.first_hot_block_id] = (first, host_ids[first:])
         self._tables_changed[request_id] = None
         num_written = request.num_computed_tokens + (0 if self.has_draft_layers else num_new_tokens)
-        # NOTE: with drafts, no more than the tokens that are known: the others may be rejected.
+        # NOTE: with drafts, only tokens that are known count, because the others may be rejected.
         num_full = (min(num_written, request.num_tokens) if self.has_drafts else num_written) // self.block_size
         admitted.truncate_saved(request.num_computed_tokens // self.block_size)
         for index, block in self.resident_blocks(request_id, admitted.num_saved_blocks, num_full):
@@ -547,9 +559,9 @@ class RequestTracker:
         self._publish(request, admitted)
 
     def _add_table_changes(self, metadata: HiSparseMetadata) -> None:
-        """Add hot blocks and state blocks from the first that the worker does not know.
+        """Add hot blocks and state blocks, for each request from the first block on that the worker does not know.
 
-        NOTE: also those of requests that do not run, because another one may get what they lost.
+        NOTE: requests that do not run in this step are included, because another request may get a block they lost.
         """
         changed, self._tables_changed = self._tables_changed, {}
         for request_id in changed:
@@ -568,10 +580,10 @@ class RequestTracker:
             admitted.sent_hot_ids, admitted.sent_state_ids = hot_ids, state_ids
 
     def _idle(self, num_scheduled: Mapping[str, int]) -> list[str]:
-        """Requests that the worker forgets, to make room for every request of this step.
+        """Choose the requests that the worker forgets, so that it has room for every request of this step.
 
-        NOTE: a streaming session whose next turn waits keeps its blocks, and vLLM does not count it as running: a
-        request whose transfer has ended may be given the last place before it.
+        NOTE: the worker can know too many requests, because vLLM does not count a session whose next turn waits as
+        running, although it keeps its blocks: a request whose transfer has ended may get the last place before it.
         """
         known = [name for name, admitted in self.admitted.items() if admitted.num_sent_blocks]
         idle = [request_id for request_id in known if request_id not in num_scheduled]
@@ -587,9 +599,10 @@ class RequestTracker:
         admitted.forget_sent()
 
     def _publish(self, request: Request, admitted: AdmittedRequest) -> None:
-        """Offer saved blocks to the prefix cache: a hit in a later step restores after this step's save.
+        """Publish saved blocks in the prefix cache. A hit is restored in a later step, and so after this step's save.
 
-        NOTE: with async scheduling a block's last token, and so its hash, comes a step after the block was filled.
+        NOTE: with async scheduling, a block's last token, and therefore its hash, is known one step after the block was
+        filled.
         """
         last = min(admitted.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
         for index in range(admitted.num_published_blocks, last):
@@ -599,7 +612,7 @@ class RequestTracker:
     # Checks
 
     def other_blocks(self) -> Iterator[KVCacheBlock]:
-        """Device blocks in use that are in no table of vLLM: lent blocks, state blocks and those that are kept."""
+        """Device blocks in use that are in no table of vLLM: lent blocks, state blocks and blocks in `kept`."""
         for admitted in self.admitted.values():
             yield from admitted.lent
             yield from admitted.state
@@ -620,7 +633,7 @@ class RequestTracker:
             assert admitted.first_hot_block_id == self._own_hot_blocks[name][0].block_id, "another first hot block"
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although no request is, by name; empty if all is well."""
+        """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         kinds: Iterable[tuple[str, object]] = (
             ("requests", self.requests),
             ("sessions", self.sessions),

@@ -1,4 +1,4 @@
-"""Streaming sessions: requests that get their prompt in turns."""
+"""Streaming sessions: requests whose prompt arrives in turns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 
 def cut_long_sessions(sessions: Iterable[Request], max_model_len: int, hash_block_size: int) -> None:
-    """Shorten sessions that a turn has made too long for `max_model_len`: that turn ends with its first token.
+    """Cut sessions that a turn has made too long to `max_model_len - 1` tokens, so that the turn ends with one token.
 
     Args:
-        sessions: all there are.
+        sessions: all sessions.
         max_model_len: tokens of the longest request.
-        hash_block_size: tokens of a block hash.
+        hash_block_size: tokens per block hash.
     """
     num_kept = max_model_len - 1
     for request in sessions:
