@@ -147,11 +147,6 @@ class Product:
         """State that must be empty when no request is left."""
         half = self.half
         left = half.leftovers()
-        if half.tiers:
-            loads, stores, tiering = half.tiers.loads, half.tiers.stores, half.tiers.manager
-            left |= {"loads": loads._loads, "ended loads": loads._ended, "copies": loads._copies}
-            left |= {"stores": stores._waiting, "saves": tiering._saves, "jobs": tiering._jobs}
-            left |= {"tier requests": tiering._req_state, "chunks being read": tiering.buffer.num_reads}
         if half.transport:
             left["heartbeats"] = half.transport.connector.connector_scheduler._heartbeat_by_engine
         return left

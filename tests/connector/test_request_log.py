@@ -33,7 +33,7 @@ def test_logs_when_the_worker_has_reported(lines: list[str]) -> None:
     assert lines == []
     log.released(7, 30, 4)
     assert lines == [line("a", 12, 30, 4, 100, 20)]
-    assert not log._stats and not log._runs
+    assert not log.leftovers()
 
 
 def test_the_worker_may_report_first(lines: list[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_reused_handle_reports_its_runs_in_order(lines: list[str]) -> None:
     assert lines == [line("a", 1, 10, 1), line("b", 2, 20, 2)]
     log.ended("a2", 3)
     assert lines[2:] == [line("a2", 3, 30, 3)]
-    assert not log._stats and not log._runs
+    assert not log.leftovers()
 
 
 def test_a_preempted_request_may_get_its_own_handle_again(lines: list[str]) -> None:
@@ -86,7 +86,7 @@ def test_a_request_that_never_ran_is_logged(lines: list[str]) -> None:
     log = RequestLog()
     log.ended("a", 12)
     assert lines == [line("a", 12)]
-    assert not log._stats
+    assert not log.leftovers()
 
 
 def test_received_bytes_add_up(lines: list[str]) -> None:

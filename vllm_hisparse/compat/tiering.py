@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
-    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 RELEASES = ">=0.32"
 VLLM = (
     "vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager._policy",
     "vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager._free_chunk",
     "vllm.v1.kv_offload.cpu.manager.CPUOffloadingManager._num_evictable_cache_chunks",
+    "vllm.v1.kv_offload.tiering.manager.TieringOffloadingManager._jobs",
+    "vllm.v1.kv_offload.tiering.manager.TieringOffloadingManager._req_state",
 )
 
 
@@ -23,3 +26,13 @@ def forget_chunk(primary: CPUPrimaryTierOffloadingManager, key: OffloadKey) -> N
         primary._policy.remove(key)
         primary._free_chunk(chunk)
         primary._num_evictable_cache_chunks -= 1
+
+
+def known_jobs(manager: TieringOffloadingManager) -> Collection[int]:
+    """Ids of the transfers that vLLM's tiering has begun and not yet ended."""
+    return manager._jobs.keys()
+
+
+def known_requests(manager: TieringOffloadingManager) -> Collection[str]:
+    """Ids of the requests that vLLM's tiering keeps a state of."""
+    return manager._req_state.keys()

@@ -56,6 +56,11 @@ class RequestLog:
         self._stats.setdefault(request_id, _RequestStats()).num_prompt_tokens = num_prompt_tokens
         self._flush(request_id)
 
+    def leftovers(self) -> dict[str, object]:
+        """What is left although no request is, by name; empty if all is well."""
+        kinds = {"requests to log": self._stats, "runs to log": self._runs}
+        return {name: left for name, left in kinds.items() if left}
+
     def _flush(self, request_id: str) -> None:
         stats = self._stats[request_id]
         if stats.num_open_runs or stats.num_prompt_tokens is None:

@@ -240,7 +240,13 @@ class HiSparseSchedulerConnector:
     def leftovers(self) -> dict[str, object]:
         """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         left = self.tracker.leftovers()
-        return left | {"transfers": self.counts.transfers} if self.counts.transfers else left
+        if self.tiers is not None:
+            left |= self.tiers.leftovers()
+        if self.request_log is not None:
+            left |= self.request_log.leftovers()
+        if self.counts.transfers:
+            left["transfers"] = self.counts.transfers
+        return left
 
     def _log_started(self, metadata: HiSparseMetadata, num_scheduled: Mapping[str, int]) -> None:
         """Tell the log which requests the workers learn of in this step, for the first time or again."""

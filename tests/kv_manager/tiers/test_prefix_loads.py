@@ -137,7 +137,7 @@ def test_a_load_goes_on_while_nobody_asks(engine: TieredEngine) -> None:
     request = engine.add("again", PROMPT, 1)
     engine.step()
     engine.waiting.remove(request)
-    engine._wait_until(lambda: engine.tiers.loads.has_ended("again"))
+    engine.wait_until(lambda: engine.tiers.loads.has_ended("again"))
     assert engine.count()["tier_loaded_blocks"] == NUM_BLOCKS
     engine.waiting.append(request)
     engine.abort(request)
@@ -182,7 +182,8 @@ def test_a_trickling_tier_holds_a_request_for_a_limited_time(
     ((source, _),) = engine.tiers.loads._make_contexts("probe")
     assert source.retry_at == 0.0, "it has delivered"
     engine.run()
-    assert not engine.tiers.manager._req_state
+    engine.settle()
+    assert not engine.tiers.leftovers()
 
 
 def test_a_trickling_tier_holds_nobody_else_for_longer_than_the_timeout(
@@ -198,7 +199,7 @@ def test_a_trickling_tier_holds_nobody_else_for_longer_than_the_timeout(
     assert engine.count()["tier_skipped_loads"] == 1
     monkeypatch.undo()
     engine.run()
-    assert not engine.tiers.loads._waiting and not engine.tiers.loads._ended
+    assert not engine.tiers.loads.leftovers()
 
 
 def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: p
             engine.settle()
         assert engine.count().get("tier_loaded_blocks", 0) == 0
         engine.check_idle()
-        assert not engine.tiers.loads._ended
+        assert not engine.tiers.leftovers()
 
 
 def test_reports_are_few_while_a_tier_has_work(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,9 +296,7 @@ def test_an_aborted_request_leaves_nothing_of_its_load(engine: TieredEngine) -> 
     engine.abort(request)
     engine.settle()
     engine.check_idle()
-    loads = engine.tiers.loads
-    assert not loads._loads and not loads._copies and not loads._ended
-    assert not engine.tiers.manager._req_state
+    assert not engine.tiers.leftovers()
 
 
 def test_a_quota_is_kept(tmp_path: Path) -> None:

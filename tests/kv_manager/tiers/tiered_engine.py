@@ -84,11 +84,11 @@ class TieredEngine(FakeEngine):
 
     def run(self) -> None:
         """Run all requests to their end."""
-        self._wait_until(lambda: not (self.running or self.waiting))
+        self.wait_until(lambda: not (self.running or self.waiting))
 
     def settle(self) -> None:
         """Wait until everything that can be stored is."""
-        self._wait_until(lambda: not self.connector.has_pending_work())
+        self.wait_until(lambda: not self.connector.has_pending_work())
 
     def forget_buffer(self) -> None:
         """Empty the transfer buffer, which nothing is on its way to: vLLM 0.33 loads nothing before it is told so."""
@@ -115,7 +115,7 @@ class TieredEngine(FakeEngine):
             self.add(f"filler-{seed}-{index}", [1000 + 100 * seed + 10 * index + i for i in range(24)], 2)
         self.run()
 
-    def _wait_until(self, condition: Any) -> None:
+    def wait_until(self, condition: Any) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, "no progress"

@@ -75,6 +75,10 @@ class BlockStores:
         """The host pool has forgotten all cached blocks."""
         self._waiting.clear()
 
+    def leftovers(self) -> dict[str, object]:
+        """What is left although nothing waits to be stored, by name; empty if all is well."""
+        return {"stores": self._waiting} if self._waiting else {}
+
     def _is_lacking(self, block_id: int, block_hash: bytes) -> bool:
         """True if some tier takes blocks and does not have this one, as far as is known."""
         key = key_of(block_hash)

@@ -277,6 +277,16 @@ class PrefixLoads:
             self._end(request_id)
         self._waiting.clear()
 
+    def leftovers(self) -> dict[str, object]:
+        """What is left although no request is, by name; empty if all is well."""
+        kinds = {
+            "loads": self._loads,
+            "waiting loads": self._waiting,
+            "ended loads": self._ended,
+            "copies": self._copies,
+        }
+        return {name: left for name, left in kinds.items() if left}
+
     def _end(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         if load is not None:

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from vllm_hisparse.compat.tiering import forget_chunk
+from vllm_hisparse.compat.tiering import forget_chunk, known_jobs, known_requests
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
@@ -151,6 +151,17 @@ class HostTierManager(TieringOffloadingManager):
 
     def has_pending_work(self) -> bool:
         return bool(self._saves) or super().has_pending_work()
+
+    def leftovers(self) -> dict[str, object]:
+        """What is left although no request is and nothing waits to be stored, by name; empty if all is well."""
+        kinds = {
+            "saves": self._saves,
+            "jobs": known_jobs(self),
+            "tier requests": known_requests(self),
+            "chunks being read": self.buffer.num_reads,
+            "unwritten blocks": self.unwritten,
+        }
+        return {name: left for name, left in kinds.items() if left}
 
     def shutdown(self) -> None:
         self.copier.shutdown()

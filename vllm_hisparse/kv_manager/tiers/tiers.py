@@ -101,6 +101,10 @@ class Tiers:
         self.manager.wait_for_copies()
         self.stores.reset()
 
+    def leftovers(self) -> dict[str, object]:
+        """What is left although no request is and nothing waits to be stored, by name; empty if all is well."""
+        return self.loads.leftovers() | self.stores.leftovers() | self.manager.leftovers()
+
     def take_counters(self) -> dict[str, int]:
         """Counters since the last call, by the names of `connector/metrics.py`."""
         loads, stores = self.loads, self.stores
