@@ -96,7 +96,8 @@ class Case:
         offline = _test_module("e2e/conftest").OfflineEngine
         options: list[dict[str, Any]] = [pool]
         if tier == "fs":
-            options = [{**pool, "tiers": [{"type": "fs", "path": directory, "quota_gib": 4.0}]}]
+            blocks = stack.enter_context(TemporaryDirectory())  # nothing else may be in it
+            options = [{**pool, "tiers": [{"type": "fs", "path": blocks, "quota_gib": 4.0}]}]
         elif tier == "obj":
             store, libraries = self._object_store(stack, directory)
             options = [{**pool, "tiers": [store]}]

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -157,3 +158,19 @@ def test_trace_cost(run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("without", "with"):
         check_times(row[name])
     assert row["bytes_per_selection"] > 0 and row["write_ms"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_tiers(tmp_path: Path) -> None:
+    output = tmp_path / "tiers.json"
+    options = ["--models", "llama", "--tiers", "fs", "--prefix-tokens", "300", "--repeats", "1"]
+    files = ["--output", str(output), "--plot", str(tmp_path / "tiers.png")]
+    command = [sys.executable, "-m", "benchmarks.tiers", *options, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(output.read_text())
+    check_frame(result, "tiers")
+    [row] = result["rows"]
+    assert row["same_tokens"] and row["loaded_bytes"] > 0
+    assert set(row["ttft_ms"]) >= {"median", "p10", "p90"}
