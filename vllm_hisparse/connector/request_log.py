@@ -57,7 +57,7 @@ class RequestLog:
         self._flush(request_id)
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although no request is, by name; empty if all is well."""
+        """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         kinds = {"requests to log": self._stats, "runs to log": self._runs}
         return {name: left for name, left in kinds.items() if left}
 

@@ -76,7 +76,7 @@ class BlockStores:
         self._waiting.clear()
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although nothing waits to be stored, by name; empty if all is well."""
+        """Return by name what should be empty when there is nothing to store, but is not."""
         return {"stores": self._waiting} if self._waiting else {}
 
     def _is_lacking(self, block_id: int, block_hash: bytes) -> bool:

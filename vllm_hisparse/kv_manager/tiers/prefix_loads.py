@@ -278,7 +278,7 @@ class PrefixLoads:
         self._waiting.clear()
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although no request is, by name; empty if all is well."""
+        """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         kinds = {
             "loads": self._loads,
             "waiting loads": self._waiting,

@@ -153,7 +153,7 @@ class HostTierManager(TieringOffloadingManager):
         return bool(self._saves) or super().has_pending_work()
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although no request is and nothing waits to be stored, by name; empty if all is well."""
+        """Return by name what should be empty when there is no request and nothing to store, but is not."""
         kinds = {
             "saves": self._saves,
             "jobs": known_jobs(self),

@@ -102,7 +102,7 @@ class Tiers:
         self.stores.reset()
 
     def leftovers(self) -> dict[str, object]:
-        """What is left although no request is and nothing waits to be stored, by name; empty if all is well."""
+        """Return by name what should be empty when there is no request and nothing to store, but is not."""
         return self.loads.leftovers() | self.stores.leftovers() | self.manager.leftovers()
 
     def take_counters(self) -> dict[str, int]:
