@@ -1,4 +1,4 @@
-"""State of a sparse algorithm for the running requests of a dense model, and which keys it has yet to see."""
+"""State of an algorithm for the running requests of a dense model, and the keys that it has not represented yet."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def make_algorithm(config: HiSparseConfig, spec: AttentionSpec, vllm_config: VllmConfig) -> SparseAlgorithm:
-    """The algorithm of a dense model.
+    """Make the algorithm of a dense model.
 
     Args:
-        config: with all defaults filled in.
-        spec: of a layer with hot units, or of the full KV in its place.
-        vllm_config: of the engine.
+        config: checked options with all defaults filled in.
+        spec: KV cache spec of a layer with a hot buffer, or of the full KV in its place.
+        vllm_config: configuration of the engine.
 
     Raises:
         HiSparseConfigError: the algorithm's options do not fit the model.
@@ -40,7 +40,7 @@ class KeySpan:
     """Keys for the algorithm to represent: positions [first, last) of a request, which are on the host.
 
     Attributes:
-        request_index: of the request, which is its index in the algorithm's state, too.
+        request_index: index of the request, also in the algorithm's state.
         first, last: the positions, half-open.
     """
 
@@ -50,7 +50,7 @@ class KeySpan:
 
     @classmethod
     def no_keys(cls, request_index: int) -> KeySpan:
-        """The start of a request without keys: the algorithm forgets who had the index before."""
+        """An empty span at position 0, which lets the algorithm forget the request that had the index before."""
         return cls(request_index, 0, 0)
 
 
@@ -59,15 +59,15 @@ class _Progress:
     """How far a request is represented.
 
     Attributes:
-        num_tokens: leading tokens that are represented; not counted while the request decodes.
-        is_decoding: every token so far is represented, and each new one is as it is decoded.
+        num_tokens: number of leading tokens that are represented; not updated while the request decodes.
+        is_decoding: True if all tokens so far are represented, and each new token is represented when it is decoded.
     """
 
     num_tokens: int = 0
     is_decoding: bool = False
 
     def advance(self, num_tokens: int) -> tuple[int, int]:
-        """Have `num_tokens` tokens represented; returns the positions that were not."""
+        """Count the first `num_tokens` tokens as represented; return the positions that were not, half-open."""
         first, self.num_tokens = self.num_tokens, num_tokens
         return first, num_tokens
 
@@ -75,17 +75,17 @@ class _Progress:
 class AlgorithmState:
     """An algorithm's state of all layers, and the progress of every request.
 
-    Representations follow the host pool: whatever brought a request's KV there - prefill, a transfer, a prefix hit, a
-    resumption - the positions that are not represented yet are read from the host before the request decodes.
+    Before a request decodes, the positions that are not represented yet are read from the host pool. It does not matter
+    how their KV got there: by prefill, a transfer, a prefix hit or a resumption.
 
     Args:
-        algorithm: whose state.
-        layout: of what grows with the requests.
+        algorithm: the algorithm.
+        layout: layout of the state that grows with a request.
         tables: [num_requests + 1, state blocks of the longest request] int32, as `RequestTable.state_tables`.
         memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks; they may lie apart.
 
     Attributes:
-        layers: the state of each layer, by request index; the last entry is of no request.
+        layers: state of each layer, by request index; the last entry is for no request.
     """
 
     def __init__(self, algorithm: SparseAlgorithm, layout: StateLayout, tables: torch.Tensor, memory: torch.Tensor):
@@ -96,16 +96,19 @@ class AlgorithmState:
         self._progress = [_Progress() for _ in range(len(tables) - 1)]
 
     def start(self, request_index: int) -> None:
-        """A request begins: nothing of it is represented."""
+        """Start a request, of which nothing is represented."""
         self._progress[request_index] = _Progress()
 
     def is_decoding(self, request_index: int) -> bool:
-        """True if each new token of a request is represented as it is decoded."""
+        """True if each new token of a request is represented when it is decoded."""
         return self._progress[request_index].is_decoding
 
     def begin_decoding(self, request_index: int, position: int) -> tuple[KeySpan, ...]:
-        """Positions to represent before the token at `position`, which the request decodes next; from then on it
-        represents each token itself. Nothing if it does already."""
+        """Keys to represent before a request decodes the token at `position`.
+
+        From then on, each token is represented when it is decoded, so there is nothing to do if the request decodes
+        already.
+        """
         progress = self._progress[request_index]
         if progress.is_decoding:
             return ()
@@ -116,14 +119,14 @@ class AlgorithmState:
         return (span,) if span.first < span.last else ()
 
     def prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
-        """Positions to represent now that a chunk of the prompt, positions [first, last), is on the host, too."""
+        """Keys to represent when positions [first, last) of a prompt are on the host."""
         progress, needs_whole_prompt = self._progress[request_index], self.algorithm.needs_whole_prompt
         if progress.is_decoding:
             if last - first == 1:
-                # NOTE: a step of one token that Model Runner V1 put among the prefills; the scheduler counts it as one
-                # that decodes.
+                # NOTE: Model Runner V1 has put this step of one token among the prefills, but the scheduler counts it
+                # as a decode.
                 return (KeySpan(request_index, first, last),)
-            # NOTE: from the start of a unit, which drafts may have entered that were rejected.
+            # NOTE: a unit is represented again from its start, because it may include drafts that were rejected.
             first -= first % self.algorithm.tokens_per_unit
             self._progress[request_index] = progress = _Progress(0 if needs_whole_prompt else first)
         if needs_whole_prompt:
@@ -133,7 +136,7 @@ class AlgorithmState:
 
 
 def _fixed_state(algorithm: SparseAlgorithm, num_requests: int, device: torch.device) -> State:
-    """The part of one layer's state that every request has, whatever its length."""
+    """Make the part of one layer's state whose size does not depend on a request's length."""
     return {
         name: torch.zeros((num_requests, *field.shape), dtype=field.dtype, device=device)
         for name, field in algorithm.fixed_fields.items()
@@ -143,7 +146,7 @@ def _fixed_state(algorithm: SparseAlgorithm, num_requests: int, device: torch.de
 def _growing_state(
     algorithm: SparseAlgorithm, layout: StateLayout, tables: torch.Tensor, memory: torch.Tensor
 ) -> list[State]:
-    """The rest of each layer's state, in device blocks; arguments as of `AlgorithmState`."""
+    """Make the part of each layer's state that grows with requests; arguments as in `AlgorithmState`."""
     layers: list[State] = [{} for _ in range(layout.num_layers)]
     fields, widths = algorithm.growing_fields, layout.field_blocks(algorithm.max_tokens)
     assert sum(widths) == tables.shape[1], "tables of other blocks than the layout has"
@@ -159,14 +162,14 @@ def _growing_state(
 def check_fixed_state_fits(
     algorithm: str, num_requests: int, max_num_seqs: int, request_bytes: int, free_bytes: int
 ) -> None:
-    """Refuse state of a fixed size that the device cannot hold beside what vLLM has allocated.
+    """Refuse state of fixed size for which the device has too little free memory.
 
     Args:
-        algorithm: its name.
-        num_requests: requests with state at once, at most `max_num_seqs`.
-        max_num_seqs: what was asked for.
-        request_bytes: of a request of any length, all layers.
-        free_bytes: of the device, for state.
+        algorithm: name of the algorithm.
+        num_requests: requests that have state at once, at most `max_num_seqs`.
+        max_num_seqs: value of `--max-num-seqs`.
+        request_bytes: bytes of state of fixed size of one request, in all layers.
+        free_bytes: device memory that is free for state.
 
     Raises:
         HiSparseConfigError: there is no room.

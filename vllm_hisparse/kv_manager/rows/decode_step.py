@@ -1,4 +1,4 @@
-"""A decode step: what all layers share of the requests that decode in it."""
+"""A decode step: data of the decoding requests that all layers share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vllm_hisparse.ops.base import HotRows, Resolved, StepTables, SwapInOps, Uni
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Where one layer keeps its rows.
+    """The rows of one layer.
 
     Attributes:
-        hot: on the device.
-        host: [num_host_rows, row elements] in the host pool.
+        hot: hot rows on the device.
+        host: [num_host_rows, row elements] rows in the host pool.
     """
 
     hot: HotRows
@@ -27,13 +27,13 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of a step, in selections: requests, or their KV heads where each selects for itself.
+    """Sizes of a step. A batch entry is a request, or one KV head of it if every KV head selects for itself.
 
     Attributes:
-        max_batch: selections of a layer in a step, graph padding included.
-        num_selected: entries of a selection.
+        max_batch: batch entries of a layer in a step, graph padding included.
+        num_selected: entries of one selection.
         block_size: rows of a host block.
-        max_query_len: new tokens of a request, each with a selection: one, and those drafted.
+        max_query_len: new tokens of a request, each with a selection of its own: one and its drafts.
     """
 
     max_batch: int
@@ -45,25 +45,26 @@ class StepShape:
 class DecodeStep(ABC):
     """The decoding requests of the running step, in static tensors, so that a CUDA graph may replay the step.
 
-    `plan` says which requests they are, when the metadata is built and without the device. In the forward every layer
-    calls `begin` before its new tokens are written, and `finish` when it has attended: the first and the last one do
-    what the step needs once.
+    `plan` sets the requests when the metadata is built; it does not use the device. In the forward, every layer calls
+    `begin` before its new tokens are written, and `finish` when it has attended. Work that a step needs only once is
+    done in the first layer's `begin` and the last layer's `finish`.
 
-    The operations work on `max_query_len` queries of each request, request by request: `pad_queries` and
-    `unpad_queries` turn a step's tokens into that and back. Where every request has as many tokens, nothing is copied.
+    The operations work on exactly `max_query_len` queries of each request, request by request. `pad_queries` turns a
+    step's tokens into such queries, and `unpad_queries` turns queries into tokens again. If every request has
+    `max_query_len` tokens, nothing is copied.
 
-    NOTE: `begin` looks the requests up, on the device: Model Runner V2 builds the metadata before the connector tells
-    the worker of new requests, and replays the forward from a graph.
+    NOTE: `begin` looks the requests up on the device, because Model Runner V2 builds the metadata before the connector
+    tells the worker of new requests, and replays the forward from a graph.
 
     Args:
         requests: the running requests.
-        layers: all layers' rows, in order; filled before the first step.
+        layers: rows of all layers, in order; filled before the first step.
         ops: swap-in operations of the device.
         shape: sizes.
-        device: where the hot rows are.
+        device: device of the hot rows.
 
     Attributes:
-        tables: of the decoding requests; None before the first `plan`.
+        tables: tables of the decoding requests; None before the first `plan`.
         newest_row_ids: [max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1 for
             padding.
         resolved: output of the last `resolve` or `swap_in`.
@@ -87,12 +88,12 @@ class DecodeStep(ABC):
         query_lens: torch.Tensor | None = None,
         query_indices: torch.Tensor | None = None,
     ) -> None:
-        """Say which requests decode in this step.
+        """Set the requests that decode in this step.
 
         Args:
-            handles: [batch] int32 first hot block of each, graph padding included (`StepTables`).
+            handles: [batch] int32 handle of each request, graph padding included (`StepTables`).
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
-            query_lens: [batch] int32 new tokens of each; None: one each.
+            query_lens: [batch] int32 new tokens of each request; None: one each.
             query_indices: [tokens] int64 padded query of each token; None: every request has `max_query_len` tokens.
         """
         self._num_queries, self._query_indices = len(seq_lens) * self.shape.max_query_len, query_indices
@@ -104,7 +105,7 @@ class DecodeStep(ABC):
 
         Args:
             values: [tokens, ...].
-            empty: what padding gets.
+            empty: value for padding.
 
         Returns:
             [batch * max_query_len, ...].
@@ -119,7 +120,7 @@ class DecodeStep(ABC):
         return values[:num_tokens] if self._query_indices is None else values[self._query_indices]
 
     def of_requests(self, requests: slice | None) -> tuple[StepTables, Resolved]:
-        """Tables and resolution of some of the step's requests, in the same memory; None: of all."""
+        """Tables and resolution of a range of the step's requests, in the same memory; None: of all requests."""
         assert self.tables is not None
         if requests is None:
             return self.tables, self.resolved
@@ -129,26 +130,26 @@ class DecodeStep(ABC):
         return self._parts[key]
 
     def begin(self, layer_index: int) -> None:
-        """Called by every layer before its new tokens are written."""
+        """Begin a layer; every layer calls this before its new tokens are written."""
         if layer_index == 0:
             self._begin()
 
     def finish(self, layer_index: int) -> None:
-        """Called by every layer when it has attended."""
+        """End a layer; every layer calls this when it has attended."""
         if layer_index == len(self.layers) - 1:
             self._finish()
 
     @abstractmethod
     def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
-        """The step's tables."""
+        """Make the step's tables; arguments as for `plan`."""
 
     @abstractmethod
     def _begin(self) -> None:
-        """What the first layer needs done."""
+        """Do the work that a step needs once, before the first layer's tokens are written."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """What is left to do after the last layer."""
+        """Do the work that a step needs once, after the last layer has attended."""
 
     def _make_tables(
         self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
@@ -167,16 +168,18 @@ class DecodeStep(ABC):
         )
 
     def _find_newest_rows(self) -> None:
-        """Set `newest_row_ids`, which are the same in all layers."""
+        """Set `newest_row_ids`. They are the same in all layers."""
         assert self.tables is not None
         self.ops.newest_row_ids(self.tables, self.layers[0].hot, self.newest_row_ids)
 
 
 class MLADecodeStep(DecodeStep):
-    """Of an MLA model: new rows are written to `newest_row_ids`, and go to the host after the last layer."""
+    """A step of a DSA model: new rows are written to `newest_row_ids`, and copied to the host after the last layer."""
 
     def join_selections(self, selected_positions: torch.Tensor) -> torch.Tensor:
-        """Selections of a step's tokens, [tokens, num_selected] int32, as a `SwapIn` takes them."""
+        """Turn selections of a step's tokens, [tokens, num_selected] int32, into the form that a `SwapIn` takes:
+        [batch, max_query_len * num_selected].
+        """
         num_columns = self.shape.max_query_len * selected_positions.shape[1]
         return self.pad_queries(selected_positions, -1).view(-1, num_columns)
 
@@ -193,16 +196,18 @@ class MLADecodeStep(DecodeStep):
 
 
 class GQADecodeStep(DecodeStep):
-    """Of a dense model: tables by KV head and in units; every layer brings its new tokens to the host itself.
+    """A step of a dense model: tables have an entry per KV head and count units; every layer writes its new tokens to
+    the host itself.
 
     Args:
-        requests, layers, ops, shape, device: as in `DecodeStep`; sizes by KV head and in units.
-        finds_newest_rows: whether layers write by `newest_row_ids`, not by `write_tokens`.
+        requests, layers, ops, shape, device: as in `DecodeStep`; batch entries are KV heads, and rows are units.
+        num_layers: layers with a hot buffer.
+        finds_newest_rows: whether layers write new tokens by `newest_row_ids` instead of `write_tokens`.
 
     Attributes:
-        units: of the decoding requests.
-        first_units: [num_layers, num_seqs + 1] int32 unit of each sequence's first new token in its last step; -1: what
-            a request has in its newest unit is on the host, but not in that unit's slot.
+        units: units of the decoding requests.
+        first_units: [num_layers, num_seqs + 1] int32 unit of each sequence's first new token in its last step. -1: the
+            tokens of the sequence's newest unit are on the host, but not in the unit's slot.
     """
 
     def __init__(
@@ -223,15 +228,15 @@ class GQADecodeStep(DecodeStep):
         self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
 
     def reload_newest_units(self, request_indices: Sequence[int]) -> None:
-        """Note that what requests have in their newest units is on the host, but not in the slots of these units."""
+        """Mark the newest units of requests: their tokens are on the host, but not in the slots of these units."""
         seqs = self.requests.heads.seq_indices(torch.tensor(request_indices, dtype=torch.int64))
         self.first_units.index_fill_(1, self.requests.to_device(seqs), -1)
 
     def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the decoding requests' new tokens into their units, on the device and on the host.
+        """Write the decoding requests' new tokens into their units, on the device and on the host.
 
         Args:
-            layer_index: of the layer.
+            layer_index: index of the layer.
             key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
         """
         assert self.tables is not None
@@ -241,7 +246,7 @@ class GQADecodeStep(DecodeStep):
     def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
         units, by_head = self.units, slice(0, len(seq_lens) * self.requests.heads.num_heads)
         self._by_request = handles, seq_lens, query_lens
-        # NOTE: units of the new tokens, which may be fewer than the tokens; slots are reserved for as many units.
+        # NOTE: the new tokens may lie in fewer units than there are tokens; slots are reserved for these units only.
         return self._make_tables(units.handles[by_head], units.num_units[by_head], units.num_new_units[by_head])
 
     def _begin(self) -> None:
@@ -251,4 +256,4 @@ class GQADecodeStep(DecodeStep):
             self._find_newest_rows()
 
     def _finish(self) -> None:
-        """Nothing is left: a layer's tokens went to the host with `write_tokens`, or before it attended."""
+        """Do nothing: every layer has written its tokens to the host before it attended."""

@@ -1,4 +1,4 @@
-"""Host memory that this engine may still take: the host's, a container's, and shared with the engines beside it."""
+"""Host memory that this engine may still take, limited by the host, by its container and by the engines beside it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import NamedTuple
 import psutil
 
 PROC = Path("/proc")
-# By cgroup version: what limits memory, what is used, and the entries of memory.stat that the kernel gives up first.
+# By cgroup version: files with the memory limits, the file with the used bytes, and the entries of memory.stat that
+# count page cache, which the kernel gives up first.
 _LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 _USAGE = {1: "memory.usage_in_bytes", 2: "memory.current"}
 _PAGE_CACHE = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "inactive_file")}
 
 
 class FreeMemory(NamedTuple):
-    """Bytes that can be taken, and what they are left of."""
+    """Bytes that can be taken, and the words for an error message that say what limits them."""
 
     num_bytes: int
     source: str
 
 
 def free_memory(proc: Path = PROC) -> FreeMemory:
-    """The least of what is free on the host and of what the cgroups of this process leave.
+    """The smaller of the host's free memory and the memory that the cgroups of this process leave.
 
-    NOTE: psutil knows the host alone; in a container with a limit the kernel kills what goes beyond it.
+    NOTE: psutil is not enough, because it knows only the host; the kernel kills a process beyond a container's limit.
     """
     candidates = [FreeMemory(psutil.virtual_memory().available, "free host memory")]
     for version, directory in _cgroups(proc):
@@ -37,7 +38,7 @@ def free_memory(proc: Path = PROC) -> FreeMemory:
 
 
 def _cgroups(proc: Path) -> Iterator[tuple[int, Path]]:
-    """Version and directory of this process's memory cgroups, up to the topmost ones that are mounted here."""
+    """Version and directory of each memory cgroup of this process, from its own up to the topmost mounted here."""
     mounts = dict(_cgroup_mounts(proc))
     with suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -46,7 +47,7 @@ def _cgroups(proc: Path) -> Iterator[tuple[int, Path]]:
             if version not in mounts or (controllers and "memory" not in controllers.split(",")):
                 continue
             root, mount_point = mounts[version]
-            # NOTE: without a cgroup namespace the path is the host's, and a container sees its own part at the mount.
+            # NOTE: without a cgroup namespace, the path is the host's, but a container's mount shows only its own part.
             is_below = path.startswith(root.rstrip("/") + "/")
             directory = mount_point / (path[len(root) :] if is_below else "").strip("/")
             while directory.is_relative_to(mount_point):
@@ -55,7 +56,7 @@ def _cgroups(proc: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _cgroup_mounts(proc: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
-    """By version of the memory controller: which cgroup is mounted, and where."""
+    """For each mounted memory controller: its version, the cgroup that is mounted, and the mount point."""
     with suppress(OSError):
         for line in (proc / "self/mountinfo").read_text().splitlines():
             mount, _, filesystem = line.partition(" - ")
@@ -66,7 +67,7 @@ def _cgroup_mounts(proc: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
 
 
 def _left_of(version: int, directory: Path) -> int | None:
-    """Bytes below the limit of one cgroup, page cache not counted as used; None without a limit."""
+    """Bytes that one cgroup's limit leaves, where page cache does not count as used; None without a limit."""
     limits = [limit for name in _LIMITS[version] if (limit := _read_int(directory / name)) is not None]
     used = _read_int(directory / _USAGE[version])
     if not limits or used is None:
@@ -79,7 +80,7 @@ def _left_of(version: int, directory: Path) -> int | None:
 
 
 def _read_int(path: Path) -> int | None:
-    """The number in a file; None for "max" and where there is none."""
+    """The number in a file; None if the file contains "max" or cannot be read."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -87,9 +88,9 @@ def _read_int(path: Path) -> int | None:
 
 
 def engines_beside() -> list[psutil.Process]:
-    """Data parallel ranks that the same process started on this host, other than this engine.
+    """Processes of the other data parallel ranks that the same process started on this host.
 
-    NOTE: vLLM tells the ranks of a dense model nothing of each other, so their processes are looked for.
+    NOTE: the processes are searched for, because vLLM tells the ranks of a dense model nothing about each other.
     """
     engine = psutil.Process()
     with suppress(psutil.Error):
@@ -109,9 +110,9 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def host_pool_bytes(engine: psutil.Process, proc: Path = PROC) -> int:
-    """Shared memory that an engine and its ranks have taken already: its host pool, as far as it is pinned.
+    """Bytes of shared memory that an engine and its ranks have taken already: its host pool, as far as it is pinned.
 
-    A pool that several ranks map is shared among them.
+    A pool that several ranks map counts once.
     """
     num_kib = 0
     with suppress(psutil.Error):

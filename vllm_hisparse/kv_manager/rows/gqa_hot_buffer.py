@@ -17,16 +17,16 @@ from vllm_hisparse.ops.kv_heads import KVHeads
 
 
 class GQAHotBuffer(HotBuffer):
-    """A `HotBuffer` whose rows are units of one KV head (`KVHeads`), and what the algorithm knows of each request.
+    """A `HotBuffer` whose rows are units of one KV head (`KVHeads`), with the algorithm's state of each request.
 
     Args:
-        algorithm: selects the units.
+        algorithm: algorithm that selects units.
         shape: sizes.
-        head_stride: parts of KV heads from one device block to the next.
+        head_stride: distance from one device block to the next, in KV heads' parts of a block.
         memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks.
 
     Attributes:
-        state: of the algorithm.
+        state: the algorithm's state.
     """
 
     step: GQADecodeStep
@@ -57,16 +57,17 @@ class GQAHotBuffer(HotBuffer):
             self.step.reload_newest_units([self.requests.index_of(handle) for handle in changes])
 
     def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Represent the decoding requests' new tokens one after the other, and select for each what it would select if
-        it were the only one.
+        """Represent the decoding requests' new tokens and select for them, one token of each request after the other.
+
+        Each token is represented and selects before the next one is represented, so it selects as it would alone.
 
         Args:
-            layer_index: of the layer.
-            key: [batch * max_query_len, num_kv_heads, head_size], by place.
-            query: [batch * max_query_len, num_heads, head_size].
+            layer_index: index of the layer.
+            key: [batch * max_query_len, num_kv_heads, head_size], padded.
+            query: [batch * max_query_len, num_heads, head_size], padded.
 
         Returns:
-            [batch * num_kv_heads, max_query_len * num_selected] int32 units, selections of a request side by side.
+            [batch * num_kv_heads, max_query_len * num_selected] int32 units, with a request's selections side by side.
         """
         state, units, max_query_len = self.state.layers[layer_index], self.step.units, self.step.shape.max_query_len
         keys, queries = (rows.unflatten(0, (-1, max_query_len)) for rows in (key, query))
@@ -82,11 +83,12 @@ class GQAHotBuffer(HotBuffer):
         return SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_seq)
 
     def resolve(self, layer_index: int, selected_unit_ids: torch.Tensor) -> Resolved:
-        """A layer's swap-in without the copies, which depend on how the host orders a unit.
+        """Resolve a layer's selection without copying; the copies depend on the order of a unit's bytes on the host.
 
         Args:
-            layer_index: of the layer.
-            selected_unit_ids: [batch * num_heads, max_query_len * num_selected] int32 of the decoding requests' heads.
+            layer_index: index of the layer.
+            selected_unit_ids: [batch * num_heads, max_query_len * num_selected] int32 selections of the decoding
+                requests' KV heads.
         """
         residency, step, hot = self.residency[layer_index], self.step, self.layers[layer_index].hot
         assert step.tables is not None
@@ -94,21 +96,22 @@ class GQAHotBuffer(HotBuffer):
         return step.resolved
 
     def begin_decoding(self, handle: int, position: int) -> tuple[KeySpan, ...]:
-        """What to represent before the token at `position`, which a request decodes next."""
+        """Keys to represent before a request decodes the token at `position`."""
         return self.state.begin_decoding(self.requests.index_of(handle), position)
 
     def begin_prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
-        """What to represent when a chunk of the prompt, positions [first, last), is on the host; called before anything
-        of it becomes hot.
+        """Keys to represent when positions [first, last) of a prompt are on the host; called before any of them
+        becomes hot.
 
         Args:
-            request_index: of the request, or `num_requests` in a run without requests.
-            first, last: the chunk.
+            request_index: index of the request, or `num_requests` in a run without requests.
+            first, last: the chunk of the prompt, half-open.
         """
         if request_index == self.requests.num_requests:
             return ()
         if self.state.is_decoding(request_index):
-            # NOTE: a chunk of a prompt goes to the host alone, and may complete units that are hot.
+            # NOTE: hot units may become stale, because a chunk of a prompt is written to the host only and may complete
+            # them.
             self._empty(request_index)
         return self.state.prefill(request_index, first, last)
 
@@ -122,12 +125,12 @@ class GQAHotBuffer(HotBuffer):
 
 
 def view_units(cache: torch.Tensor, heads: KVHeads) -> HotRows:
-    """View a layer's cache as units of one KV head, each part of a block being a block.
+    """View a layer's cache as units of one KV head. In this view, each KV head's part of a block is a block.
 
     Args:
-        cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size], a whole number of heads' parts from
-            one block to the next.
-        heads: says that number, and how many rows a unit has.
+        cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size]; the distance from one block to the
+            next is a whole number of heads' parts.
+        heads: gives that number, and the rows of a unit.
     """
     num_blocks, num_heads, rows_per_block, width = cache.shape
     num_parts = heads.device_parts(num_blocks - 1).stop

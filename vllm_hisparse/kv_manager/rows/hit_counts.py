@@ -1,4 +1,4 @@
-"""Hits and misses: counted on the device by the swap-in operations, read without waiting for it."""
+"""Hits and misses: the swap-in operations count them on the device, and they are read without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a
 
 
 class CountSnapshot:
-    """The values of a small tensor as of now, readable once the device has got there.
+    """The present values of a small tensor, readable when the device has reached this point of the stream.
 
     Args:
         counts: [n] int64, on any device.
@@ -39,29 +39,31 @@ class HitCounts:
 
     Args:
         num_requests: requests that can run at once.
-        heads: of each.
-        device: where they are counted.
+        heads: KV heads of a request.
+        device: device that counts.
 
     Attributes:
-        by_seq: [num_requests * num_heads, 2] int64 hits and misses of each sequence index, never reset.
+        by_seq: [num_requests * num_heads, 2] int64 hits and misses of each sequence index; never reset.
     """
 
     def __init__(self, num_requests: int, heads: KVHeads, device: torch.device):
         self.by_seq = torch.zeros((num_requests * heads.num_heads, 2), dtype=torch.int64, device=device)
         self._heads = heads
         self._released: list[tuple[int, int, CountSnapshot]] = []
-        self._before = [(0, 0)] * num_requests  # by request index, when it was last released
+        self._before = [(0, 0)] * num_requests  # by request index: its counts when it was last released
         self._total: CountSnapshot | None = None
         self._num_takes, self._takes_per_snapshot = 0, 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
         self._reported = (0, 0)
 
     def release(self, handle: int, request_index: int) -> None:
-        """Note the counts of a request that ends."""
+        """Record the counts of a request that ends."""
         counts = self.by_seq[self._heads.seqs(request_index)].sum(0)
         self._released.append((handle, request_index, CountSnapshot(counts)))
 
     def take_released(self) -> list[tuple[int, int, int]]:
-        """Handle, hits and misses of released requests, in order; those whose counts have not arrived come later."""
+        """Handle, hits and misses of released requests, in order of release, up to the first whose counts have not yet
+        arrived on the host.
+        """
         taken = []
         while self._released and self._released[0][2].ready:
             handle, request_index, snapshot = self._released.pop(0)
@@ -72,7 +74,7 @@ class HitCounts:
         return taken
 
     def take(self) -> tuple[int, int]:
-        """Hits and misses of all requests since they were last reported; a device's counts arrive some calls later."""
+        """Hits and misses of all requests since the last report; counts of a device arrive some calls later."""
         if self._total is None:
             self._num_takes += 1
             if self._num_takes % self._takes_per_snapshot:

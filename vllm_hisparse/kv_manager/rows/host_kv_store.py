@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import mmap
 
 
-CHUNK_BYTES = 64 << 20  # of blocks that are copied together
+CHUNK_BYTES = 64 << 20  # bytes of blocks that are copied together
 
 
 class HostKVStore:
-    """Main KV and copies of device-resident KV, all host blocks in one allocation.
+    """Main KV and copies of device-resident KV in one allocation for all host blocks.
 
     Args:
         layout: byte ranges of the pool.
@@ -35,8 +35,8 @@ class HostKVStore:
     def __init__(self, layout: HostPoolLayout, main_layers: Sequence[str], dtype: torch.dtype, memory: mmap.mmap):
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         rows = (layout.num_blocks, layout.kv.block_size, -1)
-        # NOTE: a storage of its own for every layer. vLLM's NIXL worker takes layers of one storage for pages that lie
-        # side by side in every block.
+        # NOTE: every layer has a torch storage of its own, because vLLM's NIXL worker assumes that layers of one
+        # storage lie side by side in every block.
         layer_bytes = prod(layout.main_shape[1:])
         starts = range(layout.main_kv.start, layout.main_kv.stop, layer_bytes)
         self.main_kv = {
@@ -48,26 +48,26 @@ class HostKVStore:
         self._flat, self._device_view = flat, self.resident_kv
 
     def attach(self, device: torch.device) -> None:
-        """Let the device read and write the store: pins the memory, except for the CPU."""
+        """Let the device read and write the store; this pins the memory, except for the CPU."""
         if device.type != "cpu":
             self._pinned = PinnedMemory(self._flat)
             self._device_view = self._pinned.device_view(self.resident_kv)
 
     def save_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (device, host) blocks of all layers to the host.
+        """Copy blocks of all layers to the host.
 
         Args:
             cache: [num_device_blocks, bytes of all layers] uint8.
-            pairs: block ids.
+            pairs: (device, host) block ids.
         """
         self._copy(cache, self._device_view, pairs)
 
     def restore_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host, device) blocks of all layers to the device.
+        """Copy blocks of all layers to the device.
 
         Args:
             cache: [num_device_blocks, bytes of all layers] uint8.
-            pairs: block ids.
+            pairs: (host, device) block ids.
         """
         self._copy(self._device_view, cache, pairs)
 
@@ -77,7 +77,7 @@ class HostKVStore:
             torch.accelerator.current_stream().synchronize()
 
     def close(self) -> None:
-        """Unpin the memory, once the device is done with it."""
+        """Wait until the device is done with the memory, and unpin it."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
@@ -85,11 +85,12 @@ class HostKVStore:
     def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, through at most `CHUNK_BYTES` of device memory at a time.
 
-        NOTE: in words, not in bytes: a kernel of torch moves one element per lane, over the link to the host, too.
+        NOTE: blocks are copied in words, not in bytes, because torch's kernels move one element per lane, also over the
+        link to the host.
 
         Args:
             source, target: [blocks, bytes of all layers] uint8.
-            pairs: block ids in `source` and in `target`.
+            pairs: (source, target) block ids.
         """
         if not pairs:
             return
@@ -106,7 +107,11 @@ class HostKVStore:
 
 
 def widest_word(*blocks: torch.Tensor) -> torch.dtype:
-    """The largest integer dtype in which all of some tensors can be seen: each [blocks, bytes] uint8, blocks apart."""
+    """Return the largest integer dtype as which all tensors can be viewed.
+
+    Args:
+        blocks: tensors of [blocks, bytes] uint8, whose blocks may lie apart.
+    """
     for dtype in (torch.int64, torch.int32, torch.int16):
         sizes = [size for each in blocks for size in (each.data_ptr(), each.stride(0), each.shape[1])]
         if not any(size % dtype.itemsize for size in sizes):

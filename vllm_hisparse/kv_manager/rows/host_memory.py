@@ -1,4 +1,4 @@
-"""Memory of the host pool: a worker's own, or one for all tensor parallel ranks of an engine."""
+"""Memory of the host pool: one pool per worker, or one for all tensor parallel ranks of an engine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from vllm_hisparse.kv_manager.rows.free_memory import engines_beside, free_memor
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FREE_MEMORY_SHARE = 0.95  # of the memory that host and container leave
+FREE_MEMORY_SHARE = 0.95  # share of the free memory of host and container that host pools may take
 
 T = TypeVar("T")
-Gather = Callable[[Any], list[Any]]  # what every rank gives, by rank; also waits for all of them
+Gather = Callable[[Any], list[Any]]  # waits for all ranks, and returns the value that each rank gives, by rank
 
 
 @dataclass
@@ -29,8 +29,8 @@ class HostPoolMemory:
     """Memory of a host pool.
 
     Attributes:
-        memory: page-aligned, as cudaHostRegister and NIXL want it.
-        descriptor: of the file behind it, if others are to map it; on the rank that created it.
+        memory: the mapped memory, page-aligned, because cudaHostRegister and NIXL need that.
+        descriptor: descriptor of the file behind it, on the rank that created the file, if another process maps it.
     """
 
     memory: mmap.mmap
@@ -38,23 +38,23 @@ class HostPoolMemory:
 
     @property
     def file(self) -> HostPoolFile | None:
-        """How others find the memory."""
+        """The file by which other processes find the memory; None if they do not map it."""
         return None if self.descriptor is None else HostPoolFile.of(self.descriptor, len(self.memory))
 
     def close_file(self) -> None:
-        """Nobody else can map the memory any more; who has mapped it keeps it."""
+        """Close the file, so that nobody else can map the memory any more; existing mappings stay."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 def shares_host_pool(vllm_config: VllmConfig) -> bool:
-    """True if all ranks of the engine use one host pool: those of an MLA model hold the same rows."""
+    """True if all ranks of the engine use one host pool, because the ranks of an MLA model hold the same rows."""
     return vllm_config.model_config.use_mla and vllm_config.parallel_config.tensor_parallel_size > 1
 
 
 def num_host_pools(vllm_config: VllmConfig) -> int:
-    """Host pools of the engine: one, or one for the KV heads of each rank."""
+    """Number of host pools of the engine: one, or one for each rank's KV heads."""
     return 1 if shares_host_pool(vllm_config) else vllm_config.parallel_config.tensor_parallel_size
 
 
@@ -65,18 +65,18 @@ def allocate_host_pool(
     has_file: bool = False,
     buffer_bytes: int = 0,
 ) -> HostPoolMemory:
-    """The host pool of this rank; called by all ranks of the engine together.
+    """Allocate the host pool of this rank; all ranks of the engine call this together.
 
     Args:
-        num_bytes: of one pool.
+        num_bytes: size of one pool.
         vllm_config: the engine's configuration.
-        size_option: the option that asked for this size and its value, for the error message.
-        has_file: whether the scheduler's process is to map it.
-        buffer_bytes: of the tiers' transfer buffer, which the engine takes later.
+        size_option: the option that sets the size, and its value, for the error message.
+        has_file: whether the scheduler's process maps the pool.
+        buffer_bytes: size of the tiers' transfer buffer, which the engine takes later.
 
     Raises:
-        HiSparseConfigError: less memory is free, or ranks that share a pool run on several hosts.
-        RuntimeError: on the other ranks, when it fails on one.
+        HiSparseConfigError: too little memory is free, or ranks that share a pool run on several hosts.
+        RuntimeError: the allocation failed on another rank.
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         check_free_memory(num_bytes, size_option, buffer_bytes)
@@ -91,7 +91,7 @@ def allocate_host_pool(
 
     if not shares_host_pool(vllm_config):
         num_bytes_here = num_bytes * (group.world_size if is_one_host else 1)
-        # NOTE: no rank pins its pool before every rank has looked: pinned memory is not free any more.
+        # NOTE: no rank may pin its pool before every rank has checked, because pinned memory is not free any more.
         _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option, buffer_bytes))
         return _own_memory(num_bytes, has_file)
     if not is_one_host:
@@ -105,13 +105,13 @@ def allocate_host_pool(
 
 
 def check_free_memory(num_bytes: int, size_option: tuple[str, float], buffer_bytes: int = 0) -> None:
-    """Refuse host pools that the free memory cannot hold, with those of the data parallel ranks beside this one.
+    """Refuse host pools for which too little memory is free, if each data parallel rank beside this one takes as much.
 
     Raises:
-        HiSparseConfigError: less than `num_bytes` and `buffer_bytes` together is free for this engine.
+        HiSparseConfigError: less than `num_bytes + buffer_bytes` is free for this engine.
     """
     free, others = free_memory(), engines_beside()
-    # Memory that the others have taken already is not free any more: it counts, whichever rank looks first.
+    # Memory that the others have taken is not free any more. It is added, so that all ranks see the same total.
     taken = sum(min(host_pool_bytes(engine), num_bytes + buffer_bytes) for engine in others)
     available = (int(free.num_bytes * FREE_MEMORY_SHARE) + taken) // (1 + len(others)) - buffer_bytes
     if num_bytes > available:
@@ -126,7 +126,7 @@ def check_free_memory(num_bytes: int, size_option: tuple[str, float], buffer_byt
 
 
 def _own_memory(num_bytes: int, has_file: bool) -> HostPoolMemory:
-    """A pool that no other rank uses."""
+    """Allocate a pool that no other rank uses."""
     if not has_file:
         return HostPoolMemory(mmap.mmap(-1, num_bytes))
     descriptor = _create_file(num_bytes)
@@ -134,10 +134,10 @@ def _own_memory(num_bytes: int, has_file: bool) -> HostPoolMemory:
 
 
 def _create_file(num_bytes: int) -> int:
-    """Memory as a file.
+    """Create memory as a file, and return its descriptor.
 
-    NOTE: without a name in a file system, so that nothing remains of a killed engine and no size limit of /dev/shm, 64
-    MiB in most containers, applies.
+    NOTE: the file has no name in a file system. Therefore nothing remains of a killed engine, and the size limit of
+    /dev/shm, 64 MiB in most containers, does not apply.
     """
     file = os.memfd_create("hisparse-host-pool")
     os.ftruncate(file, num_bytes)
@@ -147,9 +147,9 @@ def _create_file(num_bytes: int) -> int:
 def _share(
     num_bytes: int, size_option: tuple[str, float], buffer_bytes: int, is_owner: bool, gather: Gather, keeps_file: bool
 ) -> HostPoolMemory:
-    """Map what the owner creates.
+    """Map one pool on all ranks; the owner creates it.
 
-    Every rank writes all rows, each to the same place and the same values, so that no rank waits for another one's.
+    Every rank writes all rows, with the same values to the same places, so that no rank has to wait for another.
     """
 
     def create() -> int | None:
@@ -180,7 +180,7 @@ def _map(file: HostPoolFile) -> mmap.mmap:
 
 
 def _on_all_ranks(gather: Gather, action: Callable[[], T]) -> T:
-    """Do something on every rank; when it fails on one it fails on all, so that none waits for another for ever."""
+    """Run an action on every rank. If it fails on one, it fails on all, so that no rank waits for another for ever."""
     result, failure = None, None
     try:
         result = action()

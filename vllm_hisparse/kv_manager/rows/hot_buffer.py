@@ -1,4 +1,4 @@
-"""Hot buffer: which rows of the running requests are on the device (worker side)."""
+"""Hot buffer: keeps track of the rows of running requests that are on the device (worker side)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class HotBufferShape:
         block_size: tokens of a host block.
         num_device_blocks: blocks of vLLM's device pool.
         max_hot_blocks: hot blocks that a request can have.
-        rows_per_hot_block: hot tokens of a layer in a block.
-        max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
+        rows_per_hot_block: hot rows of a layer in a device block.
+        max_query_len: tokens that a decoding request computes in a step: one and its drafts.
         state_columns: as in `RequestTable`.
     """
 
@@ -49,7 +49,7 @@ class HotBufferShape:
     state_columns: Sequence[int] = ()
 
     def holds_all(self, num_requests: int) -> bool:
-        """Whether so many sequences may all be wholly hot, however long they are."""
+        """Return True if `num_requests` of the longest sequences can all be hot as a whole."""
         longest = self.max_blocks * self.block_size
         return num_requests * longest <= self.num_device_blocks * self.rows_per_hot_block
 
@@ -59,12 +59,12 @@ class Seeds:
     """Units of a request that become hot when a chunk of its prompt is computed: the latest whole ones that fit.
 
     Attributes:
-        seq_indices: [num_heads] int64.
+        seq_indices: [num_heads] int64 sequence indices.
         first, last: the units, half-open.
-        hot_row_ids: [num_heads, last - first] int64 flat hot row of each.
-        entries: [num_heads, last - first] int64 entry of each in a residency.
-        held: [num_heads, last - first] int32 unit of each entry; -1 where there is no slot for it.
-        stale_entries: [num_heads, n] int64 of hot rows that become empty.
+        hot_row_ids: [num_heads, last - first] int64 flat hot row of each unit.
+        entries: [num_heads, last - first] int64 entry of each unit in a residency.
+        held: [num_heads, last - first] int32 unit that each entry holds from now on; -1 if there is no slot for it.
+        stale_entries: [num_heads, n] int64 entries of hot rows that become empty.
     """
 
     seq_indices: torch.Tensor
@@ -77,31 +77,32 @@ class Seeds:
 
     @property
     def units(self) -> torch.Tensor:
-        """[last - first] int64."""
+        """The units: [last - first] int64."""
         return torch.arange(self.first, self.last, device=self.hot_row_ids.device)
 
 
 class HotBuffer(ABC):
-    """Residency of all hot buffers: what those of both model families share.
+    """The hot buffers of all requests: tables, residency and counts, as far as both model families share them.
 
-    The residency lies in static tensors, so that a CUDA graph may replay what changes it; what the host changes is
-    enqueued on the current stream and never waits for the device.
+    The residency lies in static tensors, so that a CUDA graph may replay the kernels that change it. Changes by the
+    host are enqueued on the current stream and never wait for the device.
 
     Args:
         shape: sizes.
         heads: KV heads that select for themselves.
         table: residency of all layers, on the device of the hot rows.
-        selects: whether each layer selects, or shares selections and residency with the last one that does.
+        selects: for each layer, True if it selects; False if it shares selection and residency with the last layer
+            that does.
 
     Attributes:
         ops: swap-in operations of the device.
         requests: the running requests.
-        layers: where each layer keeps its rows, in order; `add_layer` fills it.
-        residency: of each layer, in the table.
-        selects: of each layer.
+        layers: rows of each layer, in order; `add_layer` fills it.
+        residency: residency of each layer, in the table.
+        selects: as in the arguments.
         counts: hits and misses.
-        staged_bytes: of prompts' history, copied from the host for their next chunks since `take_staged_bytes`.
-        step: the running step's decoding requests.
+        staged_bytes: bytes of prompts' histories that were copied from the host since the last `take_staged_bytes`.
+        step: decoding requests of the running step.
     """
 
     step: DecodeStep
@@ -131,23 +132,23 @@ class HotBuffer(ABC):
         return StepShape(max_batch, num_selected, units_per_block, shape.max_query_len)
 
     def add_layer(self, hot: HotRows, host: torch.Tensor) -> None:
-        """Say where the next layer keeps its rows; called once per layer, in order.
+        """Add the rows of the next layer; called once per layer, in order.
 
         Args:
-            hot: on the device.
-            host: [num_host_rows, row elements] in the host pool.
+            hot: hot rows on the device.
+            host: [num_host_rows, row elements] rows in the host pool.
         """
         self.layers.append(LayerRows(hot, host))
 
     def extend_tables(self, changes: TableChanges) -> None:
-        """Append host blocks to requests' tables; a run from block 0 on starts a request without hot blocks."""
+        """Append host blocks to requests' tables; a change from index 0 on starts a request without hot blocks."""
         for handle, (first, _) in changes.items():
             if first == 0:
                 self._start(self.requests.add(handle))
         self.requests.extend(changes)
 
     def change_hot_tables(self, changes: TableChanges) -> None:
-        """Set requests' hot blocks. Blocks that a request did not have are empty."""
+        """Set requests' hot blocks. Rows of blocks that a request did not have before become empty."""
         blocks_of = [self.requests.hot_blocks[self.requests.index_of(handle)] for handle in changes]
         moved = [blocks for blocks, (first, _) in zip(blocks_of, changes.values(), strict=True) if first < len(blocks)]
         if added := self.requests.change_hot(changes):
@@ -162,21 +163,23 @@ class HotBuffer(ABC):
 
     @abstractmethod
     def _start(self, request_index: int) -> None:
-        """Prepare for a request that has none of its rows on the device."""
+        """Prepare for a request that has no rows on the device."""
 
     def _empty(self, request_index: int) -> None:
-        """Forget what a request has hot."""
+        """Make all hot rows of a request empty."""
         self._empty_blocks(self.requests.hot_blocks[request_index])
 
     def _empty_blocks(self, blocks: Sequence[int]) -> None:
         self.table.empty(self.requests.to_device(torch.tensor(blocks, dtype=torch.int64)))
 
     def _empty_latest(self, moved: Sequence[Sequence[int]]) -> None:
-        """Empty rows of the last step of requests that were moved: the next step may compute its positions again, where
-        they were rejected or a session's turn drops them, and its units may not be whole.
+        """Make the rows of the last step empty for requests whose blocks have moved.
+
+        The next step may compute these positions again, because drafts were rejected or a session's turn drops tokens;
+        and the last units may be partial.
 
         Args:
-            moved: blocks of each request.
+            moved: hot blocks of each request.
         """
         owned = [(block, number) for number, blocks in enumerate(moved) for block in blocks]
         blocks, owners = self.requests.to_device(torch.tensor(owned).t().contiguous())
@@ -184,18 +187,21 @@ class HotBuffer(ABC):
 
     @abstractmethod
     def swap_in_of(self, layer_index: int) -> SwapIn:
-        """What makes a layer's selection hot."""
+        """Choose the way in which a layer makes its selection hot."""
 
     def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
-        """What becomes hot when a chunk of a prompt is computed, whatever brought the tokens before it: unit u in slot
-        u if a next token would fit into the request's hot blocks (`SwapInOps`), else the latest units, as many as there
-        are slots for, in slot u modulo their number.
+        """Choose the units that become hot when a chunk of a prompt is computed.
 
-        NOTE: how many hot blocks a request has is known on the device; the host knows the most that any request has.
+        If the next token would still fit into the request's hot blocks (`SwapInOps`), unit u goes to slot u. If not,
+        the latest units become hot, as many as there are slots, and unit u goes to slot u modulo the number of slots.
+        It does not matter how the tokens before the chunk were computed or loaded.
+
+        NOTE: only the device knows how many hot blocks this request has, so the host computes with the largest number
+        of hot blocks of any request.
 
         Args:
-            handle: [1] int32 first hot block of the request.
-            num_tokens: of the request, the chunk's included.
+            handle: [1] int32 handle of the request.
+            num_tokens: tokens of the request, including the chunk.
         """
         hot, num_new = self.layers[0].hot, self.shape.max_query_len
         last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, max(map(len, self.requests.hot_blocks))
@@ -208,7 +214,7 @@ class HotBuffer(ABC):
         is_kept = fits | (units >= last_unit - num_slots)
         slots = units.where(fits, units % num_slots)
         reserved = num_slots + torch.arange(num_new, device=handle.device)
-        return Seeds(  # where nothing is kept, row and entry 0, which are of the null block
+        return Seeds(  # units that are not kept go to row 0 and entry 0, which belong to the null block
             seqs,
             first_unit,
             last_unit,
@@ -219,21 +225,21 @@ class HotBuffer(ABC):
         )
 
     def seed(self, layer_index: int, seeds: Seeds) -> None:
-        """Record seeds whose rows have been written; later units count as used later.
+        """Record seeds whose rows have been written. Later units count as used later.
 
         Args:
-            layer_index: of the layer.
-            seeds: from `seeds`.
+            layer_index: index of the layer.
+            seeds: result of `seeds`.
         """
         residency = self.residency[layer_index]
         residency.positions[seeds.stale_entries] = -1
         residency.positions[seeds.entries] = residency.last_uses[seeds.entries] = seeds.held
 
     def staging_memory(self) -> torch.Tensor:
-        """Device memory for the longest request in one layer, shared by all layers; allocated when first asked for.
+        """Device memory for the longest request in one layer, shared by all layers; allocated at the first call.
 
         Returns:
-            [max_blocks, block_size, row elements] of whole tokens, in the dtype of hot rows.
+            [max_blocks, block_size, row elements], rows with all KV heads of a token, in the dtype of hot rows.
         """
         if self._staging is None:
             rows = self.layers[0].hot.rows
@@ -242,7 +248,7 @@ class HotBuffer(ABC):
         return self._staging
 
     def take_staged_bytes(self) -> int:
-        """`staged_bytes`, which starts from 0 again."""
+        """Return `staged_bytes` and set it to 0."""
         taken, self.staged_bytes = self.staged_bytes, 0
         return taken
 

@@ -22,14 +22,14 @@ from vllm_hisparse.ops.limits import NUM_STREAMS
 
 
 class MLAHotBuffer(HotBuffer):
-    """A `HotBuffer` whose newest rows go to the host at the end of a step, those of all layers at once.
+    """A `HotBuffer` whose newest rows are copied to the host at the end of a step, for all layers at once.
 
     Args:
         shape: sizes.
-        device: where the hot rows are.
+        device: device of the hot rows.
         selects: as in `HotBuffer`; None: every layer selects.
-        copies_ahead: whether rows of layers that share a selection are copied while the layers before them run, on a
-            CUDA stream of their own; None: on CUDA.
+        copies_ahead: whether rows of layers that share a selection are copied on a CUDA stream of their own while the
+            layers before them run; None: True on CUDA.
     """
 
     step: MLADecodeStep
@@ -49,7 +49,7 @@ class MLAHotBuffer(HotBuffer):
 
     @cached_property
     def streams(self) -> list[torch.cuda.Stream]:
-        """CUDA streams beside the main one: copies for layers that follow use the first, microbatches all of them."""
+        """CUDA streams beside the main one. Copies for layers that share a selection use the first stream only."""
         return [torch.cuda.Stream(self.device) for _ in range(NUM_STREAMS - 1)]
 
     def swap_in_of(self, layer_index: int) -> SwapIn:
@@ -67,8 +67,8 @@ class MLAHotBuffer(HotBuffer):
 
     @cached_property
     def _copied(self) -> list[torch.cuda.Event]:
-        """Recorded when the rows of a layer have been copied."""
+        """An event per layer, recorded when the layer's rows have been copied."""
         return [torch.cuda.Event() for _ in self.selects]
 
     def _start(self, request_index: int) -> None:
-        """Nothing to do: a released index is left empty."""
+        """Do nothing: the tables of a released index are empty already."""

@@ -6,16 +6,16 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-CHUNK_BYTES = 64 * 2**30  # drivers limit one registration (vllm/v1/kv_offload/cpu/gpu_worker.py has the same bound)
+CHUNK_BYTES = 64 * 2**30  # drivers limit the size of one registration; vllm/v1/kv_offload/cpu/gpu_worker.py: same bound
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
 class PinnedMemory:
-    """Registers existing memory with CUDA, at its exact size: torch's own pinned allocator rounds up to powers of two.
+    """Registers existing memory with CUDA, because torch's own pinned allocator rounds sizes up to powers of two.
 
     Args:
-        memory: contiguous, page-aligned.
+        memory: tensor to register, contiguous and page-aligned.
 
     Raises:
         RuntimeError: CUDA refuses, most often because of the limit of locked memory.
@@ -35,7 +35,7 @@ class PinnedMemory:
             self._chunks.append(start)
 
     def device_view(self, part: torch.Tensor) -> torch.Tensor:
-        """A device tensor over the same bytes; valid until `close`."""
+        """Return a device tensor over the same bytes, valid until `close`."""
         return get_accelerator_view_from_cpu_tensor(part)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Prefill on CUDA: the history of requests with several query tokens, staged from the host for one layer at a time."""
+"""Prefill on CUDA: histories of prefilling requests, copied from the host to the device for one layer at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, Seeds
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """One request of a group, as the metadata says.
+    """One request of a group, as the attention metadata describes it.
 
     Attributes:
         first, last: positions of its query tokens, half-open.
         first_block: staging block of its position 0.
-        handle: [1] int32 first hot block.
+        handle: [1] int32 handle.
     """
 
     first: int
@@ -37,11 +37,11 @@ class PrefillPlan:
     """Work for one prefilling request in every layer.
 
     Attributes:
-        request: what the metadata says.
-        host_table: [blocks] int32 host blocks, -1 beyond.
-        seeds: what becomes hot.
-        staged_seeds: [KV heads, units] int64 where that is in the staging memory, in units of one head.
-        key_spans: what a dense model's algorithm has yet to see, once the query tokens are on the host.
+        request: the request.
+        host_table: [blocks] int32 host blocks, -1 beyond the request's blocks.
+        seeds: units that become hot.
+        staged_seeds: [KV heads, units] int64 places of the seeds in the staging memory, in units of one KV head.
+        key_spans: keys that a dense model's algorithm represents once the query tokens are on the host.
     """
 
     request: PrefillRequest
@@ -56,11 +56,11 @@ class PrefillGroup:
     """Requests whose histories fit in the staging memory together.
 
     Attributes:
-        tokens: their tokens in the step's batch.
-        requests: in the batch's order.
-        slots: [tokens] int64 row of the staging memory of each token.
+        tokens: the requests' tokens in the step's batch.
+        requests: the requests, in the order of the batch.
+        slots: [tokens] int64 row of each token in the staging memory.
         metadata: vLLM's metadata over the staged block tables.
-        plans: of the requests, made by the first layer (`PrefillStaging.plan`) for all.
+        plans: a plan for each request; the first layer makes them for all layers (`PrefillStaging.plan`).
     """
 
     tokens: slice
@@ -74,7 +74,8 @@ class PrefillStaging:
     """Device memory for the KV of whole requests in one layer, shared by all layers.
 
     Args:
-        hot_buffer: of the model. Its staging memory, [blocks, block_size, row elements], holds the longest request.
+        hot_buffer: hot buffer of the model. Its staging memory, [blocks, block_size, row elements], holds the longest
+            request.
     """
 
     def __init__(self, hot_buffer: HotBuffer):
@@ -92,8 +93,8 @@ class PrefillStaging:
 
         Args:
             common: the step's batch.
-            first_request: first prefilling request.
-            build: vLLM's metadata from a part of the batch.
+            first_request: index of the first prefilling request.
+            build: makes vLLM's metadata for a part of the batch.
         """
         starts = common.query_start_loc_cpu.tolist()
         seq_lens = common.seq_lens_cpu_upper_bound.tolist()
@@ -112,16 +113,17 @@ class PrefillStaging:
     def plan(self, group: PrefillGroup) -> None:
         """Look the requests up; called by the first layer before it loads.
 
-        NOTE: not when the metadata is built: the connector tells the worker of new requests after that.
+        NOTE: this cannot be done when the metadata is built, because the connector tells the worker of new requests
+        after that.
         """
         group.plans = tuple(self._plan(request) for request in group.requests)
 
     def load(self, group: PrefillGroup, host_rows: torch.Tensor) -> None:
-        """Copy what came before the query tokens from the host.
+        """Copy the rows before the query tokens from the host.
 
         Args:
-            group: with plans.
-            host_rows: [num_host_rows, row elements] of the layer.
+            group: a group with plans.
+            host_rows: [num_host_rows, row elements] host rows of the layer.
         """
         for plan in group.plans:
             history = self._rows_of(plan.request, 0, self._num_rows_to_load(plan.request))
@@ -129,11 +131,11 @@ class PrefillStaging:
             self.hot_buffer.staged_bytes += history.nbytes
 
     def store(self, group: PrefillGroup, layer_index: int, host_rows: torch.Tensor) -> None:
-        """Bring the query tokens' rows to the host, and the latest rows of the request to its hot buffer.
+        """Copy the query tokens' rows to the host, and the latest rows of each request to its hot buffer.
 
         Args:
-            group: with plans.
-            layer_index: of the layer.
+            group: a group with plans.
+            layer_index: index of the layer.
             host_rows: as in `load`.
         """
         for plan in group.plans:
@@ -143,7 +145,7 @@ class PrefillStaging:
             self._seed(plan, layer_index)
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
-        """The plan for a request of an MLA model."""
+        """Make the plan for a request of a DSA model."""
         requests = self.hot_buffer.requests
         return self._make_plan(request, requests.host_table(requests.find(request.handle))[0], key_spans=())
 
@@ -193,11 +195,11 @@ class PrefillStaging:
         block_table = self._block_table(requests, max(seq_lens[first:last]))
         part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
         tokens = slice(starts[first], starts[last])
-        # NOTE: vLLM warms up with requests longer than `max_model_len`: their last tokens share a row.
+        # NOTE: the last tokens share a row if a request is longer than `max_model_len`, as in vLLM's warm-up.
         return PrefillGroup(tokens, tuple(requests), torch.cat(slots).clamp_max(num_rows - 1), build(part))
 
     def _block_table(self, requests: list[PrefillRequest], max_seq_len: int) -> torch.Tensor:
-        """[requests, blocks of the longest] int32 staging blocks."""
+        """Staging blocks of each request: [requests, blocks of the longest request] int32."""
         first_blocks = torch.tensor([request.first_block for request in requests], dtype=torch.int32)
         columns = torch.arange(cdiv(max_seq_len, self.block_size), dtype=torch.int32)
         table = (first_blocks[:, None] + columns).clamp_max(self.num_blocks - 1)
@@ -205,23 +207,23 @@ class PrefillStaging:
 
 
 class WholeBlockStaging(PrefillStaging):
-    """Staging for a dense model, whose blocks are ordered by KV head first, so that only whole blocks can be copied.
+    """Staging for a dense model. It copies whole blocks only, because blocks are ordered by KV head first.
 
     Args:
-        hot_buffer: of the model.
+        hot_buffer: hot buffer of the model.
     """
 
     hot_buffer: GQAHotBuffer
 
     def load_span(self, span: KeySpan, host_rows: torch.Tensor) -> torch.Tensor:
-        """Copy the blocks of some keys of one request, at the start of the staging memory.
+        """Copy the blocks that contain some keys of one request to the start of the staging memory.
 
         Args:
-            span: which keys.
+            span: the keys.
             host_rows: as in `load`.
 
         Returns:
-            [blocks, block_size, row elements], from the block of `span.first` on.
+            [blocks, block_size, row elements]; the first block contains position `span.first`.
         """
         first_block, last_block = span.first // self.block_size, cdiv(span.last, self.block_size)
         host_table = self.hot_buffer.requests.host_table(span.request_index)[first_block:last_block].contiguous()
@@ -234,7 +236,7 @@ class WholeBlockStaging(PrefillStaging):
         requests = self.hot_buffer.requests
         request_index = requests.take_prefill(request.first, request.last)
         if request_index is None:
-            # NOTE: waits for the device, but only if several requests prefill the same positions in this step.
+            # NOTE: this waits for the device, but only if several requests prefill the same positions in this step.
             request_index = int(requests.find(request.handle))
         key_spans = self.hot_buffer.begin_prefill(request_index, request.first, request.last)
         return self._make_plan(request, requests.host_table(request_index), key_spans)
@@ -248,7 +250,7 @@ class WholeBlockStaging(PrefillStaging):
 
 
 def slice_requests(common: CommonAttentionMetadata, first: int, last: int) -> CommonAttentionMetadata:
-    """The part of a batch with requests [first, last)."""
+    """Return the part of a batch with requests [first, last)."""
     if first == 0 and last == common.num_reqs:
         return common
     starts = common.query_start_loc_cpu[first : last + 1]

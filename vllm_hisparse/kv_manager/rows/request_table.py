@@ -8,14 +8,14 @@ import torch
 
 from vllm_hisparse.ops.kv_heads import KVHeads
 
-# handle -> first block of a run in its table, and the ids of the run's blocks
+# handle -> index in the request's table of the first changed block, and the ids of the blocks from there on
 TableChanges = Mapping[int, tuple[int, Sequence[int]]]
 
-NULL_BLOCK = 0  # of vLLM's device pool; no request's
+NULL_BLOCK = 0  # block of vLLM's device pool that belongs to no request
 
 
 class RequestTable:
-    """Finds a request's index by its handle, the first of its hot blocks, on the host and on the device.
+    """Finds a request's index by its handle, the id of its first hot block, on the host and on the device.
 
     Its tensors are static, so that a CUDA graph may read them; changes are enqueued on the current stream and never
     wait for the device.
@@ -24,24 +24,24 @@ class RequestTable:
         num_requests: requests that can run at once.
         max_blocks: host blocks of the longest request.
         max_hot_blocks: hot blocks that a request can have.
-        rows_per_hot_block: hot rows of a head in a block.
+        rows_per_hot_block: hot rows of a KV head in a block.
         num_device_blocks: blocks of vLLM's device pool.
-        heads: how heads' sequences and parts of blocks are numbered.
-        device: where the tables are read.
-        state_columns: of each state block that the longest request has, its place in `state_tables`.
+        heads: numbering of KV heads' sequences and of their parts of blocks.
+        device: device that reads the tables.
+        state_columns: column in `state_tables` of each state block of the longest request.
 
     Attributes:
-        num_requests: request indices are below it; it stands for no request.
-        num_seqs: sequence indices are below it; it stands for no request.
+        num_requests: upper bound of request indices; as an index, it stands for no request.
+        num_seqs: upper bound of sequence indices; as an index, it stands for no request.
         seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a handle, -1 elsewhere.
-        hot_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks; of no request, and beyond a request's
-            blocks, the null block's.
+        hot_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks. Entries beyond a request's blocks, and the
+            entries for no request, name the null block.
         num_hot_rows: [num_seqs + 1] int32 rows of these parts.
-        hot_blocks: of each request index.
-        state_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state; of no
-            request, and beyond a request's blocks, the null block.
-        host_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond. The last entry is of no
-            request: steps that vLLM runs without requests (profiling, padding) read it.
+        hot_blocks: hot block ids by request index.
+        state_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state. Entries
+            beyond a request's blocks, and the entries for no request, name the null block.
+        host_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond a request's blocks. Steps that
+            vLLM runs without requests (profiling, padding) read the last row, which is for no request.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class RequestTable:
         self._prefills: dict[tuple[int, int], list[int]] = {}  # first and last position -> request indices
 
     def __len__(self) -> int:
-        """Requests that run."""
+        """Number of running requests."""
         return len(self._index_by_handle)
 
     def add(self, handle: int) -> int:
-        """Start a request without blocks; returns its index.
+        """Start a request without blocks; return its index.
 
         Raises:
-            IndexError: `num_requests` run already.
+            IndexError: `num_requests` requests run already.
         """
         index = self._index_by_handle[handle] = self._free_indices.pop()
         self.seq_indices[self.heads.device_parts(handle)] = self._all_seqs[self.heads.seqs(index)]
         return index
 
     def extend(self, changes: TableChanges) -> None:
-        """Set requests' host blocks."""
+        """Append host blocks to requests' tables."""
         if changes:
             indices, columns, host_ids = self._entries(changes)
             places = self._places_by_head(self.host_tables, indices, columns)
@@ -101,7 +101,7 @@ class RequestTable:
             self._write(self.state_tables, places, block_ids)
 
     def change_hot(self, changes: TableChanges) -> list[int]:
-        """Set requests' hot blocks; returns those that their requests did not have."""
+        """Set requests' hot blocks; return the blocks that a request did not have before."""
         if not changes:
             return []
         added, num_rows, runs = [], [], {}
@@ -120,7 +120,7 @@ class RequestTable:
         return added
 
     def remove(self, handle: int) -> int:
-        """Forget a request; returns the index that it had."""
+        """Forget a request; return its former index."""
         index = self._index_by_handle.pop(handle)
         self.seq_indices[self.heads.device_parts(handle)] = -1
         self.host_tables[self.heads.seqs(index)] = -1
@@ -139,41 +139,45 @@ class RequestTable:
         return self._index_by_handle[handle]
 
     def expect_prefills(self, prefills: Collection[tuple[int, int, int]]) -> None:
-        """Say which requests prefill in the next step.
+        """Set the requests that prefill in the next step.
 
         Args:
-            prefills: handle of each, and its positions, half-open.
+            prefills: (handle, first, last) of each request, which computes positions [first, last).
         """
         self._prefills = {}
         for handle, first, last in prefills:
             self._prefills.setdefault((first, last), []).append(self._index_by_handle[handle])
 
     def take_prefill(self, first: int, last: int) -> int | None:
-        """Index of the request that prefills positions [first, last) in this step, once; None if none or several do."""
+        """Take the index of the request that prefills positions [first, last) in this step.
+
+        Returns:
+            The index; None at a second call, and if no request or several requests prefill these positions.
+        """
         found = self._prefills.pop((first, last), [])
         return found[0] if len(found) == 1 else None
 
     def find(self, handles: torch.Tensor) -> torch.Tensor:
-        """Index of each request, [batch] int64; `num_requests` where there is none.
+        """Index of each request, [batch] int64; `num_requests` for an unknown handle.
 
         Args:
-            handles: [batch] int32 first hot blocks.
+            handles: [batch] int32.
         """
         return self.heads.request_indices(self._find_seqs(self.heads.first_parts(handles)))
 
     def find_seqs(self, handle: torch.Tensor) -> torch.Tensor:
-        """State index of each head of a request, [num_heads] int64; `num_seqs` where there is none.
+        """Sequence index of each KV head of a request, [num_heads] int64; `num_seqs` for an unknown handle.
 
         Args:
-            handle: [1] int32 first hot block.
+            handle: [1] int32.
         """
         return self._find_seqs(self.heads.parts_of(handle)[0])
 
     def host_table(self, request_index: int | torch.Tensor) -> torch.Tensor:
-        """Host blocks of requests, -1 beyond.
+        """Host blocks of requests, -1 beyond a request's blocks.
 
         Args:
-            request_index: one, or [n] int64.
+            request_index: one index, or [n] int64.
 
         Returns:
             [max_blocks] or [n, max_blocks] int32.
@@ -181,7 +185,7 @@ class RequestTable:
         return self.heads.host_blocks(self.host_tables[request_index * self.heads.num_heads])
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host on the device, without waiting."""
+        """Copy a tensor of the host to the device, without waiting."""
         return tensor.pin_memory().to(self.seq_indices.device, non_blocking=True) if self._pin_memory else tensor
 
     def check_integrity(self) -> None:
@@ -202,11 +206,11 @@ class RequestTable:
             assert not self.state_tables[index].any(), "a free index has blocks of an algorithm's state"
 
     def _entries(self, changes: TableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Request index, place in its request's table, and id of each block of changes; all [blocks] int64."""
+        """Flatten changes into each block's request index, its column in the table, and its id; all [blocks] int64."""
         return _flatten([self.index_of(handle) for handle in changes], changes.values())
 
     def _places_by_head(self, table: torch.Tensor, indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Where blocks go in a flat table by sequence index: [num_heads, blocks] int64."""
+        """Places of blocks in a flattened table that has a row per sequence: [num_heads, blocks] int64."""
         seqs = self.heads.seq_indices(indices).view(-1, self.heads.num_heads)
         return seqs.t() * table.shape[1] + columns
 
@@ -214,7 +218,7 @@ class RequestTable:
         """Set entries of a table, in one copy to the device.
 
         Args:
-            places: int64, in the flat table; each once.
+            places: int64 indices into the flattened table, each index once.
             values: int64, in the shape of `places`.
         """
         places, values = self.to_device(torch.stack((places.flatten(), values.flatten())))
@@ -228,14 +232,14 @@ class RequestTable:
 def _flatten(
     indices: Sequence[int], runs: Collection[tuple[int, Sequence[int]]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The runs' blocks one after the other: index of the run, place, id; all [blocks] int64.
+    """List the blocks of all runs: the index of the block's run, its column, its id; all [blocks] int64.
 
     Args:
-        indices: of each run.
-        runs: place of the first block, and ids of all.
+        indices: index of each run.
+        runs: column of each run's first block, and the ids of its blocks, which are in consecutive columns.
     """
     lengths = torch.tensor([len(run) for _, run in runs])
-    # The n-th of all blocks is `n - start` blocks behind the first one of its run.
+    # Block n of the list is `n - start` columns behind the first block of its run, which is block `start` of the list.
     offsets = torch.tensor([first for first, _ in runs]) - (lengths.cumsum(0) - lengths)
     columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
     block_ids = torch.tensor([block_id for _, run in runs for block_id in run], dtype=torch.int64)

@@ -1,8 +1,8 @@
 """Device memory for residency, held while vLLM measures how much is left for its KV cache.
 
-vLLM gives its KV cache all that is left of its share of the device, counting what is allocated at the end of a
-profiling run. Residency is proportional to the KV cache, so its size is known only afterwards. The most that it can be
-is allocated before that run and given back when the hot buffers are made.
+At the end of a profiling run, vLLM gives its KV cache all unallocated memory of its share of the device. Residency is
+proportional to the KV cache, so its size is known only afterwards. Therefore the largest possible size is allocated
+before that run, and given back when the hot buffers are made.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _reserve: _Reserve | None = None
 def reserve_residency(layout: KVLayout, vllm_config: VllmConfig) -> None:
     """Allocate as much device memory as the residency can take, once per engine.
 
-    Nothing happens on the CPU, or if the user gives the KV cache's size (`--kv-cache-memory-bytes`).
+    Nothing happens on the CPU, or if the user sets the KV cache's size (`--kv-cache-memory-bytes`).
 
     Args:
-        layout: of the device blocks.
-        vllm_config: of the engine.
+        layout: sizes of the device blocks.
+        vllm_config: configuration of the engine.
     """
     global _reserve
     is_cuda = vllm_config.device_config.device_type == "cuda"
@@ -54,24 +54,24 @@ def reserve_residency(layout: KVLayout, vllm_config: VllmConfig) -> None:
 
 
 def release_residency() -> None:
-    """Give the memory back to torch, for the residency itself."""
+    """Give the memory back to torch, which needs it for the residency itself."""
     if _reserve is not None:
         _reserve.memory = torch.empty(0, dtype=torch.uint8)
 
 
 def most_residency_bytes(layout: KVLayout, num_bytes: int) -> int:
-    """Residency of the most device blocks that fit into `num_bytes` together with it."""
+    """Bytes of residency for as many device blocks as fit into `num_bytes` together with their residency."""
     block_bytes = layout.device_block_bytes + layout.residency_block_bytes
     return max(num_bytes, 0) // block_bytes * layout.residency_block_bytes
 
 
 def check_residency_fits(layout: KVLayout, num_device_blocks: int, free_bytes: int) -> None:
-    """Refuse a KV cache beside which the device has no room for its residency.
+    """Refuse a KV cache that leaves no room on the device for its residency.
 
     Args:
-        layout: of the device blocks.
+        layout: sizes of the device blocks.
         num_device_blocks: blocks of vLLM's device pool.
-        free_bytes: of the device.
+        free_bytes: free memory of the device.
 
     Raises:
         HiSparseConfigError: there is no room.

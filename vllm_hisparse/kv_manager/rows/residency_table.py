@@ -1,4 +1,4 @@
-"""Residency of all layers over vLLM's device blocks, and the device memory that it takes."""
+"""Residency of all layers over vLLM's device blocks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from vllm_hisparse.ops.base import Residency
 
-CHUNK_BYTES = 64 << 20  # of positions that are looked at together
+CHUNK_BYTES = 64 << 20  # bytes of positions that `empty_latest` reads together
 
 
 class ResidencyTable:
     """The position that each row of vLLM's device blocks holds, in all layers.
 
-    A DSA model has a table for each layer that selects, which the layers after it share. The layers of a dense model
-    share one table, in which every row of a block has an entry: a layer's entries begin at its own rows, so that the
-    layers' entries lie side by side as their rows do.
+    A DSA model has a table for each layer that selects; the layers that share the selection share the table. A dense
+    model has one table with an entry for every row of a block. A layer's entries begin at its own rows, so the layers'
+    entries lie side by side as their rows do.
 
     Args:
         entries: [num_tables, num_device_blocks, entries of a block, 2] int32, as in `Residency`.
-        layers: the residency of each layer, views of `entries`.
+        layers: residency of each layer; views of `entries`.
     """
 
     def __init__(self, entries: torch.Tensor, layers: Sequence[Residency]):
@@ -32,13 +32,13 @@ class ResidencyTable:
     def by_selection(
         cls, num_device_blocks: int, rows_per_block: int, selects: Sequence[bool], device: torch.device
     ) -> ResidencyTable:
-        """A table for each layer that selects, in which all rows are empty.
+        """Make a table for each layer that selects; all rows are empty.
 
         Args:
             num_device_blocks: blocks of vLLM's device pool.
             rows_per_block: rows of a layer in a block.
-            selects: whether each layer selects, or shares the residency of the last one that does.
-            device: where the rows are.
+            selects: for each layer, True if it selects; False if it shares the residency of the last layer that does.
+            device: device of the rows.
         """
         assert selects[0], "the first layer has nobody to share a selection with"
         starts = [index for index, selecting in enumerate(selects) if selecting]
@@ -52,14 +52,14 @@ class ResidencyTable:
     def by_row(
         cls, num_device_blocks: int, rows_per_block: int, layer_rows: int, num_layers: int, device: torch.device
     ) -> ResidencyTable:
-        """One table for all layers, in which all rows are empty.
+        """Make one table for all layers; all rows are empty.
 
         Args:
             num_device_blocks: blocks of vLLM's device pool.
-            rows_per_block: rows of a block, those of no layer included.
+            rows_per_block: rows of a block, including rows that belong to no layer.
             layer_rows: rows of one layer in a block.
             num_layers: layers whose rows lie one after the other at the start of a block.
-            device: where the rows are.
+            device: device of the rows.
 
         Raises:
             AssertionError: a block has no room for the layers' rows.
@@ -71,11 +71,11 @@ class ResidencyTable:
 
     @property
     def nbytes(self) -> int:
-        """Device memory."""
+        """Bytes of device memory."""
         return self.entries.nbytes
 
     def empty(self, blocks: torch.Tensor) -> None:
-        """Forget what blocks hold.
+        """Make all rows of some blocks empty.
 
         Args:
             blocks: [n] int64, on the device.
@@ -83,15 +83,16 @@ class ResidencyTable:
         self._positions.index_fill_(1, blocks, -1)
 
     def empty_latest(self, blocks: torch.Tensor, owners: torch.Tensor, num_owners: int, num_latest: int) -> None:
-        """Forget the latest positions of some requests, in all layers.
+        """Make the rows of the latest positions of some requests empty, in all layers.
 
-        A layer may hold less than another of the same request, but none holds a position that its step did not compute.
+        The latest position of a request is the latest that any layer holds, because some layers may hold fewer
+        positions than others. No layer holds a position that the request's last step did not compute.
 
         Args:
-            blocks: [n] int64 blocks of the requests, on the device; each once.
-            owners: [n] int64 number of each block's request, on the device.
-            num_owners: requests.
-            num_latest: positions to forget, from the latest that any layer of the request holds.
+            blocks: [n] int64 blocks of the requests, on the device; each block once.
+            owners: [n] int64 number of the request that owns each block, on the device.
+            num_owners: number of requests.
+            num_latest: number of positions to forget, counted back from the latest one.
         """
         num_tables, _, num_entries = self._positions.shape
         num_blocks = max(CHUNK_BYTES // (4 * num_tables * num_entries), 1)

@@ -1,4 +1,4 @@
-"""Records what decoding requests select: one trace per request (option `selection_trace_dir`)."""
+"""Records the selections of decoding requests: one trace per request (option `selection_trace_dir`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 @dataclass
 class Recording:
-    """Steps of one request, one position after the other.
+    """Consecutive steps of one request.
 
     Attributes:
         first_position: newest position in the first step.
-        steps: of each step, [layers, top_k] int32 positions, -1 for none.
+        steps: [layers, top_k] int32 selected positions of each step, -1 for none.
     """
 
     first_position: int
@@ -40,17 +40,17 @@ class Recording:
 
 
 class SelectionRecorder:
-    """Collects selections, and writes them when a request has ended, in a thread of its own.
+    """Collects selections and, when a request has ended, writes them in a thread of its own.
 
-    A request that is preempted, or that a session's next turn continues, is recorded in several traces: each has
-    consecutive steps.
+    A request that is preempted, or continued by a session's next turn, is recorded in several traces, because a trace
+    has consecutive steps.
 
     Args:
-        directory: of the traces; made if missing.
+        directory: directory for the traces; made if missing.
         rank: data parallel rank of the engine; ranks may share a directory.
         model: name of the model.
         top_k: positions of a selection.
-        row_bytes: of one position's KV in one layer.
+        row_bytes: bytes of one position's KV in one layer.
         layers: names of the layers with hot buffers, in order.
 
     Raises:
@@ -76,7 +76,7 @@ class SelectionRecorder:
 
         Args:
             requests: index of each decoding request.
-            positions: newest position of each.
+            positions: newest position of each request.
             selected: [layers, requests, top_k] int32 positions, -1 for none.
         """
         for number, (request, position) in enumerate(zip(requests, positions, strict=True)):
@@ -85,7 +85,7 @@ class SelectionRecorder:
             self._recordings.setdefault(request, Recording(position)).steps.append(selected[:, number])
 
     def end(self, request_index: int) -> None:
-        """A request has ended."""
+        """Write the trace of a request that has ended."""
         recording = self._recordings.pop(request_index, None)
         if recording is not None:
             self._number += 1
@@ -99,19 +99,19 @@ class SelectionRecorder:
         self._writer.shutdown()
 
     def _existing(self) -> Iterator[Path]:
-        """Traces of this rank, of an earlier run."""
+        """Traces of this rank from earlier runs."""
         return (path for path in self.directory.iterdir() if re.fullmatch(rf"{self.rank}-\d+\.trace", path.name))
 
     def _write(self, recording: Recording, path: Path) -> None:
         ranked = [(recording.first_position, np.stack(recording.steps, axis=1))]
         try:
             Trace.from_ranked(self.model, self.top_k, self.row_bytes, self.layers, (self.top_k,), ranked).write(path)
-        except OSError as error:  # NOTE: a full disk does not end the engine.
+        except OSError as error:  # NOTE: a full disk must not end the engine.
             logger.error("HiSparse: a trace of selections is lost: %s", error)
 
 
 class RecordingHotBuffer(MLAHotBuffer):
-    """An `MLAHotBuffer` that records what is selected. Its tensors must be on the CPU.
+    """An `MLAHotBuffer` that records selections. Its tensors must be on the CPU.
 
     Args:
         shape, device, selects: as in `HotBuffer`.
@@ -133,10 +133,10 @@ class RecordingHotBuffer(MLAHotBuffer):
         return RecordingSwapIn(self, layer_index, super().swap_in_of(layer_index))
 
     def record(self, layer_index: int, selected_positions: torch.Tensor) -> None:
-        """Note what a layer selects; the last layer's completes the step.
+        """Record a layer's selection; the last layer's selection completes the step.
 
         Args:
-            layer_index: of the layer.
+            layer_index: index of the layer.
             selected_positions: [batch, top_k] int32.
         """
         if layer_index == 0:
@@ -155,12 +155,12 @@ class RecordingHotBuffer(MLAHotBuffer):
 
 @dataclass(frozen=True)
 class RecordingSwapIn(SwapIn):
-    """Records what a layer selects.
+    """Records a layer's selection before the selection becomes hot.
 
     Attributes:
-        hot_buffer: notes the selections.
-        layer_index: of the layer.
-        inner: makes the selection hot.
+        hot_buffer: hot buffer that records the selection.
+        layer_index: index of the layer.
+        inner: swap-in that makes the selection hot.
     """
 
     hot_buffer: RecordingHotBuffer
@@ -173,6 +173,6 @@ class RecordingSwapIn(SwapIn):
 
 
 def short_name(layer: str) -> str:
-    """Number of a layer in the model: "3" of "model.layers.3.self_attn.attn"; the whole name if it has none."""
+    """Number of a layer in the model ("3" for "model.layers.3.self_attn.attn"); the whole name if it has no number."""
     number = re.search(r"\.(\d+)\.", layer)
     return number[1] if number else layer

@@ -1,4 +1,4 @@
-"""How a layer makes its selection hot: chosen once, when the layer is bound, and called in every decode step."""
+"""Ways in which a layer makes its selection hot. One is chosen when the layer is bound, and called in every step."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ class SwapIn(ABC):
 
     @abstractmethod
     def __call__(self, selected_positions: torch.Tensor, requests: slice | None = None) -> Resolved:
-        """Copy what is missing to the hot buffer; enqueued on the current stream.
+        """Copy the missing rows to the hot buffer; enqueued on the current stream.
 
         Args:
-            selected_positions: [batch, num_selected * max_query_len] int32 of the decoding requests, padding included,
-                as `SwapInOps.resolve` takes them. Of a dense model they are units, with a batch entry per KV head.
-            requests: those whose selection it is, while kernels run for others; None: all.
+            selected_positions: [batch, num_selected * max_query_len] int32 selections of the decoding requests, padding
+                included, as `SwapInOps.resolve` takes them. For a dense model, they are units with a batch entry per KV
+                head.
+            requests: range of requests that select, while kernels run for the others; None: all requests.
 
         Returns:
-            Where the selected rows are.
+            Places of the selected rows on the device.
         """
 
 
 @dataclass(frozen=True)
 class SelectingSwapIn(SwapIn):
-    """Of a layer that selects for itself: resolves the selection and copies the layer's rows.
+    """Swap-in of a layer that selects for itself: it resolves the selection and copies the layer's rows.
 
     Attributes:
         step: the decoding requests.
-        layer_index: of the layer.
-        residency: of the layer.
+        layer_index: index of the layer.
+        residency: residency of the layer.
         counts: as in `SwapInOps.resolve`.
     """
 
@@ -58,7 +59,7 @@ class SelectingSwapIn(SwapIn):
 
 @dataclass(frozen=True)
 class SharingSwapIn(SwapIn):
-    """Of a layer that shares the selection of an earlier one, which has resolved it: copies the layer's rows.
+    """Swap-in of a layer that shares the selection of an earlier one, which has resolved it: it only copies rows.
 
     Attributes:
         step, layer_index: as in `SelectingSwapIn`.
@@ -75,13 +76,13 @@ class SharingSwapIn(SwapIn):
 
 @dataclass(frozen=True)
 class LeadingSwapIn(SwapIn):
-    """Of a layer on CUDA whose selection the layers after it share: their rows follow on a second stream, in the order
-    of the layers, while this layer attends. In a CUDA graph, the streams become branches of it.
+    """Swap-in of a layer on CUDA whose selection the following layers share. It copies their rows on a second stream,
+    in the order of the layers, while this layer attends. In a CUDA graph, the streams become branches.
 
     Attributes:
-        own: of the layer.
-        followers: of the layers that share the selection, each with the event that is recorded when its rows are hot.
-        stream: for their copies.
+        own: swap-in of the layer itself.
+        followers: swap-in of each layer that shares the selection, with the event recorded when its rows are hot.
+        stream: stream for the followers' copies.
     """
 
     own: SwapIn
@@ -100,11 +101,11 @@ class LeadingSwapIn(SwapIn):
 
 @dataclass(frozen=True)
 class FollowingSwapIn(SwapIn):
-    """Of a layer on CUDA that shares a selection: waits for its rows.
+    """Swap-in of a layer on CUDA that shares a selection: it waits for its rows, which `LeadingSwapIn` copies.
 
     Attributes:
         step: the decoding requests.
-        copied: recorded when the layer's rows are hot (`LeadingSwapIn`).
+        copied: event that is recorded when the layer's rows are hot.
     """
 
     step: DecodeStep
