@@ -79,6 +79,7 @@ def test_evicted_units_come_back(run):
     assert records[0]["counters"]["cache_misses"] > records[1]["counters"]["cache_misses"]
 
 
+@pytest.mark.smoke
 def test_what_fits_the_budget_is_exact(run, reference):
     """Short requests beside one that the budget cuts."""
     lengths = [100, 200, 1500]

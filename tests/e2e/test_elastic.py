@@ -73,6 +73,7 @@ def dense_life(lengths: list[int]) -> tuple[dict, dict]:
     return {**phase, "arrive_after": [0] * 4, "abort_after": [None, 1, 1, 1]}, phase
 
 
+@pytest.mark.smoke
 def test_a_dense_models_buffer_grows_and_shrinks(run):
     """Newest pages are not whole when they move. The tokens are those of a buffer whose size never changes."""
     num_blocks = 60

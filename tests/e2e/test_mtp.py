@@ -74,7 +74,7 @@ def expected(tmp_path_factory, shared_result) -> list:
     return shared_result("mtp", compute)
 
 
-@pytest.mark.parametrize(("elastic", "is_async"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("elastic", "is_async"), [(False, False), pytest.param(True, True, marks=pytest.mark.smoke)])
 def test_full_kvs_tokens(run, expected, elastic: bool, is_async: bool):
     completions, accepted = expected
     engine = hot({"elastic": elastic}, enable_prefix_caching=False)

@@ -26,7 +26,7 @@ def phase(lengths: list[int] = LENGTHS) -> dict:
     return {"prompts": [make_prompt(length) for length in lengths], "max_tokens": MAX_TOKENS}
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, pytest.param(True, marks=pytest.mark.smoke)])
 def test_fp32_chunked_prefill_and_eviction(run, reference, async_scheduling):
     record = run(hot_args(), [phase()], async_scheduling=async_scheduling)[0]
     assert record["scheduler"] == SCHEDULERS[async_scheduling]
@@ -74,6 +74,7 @@ def test_bf16(run, reference):
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, dtype="bfloat16"), tolerance=0.02)
 
 
+@pytest.mark.smoke
 def test_engine_and_worker_in_separate_processes(run, reference):
     """Both import vLLM and load the plugin by themselves.
 

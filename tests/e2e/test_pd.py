@@ -96,7 +96,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(group, tmp_path_factory.mktemp("logs"))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1201])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, pytest.param(1201, marks=pytest.mark.smoke)])
 def test_prompt_lengths(cluster: Cluster, num_tokens: int):
     prompt = make_prompt(num_tokens, seed=1)
     before = cluster.decode.metric("hisparse_transfer_bytes_to_host")
@@ -108,6 +108,7 @@ def test_prompt_lengths(cluster: Cluster, num_tokens: int):
     cluster.decode.wait_empty()
 
 
+@pytest.mark.smoke
 def test_concurrent_requests(cluster: Cluster):
     prompts = [make_prompt(700 + 111 * i, seed=2) for i in range(5)]
 

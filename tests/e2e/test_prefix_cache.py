@@ -57,6 +57,7 @@ def test_turns_hit_on_device(start, expected):
     assert records[2]["pools"]["host_blocks_cached"] > 0
 
 
+@pytest.mark.smoke
 def test_turns_restored_from_host(start, expected):
     """So few device blocks that the indexer keys of the first turn are gone: they come back by copy."""
     engine = hot_args(num_gpu_blocks_override=2 * (107 + 18) + 1, max_model_len=1100)

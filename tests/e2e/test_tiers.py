@@ -84,7 +84,7 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-@pytest.mark.parametrize("model", SMALL_POOL)
+@pytest.mark.parametrize("model", [pytest.param("dsv32", marks=pytest.mark.smoke), "llama"])
 def test_a_conversation_leaves_the_host_pool_and_comes_back(start, disk: Path, expected, model: str):
     engine = start(args_of(model, [fs_tier(disk)]))
     assert_same_but_rounding(ask(engine, *map(make_prompt, LENGTHS))["completions"], expected[model][0])
