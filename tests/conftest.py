@@ -1,16 +1,21 @@
 """Hypothesis profiles: the same examples on every run, or (`--hypothesis-profile=explore`) many new ones. This file
-also sets the order of tests, and which of them one process runs."""
+also sets the number of threads, the order of tests, and which of them one process runs."""
 
 import gc
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("repeatable", max_examples=40, stateful_step_count=40, derandomize=True, **_SHARED)
 settings.register_profile("explore", max_examples=2000, stateful_step_count=80, print_blob=True, **_SHARED)
 settings.load_profile("repeatable")
+
+if not torch.cuda.is_available():  # the references of tests on a GPU are large
+    # NOTE: tensors of tests are small, so threads that share an op spend their time waiting for one another.
+    torch.set_num_threads(1)
 
 
 END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
