@@ -17,8 +17,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = ("Of", "Those", "What", "Whether", "As", "That")
-# Folders whose docstrings and comments are still to be rewritten. This list only shrinks.
-LATER = ("vllm_hisparse/attention/",)
 
 GENERATED = ("docs/results.md", "docs/decisions/index.md")
 DOCUMENTS = sorted(
@@ -35,7 +33,6 @@ CODE = sorted(
     path
     for folder in ("vllm_hisparse", "tests", "benchmarks", "tools", "deploy", "examples")
     for path in (ROOT / folder).rglob("*.py")
-    if not str(path.relative_to(ROOT)).startswith(LATER)
 )
 
 SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*]*\s+")
@@ -85,16 +82,6 @@ def test_code() -> None:
         if (lines := [line for part in code_paragraphs(path.read_text()) for line in bad_sentences(part)])
     }
     assert not found
-
-
-def test_list_of_exceptions_shrinks() -> None:
-    """An entry of `LATER` that has nothing left to rewrite is removed from the list."""
-    for entry in LATER:
-        path = ROOT / entry
-        files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
-        if any(bad_sentences(part) for file in files for part in code_paragraphs(file.read_text())):
-            continue
-        pytest.fail(f"{entry} is clean: remove it from LATER")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the backends share."""
+"""Parts that the attention backends share."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class HotMetadataBuilder:
 
     @property
     def impl(self) -> Any:
-        """The first layer's implementation, which has what all layers share: hot buffer, staging memory."""
+        """The first layer's implementation; through it, the builder finds the hot buffer and the staging memory."""
         return self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]].impl
 
 
 class QueryLens:
-    """How many new tokens each decoding request of a step has, in a tensor that a CUDA graph may read.
+    """Number of new tokens of each decoding request of a step, in a tensor that a CUDA graph may read.
 
     Args:
-        max_query_len: tokens that a decoding request computes in a step.
+        max_query_len: tokens that a decoding request computes in a step, at most.
         max_batch: requests of a step, graph padding included.
-        device: where the tensor is.
+        device: device of the tensor.
     """
 
     def __init__(self, max_query_len: int, max_batch: int, device: torch.device):
@@ -48,7 +48,7 @@ class QueryLens:
     def find(
         self, common: CommonAttentionMetadata, num_decodes: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `DecodeStep.plan` has to know of the first `num_decodes` requests: `query_lens`, `query_indices`."""
+        """Return `query_lens` and `query_indices` for `DecodeStep.plan`, of the first `num_decodes` requests."""
         if self.max_query_len == 1:
             return None, None
         query_lens, starts = self._lens[:num_decodes], common.query_start_loc
@@ -65,12 +65,12 @@ class QueryLens:
 def decode_tokens(
     starts: torch.Tensor, query_lens: torch.Tensor, max_query_len: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens of decoding requests, which may lie anywhere in a step's batch.
+    """Find the tokens of decoding requests, which may lie anywhere in a step's batch.
 
     Args:
-        starts: [requests] first token of each in the batch.
-        query_lens: [requests] tokens of each, at most `max_query_len`.
-        max_query_len: tokens that a decoding request computes in a step.
+        starts: [requests] index in the batch of each request's first token.
+        query_lens: [requests] tokens of each request, at most `max_query_len`.
+        max_query_len: tokens that a decoding request computes in a step, at most.
 
     Returns:
         [tokens] int64 indices in the batch, request by request, and the `query_indices` of `DecodeStep.plan`.

@@ -1,4 +1,4 @@
-"""Attention layers of a dense model whose KV cache is a hot buffer, and which layers can be that."""
+"""Attention layers of a dense model whose KV cache is a hot buffer, and the conditions for such layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_hisparse.layout import KVLayout
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # FlashAttention's smallest; a larger one wastes the end of every request
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens: FlashAttention's minimum; larger blocks waste the end of a request
 
 
 class HotGQAAttention(Attention):
@@ -57,28 +57,31 @@ class HotGQAAttention(Attention):
 
 
 def preferred_block_size(vllm_config: VllmConfig) -> int:
-    """Tokens of a block, a power of two: layers with device-resident KV share vLLM's blocks with hot pages, and blocks
-    are as wide as one page of all hot layers."""
+    """Choose the tokens per block, a power of two.
+
+    Layers with device-resident KV share vLLM's blocks with hot pages. The smallest size is chosen at which the KV of
+    these layers takes at least as many bytes of a block as one page of all hot layers.
+    """
     num_layers, num_full_kv = _num_layers(vllm_config)
     unit = HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit
     num_hot, num_resident = num_layers - num_full_kv, num_full_kv + _num_draft_rows(vllm_config)
     size = MIN_BLOCK_SIZE
     while size < MAX_BLOCK_SIZE and size * num_resident < unit * num_hot:
         size *= 2
-    # NOTE: a hot page would be as large as one of the other layers, which are more (`_check_groups`).
+    # NOTE: at this size, hot pages would be as large as pages of the other layers, which `_check_groups` refuses.
     if size == unit and num_hot < num_resident < 2 * num_hot:
         size *= 2
     return size if num_resident else MIN_BLOCK_SIZE
 
 
 def _num_layers(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Layers of the model, and how many of them keep full KV."""
+    """Number of layers of the model, and number of its layers that keep full KV."""
     config = HiSparseConfig.from_vllm_config(vllm_config)
     return vllm_config.model_config.hf_text_config.num_hidden_layers, len(config.full_kv_layers)
 
 
 def _num_draft_rows(vllm_config: VllmConfig) -> Fraction:
-    """One token's KV in all layers that draft, in rows of the model's own layers, before there are layers."""
+    """One token's KV in all draft layers, in rows of the model's own layers; works before the layers are built."""
     drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     if drafts is None or drafts.method not in DENSE_DRAFT_METHODS:
         return Fraction(0)
@@ -88,17 +91,17 @@ def _num_draft_rows(vllm_config: VllmConfig) -> Fraction:
 
 
 def _draft_rows(vllm_config: VllmConfig) -> list[int]:
-    """One token's KV in each layer that drafts, in bytes."""
+    """Bytes of one token's KV in each draft layer."""
     layers = vllm_config.compilation_config.static_forward_context.items()
     drafting = [layer for name, layer in layers if isinstance(layer, Attention) and is_draft_layer(name, vllm_config)]
     return [_row_bytes(layer.get_kv_cache_spec(vllm_config)) for layer in drafting]
 
 
 def check_state_blocks(layout: KVLayout, algorithm: str) -> None:
-    """Refuse a device block that is too small for an entry of an algorithm's state.
+    """Refuse a device block that is too small for one entry of an algorithm's state.
 
     Raises:
-        HiSparseConfigError: it is.
+        HiSparseConfigError: the block is too small.
     """
     if not all(layout.state.entries_per_block):
         needed = max(num_bytes for _, num_bytes in layout.state_entries) * layout.num_layers
@@ -116,14 +119,17 @@ def _row_bytes(spec: FullAttentionSpec) -> int:
 
 
 def _check_groups(layout: KVLayout, num_resident: Counter[int], vllm_config: VllmConfig) -> None:
-    """Refuse layers of which vLLM does not make one group of hot rows and one of device-resident KV.
+    """Refuse layers that vLLM would not put into one group of hot rows and one group of device-resident KV.
 
     Args:
-        num_resident: bytes of one token's KV -> how many layers with device-resident KV have as many.
+        layout: sizes of the model.
+        num_resident: bytes of one token's KV in a layer -> number of layers with device-resident KV of that size.
+        vllm_config: configuration of the engine.
 
     Raises:
-        HiSparseConfigError: their pages are as large as those of hot rows, but their number is another; or they are as
-            many of each size, which vLLM takes for a pattern in which it also splits the hot layers.
+        HiSparseConfigError: pages of device-resident KV are as large as hot pages, but there are more or fewer such
+            layers than hot layers; or there are equally many layers of each size of device-resident KV, which vLLM
+            takes for a pattern by which it also splits the hot layers.
     """
     widths = list(num_resident)
     hot_page = layout.rows_per_hot_block * layout.row_bytes
@@ -176,9 +182,9 @@ def _unsupported(name: str, got: object, expected: str) -> HiSparseConfigError:
 
 
 def is_full_kv_layer(layer: Attention, vllm_config: VllmConfig) -> bool:
-    """Whether a layer keeps its KV on the device: one of `full_kv_layers`, or one that drafts.
+    """Return True if a layer keeps its KV on the device: a layer of `full_kv_layers`, or a draft layer.
 
-    NOTE: the latter attends when the step's forward is over, and several times.
+    NOTE: a draft layer cannot have a hot buffer, because it attends several times after the step's forward.
     """
     config = HiSparseConfig.from_vllm_config(vllm_config)
     is_listed = extract_layer_index(layer.layer_name) in config.full_kv_layers

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows of the step's tokens, as the layer computes them.
+    """New rows of a step's tokens, as the layer computes them.
 
     Attributes:
         kv_c: [tokens, kv_lora_rank].
@@ -40,16 +40,16 @@ class NewRows:
 
 
 class HotBufferLayer:
-    """Mixin of an `MLAAttention`: asks vLLM for hot blocks instead of full-KV blocks."""
+    """Mixin of an `MLAAttention`; it asks vLLM for hot blocks instead of full-KV blocks."""
 
     def update_kv_cache(self, *args: Any) -> None:
-        """Nothing to do: `forward_mqa` writes the rows."""
+        """Do nothing: `forward_mqa` writes the rows."""
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         spec = super().get_kv_cache_spec(vllm_config)
         config = HiSparseConfig.from_vllm_config(vllm_config)
         key_bytes = indexer_row_bytes(vllm_config.model_config.hf_text_config.index_head_dim)
-        # NOTE: layers may share an indexer; the more do, the fewer hot rows are as wide as its keys.
+        # NOTE: layers may share an indexer, so there may be fewer layers with indexer keys than layers.
         layers = [
             layer
             for layer in vllm_config.compilation_config.static_forward_context.values()
@@ -86,22 +86,22 @@ class HotMLAAttention(HotBufferLayer, MLAAttention):
         **kwargs: Any,
     ) -> torch.Tensor:
         if attn_metadata is None:
-            # NOTE: vLLM allocates here what its dense prefill may need, which hot buffers never take.
+            # NOTE: vLLM would allocate memory for its dense prefill here, which hot buffers never use.
             return output.fill_(0)
-        # NOTE: not by `update_kv_cache`, whose Python code a piecewise CUDA graph does not replay.
+        # NOTE: `update_kv_cache` cannot do this, because a piecewise CUDA graph does not replay its Python code.
         with self.impl.writing(NewRows(k_c_normed, k_pe)):
             return super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
 
 
 class HotMLAImpl:
-    """Mixin of an MLA implementation: storage of one layer.
+    """Mixin of an MLA implementation, with the storage of one layer.
 
     `bind` is called once, when vLLM has allocated the layer's cache.
 
     Attributes:
-        hot_buffer: state shared by all layers; None before `bind`.
-        requests: those of a step that this copy of the implementation serves, while kernels run for others; None: all.
-        new_rows: those that the running `forward_mqa` has to write; None where the layer has written them itself.
+        hot_buffer: hot buffer shared by all layers; None before `bind`.
+        requests: range of the step's requests that this copy of the implementation serves; None: all requests.
+        new_rows: rows that the running `forward_mqa` has to write; None if the layer has written them itself.
     """
 
     hot_buffer: MLAHotBuffer | None = None
@@ -112,8 +112,8 @@ class HotMLAImpl:
         """Attach storage.
 
         Args:
-            hot_buffer: state shared by all layers.
-            layer_index: this layer's index in it.
+            hot_buffer: hot buffer shared by all layers.
+            layer_index: index of this layer in the hot buffer.
             host_rows: [num_host_blocks, block_size, row elements].
             cache: [num_device_blocks, 1, rows per hot block, row elements].
         """
@@ -123,13 +123,13 @@ class HotMLAImpl:
         self.swap_in = hot_buffer.swap_in_of(layer_index)
 
     def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the selections of the decoding requests' tokens hot, or of `requests` alone.
+        """Make the selections of the decoding requests' tokens hot; only of `requests` if it is set.
 
         Args:
             selected_positions: [tokens, top_k] int32, -1 for none.
 
         Returns:
-            Flat hot rows, [tokens, top_k] int32, and how many lead, [tokens] int32.
+            Flat hot rows, [tokens, top_k] int32, and the number of leading valid ones, [tokens] int32.
         """
         step, (num_tokens, top_k) = self.hot_buffer.step, selected_positions.shape
         resolved = self.swap_in(step.join_selections(selected_positions), self.requests)
@@ -138,9 +138,9 @@ class HotMLAImpl:
 
     @contextmanager
     def writing(self, new_rows: NewRows | None) -> Iterator[None]:
-        """Let `forward_mqa`, called within, write these rows: it knows whose they are.
+        """Let `forward_mqa`, called inside this context, write these rows: it knows which requests they belong to.
 
-        NOTE: what vLLM's layers call it with has no place for them.
+        NOTE: vLLM's layers call `forward_mqa` with arguments that have no place for the rows.
         """
         self.new_rows = new_rows
         try:

@@ -1,7 +1,8 @@
 """Sparse MLA on CUDA over hot buffers, with vLLM's own kernels: FlashMLA and FlashAttention.
 
-A decoding request attends over hot rows: `swap_in` stands where vLLM turns selected positions into cache rows. A
-request with more query tokens than that attends over a staged copy of its history, through vLLM's unchanged backend.
+A decoding request attends over hot rows: `swap_in` replaces the step in which vLLM turns selected positions into cache
+rows. A request with more query tokens than a decoding one attends over a staged copy of its history, through vLLM's
+unchanged backend.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class HotMLAMetadata(AttentionMetadata):
 
     Attributes:
         num_actual_tokens, num_decodes, num_prefills: as in vLLM's sparse MLA metadata.
-        num_decode_tokens: of the decoding requests, graph padding included.
-        prefill: None: no prefill takes vLLM's dense path, which reads the full KV cache.
-        decode: vLLM's metadata of the decoding requests' tokens, each as if it were a request; or None.
+        num_decode_tokens: tokens of the decoding requests, graph padding included.
+        prefill: always None, so that no prefill takes vLLM's dense path, which reads the full KV cache.
+        decode: vLLM's metadata of the decoding requests, with each token as a request; None if no request decodes.
         prefill_groups: the prefilling requests.
-        microbatches: of the decoding requests, where layers may run in microbatches.
+        microbatches: microbatches of the decoding requests; empty if layers run the step as a whole.
     """
 
     num_actual_tokens: int
@@ -69,11 +70,11 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         self.allocate(max_query_len(self.vllm_config), len(self.req_id_per_token_buffer))
 
     def allocate(self, max_query_len: int, max_tokens: int) -> None:
-        """Make what does not change from step to step, and what a CUDA graph reads.
+        """Allocate the tensors that are the same in every step, or that a CUDA graph reads.
 
         Args:
-            max_query_len: tokens that a decoding request computes in a step.
-            max_tokens: of a step.
+            max_query_len: tokens that a decoding request computes in a step, at most.
+            max_tokens: tokens of a step, at most.
         """
         self._max_query_len = max_query_len
         self._counted_cpu = torch.arange(max_tokens + 1, dtype=torch.int32)
@@ -84,7 +85,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotMLAMetadata | None:
         if self.impl.hot_buffer is None:
-            return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
+            return None  # NOTE: vLLM captures graphs before there is a connector, to measure the memory they take.
         common, threshold = common_attn_metadata, self._max_query_len
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_tokens, num_prefills)
@@ -102,7 +103,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         return metadata
 
     def _build_decode(self, common: CommonAttentionMetadata, requests: slice) -> Any:
-        """vLLM's metadata of decoding requests."""
+        """Build vLLM's metadata of decoding requests."""
         part = slice_requests(common, requests.start, requests.stop)
         metadata = super().build(0, self._by_token(part))
         metadata.block_size = self.impl.decode_block_size
@@ -119,7 +120,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         return super().request_of_token(common)
 
     def _by_token(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """A batch in which every token is a request: a kernel that is given its rows reads nothing else."""
+        """Turn every token into a request. This works because the kernel gets a token's rows and reads nothing else."""
         num_tokens = common.num_actual_tokens
         if num_tokens == common.num_reqs:
             return common
@@ -132,9 +133,9 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         )
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
-        """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
+        """Build vLLM's metadata of prefilling requests, whose block tables name staging blocks."""
         metadata = super().build(0, common)
-        # NOTE: the builder reuses one buffer, and a step has several groups.
+        # NOTE: a copy is needed, because the builder reuses one buffer, and a step may have several groups.
         metadata.req_id_per_token = metadata.req_id_per_token.clone()
         return metadata
 
@@ -143,11 +144,11 @@ class HotMLACudaImpl(HotMLAImpl):
     """Mixin of a sparse MLA implementation.
 
     Attributes:
-        decode_block_size: block size under which the implementation reads `decode_cache`.
-        decode_cache: all hot rows of the layer in the shape the implementation expects of a KV cache.
-        staging: where prefilling requests' history is staged, shared by all layers.
+        decode_block_size: block size with which the implementation reads `decode_cache`.
+        decode_cache: all hot rows of the layer, in the shape of a KV cache that the implementation expects.
+        staging: staging of prefilling requests' histories; its memory is shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
-        microbatch: the requests that this copy of the implementation serves; None: all.
+        microbatch: microbatch that this copy of the implementation serves; None: all requests.
     """
 
     decode_block_size = 1
@@ -159,9 +160,11 @@ class HotMLACudaImpl(HotMLAImpl):
         self.staging, self.decode_cache = PrefillStaging(hot_buffer), self._decode_cache()
 
     def record_logical_topk_ready(self) -> None:
-        """Let the next microbatch select; otherwise, the stream that selects is the one that reads the selection.
+        """Let the next microbatch select. Without microbatches nothing is recorded, because one stream selects and
+        reads the selection.
 
-        NOTE: vLLM records an event, which what torch 2.13 compiles of the generic class does not find when it runs.
+        NOTE: this replaces vLLM's method, because the code that torch 2.13 compiles for the generic class does not find
+        the event of that method at run time.
         """
         if self.microbatch is not None:
             self.microbatch.selected.record()
@@ -187,25 +190,25 @@ class HotMLACudaImpl(HotMLAImpl):
         return out, None
 
     def begin_decode(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin the layer's part of a decode step, before anyone writes its new rows; called once per layer and step.
+        """Begin a layer's part of a decode step, before its new rows are written; called once per layer and step.
 
         Returns:
-            Where they go: hot rows as a cache with blocks of one row, [rows, 1, row elements], and slots in it,
-            [num_tokens] int64, -1 for padding.
+            Destination of the new rows: the hot rows as a cache with blocks of one row, [rows, 1, row elements], and
+            the slots of the new rows in it, [num_tokens] int64, -1 for padding.
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
         return self.hot.rows.unsqueeze(1), step.unpad_queries(step.newest_row_ids, num_tokens)
 
     def of_microbatch(self, microbatch: DecodeMicrobatch) -> Any:
-        """The implementation for the requests of a microbatch."""
+        """Return a copy of the implementation that serves one microbatch."""
         impl = self._for_tokens(type(self), microbatch.tokens.start)
         impl.microbatch, impl.requests = microbatch, microbatch.requests
         return impl
 
     def _decode_step(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        """Write the new rows, attend, and bring the rows of all layers to the host after the last one."""
-        if self.new_rows is not None:  # or the layer has begun, and written them
+        """Write the new rows and attend; after the last layer, copy the new rows of all layers to the host."""
+        if self.new_rows is not None:  # None: the layer has begun the step and written its rows itself
             cache, slots = self.begin_decode(metadata.num_decode_tokens)
             self._write(self.new_rows, cache, slots, layer)
         out = self._decode(q, metadata, layer)
@@ -217,7 +220,7 @@ class HotMLACudaImpl(HotMLAImpl):
         return super().forward_mqa(q, self.decode_cache, metadata.decode, layer)[0]
 
     def _prefill(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
-        """Complete the staged history with the new rows, bring those to the host, attend over the staged rows."""
+        """Add the new rows to the staged history, copy them to the host, and attend over the staged rows."""
         if self.layer_index == 0:
             self.staging.plan(group)
         self.staging.load(group, self.host_rows)
@@ -227,9 +230,10 @@ class HotMLACudaImpl(HotMLAImpl):
         return impl.forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
 
     def _for_tokens(self, impl_class: type, first_token: int) -> Any:
-        """An implementation of this layer for the step's tokens from `first_token` on.
+        """Return an implementation of this layer for the step's tokens from `first_token` on.
 
-        NOTE: vLLM's code reads selections from the start of the buffer, and of this layer's subclass it needs nothing.
+        NOTE: it has a shortened buffer of selections, because vLLM's code reads selections from the start of the
+        buffer. vLLM's class does not need anything that this layer's subclass adds.
         """
         impl = object.__new__(impl_class)
         impl.__dict__.update(self.__dict__)
@@ -256,13 +260,13 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
         rows = self.hot.rows
         if self.decode_block_size == 1:
             return rows.unsqueeze(1)
-        # NOTE: the fp8 kernel reads 64-row pages by flat row number and no row that was not selected, so that a last
-        # page that is not whole may be missing in the shape.
+        # NOTE: the shape may lack a partial last page, because the fp8 kernel addresses 64-row pages by flat row number
+        # and reads selected rows only.
         num_pages, width = len(rows) // BLOCK_SIZE, rows.shape[1]
         return rows.as_strided((num_pages, BLOCK_SIZE, width), (BLOCK_SIZE * width, width, 1))
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        if self.microbatch is not None:  # vLLM would join the parts of the query in memory that all microbatches share
+        if self.microbatch is not None:  # vLLM would join the query's parts in memory that all microbatches share
             q = join_query(*q)
         return super()._decode(q, metadata, layer)
 
@@ -272,7 +276,7 @@ class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         row_ids, num_valid = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
-        # NOTE: to FlashAttention, every leading id is a page, -1 too.
+        # NOTE: ids must be compact, because FlashAttention takes every leading id for a page, even -1.
         self.hot_buffer.ops.compact(row_ids, num_valid)
         return attend_to_flat_rows(self, q, self.hot.rows, (row_ids, num_valid), layer)
 
@@ -280,7 +284,7 @@ class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
 class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # NOTE: vLLM has an entry per request in them, and here every token of a decoding request is one.
+        # NOTE: vLLM makes one entry per request, but here every token of a decoding request counts as a request.
         self.max_model_len_tensor = self.max_model_len_tensor.repeat(self._max_query_len)
         self.dummy_block_table = self.dummy_block_table.repeat(self._max_query_len, 1)
 
@@ -292,7 +296,7 @@ class HotFlashAttnMLAMetadataBuilder(HotMLAMetadataBuilder, FlashAttnMLASparseMe
 class HotMLABackend:
     """Mixin of a sparse MLA backend.
 
-    NOTE: keeps the stock backend's name, which NIXL's handshake compares between the two sides.
+    NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides.
     """
 
     @classmethod
@@ -305,7 +309,7 @@ class HotMLABackend:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # NOTE: hot rows and indexer keys share vLLM's blocks, which only block-outermost layouts allow.
+        # NOTE: hot rows and indexer keys share vLLM's blocks; only layouts with the block outermost allow that.
         return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 
 

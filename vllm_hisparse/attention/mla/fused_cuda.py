@@ -21,8 +21,8 @@ from vllm_hisparse.compat.attention import wraps_indexer_and_attention
 class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
     """The fused attention layer of vLLM's CUDA model class over a hot buffer.
 
-    Where every token of a step decodes, the fused norm and rotary kernel writes the newest rows to the hot buffer;
-    otherwise, and in piecewise graphs, `forward_mqa` writes them, which knows what becomes of each request's rows.
+    If every token of a step decodes, the fused norm and rotary kernel writes the newest rows to the hot buffer. If not,
+    and in piecewise graphs, `forward_mqa` writes them, because it knows where each request's rows belong.
     """
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -33,8 +33,8 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         if self._kernel_writes_rows(len(positions)):
             self.kv_cache, slot_mapping[self.layer_name] = self.impl.begin_decode(len(positions))
             return super().forward(positions, hidden_states)
-        # NOTE: without a cache the fused kernel writes no rows. It takes a token without a slot for padding and skips
-        # its indexer key, too, so it gets the indexer's slots.
+        # NOTE: without a cache, the fused kernel writes no rows. It gets the indexer's slots, because it would take a
+        # token without a slot for padding, and skip its indexer key, too.
         self.kv_cache = None
         if self.indexer is not None and self.indexer.k_cache.prefix in slot_mapping:
             slot_mapping[self.layer_name] = slot_mapping[self.indexer.k_cache.prefix]
@@ -55,7 +55,7 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         """Run indexer and attention, in microbatches if the step has them.
 
         Args:
-            run: vLLM's, which takes a layer and the tensors.
+            run: vLLM's function, which takes a layer and the tensors.
             tensors: [tokens, ...] each.
         """
         metadata, *_ = get_attention_context(self.layer_name)
@@ -66,9 +66,9 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         self.impl.hot_buffer.step.finish(self.impl.layer_index)
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:
-        """Whether the fused kernel writes the rows of a step of so many tokens: all are of requests that decode.
+        """Return True if the fused kernel writes the rows of a step: if all of its `num_tokens` tokens decode.
 
-        NOTE: never in a piecewise graph, which replays the kernel as it was captured for any batch of its size.
+        NOTE: it never writes them in a piecewise graph, which replays the kernel as captured for any batch of its size.
         """
         metadata, *_ = get_attention_context(self.layer_name)
         is_piecewise = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE

@@ -1,9 +1,9 @@
-"""Decode steps in microbatches: rows of one are copied while others select or attend.
+"""Decode steps in microbatches: rows of one microbatch are copied while others select or attend.
 
-A layer's copies need its selection, and its attention needs its copies. Without microbatches the link is idle while a
-layer computes, and the device while it copies. So where rows may be missed, the requests of a step are divided: each
-microbatch runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the one before it
-has selected. In a CUDA graph, microbatches become branches of it.
+A layer's copies need its selection, and its attention needs its copies. Without microbatches, the link is idle while a
+layer computes, and the device is idle while the layer copies. Therefore the requests of a step are divided if rows may
+be missed. Each microbatch runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when
+the previous microbatch has selected. In a CUDA graph, microbatches become branches.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 from vllm_hisparse.ops.limits import NUM_STREAMS
 
-MAX_MICROBATCHES = NUM_STREAMS  # the first is on the main stream
-MIN_MICROBATCH_REQUESTS = 12  # of each; smaller ones are slower with recorded selections
-MAX_REQUESTS = 128  # of a step in microbatches; sequences of many more are short and mostly hot: dividing only costs
+MAX_MICROBATCHES = NUM_STREAMS  # the first one runs on the main stream
+MIN_MICROBATCH_REQUESTS = 12  # requests of a microbatch; smaller ones were slower with recorded selections
+MAX_REQUESTS = 128  # larger steps are not divided: their sequences are short and mostly hot, so it would only cost time
 
 
 class DecodeMicrobatch:
-    """Consecutive decoding requests of a step. What is costly is made when a step runs, not when a graph replays it.
+    """Consecutive decoding requests of a step.
+
+    Costly attributes are made when they are first used: when a step runs, but not when a graph replays it.
 
     Args:
-        requests: which, in the step's batch.
-        query_len: new tokens of each.
-        build: makes their metadata.
+        requests: range of the requests in the step's batch.
+        query_len: new tokens of each request.
+        build: makes the metadata of a range of requests.
 
     Attributes:
-        tokens: of the step.
+        tokens: range of the requests' tokens in the step's batch.
     """
 
     def __init__(self, requests: slice, query_len: int, build: Callable[[slice], Any]):
@@ -46,17 +48,17 @@ class DecodeMicrobatch:
 
     @cached_property
     def metadata(self) -> Any:
-        """Of these requests alone."""
+        """Attention metadata of these requests only."""
         return self._build(self.requests)
 
     @cached_property
     def selected(self) -> torch.cuda.Event:
-        """Recorded when a layer has selected for them."""
+        """Event that is recorded when a layer has selected for these requests."""
         return torch.cuda.Event()
 
     @cached_property
     def attn_metadata(self) -> dict[str, Any]:
-        """What vLLM's forward context has for each layer, of these requests alone."""
+        """Metadata for each layer, as in vLLM's forward context, but of these requests only."""
         context, indexers = get_forward_context(), {}
         found = dict(context.attn_metadata)
         for name, metadata in found.items():
@@ -70,16 +72,16 @@ class DecodeMicrobatch:
         return found
 
     def _indexer_metadata(self, metadata: DeepseekV32IndexerMetadata, page_size: int) -> DeepseekV32IndexerMetadata:
-        """The indexer's part for these requests.
+        """Return the indexer's metadata of these requests only.
 
         Args:
-            metadata: of all requests of a step in which every one decodes.
+            metadata: metadata of all requests of a step, all of which decode.
             page_size: tokens of a block of indexer keys.
         """
         decode, num_requests = metadata.decode, self.requests.stop - self.requests.start
         rows = self.requests if len(decode.decode_lens) == metadata.num_decodes else self.tokens
         seq_lens, indices, per_request = decode.seq_lens[rows], decode.indices, decode.per_req_decode_lens
-        if indices is not None:  # of each row's request, on Blackwell
+        if indices is not None:  # index of each row's request, on Blackwell only
             indices = indices[rows] - self.requests.start
         part = replace(
             decode,
@@ -99,9 +101,10 @@ class DecodeMicrobatch:
 def make_microbatches(
     hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], Any]
 ) -> Sequence[DecodeMicrobatch]:
-    """The microbatches of a step in which so many requests decode; none if it is better done at once.
+    """Divide a step in which `num_requests` requests decode; return no microbatches if the step runs faster as a whole.
 
-    Layers that share an indexer need none: copies of those that follow are hidden anyway.
+    A model whose layers share an indexer needs no microbatches, because the copies of the sharing layers are hidden
+    behind the layers before them anyway.
     """
     shape, num_microbatches = hot_buffer.shape, min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES)
     is_worth_it = num_microbatches >= 2 and num_requests <= MAX_REQUESTS and not shape.holds_all(num_requests)
@@ -120,14 +123,14 @@ def run_in_microbatches(
     """Run indexer and attention of a layer.
 
     Args:
-        layer: whose implementation is a `HotMLACudaImpl`.
-        run: vLLM's indexer and attention: takes a layer and the tensors.
+        layer: a layer whose implementation is a `HotMLACudaImpl`.
+        run: vLLM's function for indexer and attention, which takes a layer and the tensors.
         tensors: [tokens, ...] each, of the whole step.
-        microbatches: of the step.
+        microbatches: microbatches of the step.
     """
     main, context = torch.cuda.current_stream(), get_forward_context()
     others = layer.impl.hot_buffer.streams[: len(microbatches) - 1]
-    # NOTE: made on the main stream.
+    # NOTE: the metadata must be made on the main stream.
     contexts = [replace(context, attn_metadata=microbatch.attn_metadata) for microbatch in microbatches]
     before: DecodeMicrobatch | None = None
     for microbatch, own_context, stream in zip(microbatches, contexts, [main, *others], strict=True):
@@ -143,7 +146,7 @@ def run_in_microbatches(
 def _run_microbatch(
     layer: Any, run: Callable[..., None], tensors: Sequence[torch.Tensor | None], microbatch: DecodeMicrobatch
 ) -> None:
-    """Run a microbatch on a copy of the layer: vLLM reads selections from the start of the layer's buffer."""
+    """Run a microbatch on a copy of the layer, because vLLM reads selections from the start of the layer's buffer."""
     part = object.__new__(type(layer))
     selections = layer.topk_indices_buffer[microbatch.tokens.start :]
     part.__dict__.update(layer.__dict__, impl=layer.impl.of_microbatch(microbatch), topk_indices_buffer=selections)
