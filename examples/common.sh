@@ -1,5 +1,7 @@
-# The other scripts read this file. It sets `serve`, a command that a model and its options follow.
+# The other scripts read this file. It sets `serve`, a command that a model and its options follow, and `options`, JSON of
+# the connector's options.
 #   DEVICE=cpu: a tiny model, which is made if it is not there, on the CPU platform.
+#   ALGORITHM=quest: a dense model needs an algorithm.
 examples=$(dirname "${BASH_SOURCE[0]}")
 : "${PORT:=8000}"
 if [ "${DEVICE:=cuda}" = cpu ]; then
@@ -17,3 +19,4 @@ else
   serve=(vllm serve)
   [ $# != 0 ] || { echo "usage: $0 MODEL [OPTION OF VLLM]..., or DEVICE=cpu $0" >&2; exit 2; }
 fi
+options='"host_pool_gib": '$HOST_POOL_GIB${ALGORITHM:+', "algorithm": "'$ALGORITHM'"'}

@@ -7,4 +7,4 @@ source "$(dirname "$0")/common.sh"
 
 exec "${serve[@]}" "$@" --port "$PORT" --data-parallel-size 8 --enable-expert-parallel --kv-transfer-config \
   '{"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both",
-    "kv_connector_extra_config": {"host_pool_gib": '"$HOST_POOL_GIB"'}}'
+    "kv_connector_extra_config": {'"$options"'}}'

@@ -3,10 +3,10 @@
 #   examples/own_algorithm.sh Qwen/Qwen3-8B
 #   DEVICE=cpu examples/own_algorithm.sh
 set -euo pipefail
-TINY_MODEL=qwen3
+TINY_MODEL=qwen3 ALGORITHM=mean_page.MeanPage
 source "$(dirname "$0")/common.sh"
 
 # The algorithm's name is the dotted path of its class, so its folder must be on PYTHONPATH.
 PYTHONPATH=$examples${PYTHONPATH:+:$PYTHONPATH} exec "${serve[@]}" "$@" --port "$PORT" --kv-transfer-config \
   '{"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both",
-    "kv_connector_extra_config": {"host_pool_gib": '"$HOST_POOL_GIB"', "algorithm": "mean_page.MeanPage", "top_k": '"$TOP_K"'}}'
+    "kv_connector_extra_config": {'"$options"', "top_k": '"$TOP_K"'}}'

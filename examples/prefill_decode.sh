@@ -15,7 +15,7 @@ CUDA_VISIBLE_DEVICES=$PREFILL_GPUS VLLM_NIXL_SIDE_CHANNEL_PORT=$PREFILL_SIDE_CHA
 CUDA_VISIBLE_DEVICES=$DECODE_GPUS VLLM_NIXL_SIDE_CHANNEL_PORT=$DECODE_SIDE_CHANNEL \
   "${serve[@]}" "$@" --host 127.0.0.1 --port "$DECODE_PORT" --kv-transfer-config \
   '{"kv_connector": "HiSparseHostConnector", "kv_role": "kv_consumer",
-    "kv_connector_extra_config": {"host_pool_gib": '"$HOST_POOL_GIB"'}}' &
+    "kv_connector_extra_config": {'"$options"'}}' &
 vllm-router --port "$PORT" --prometheus-port "$PROMETHEUS_PORT" --vllm-pd-disaggregation --kv-connector nixl \
   --prefill "http://127.0.0.1:$PREFILL_PORT" --decode "http://127.0.0.1:$DECODE_PORT" &
 wait -n
