@@ -104,6 +104,7 @@ print(type(current_platform).__name__, "HiSparseHostConnector" in KVConnectorFac
 """
 
 
+@pytest.mark.e2e
 def test_a_wheel_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     """vLLM finds the plugin, its connector and its CPU platform; the command makes a model."""
     environment, fresh = without_nvcc(tmp_path), tmp_path / "venv"

@@ -49,6 +49,7 @@ def imported_modules(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.e2e  # the next test looks at the files alone
 def test_a_server_does_not_load_the_command_line() -> None:
     result = run_python(SERVER)
     assert result.returncode == 0, result.stderr
