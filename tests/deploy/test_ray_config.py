@@ -23,7 +23,7 @@ PEERS = {"type": "p2p", "peers": ["decode-nodes:24000"]}
 
 def with_tiers(*tiers: dict, **over: Any) -> dict[str, Any]:
     """Options of `decode` with exactly the host memory that a pool of 8 GiB and its tiers need."""
-    return {"host_memory_gib": 9.25, "hisparse": {"host_pool_gib": 8, "tiers": list(tiers)}, **over}
+    return {"host_memory_gib": 9.5, "hisparse": {"host_pool_gib": 8, "tiers": list(tiers)}, **over}
 
 
 def app_args(**over: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_shipped_configs_parse(path: Path):
         ({"decode": with_tiers(PEERS, p2p_port_base=22001)}, "decode.p2p_port_base: got 22001"),
         ({"decode": with_tiers(PEERS, p2p_port_base=20000)}, "decode.p2p_port_base: got 20000"),
         ({"decode": with_tiers(PEERS, p2p_port_base=80)}, "decode.p2p_port_base: got 80"),
-        ({"decode": with_tiers(DISK, host_memory_gib=9.2)}, "decode.host_memory_gib: got 9.2, expected at least 9.25"),
+        ({"decode": with_tiers(DISK, host_memory_gib=9.2)}, "decode.host_memory_gib: got 9.2, expected at least 9.5"),
         ({"prefill": {"replicas": {"min": 3, "max": 2}}}, "replicas.max: got 2"),
         ({"decode": {"kv_load_failure_policy": "ignore"}}, "decode.kv_load_failure_policy: got 'ignore'"),
     ],
