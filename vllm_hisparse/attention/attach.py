@@ -1,7 +1,8 @@
-"""Where objects that vLLM has built get classes of ours: every place, on both devices.
+"""All places at which objects that vLLM has built get classes of the plugin, on both devices.
 
-NOTE: vLLM builds attention layers deep inside its model classes and wrappers; an object that gets another class needs
-no patched function. Modules of one device are imported by the functions of that device alone.
+NOTE: objects get another class after vLLM has built them, because vLLM builds attention layers deep inside its model
+classes and wrappers, and no function has to be patched then. Modules of one device are imported only by the functions
+for that device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def warn_of_untried_device() -> None:
-    """Say so if hot buffers have never run on GPUs like this one."""
+    """Log a warning if hot buffers have never run on GPUs like this one."""
     capability = current_platform.get_device_capability()
     if capability is None or tuple(capability) not in TRIED_CAPABILITIES:
         logger.warning_once(
@@ -112,14 +113,14 @@ def _unknown_class(built: Any, expected: str) -> HiSparseConfigError:
 
 
 def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:
-    """The version for hot buffers of a layer's backend.
+    """Return the version of a layer's backend that works on hot buffers.
 
     Args:
-        layer: as vLLM built it.
-        hot_backends: name of vLLM's backend -> our version.
+        layer: a layer as vLLM built it.
+        hot_backends: name of vLLM's backend -> version for hot buffers.
 
     Raises:
-        HiSparseConfigError: there is none.
+        HiSparseConfigError: the backend has no such version.
     """
     name = layer.attn_backend.get_name()
     if name not in hot_backends:
@@ -128,16 +129,16 @@ def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type])
 
 
 def _with_class(impl: Any, cls: type) -> Any:
-    """An object of class `cls` over the attributes of `impl`, an object of one of its bases."""
+    """Return an object of class `cls` with the attributes of `impl`, which is an object of a base of `cls`."""
     changed = object.__new__(cls)
     changed.__dict__ = impl.__dict__
     return changed
 
 
 def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmConfig) -> None:
-    """Give vLLM's outer MLA layer our indexer, and its attention layer a hot buffer where the connector runs.
+    """Give vLLM's outer MLA layer the plugin's indexer and, if the engine runs the connector, a hot buffer.
 
-    NOTE: a layer that drafts keeps its KV on the device: it attends when the step's forward is over, and several times.
+    NOTE: a draft layer keeps its KV on the device, because it attends several times after the step's forward.
     """
     from vllm_hisparse.attention.mla.base import HotMLAAttention
     from vllm_hisparse.cpu.indexer import IndexerCpu
@@ -152,7 +153,7 @@ def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmCo
 
 
 def attach_indexer_cache_cpu(cache: DeepseekV32IndexerCache) -> None:
-    """Give the indexer's key cache our backend."""
+    """Give the indexer's key cache the plugin's backend."""
     from vllm_hisparse.cpu.indexer import IndexerCpuCache
 
     cache.__class__ = IndexerCpuCache

@@ -1,8 +1,8 @@
 """Grouped-query attention on CUDA over hot units, with vLLM's FlashAttention kernels.
 
-A decoding request attends over hot units: to the kernel every KV head of every new token is a request of its own, and
-what the algorithm selects is its block table. A request with more query tokens than that attends over a staged copy of
-its history, through vLLM's unchanged backend.
+A decoding request attends over hot units: the kernel gets every KV head of every new token as a request of its own,
+whose block table names the selected units. A request with more query tokens than a decoding one attends over a staged
+copy of its history, through vLLM's unchanged backend.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HotGQAMetadata(AttentionMetadata):
     """One step's batch: decoding requests first, then groups of prefilling ones.
 
     Attributes:
-        num_decode_tokens: of the decoding requests, graph padding included.
+        num_decode_tokens: tokens of the decoding requests, graph padding included.
         prefill_groups: the prefilling requests.
     """
 
@@ -82,10 +82,10 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
         self.allocate(max_query_len(self.vllm_config), self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def allocate(self, max_query_len: int, max_batch: int) -> None:
-        """Make what a CUDA graph reads.
+        """Allocate the tensors that a CUDA graph reads.
 
         Args:
-            max_query_len: tokens that a decoding request computes in a step.
+            max_query_len: tokens that a decoding request computes in a step, at most.
             max_batch: requests of a step, at most.
         """
         self.reorder_batch_threshold = max_query_len
@@ -100,7 +100,7 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotGQAMetadata | None:
         if self.impl.hot_buffer is None:
-            return None  # NOTE: vLLM captures graphs before there is a connector, to see how much memory they take.
+            return None  # NOTE: vLLM captures graphs before there is a connector, to measure the memory they take.
         common = common_attn_metadata
         threshold = self._query_lens.max_query_len
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
@@ -123,7 +123,7 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
 class HotGQABackend(FlashAttentionBackend):
     """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
 
-    forward_includes_kv_cache_update = True  # into the host pool and the hot buffer
+    forward_includes_kv_cache_update = True  # `forward` writes new rows to the host pool and the hot buffer
 
     @staticmethod
     def get_impl_cls() -> type[HotGQAImpl]:
@@ -135,14 +135,15 @@ class HotGQABackend(FlashAttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        # NOTE: vLLM asks this when it chooses the block size; a backend's preference counts only where it is alone.
+        # NOTE: this is how the plugin chooses the block size: vLLM takes it from the supported sizes, but takes a
+        # backend's preferred size only if there is no other backend.
         vllm_config = get_current_vllm_config_or_none()
         uses_hot_units = vllm_config is not None and uses_host_connector(vllm_config)
         return [MultipleOf(preferred_block_size(vllm_config) if uses_hot_units else MIN_BLOCK_SIZE)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # NOTE: a unit is contiguous, and hot rows share vLLM's blocks with the KV of full-KV layers.
+        # NOTE: a unit must be contiguous, and hot rows share vLLM's blocks with the KV of full-KV layers.
         return (KVCacheLayout.BLHNC,)
 
 
@@ -161,8 +162,8 @@ class HotGQAImpl(FlashAttentionImpl):
         """Attach storage.
 
         Args:
-            hot_buffer: state shared by all layers.
-            layer_index: this layer's index in it.
+            hot_buffer: hot buffer shared by all layers.
+            layer_index: index of this layer in the hot buffer.
             host_rows: [num_host_blocks, block_size, row elements], pinned; a block is [num_kv_heads, block_size, 2 *
                 head_size].
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
@@ -175,7 +176,7 @@ class HotGQAImpl(FlashAttentionImpl):
         hot_buffer.add_layer(self.hot, host_rows.view(-1, per_unit * width))
         self.swap_in = hot_buffer.swap_in_of(layer_index)
         self.staging = WholeBlockStaging(hot_buffer)
-        # Units as the kernel's pages of one KV head: [num_units, tokens per unit, 1, head_size] each.
+        # Units are pages with one KV head: keys and values are [num_units, tokens per unit, 1, head_size].
         pages = self.hot.rows.view(-1, per_unit, 1, width)
         self.hot_keys, self.hot_values = pages.split(self.head_size, -1)
         max_queries = hot_buffer.step.units.tails.numel()
@@ -204,16 +205,16 @@ class HotGQAImpl(FlashAttentionImpl):
         return output
 
     def represent(self, span: KeySpan) -> None:
-        """Let the algorithm see keys that are on the host."""
+        """Add keys that are on the host to the algorithm's state."""
         block_size = self.staging.block_size
         self._represent(self.staging.load_span(span, self.host_rows), span, span.first // block_size * block_size)
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
-        """Represent the new tokens, select, swap in what is missing, attend over hot units only.
+        """Represent the new tokens, select, swap in the missing units, and attend over hot units only.
 
         Args:
-            query: [tokens, num_heads, head_size]. key, value: [tokens, num_kv_heads, head_size].
-            output: as `query`.
+            query, output: [tokens, num_heads, head_size].
+            key, value: [tokens, num_kv_heads, head_size].
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
@@ -222,7 +223,7 @@ class HotGQAImpl(FlashAttentionImpl):
         step.write_tokens(self.layer_index, key, value)
         resolved = self.swap_in(selected_unit_ids)
         if self.max_query_len == 1:
-            self._attend(self._by_head(query), resolved, self._by_head(output))  # a view: the order is the tokens'
+            self._attend(self._by_head(query), resolved, self._by_head(output))  # a view, because the order is the same
         else:
             by_head = self._by_head(query)
             out = torch.empty_like(by_head)
@@ -232,21 +233,23 @@ class HotGQAImpl(FlashAttentionImpl):
         step.finish(self.layer_index)
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
-        """Queries or outputs as the kernel takes them: [batch * num_kv_heads * max_query_len, heads per KV head,
-        head_size].
+        """Order queries or outputs by KV head, as the kernel takes them.
 
         Args:
             rows: [batch * max_query_len, num_heads, head_size], padded.
+
+        Returns:
+            [batch * num_kv_heads * max_query_len, heads per KV head, head_size].
         """
         by_request = rows.unflatten(0, (-1, self.max_query_len)).unflatten(2, (self.num_kv_heads, -1))
         return by_request.transpose(1, 2).flatten(0, 2)
 
     def _attend(self, query: torch.Tensor, resolved: Resolved, output: torch.Tensor) -> None:
-        """Attend over hot units; a new token's own is the last, and the only one that may not be whole.
+        """Attend over hot units. The last unit of a selection contains the new token, and only it may be partial.
 
         Args:
             query, output: [batch * num_kv_heads * max_query_len, heads per KV head, head_size].
-            resolved: of the selections.
+            resolved: hot rows of the selections.
         """
         algorithm, tails = self.algorithm, self.hot_buffer.step.units.tails.view(-1)[: len(query)]
         num_tokens = torch.add(tails, resolved.num_valid[: len(query)], alpha=algorithm.tokens_per_unit)
@@ -275,7 +278,7 @@ class HotGQAImpl(FlashAttentionImpl):
         group: PrefillGroup,
         output: torch.Tensor,
     ) -> None:
-        """Complete the staged history with the new tokens, bring those to the host, attend over the staged blocks."""
+        """Add the new tokens to the staged history, copy them to the host, and attend over the staged blocks."""
         if self.layer_index == 0:
             self.staging.plan(group)
         self.staging.load(group, self.host_rows)
@@ -288,12 +291,12 @@ class HotGQAImpl(FlashAttentionImpl):
                 self._represent(self.staging.cache[plan.request.first_block :], span, 0)
 
     def _represent(self, blocks: torch.Tensor, span: KeySpan, first_position: int) -> None:
-        """Let the algorithm see keys of staged blocks.
+        """Add keys of staged blocks to the algorithm's state.
 
         Args:
-            blocks: [blocks, block_size, row elements] of one request from `first_position` on.
-            span: which keys.
-            first_position: at the start of a block.
+            blocks: [blocks, block_size, row elements] staged blocks of one request, from `first_position` on.
+            span: the keys.
+            first_position: position at the start of the first block.
         """
         block_size = self.staging.block_size
         first, last = span.first - first_position, span.last - first_position
@@ -302,7 +305,7 @@ class HotGQAImpl(FlashAttentionImpl):
         self.algorithm.construct_representations(self.state, span.request_index, keys, span.first)
 
     def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
+        """View staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
         return blocks.view(len(blocks), self.num_kv_heads, self.staging.block_size, 2 * self.head_size)
 
 
