@@ -21,17 +21,17 @@ def key_of(block_hash: bytes) -> OffloadKey:
 
 
 class BlockStores:
-    """Stores published blocks once no request uses them any more: before, the host pool cannot lose them.
+    """Stores published blocks once no request uses them any more, because until then the host pool cannot evict them.
 
-    A block waits until every step is over that may still write it, and for room in the transfer buffer. One that is
+    A block waits until every step that may write it is over, and until the transfer buffer has room. A block that is
     evicted while it waits is not stored.
 
     Args:
-        manager: of the tiers.
-        host_pool: tells which blocks nobody uses any more.
+        manager: manager of the tiers.
+        host_pool: pool that reports blocks that no request uses any more.
 
     Attributes:
-        num_dropped: blocks that were evicted before they could be stored, since it was last set to 0.
+        num_dropped: number of blocks that were evicted before they could be stored; the caller sets it back to 0.
     """
 
     def __init__(self, manager: HostTierManager, host_pool: HostBlockPool):

@@ -21,13 +21,13 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 
 class DirectoryQuota:
-    """Deletes the least recently used block files; in a thread of its own, which also looks what is there.
+    """Deletes the least recently used block files, in a thread of its own, which first lists the existing files.
 
     A file's modification time says when it was last used, so that the order survives restarts.
 
     Args:
-        directory: with all its subdirectories.
-        max_bytes: of all block files.
+        directory: directory of the block files; subdirectories are included.
+        max_bytes: upper bound of the bytes of all block files.
     """
 
     def __init__(self, directory: Path, max_bytes: int):

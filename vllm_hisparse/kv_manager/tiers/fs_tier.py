@@ -21,10 +21,11 @@ class QuotaFileSystemTier(FileSystemTierManager):
     """Counts the files that are written, and deletes the least recently used ones beyond the quota.
 
     Args:
-        offloading_spec, primary_kv_view, tier_type: of vLLM.
-        root_dir: the directory; blocks are in a folder of it, named after their identity.
-        quota_bytes: of all block files in that folder, whoever wrote them. Files that are being written count from the
-        start. options: others of vLLM's tier.
+        offloading_spec, primary_kv_view, tier_type: as in vLLM's tier.
+        root_dir: the directory; blocks are in a folder of it that is named after their identity.
+        quota_bytes: upper bound of the bytes of all block files in that folder, whoever wrote them. Files that are
+            being written count from the start.
+        options: other options of vLLM's tier.
     """
 
     def __init__(

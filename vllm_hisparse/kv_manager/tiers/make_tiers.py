@@ -61,14 +61,14 @@ class BlockIdentity:
     """Identity that must be equal for a stored block to be usable.
 
     Attributes:
-        model: name or path, with its revision.
-        dtype: of the model, and of its KV cache.
-        layout: sizes of rows and blocks, which layers of a dense model keep full KV, and the draft model.
-        num_pools: host pools, whose parts of a block lie side by side.
-        hash_algorithm, hash_seed: of vLLM's prefix cache; the seed is PYTHONHASHSEED, if that is set.
-        quantization, hf_overrides, load_format: of the model; None for vLLM's defaults.
-        selection: of a dense model, the algorithm, its options and `top_k`: the KV of tokens after the first ones
-            depends on what these attended to. None for a DSA model, which has one way to select.
+        model: name or path of the model, with its revision.
+        dtype: dtype of the model and of its KV cache.
+        layout: sizes of rows and blocks, full-KV layers of a dense model, and the draft model.
+        num_pools: number of host pools, whose parts of a block lie side by side.
+        hash_algorithm, hash_seed: hash of vLLM's prefix cache; the seed is PYTHONHASHSEED, if that is set.
+        quantization, hf_overrides, load_format: options of the model; None for vLLM's defaults.
+        selection: algorithm of a dense model, its options and `top_k`, because a token's KV depends on the tokens that
+            earlier layers attended to. None for a DSA model, which has one way to select.
     """
 
     model: str
@@ -89,8 +89,8 @@ class BlockIdentity:
 
         Args:
             vllm_config: the engine's configuration.
-            layout: of its KV.
-            num_pools: host pools.
+            layout: layout of the engine's KV.
+            num_pools: number of host pools.
             config: checked options, with defaults filled in.
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -186,9 +186,9 @@ def build_tiers(
     Args:
         vllm_config: the engine's configuration.
         config: checked options.
-        identity: of the blocks.
-        hosts: reads and writes them.
-        block_bytes: of one.
+        identity: identity of the blocks.
+        hosts: reads and writes host blocks.
+        block_bytes: bytes of a block.
         host_pool: the host pool.
         clock: tells the time to loads.
     """

@@ -16,7 +16,7 @@ class PausingObjectStoreTier(ObjectStoreSecondaryTierManager):
     """Stores nothing for a while after a store has failed.
 
     Args:
-        args, options: of vLLM's tier.
+        args, options: as in vLLM's tier.
     """
 
     def __init__(self, *args: Any, **options: Any):

@@ -10,10 +10,10 @@ from vllm_hisparse.vllm_patches.strange_frames import drop_strange_frames
 
 
 class PeerTier(P2PSecondaryTierManager):
-    """Goes on when somebody who is no peer sends something to its port.
+    """vLLM's tier of other instances, except that messages from strangers to its port do not end it.
 
     Args:
-        args, options: of vLLM's tier.
+        args, options: as in vLLM's tier.
     """
 
     def __init__(self, *args: Any, **options: Any):

@@ -141,24 +141,25 @@ class _Copy:
 
 
 class PrefixLoads:
-    """Loads prefixes block by block; a request whose load is over, or makes no progress, goes on with what there is.
+    """Loads prefixes block by block. A request whose load is over, or makes no progress, uses the blocks that arrived.
 
-    Every load is looked at once per step, whether vLLM asks for its request or not: vLLM does not while all seats are
-    taken, or while the requests that run use up the token budget.
+    Every load is checked once per step, even if vLLM does not ask for its request: vLLM does not ask while the maximum
+    number of requests runs, or while running requests use up the token budget.
 
     Args:
-        manager: of the tiers.
-        host_pool: where the blocks go.
-        make_contexts: of a request id, its context with each source.
-        timeout_s: seconds without a block after which a load is given up, and the source left alone for a while; also
-            how long a request waits for another load to end.
-        are_stored: told of blocks, by key, that came from a tier.
-        clock: tells the time.
+        manager: manager of the tiers.
+        host_pool: pool that the blocks are loaded into.
+        make_contexts: request id -> the request's context with each source.
+        timeout_s: seconds without a block after which a load is given up and the source left alone for a while; also
+            the time for which a request waits for another load to end.
+        are_stored: called with the keys of blocks that came from a tier.
+        clock: tells the time in seconds.
 
     Attributes:
-        num_loaded, num_damaged: blocks since they were last set to 0.
-        num_timeouts, num_slow, num_skipped: loads since they were last set to 0 that were given up because nothing
-            came, were given up because they took too long, and did not begin because too many others were under way.
+        num_loaded, num_damaged: number of blocks since the counter was last set to 0.
+        num_timeouts, num_slow, num_skipped: number of loads, since the counter was last set to 0, that were given up
+            because nothing came; that were given up because they took too long; and that did not begin because too many
+            others were under way.
     """
 
     def __init__(
@@ -196,11 +197,11 @@ class PrefixLoads:
         return request_id in self._ended
 
     def begin(self, request_id: str, keys: list[OffloadKey]) -> None:
-        """Begin to load the prefix of a request that could be admitted; it has ended at once if there is no source.
+        """Begin to load the prefix of a request that could be admitted; the load ends at once if there is no source.
 
         Args:
-            request_id: of the request.
-            keys: its blocks beyond what the host pool has.
+            request_id: id of the request.
+            keys: keys of the request's blocks that the host pool does not have.
         """
         self._waiting.pop(request_id, None)
         contexts = self._make_contexts(request_id)

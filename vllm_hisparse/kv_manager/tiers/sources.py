@@ -18,12 +18,12 @@ PEERS_ONLY = TierFilter((TierMatcher(Medium.CPU),))
 class Sources:
     """Contexts of a request for vLLM's tiers: one for all stores together, one for each peer.
 
-    NOTE: vLLM's p2p tier asks one peer per request context, which it finds in the transfer parameters. These are ours,
-    never a client's.
+    NOTE: vLLM's p2p tier asks one peer per request context, and finds the peer in the transfer parameters. The plugin
+    makes these parameters; a client's are never used.
 
     Args:
-        engine_id: of this engine; peers tell requests of several engines apart by it.
-        store_names: of the tiers that are no peers; may be none.
+        engine_id: id of this engine, by which peers distinguish requests of several engines.
+        store_names: names of the tiers that are no peers; may be empty.
         peers: other instances, or None.
         peers_first: whether peers are asked before stores.
 

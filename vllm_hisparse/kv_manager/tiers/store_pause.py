@@ -13,10 +13,11 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 
 class StorePause(BackpressureDetector):
-    """vLLM's hook that drops stores: all of them for `PAUSE_S` after one has failed, on a full disk for example.
+    """vLLM's hook for dropping stores: after a store has failed (on a full disk, for example), it drops all stores for
+    `PAUSE_S`.
 
     Args:
-        name: of the tier, for the log.
+        name: name of the tier, for the log.
     """
 
     def __init__(self, name: str):

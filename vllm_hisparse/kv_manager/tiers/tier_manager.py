@@ -61,13 +61,13 @@ class _Save:
 
 
 class HostTierManager(TieringOffloadingManager):
-    """vLLM's tiering, which stores what is saved to the transfer buffer in all tiers.
+    """vLLM's tiering; it stores every block that is saved to the transfer buffer in all tiers.
 
     Args:
         buffer_tier: the transfer buffer.
-        tiers: below the host pool, in the order in which they are looked up.
-        host_pool: where blocks come from.
-        copier: between host pool and buffer.
+        tiers: tiers below the host pool, in the order in which they are looked up.
+        host_pool: pool that the blocks come from.
+        copier: copies blocks between host pool and buffer.
     """
 
     def __init__(

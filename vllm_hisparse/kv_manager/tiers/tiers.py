@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """Stores what the host pool may lose, and loads what it has lost.
+    """Stores blocks that the host pool may evict, and loads blocks that it has evicted.
 
     Args:
-        manager: of the tiers.
+        manager: manager of the tiers.
         host_pool: the host pool.
-        sources: where a request's blocks may come from.
+        sources: stores and peers from which a request's blocks may come.
         timeout_s: seconds without a block after which a request stops waiting for its prefix.
         clock: tells the time.
     """

@@ -17,15 +17,15 @@ class TransferBuffer:
     The digest covers the block's key and its bytes: a chunk that was cut off, overwritten or stored for another block
     is none that `get` returns.
 
-    NOTE: a tier never gets the host pool itself: one that hangs would keep host blocks for ever, and tiers want the
-    bytes of a block side by side, which the host pool has layer by layer.
+    NOTE: a tier never gets the host pool itself, because a tier that hangs would keep host blocks for ever. Also, tiers
+    need the bytes of a block side by side, but the host pool orders them layer by layer.
 
     Args:
         block_bytes: bytes of a host block.
-        num_chunks: blocks that can be on their way at once.
+        num_chunks: number of blocks that can be on their way at once.
 
     Attributes:
-        chunk_bytes: of a block, its digest and padding.
+        chunk_bytes: bytes of a block, its digest and padding.
     """
 
     def __init__(self, block_bytes: int, num_chunks: int):
@@ -37,13 +37,13 @@ class TransferBuffer:
     def put(self, chunk_id: int, key: bytes, block: np.ndarray) -> None:
         """Fill a chunk with a block and its digest.
 
-        NOTE: the digest is of `block`, not of what is in the chunk: a peer that gave up a transfer may still write
-        there.
+        NOTE: the digest is computed from `block`, not from the chunk, because a peer that gave up a transfer may still
+        write to the chunk.
 
         Args:
-            chunk_id: which.
-            key: of the block.
-            block: [block_bytes] uint8, nobody else's.
+            chunk_id: id of the chunk.
+            key: key of the block.
+            block: [block_bytes] uint8, which nobody else writes.
         """
         self._chunks[chunk_id, : self.block_bytes] = block
         self._digest_of(chunk_id)[...] = np.frombuffer(_digest(key, block), np.uint8)
