@@ -17,7 +17,7 @@ from vllm_hisparse.connector import connector as ours
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostMatch
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 class HiSparseHostConnector(ours.HiSparseHostConnector):
     """The plugin's; the host pool holds all of a request but its last token, in blocks that nobody shares."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self.scheduler.host_pool.find_match = _hold_all_but_the_last_token
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.host_pool.find_match = _hold_all_but_the_last_token
 
 
 def _hold_all_but_the_last_token(request: Request, enable_caching: bool) -> HostMatch:

@@ -114,7 +114,7 @@ def test_moved_requests_forget_their_latest_positions(
     owned = {0: [3, 9, 1], 1: [8], 2: [5, 6]}
     blocks = torch.tensor([block for ids in owned.values() for block in ids])
     owners = torch.tensor([owner for owner, ids in owned.items() for _ in ids])
-    table.empty_latest(blocks, owners, len(owned), num_latest)
+    table.empty_latest(blocks, owners, [len(ids) for ids in owned.values()], num_latest)
     expected = before.clone()
     for ids in owned.values():
         held = expected[:, ids, :, 0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import DecodeStep, LayerRows, StepShape
@@ -181,9 +183,12 @@ class HotBuffer(ABC):
         Args:
             moved: hot blocks of each request.
         """
-        owned = [(block, number) for number, blocks in enumerate(moved) for block in blocks]
-        blocks, owners = self.requests.to_device(torch.tensor(owned).t().contiguous())
-        self.table.empty_latest(blocks, owners, len(moved), self.shape.max_query_len)
+        counts = [len(blocks) for blocks in moved]
+        # NOTE: torch makes tensors of long lists slowly.
+        blocks = np.fromiter(chain.from_iterable(moved), np.int64, sum(counts))
+        owned = np.stack([blocks, np.repeat(np.arange(len(moved)), counts)])
+        on_device, owners = self.requests.to_device(torch.from_numpy(owned))
+        self.table.empty_latest(on_device, owners, counts, self.shape.max_query_len)
 
     @abstractmethod
     def swap_in_of(self, layer_index: int) -> SwapIn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -82,28 +82,40 @@ class ResidencyTable:
         """
         self._positions.index_fill_(1, blocks, -1)
 
-    def empty_latest(self, blocks: torch.Tensor, owners: torch.Tensor, num_owners: int, num_latest: int) -> None:
+    def empty_latest(self, blocks: torch.Tensor, owners: torch.Tensor, counts: Sequence[int], num_latest: int) -> None:
         """Make the rows of the latest positions of some requests empty, in all layers.
 
         The latest position of a request is the latest that any layer holds, because some layers may hold fewer
-        positions than others. No layer holds a position that the request's last step did not compute.
+        positions than others. No layer holds a position that the request's last step did not compute. The temporary
+        memory is `CHUNK_BYTES`, or that of one request if this is more.
 
         Args:
-            blocks: [n] int64 blocks of the requests, on the device; each block once.
+            blocks: [n] int64 blocks of the requests, on the device, request after request; each block once.
             owners: [n] int64 number of the request that owns each block, on the device.
-            num_owners: number of requests.
+            counts: number of blocks of each request.
             num_latest: number of positions to forget, counted back from the latest one.
         """
-        num_tables, _, num_entries = self._positions.shape
-        num_blocks = max(CHUNK_BYTES // (4 * num_tables * num_entries), 1)
-        chunks = list(zip(blocks.split(num_blocks), owners.split(num_blocks), strict=True))
-        latest = torch.full((num_owners,), -1, dtype=torch.int32, device=blocks.device)
-        for ids, of in chunks:
-            latest.scatter_reduce_(0, of, self._positions[:, ids].amax((0, 2)), "amax")
-        last_certain = latest - num_latest
-        for ids, of in chunks:
+        first_block = 0
+        for first, last in self._chunks(counts):
+            num_blocks = sum(counts[first:last])
+            chunk = slice(first_block, first_block + num_blocks)
+            first_block += num_blocks
+            ids, owner = blocks[chunk], owners[chunk] - first
             held = self._positions[:, ids]
-            self._positions[:, ids] = held.where(held <= last_certain[of, None], -1)
+            latest = torch.full((last - first,), -1, dtype=torch.int32, device=blocks.device)
+            latest.scatter_reduce_(0, owner, held.amax((0, 2)), "amax")
+            self._positions[:, ids] = held.where(held <= (latest - num_latest)[owner, None], -1)
+
+    def _chunks(self, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Divide requests into ranges whose positions fit into `CHUNK_BYTES`, at least one request in each."""
+        num_tables, _, num_entries = self._positions.shape
+        most, first, total = CHUNK_BYTES // (4 * num_tables * num_entries), 0, 0
+        for index, count in enumerate(counts):
+            if index > first and total + count > most:
+                yield first, index
+                first, total = index, 0
+            total += count
+        yield first, len(counts)
 
     def held(self, blocks: torch.Tensor) -> torch.Tensor:
         """Positions that blocks hold: [num_tables, n, entries of a block] int32, -1 where a row is empty.
