@@ -62,7 +62,9 @@ class PlatformWheel(bdist_wheel):
         python, abi, platform = super().get_tag()
         if self.root_is_pure:
             return python, abi, platform
-        library = next(Path(self.bdist_dir).rglob("_kernels.so"))
+        library = next(Path(self.bdist_dir).rglob("_kernels.so"), None)
+        if library is None:  # an editable install leaves it beside its sources
+            return "py3", "none", platform
         return "py3", "none", manylinux(library.read_bytes(), platform)
 
 
