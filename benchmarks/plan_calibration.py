@@ -228,16 +228,16 @@ def fit(rows: Iterable[Measured]) -> Factors:
     sums = np.array([row.measured_step().total_ms(factors) for row in full])
     steps = np.array([row.step_ms for row in full])
     factors["step"]["kernels"] = round(float(np.median(steps / sums)), 4)
-    native, _ = _fit_resolve([row for row in rows if row.system == System.native], factors)
+    native = _fit_resolve([row for row in rows if row.system == System.native], factors)
     plugin = [row for row in rows if row.system == System.plugin]
     candidates = []
-    for hidden, ahead, least in product(np.arange(0, 1.01, 0.05), np.arange(0, 0.51, 0.05), (0.25, 0.5)):
-        copies = {"hidden share of a step": round(float(hidden), 2), "share of copies ahead": round(float(ahead), 2)}
-        copies["least share"] = least
-        found, error = _fit_resolve(plugin, factors | {"copies": copies})
-        candidates.append((error, copies, found))
-    _, factors["copies"], found = min(candidates, key=lambda candidate: candidate[0])
-    factors["resolve"] = native | found
+    for hidden, ahead, least in product((0.2, 0.3, 0.4, 0.5, 0.6), (0.0, 0.25, 0.5), (0.25, 0.5, 0.75)):
+        copies = {"hidden share of a step": hidden, "share of copies ahead": ahead, "least share": least}
+        found = native | _fit_resolve(plugin, factors | {"copies": copies})
+        predictions = [predict(row, factors | {"copies": copies, "resolve": found}) for row in plugin]
+        off = max(np.abs(errors(predictions, what)).max() for what in ("tokens_per_s", "itl_ms"))
+        candidates.append((off, copies, found))
+    _, factors["copies"], factors["resolve"] = min(candidates, key=lambda candidate: candidate[0])
     _fit_dense(dense, factors)
     return factors
 
@@ -247,13 +247,13 @@ def _fit_dense(rows: list[Measured], factors: Factors) -> None:
     full = [row for row in rows if row.system == System.full]
     known = np.array([row.measured_step().total_ms(factors) for row in full])
     costs = [{"all rows": row.measured_step().costs()["attention"]["all rows"]} for row in full]
-    found, _ = _solve(costs, np.array([row.step_ms for row in full]), known)
+    found = _solve(costs, np.array([row.step_ms for row in full]), known)
     factors["attention"]["all rows"] = round(found["all rows"] / factors["step"]["kernels"], 5)
     plugin = [row for row in rows if row.system == System.plugin]
     steps = [row.measured_step() for row in plugin]
     known = np.array([step.total_ms(factors | {"copies": {}}) for step in steps])
     costs = [step.costs()["resolve"] | step.costs()["copies"] for step in steps]
-    found, _ = _solve(costs, np.array([row.step_ms for row in plugin]), known)
+    found = _solve(costs, np.array([row.step_ms for row in plugin]), known)
     factors["copies"]["units"] = found.pop("units")
     factors["resolve"] |= found
 
@@ -262,26 +262,23 @@ def _fit_part(part: str, rows: list[Measured]) -> dict[str, float]:
     """Fit one part to the profiled kernel times of full KV."""
     rows = [row for row in rows if part in row.row["kernel_ms"]]
     costs = [row.measured_step().costs()[part] for row in rows]
-    return _solve(costs, np.array([row.row["kernel_ms"][part] for row in rows]))[0]
+    return _solve(costs, np.array([row.row["kernel_ms"][part] for row in rows]))
 
 
-def _fit_resolve(rows: list[Measured], factors: Factors) -> tuple[dict[str, float], float]:
-    """Fit what a HiSparse adds to its step; return the factors and the sum of squared relative errors."""
+def _fit_resolve(rows: list[Measured], factors: Factors) -> dict[str, float]:
+    """Fit the costs that a HiSparse adds to its step."""
     steps = [row.measured_step() for row in rows]
     known = np.array([step.total_ms(factors | {"resolve": {}}) for step in steps])
     measured = np.array([row.step_ms for row in rows])
     return _solve([step.costs()["resolve"] for step in steps], measured, known)
 
 
-def _solve(
-    costs: list[dict[str, float]], measured: np.ndarray, known: np.ndarray | float = 0.0
-) -> tuple[dict[str, float], float]:
+def _solve(costs: list[dict[str, float]], measured: np.ndarray, known: np.ndarray | float = 0.0) -> dict[str, float]:
     """Fit factors >= 0 of costs to milliseconds, by relative errors."""
     names = sorted({name for each in costs for name in each})
     table = np.array([[each.get(name, 0.0) for name in names] for each in costs]) / measured[:, None]
     solution = nonnegative_least_squares(table, (measured - known) / measured)
-    error = float(np.sum((table @ solution + known / measured - 1) ** 2))
-    return {name: round(float(value), 5) for name, value in zip(names, solution, strict=True)}, error
+    return {name: round(float(value), 5) for name, value in zip(names, solution, strict=True)}
 
 
 def predict(row: Measured, factors: Factors) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_predictions_are_held_to_the_measurements() -> None:
     is_dsa = np.array([row.model.is_dsa for row in rows])
     for what in ("tokens_per_s", "itl_ms"):
         off = np.abs(errors(predictions, what))
-        assert off[is_dsa].max() < 0.16 and np.median(off) < 0.07
+        assert off[is_dsa].max() < 0.15 and np.median(off) < 0.07
         assert off.max() < 0.35  # one request of 8 dense layers waits for the host
     assert np.abs(errors(predictions, "running")).max() <= 0.03
     stored = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["rows"]
