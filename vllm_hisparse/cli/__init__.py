@@ -1,4 +1,4 @@
-"""The `vllm-hisparse` command: tiny models, traces of selections and their replay. A server never imports it."""
+"""The `vllm-hisparse` command: plan, doctor, tiny models, traces and their replay. A server never imports it."""
 
 
 def run() -> None:
