@@ -80,3 +80,13 @@ def test_workers_import_nothing_of_the_scheduler_side() -> None:
     imports = {path.relative_to(PACKAGE): imported_modules(path.read_text()) for path in files}
     assert len(files) > 40
     assert not [(path, name) for path, names in imports.items() for name in names if name.startswith(scheduler_side)]
+
+
+def test_modules_import_each_other_in_one_direction() -> None:
+    """Imports in functions and for type checkers count, too."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in RUNTIME_FILES}
+    graph = {name: imported_modules(path.read_text()) & names.keys() - {name} for name, path in names.items()}
+    while free := [name for name, targets in graph.items() if not targets & graph.keys()]:
+        for name in free:
+            del graph[name]
+    assert not graph, f"these modules import each other, or one that does: {sorted(graph)}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
+from vllm.model_executor.models.deepseek_v2 import Indexer
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -18,7 +18,7 @@ from vllm_hisparse.attention.mla.base import HotMLAAttention
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuImpl
 from vllm_hisparse.cpu.gqa import HotGQACpuBackend, HotGQACpuImpl
-from vllm_hisparse.cpu.indexer import IndexerCpu, IndexerCpuCache
+from vllm_hisparse.cpu.indexer import IndexerCpu
 from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
 FULL_KV_LAYERS = [1]
@@ -213,12 +213,6 @@ def test_mla_layers_without_an_indexer_on_the_cpu() -> None:
     for wrapper in (shared, plain):
         attach.attach_mla_cpu(wrapper, vllm_config())
     assert type(shared.mla_attn) is HotMLAAttention and type(plain.mla_attn) is MLAAttention
-
-
-def test_the_indexers_cache_on_the_cpu() -> None:
-    cache = make(DeepseekV32IndexerCache)
-    attach.attach_indexer_cache_cpu(cache)
-    assert type(cache) is IndexerCpuCache
 
 
 def test_layers_of_a_dense_model_on_the_cpu_but_full_kv_layers() -> None:

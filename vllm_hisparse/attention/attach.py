@@ -1,4 +1,4 @@
-"""All places at which objects that vLLM has built get classes of the plugin, on both devices.
+"""Attention layers that vLLM has built get classes of the plugin here, on both devices.
 
 NOTE: objects get another class after vLLM has built them, because vLLM builds attention layers deep inside its model
 classes and wrappers, and no function has to be patched then. Modules of one device are imported only by the functions
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
-    from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 TRIED_CAPABILITIES = ((9, 0),)
@@ -150,13 +149,6 @@ def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmCo
     if wrapper.is_sparse and uses_host_connector(vllm_config) and not is_draft_layer(layer.layer_name, vllm_config):
         layer.__class__, layer.attn_backend = HotMLAAttention, HotMLACpuBackend
         layer.impl = _with_class(layer.impl, HotMLACpuBackend.get_impl_cls())
-
-
-def attach_indexer_cache_cpu(cache: DeepseekV32IndexerCache) -> None:
-    """Give the indexer's key cache the plugin's backend."""
-    from vllm_hisparse.cpu.indexer import IndexerCpuCache
-
-    cache.__class__ = IndexerCpuCache
 
 
 def attach_gqa_cpu(impl: CPUAttentionBackendImpl, vllm_config: VllmConfig) -> None:

@@ -18,7 +18,6 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from vllm_hisparse.attention.attach import attach_indexer_cache_cpu
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.cpu import indexer_scores as ops
 from vllm_hisparse.layout import BLOCK_SIZE
@@ -107,7 +106,7 @@ class SparseAttnIndexerCpu(SparseAttnIndexer):
 
     def __init__(self, k_cache: DeepseekV32IndexerCache, *args: Any, **kwargs: Any):
         super().__init__(k_cache, *args, **kwargs)
-        attach_indexer_cache_cpu(k_cache)
+        k_cache.__class__ = IndexerCpuCache  # vLLM has built it without our backend
 
     def forward_cpu(
         self, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
