@@ -346,6 +346,7 @@ def test_prefill_side_states_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = NixlPullConnectorScheduler.__new__(NixlPullConnectorScheduler)
     scheduler._kv_lease_duration, scheduler._reqs_need_send, scheduler._heartbeat_req_engine = 120, {}, {}
     scheduler.is_bidirectional_kv_xfer_enabled, scheduler.engine_id = False, "prefill"
+    scheduler._registration_generation = 0  # since vLLM 0.33
     scheduler.side_channel_host, scheduler.side_channel_port, scheduler.transfer_tp_size = "127.0.0.1", 1, 1
     scheduler.get_exchange_clipped_blocks = lambda block_ids: block_ids
     parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)

@@ -12,6 +12,7 @@ import pytest
 
 from tools.harness.processes import CALM_NICENESS, LOOPBACK, EngineProcess, ProcessError, ProcessGroup, free_ports
 
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # of programs in other folders
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
 WITH_CHILD = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', '''{SLEEP}''']).pid); {SLEEP}"
@@ -226,7 +227,7 @@ def test_signals_stop_the_members(tmp_path: Path, signum: int) -> None:
         time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as runner:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, env=ENV) as runner:
         assert runner.stdout is not None
         pid = int(runner.stdout.readline())
         wait_until(lambda: "ready" in (tmp_path / "a.log").read_text())
@@ -244,5 +245,5 @@ def test_exit_without_leaving_the_block_stops_the_members(tmp_path: Path) -> Non
     print(group.start(EngineProcess("a", [sys.executable, "-c", {SLEEP!r}], Path("a.log"))).pid)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, check=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=ENV, check=True)
     assert not is_alive(int(result.stdout))

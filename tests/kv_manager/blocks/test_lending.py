@@ -35,6 +35,7 @@ def test_what_is_free_goes_first_to_those_that_want_least() -> None:
     assert divide({"a": 9, "b": 9}, set(), 0) == {"a": 0, "b": 0}
     assert divide({"a": 5, "b": 6, "c": 2}, {"b"}, 8) == {"b": 6, "c": 2, "a": 0}, "who has all keeps it"
     assert divide({}, set(), 5) == {}
+    assert divide({"a": 0, "b": 2, "c": 0}, {"b"}, 1) == {"b": 1, "a": 0, "c": 0}, "nobody else wants the last block"
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 50), max_size=8), st.integers(0, 120), st.data())

@@ -91,6 +91,10 @@ def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[
     for number, name in enumerate(order):
         given[name] = wanted[name] if wanted[name] <= num_left else num_left // (len(wanted) - number)
         num_left -= given[name]
+    for name in order:  # a request that comes first may have left blocks for others, which do not want them
+        more = min(wanted[name] - given[name], num_left)
+        given[name] += more
+        num_left -= more
     return given
 
 
