@@ -1,4 +1,4 @@
-// What the kernels share: tables, row copies.
+// Shared by the kernels: tables, row copies.
 #pragma once
 
 #include "arguments.h"

@@ -7,6 +7,8 @@ import os
 import resource
 import socket
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,18 @@ def test_nixl_from_a_named_peer(report: Report) -> None:
             break
         thread.join(0.1)  # it does not listen yet
     assert report.rates["nixl_peer_gb_s"] > 0.01
+
+
+def test_a_reader_that_leaves_does_not_end_the_service(report: Report) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    threading.Thread(target=serve, args=(port, "cpu", "127.0.0.1"), daemon=True).start()
+    for _ in range(100):
+        with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+            break  # and leaves at once
+        time.sleep(0.1)  # it does not listen yet
+    check_peer(report, f"127.0.0.1:{port}")
+    assert report.rates["nixl_peer_gb_s"] > 0.01, report.findings
 
 
 def test_a_peer_that_is_no_doctor_is_an_error(report: Report) -> None:

@@ -147,6 +147,12 @@ def test_more_misses_take_longer() -> None:
     assert times == sorted(times) and times[-1] > times[0] + 20
 
 
+def test_steps_whose_rows_are_all_hot_are_not_divided() -> None:
+    shape = ModelShape.load("DeepSeek-V3.2", "fp8")
+    steps = [Step(shape, GPUS["H200"], System.plugin, 40, 4096, 2048, 0, missed) for missed in (0, 10)]
+    assert [step.decodes_in_microbatches for step in steps] == [False, True]
+
+
 def test_a_plan_says_where_the_plugin_pays() -> None:
     found = planned("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "65536")
     systems = found["systems"]

@@ -20,12 +20,11 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
+from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_MICROBATCH_REQUESTS
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 from vllm_hisparse.ops.limits import NUM_STREAMS
 
 MAX_MICROBATCHES = NUM_STREAMS  # the first one runs on the main stream
-MIN_MICROBATCH_REQUESTS = 12  # requests of a microbatch; smaller ones were slower with recorded selections
-MAX_REQUESTS = 128  # larger steps are not divided: their sequences are short and mostly hot, so it would only cost time
 
 
 class DecodeMicrobatch:

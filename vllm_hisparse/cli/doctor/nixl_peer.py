@@ -9,6 +9,7 @@ import multiprocessing
 import socket
 import struct
 import time
+from contextlib import suppress
 from typing import Any
 
 from vllm_hisparse.cli.doctor.report import Report, Status
@@ -71,7 +72,8 @@ def serve(port: int, device: str, host: str = "", once: bool = False, ready: Any
             ready.send(listener.getsockname()[1])
         while True:
             connection, _ = listener.accept()
-            with connection:
+            with connection, suppress(OSError):  # a reader that leaves or hangs costs nobody else the service
+                connection.settimeout(TIMEOUT_S)
                 source.answer(connection)
             if once:
                 return

@@ -63,16 +63,23 @@ class KVMemory:
     @property
     def layout(self) -> KVLayout:
         """Layout of the KV of one GPU. Ranks of a DSA model hold the same rows, those of a dense model a share."""
-        layout = self.model.layout(self.drafts)
-        if self.model.is_dsa:
-            return layout
-        heads = max(1, self.model.num_kv_heads // self.tensor_parallel)
-        row_bytes = self.model.row_bytes * heads // self.model.num_kv_heads
+        model = self.model
+        if model.is_dsa:
+            return KVLayout(
+                row_bytes=model.row_bytes,
+                resident_row_bytes=model.key_bytes,
+                num_layers=model.num_layers,
+                num_resident_layers=model.num_indexers,
+                max_query_len=1 + self.drafts,
+                draft_row_bytes=model.row_bytes + model.key_bytes if self.drafts else 0,
+            )
+        heads = max(1, model.num_kv_heads // self.tensor_parallel)
+        row_bytes = model.row_bytes * heads // model.num_kv_heads
         bounds = ((QUEST_PAGE, row_bytes),)  # Quest's lower and upper bound of each page of keys
         return KVLayout(
             row_bytes=row_bytes,
             resident_row_bytes=0,
-            num_layers=self.model.num_layers,
+            num_layers=model.num_layers,
             num_resident_layers=0,
             tokens_per_unit=QUEST_PAGE,
             num_kv_heads=heads,

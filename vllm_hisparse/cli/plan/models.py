@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, KVLayout, indexer_row_bytes, mla_row_bytes
+from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_row_bytes
 
 BF16, FP8 = 2, 1
 
@@ -133,28 +133,6 @@ class ModelShape:
     def token_bytes(self) -> int:
         """Full KV of one token in all layers, indexer keys included."""
         return self.num_layers * self.row_bytes + self.num_indexers * self.key_bytes
-
-    def layout(
-        self, drafts: int, tokens_per_unit: int = 1, state_entries: tuple[tuple[int, int], ...] = ()
-    ) -> KVLayout:
-        """Return the plugin's layout of this model's KV.
-
-        Args:
-            drafts: drafts of a step; with a draft layer, its KV stays on the device.
-            tokens_per_unit: rows that are selected and copied together.
-            state_entries: what an algorithm keeps for every few tokens (`KVLayout.state_entries`).
-        """
-        return KVLayout(
-            row_bytes=self.row_bytes,
-            resident_row_bytes=self.key_bytes,
-            num_layers=self.num_layers,
-            num_resident_layers=self.num_indexers,
-            tokens_per_unit=tokens_per_unit,
-            num_kv_heads=None if self.is_dsa else self.num_kv_heads,
-            max_query_len=1 + drafts,
-            draft_row_bytes=(self.row_bytes + self.key_bytes) if drafts and self.is_dsa else 0,
-            state_entries=state_entries,
-        )
 
     @classmethod
     def load(cls, model: str, kv_dtype: str = "auto", weight_dtype: str = "auto") -> ModelShape:

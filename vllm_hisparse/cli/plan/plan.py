@@ -221,7 +221,7 @@ class Plan:
                 "Rough: fitted to 8 layers of one Llama with Quest on an H200; errors of the rows it was fitted to are "
                 "up to 35%."
             )
-        if self.gpu.name == "H200":
+        if "H200" in self.gpu.name and "GH200" not in self.gpu.name:
             return "Calibrated on an H200 with models of 61 layers; errors of the rows it was fitted to are below 15%."
         if self.gpu.is_measured:
             return "Scaled from an H200 by the datasheet's GPU rates and the measured link: expect errors of 20 to 30%."

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_MICROBATCH_REQUESTS
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System
 from vllm_hisparse.cli.plan.models import ModelShape
@@ -120,7 +121,8 @@ class Step:
     @property
     def decodes_in_microbatches(self) -> bool:
         """True if the plugin decodes the step in microbatches, which copy rows while others compute."""
-        return self.model.is_dsa and 24 <= self.requests <= 128
+        is_divided = 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
+        return self.model.is_dsa and is_divided and self.missed_rows > 0  # where all rows are hot, it is not
 
     def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
         """Return the milliseconds of copies that the plugin's step waits for with a DSA model.
