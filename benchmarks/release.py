@@ -1,8 +1,8 @@
 """GPU tests against the installed release of vLLM, with a result file: `python -m benchmarks.release`.
 
-Each part is a pytest run; parts of a round share the GPU. Every comparison of tokens is counted: those compared up to
-where two runs part, those in common, and the runs that part at a tie. Parts can be run one by one: the result file of
-the same commit and the same release keeps what other parts found.
+Each part is a pytest run; several share the GPU. Every comparison of tokens is counted: the tokens compared up to where
+two runs part, those in common, and the runs that part at a tie. A part's row is written when the part ends, and the
+result file of the same commit and the same release keeps the rows of other parts; so parts can be run one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,33 +25,70 @@ import typer
 from benchmarks.common import RESULTS, commit, gpu_hardware, show, versions, write_result
 
 ROOT = Path(__file__).parents[1]
-PARITY, DENSE = "tests/gpu/test_engine_parity.py", "tests/gpu/test_dense_parity.py"
-PARTS: dict[str, tuple[str, ...]] = {
-    "memory": ("tests/gpu/test_memory_profile.py", "-k", "test_vllm_sizes and (dense or fused)"),
-    "kernels": ("tests/gpu/test_cuda_ops.py", "tests/gpu/test_unit_ops.py"),
-    "parity": (PARITY, "-k", "test_parity_with_cuda_graphs and not generic"),
-    "generic": (PARITY, "-k", "test_parity_with_cuda_graphs and generic"),
-    "preemption": (PARITY, "-k", "test_preemption_and_prefix_reuse"),
-    "pd": ("tests/gpu/test_pd_gpu.py", "-k", "imported and (fp8 or llama) and not mtp and not tp2"),
-    "mtp": (PARITY, "-k", "test_a_draft_layer_with_cuda_graphs and fp8"),
-    "ngram": (PARITY, "-k", "test_drafts_with_cuda_graphs and fp8"),
-    "shared": (PARITY, "-k", "test_shared_indexers_with_cuda_graphs and fp8"),
-    "dense": (DENSE, "-k", "test_evicted or test_budget_of_everything"),
-    "ranks": ("tests/gpu/test_tensor_parallel.py",),
+PARITY, DENSE, PD = "tests/gpu/test_engine_parity.py", "tests/gpu/test_dense_parity.py", "tests/gpu/test_pd_gpu.py"
+MEMORY = "tests/gpu/test_memory_profile.py"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests that run in one process of pytest.
+
+    Attributes:
+        files: the files of the tests.
+        selection: expression of pytest's option -k; empty: all tests of the files.
+        num_engines: engines that the part has at one time.
+        is_alone: nothing else may run on the device, because vLLM measures the memory of the whole device.
+        num_gpus: GPUs that the part needs.
+    """
+
+    files: tuple[str, ...]
+    selection: str = ""
+    num_engines: int = 1
+    is_alone: bool = False
+    num_gpus: int = 1
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.files, *(("-k", self.selection) if self.selection else ())]
+
+
+# The order in which parts start: the longest first, those that are alone at the end.
+PARTS: dict[str, Part] = {
+    "parity_fp8": Part((PARITY,), "test_parity_with_cuda_graphs and fp8 and not generic", 3),
+    "pd": Part((PD,), "imported and (fp8 or llama) and not mtp and not tp2", 2),
+    "kernels": Part(("tests/gpu/test_cuda_ops.py", "tests/gpu/test_unit_ops.py")),
+    "parity_bf16_flash_attn": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flash_attn", 3),
+    "parity_bf16_flashmla": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flashmla", 3),
+    "preemption": Part((PARITY,), "test_preemption_and_prefix_reuse", 2),
+    "dense": Part((DENSE,), "test_evicted or (test_budget_of_everything and (quest or pq_cache))", 7),
+    "mtp": Part((PARITY,), "test_a_draft_layer_with_cuda_graphs and fp8", 3),
+    "ngram": Part((PARITY,), "test_drafts_with_cuda_graphs and fp8", 3),
+    "shared": Part((PARITY,), "test_shared_indexers_with_cuda_graphs and fp8", 2),
+    "moe": Part((DENSE,), "test_models_with_experts", 2),
+    "generic": Part((PARITY,), "test_parity_with_cuda_graphs and fp8_generic", 3),
+    "memory": Part((MEMORY,), "test_vllm_sizes and (dense or fused)", 2, is_alone=True),
+    "memory_llama_8b": Part((MEMORY,), "llama_8b", 1, is_alone=True),
+    "ranks": Part(("tests/gpu/test_tensor_parallel.py",), num_engines=2, is_alone=True, num_gpus=2),
 }
-# NOTE: vLLM measures the memory of the whole device, so that the parts that let it are alone on it.
-ROUNDS = (("memory",), ("kernels", "parity"), ("generic", "preemption", "pd"), ("mtp", "ngram", "shared", "dense"))
-TWO_GPUS = ("ranks",)
 
 app = typer.Typer(add_completion=False)
 
 
 def run_part(part: str, folder: Path) -> dict[str, Any]:
-    """Run a part's tests; returns what they found."""
+    """Run the tests of a part.
+
+    Args:
+        part: a name of `PARTS`.
+        folder: gets a folder of the part's name, with the logs of pytest and of the servers, and every comparison.
+
+    Returns: the row of the result file.
+    """
     report = folder / part
-    report.mkdir()
+    report.mkdir(parents=True, exist_ok=True)
+    (report / "comparisons.jsonl").unlink(missing_ok=True)
     junit, environment = report / "junit.xml", {**os.environ, "HISPARSE_TEST_REPORT": str(report)}
-    arguments = ["-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o", "junit_family=xunit1", *PARTS[part]]
+    arguments = ["-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o", "junit_family=xunit1"]
+    arguments += PARTS[part].arguments
     start = time.monotonic()
     with (report / "pytest.log").open("w") as log:
         command = [sys.executable, "-m", "pytest", *arguments]
@@ -82,10 +121,34 @@ def outcome(case: ElementTree.Element) -> str:
     return "skipped" if case.find("skipped") is not None else "passed"
 
 
-def rounds(parts: list[str]) -> list[list[str]]:
-    """The chosen parts by rounds; those on two GPUs are the last."""
-    chosen = [[part for part in each if part in parts] for each in (*ROUNDS, TWO_GPUS)]
-    return [each for each in chosen if each]
+def run_parts(parts: list[str], folder: Path, max_engines: int) -> Iterator[dict[str, Any]]:
+    """Run parts side by side, and yield the row of each when it ends.
+
+    Args:
+        parts: names of `PARTS`, in the order in which they start; one that does not fit beside those that run lets
+            later ones pass.
+        folder: as for `run_part`.
+        max_engines: engines at one time. A part that needs more runs alone.
+    """
+    waiting, running = list(parts), dict[Future[dict[str, Any]], Part]()
+    with ThreadPoolExecutor(len(parts)) as pool:
+        while waiting or running:
+            for name in [name for name in waiting if fits(PARTS[name], list(running.values()), max_engines)]:
+                if fits(PARTS[name], list(running.values()), max_engines):
+                    waiting.remove(name)
+                    running[pool.submit(run_part, name, folder)] = PARTS[name]
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                del running[future]
+                yield future.result()
+
+
+def fits(part: Part, running: list[Part], max_engines: int) -> bool:
+    """Tell if a part may start beside those that run."""
+    if not running:
+        return True
+    is_shared = not any(each.is_alone for each in (part, *running))
+    return is_shared and sum(each.num_engines for each in (part, *running)) <= max_engines
 
 
 def earlier(path: Path) -> dict[str, dict[str, Any]]:
@@ -100,20 +163,20 @@ def main(
     ctx: typer.Context,
     part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; default: all on one GPU")] = None,
     output: Annotated[Path | None, typer.Option(help="result file; default: by GPU and release")] = None,
+    logs: Annotated[Path | None, typer.Option(help="folder that keeps the logs; default: none are kept")] = None,
+    max_engines: Annotated[int, typer.Option(help="engines at one time; a GPU of 80 GB has room for 8")] = 8,
 ) -> None:
     """Run the tests of parts, and write the result file."""
     if unknown := set(part or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
     gpu = gpu_hardware()
     path = output or RESULTS / str(gpu["gpu"]).split()[1].lower() / f"release_{versions()['vllm']}.json"
-    rows = earlier(path)
-    with TemporaryDirectory() as folder:
-        for each in rounds(part or [name for name in PARTS if name not in TWO_GPUS]):
-            with ThreadPoolExecutor(len(each)) as pool:
-                found = list(pool.map(lambda name: run_part(name, Path(folder)), each))
-            rows |= {row["part"]: row for row in found}
+    rows, chosen = earlier(path), part or [name for name, each in PARTS.items() if each.num_gpus == 1]
+    with TemporaryDirectory() as temporary:
+        for row in run_parts(chosen, logs or Path(temporary), max_engines):
+            rows[row["part"]] = row
             write_result(path, ctx, "benchmarks.release", list(rows.values()), gpu)
-            show("Parts", [{name: value for name, value in row.items() if name != "tests"} for row in found])
+            show(row["part"], [{name: value for name, value in row.items() if name != "tests"}])
     raise typer.Exit(1 if any(row["failed"] or not row["passed"] for row in rows.values()) else 0)
 
 

@@ -1,29 +1,56 @@
-"""Parts of the GPU tests: which there are, in which rounds, and what is counted of them."""
+"""Parts of the GPU tests: which there are, which run side by side, and how their comparisons are counted."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks import release
-from benchmarks.release import PARTS, ROUNDS, TWO_GPUS, rounds, run_part, summary
+from benchmarks.release import PARTS, Part, run_part, run_parts, summary
 from tests.gpu.engines import assert_same_but_ties
 
 
-def test_every_part_is_in_one_round() -> None:
-    assert sorted([part for each in ROUNDS for part in each] + [*TWO_GPUS]) == sorted(PARTS)
-    assert rounds(["ranks", "mtp", "memory", "dense"]) == [["memory"], ["mtp", "dense"], ["ranks"]]
+def test_parts_run_side_by_side_within_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Five engines at most; a larger part and one that is alone wait until nothing runs."""
+    parts = {
+        "three": Part(("a",), num_engines=3),
+        "large": Part(("b",), num_engines=9),
+        "two": Part(("c",), num_engines=2),
+        "one": Part(("d",), num_engines=1),
+        "alone": Part(("e",), num_engines=1, is_alone=True),
+    }
+    running, beside, lock, third = set(), {}, threading.Lock(), threading.Event()
+
+    def run(name: str, folder: Path) -> dict[str, str]:
+        with lock:
+            running.add(name)
+            beside[name] = set(running)
+        if name == "two":
+            third.set()
+        if name == "three":
+            assert third.wait(10)
+        with lock:
+            running.remove(name)
+        return {"part": name}
+
+    monkeypatch.setattr(release, "PARTS", parts)
+    monkeypatch.setattr(release, "run_part", run)
+    assert {row["part"] for row in run_parts(list(parts), tmp_path, max_engines=5)} == set(parts)
+    assert beside["two"] == {"three", "two"}
+    assert beside["large"] == {"large"} and beside["alone"] == {"alone"}
+    for names in beside.values():
+        assert len(names) == 1 or sum(parts[name].num_engines for name in names) <= 5
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_name_tests(part: str) -> None:
-    """The words after -k are in names of tests of the file."""
-    files = [argument for argument in PARTS[part] if argument.startswith("tests/")]
-    sources = "".join((release.ROOT / name).read_text() for name in files)
-    words = PARTS[part][-1].replace("(", " ").replace(")", " ").split() if "-k" in PARTS[part] else []
-    assert files and all(word in sources for word in words if word not in ("and", "or", "not"))
+    """The words of the selection are in names of tests of the files."""
+    sources = "".join((release.ROOT / name).read_text() for name in PARTS[part].files)
+    words = PARTS[part].selection.replace("(", " ").replace(")", " ").split()
+    assert sources and all(word in sources for word in words if word not in ("and", "or", "not"))
 
 
 def completion(tokens: list[int]) -> dict[str, list]:
@@ -44,7 +71,7 @@ def test_outcomes_and_comparisons_are_counted(tmp_path: Path, monkeypatch: pytes
         "def test_skipped(): pass\n"
     )
     monkeypatch.setattr(release, "ROOT", tmp_path)
-    monkeypatch.setitem(PARTS, "part", ("test_part.py",))
+    monkeypatch.setitem(PARTS, "part", Part(("test_part.py",)))
     row = run_part("part", tmp_path)
     assert row["tests"] == {"test_same": "passed", "test_fails": "failed", "test_skipped": "skipped"}
     counts = {name: row[name] for name in ("passed", "failed", "skipped", "requests", "tokens", "same_tokens", "ties")}

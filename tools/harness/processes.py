@@ -47,6 +47,7 @@ class ProcessError(RuntimeError):
         self.log_tail = process.log_tail()
         self.first_error = process.first_error()
         super().__init__(f"{process.name} {reason}")
+        self.add_note("\n".join(self.log_tail))
 
     def details(self) -> str:
         """The message with the first error of the log, its last lines and its path."""
