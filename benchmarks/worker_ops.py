@@ -8,7 +8,7 @@
 * `launch`: host time of one launch in an eager decode step of 61 layers, Python and the library's boundary included:
   swap-in of a layer, of a part of the requests, the newest rows' ids, write-back; microseconds.
 
-The script also runs beside the code of commit 7dff683, to compare: copy it there.
+The baseline, `worker_ops_before.json`, is of commit 7dff683, which is before these parts were revised.
 """
 
 from __future__ import annotations
@@ -27,25 +27,15 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.quest import Quest
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
+from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
+from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, PrefillRequest, WholeBlockStaging
 from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.ops import page_bounds
 from vllm_hisparse.ops.base import HotRows
-
-try:
-    from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
-    from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
-    from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
-    from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
-    from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
-    from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, PrefillRequest, WholeBlockStaging
-except ImportError:  # commit 7dff683
-    from vllm_hisparse.kv_manager.worker.gqa_hot_buffer import GQAHotBuffer, view_units
-    from vllm_hisparse.kv_manager.worker.host_kv_store import HostKVStore
-    from vllm_hisparse.kv_manager.worker.hot_buffer import HotBufferShape
-    from vllm_hisparse.kv_manager.worker.mla_hot_buffer import MLAHotBuffer
-    from vllm_hisparse.kv_manager.worker.prefill_staging import PrefillGroup, PrefillRequest, WholeBlockStaging
-
-    HostPoolLayout = None
 
 app = typer.Typer(add_completion=False)
 
@@ -119,10 +109,7 @@ def copies(num_blocks: int, repeats: int) -> list[dict[str, Any]]:
     num_host, dtype = 2 * num_blocks, torch.bfloat16
     memory = mmap.mmap(-1, num_host * COPY_LAYOUT.host_block_bytes)
     names = [str(index) for index in range(COPY_LAYOUT.num_layers)]
-    if HostPoolLayout is None:
-        store = HostKVStore(COPY_LAYOUT, num_host, names, dtype, memory)
-    else:
-        store = HostKVStore(HostPoolLayout(COPY_LAYOUT, num_host), names, dtype, memory)
+    store = HostKVStore(HostPoolLayout(COPY_LAYOUT, num_host), names, dtype, memory)
     store.attach(DEVICE)
     width = COPY_LAYOUT.resident_block_bytes
     blocks = torch.randint(0, 255, (num_host, COPY_LAYOUT.device_block_bytes), dtype=torch.uint8, device=DEVICE)
@@ -182,8 +169,7 @@ def prefill_plan(num_requests: int, repeats: int) -> dict[str, Any]:
     group = PrefillGroup(slice(0, 1), tuple(requests), torch.zeros(1, device=DEVICE), None)
 
     def work() -> None:
-        if hasattr(buffer.requests, "expect_prefills"):
-            buffer.requests.expect_prefills(prefills)
+        buffer.requests.expect_prefills(prefills)
         staging.plan(group)
 
     samples = time_on_host(work, repeats, is_busy=True)
@@ -257,10 +243,7 @@ def launches(num_requests: int, repeats: int) -> list[dict[str, Any]]:
     by_request = torch.tensor(handles, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((num_requests,), context, dtype=torch.int32, device=DEVICE)
     selected = torch.arange(top_k, dtype=torch.int32, device=DEVICE).repeat(num_requests, 1)
-    if hasattr(buffer, "swap_in_of"):
-        swap_ins = [buffer.swap_in_of(layer) for layer in range(num_layers)]
-    else:  # commit 7dff683
-        swap_ins = [partial(buffer.swap_in, layer) for layer in range(num_layers)]
+    swap_ins = [buffer.swap_in_of(layer) for layer in range(num_layers)]
     some = slice(0, num_requests // 2)
 
     def step(launch: Callable[[], None]) -> None:
