@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ from vllm.config.utils import is_init_field
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+from vllm_hisparse.compat.model_loading import OTHER_LOADERS
 from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, REFUSED_MODELS, HiSparseConfig, HiSparseConfigError
 
 GIB = {"host_pool_gib": 2.0}
@@ -33,7 +33,6 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         model_config=SimpleNamespace(
             model="some/model",
             architecture="DeepseekV32ForCausalLM",
-            is_multimodal_model=False,
             use_mla=True,
             runner_type="generate",
             is_encoder_decoder=False,
@@ -41,6 +40,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             is_attention_free=False,
             enable_sleep_mode=False,
             get_sliding_window=lambda: None,
+            multimodal_config=None,
             hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
         ),
         parallel_config=SimpleNamespace(
@@ -52,6 +52,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         use_v2_model_runner=True,
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None),
+        load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
     )
@@ -553,25 +554,33 @@ def test_refuses_quantised_kv_of_dense_models() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [engine, dense_engine])
-def test_refuses_models_without_hot_buffers_on_cuda(make: Callable[..., SimpleNamespace]) -> None:
-    """On the CPU platform every class's attention layers have them."""
-    options = GIB if make is engine else {"algorithm": "quest"}
-    changes = {"model_config__architecture": "FalconForCausalLM"}
-    assert HiSparseConfig.from_vllm_config(make(options, **changes)).top_k
-    with pytest.raises(HiSparseConfigError) as refused:
-        HiSparseConfig.from_vllm_config(make(options, device_config__device_type="cuda", **changes))
-    check_parts(str(refused.value), "--model", "'FalconForCausalLM'", "LlamaForCausalLM", "Serve another model")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("architecture", sorted(REFUSED_MODELS))
 def test_refuses_models_by_name(architecture: str, device: str) -> None:
     changes = {"model_config__architecture": architecture, "device_config__device_type": device}
     with pytest.raises(HiSparseConfigError) as refused:
         HiSparseConfig.from_vllm_config(engine(**changes))
-    _, reason = REFUSED_MODELS[architecture]
-    check_parts(str(refused.value), "--model", f"'{architecture}'", reason, "vLLM serves this model with full KV")
+    check_parts(
+        str(refused.value),
+        "--model",
+        f"'{architecture}'",
+        REFUSED_MODELS[architecture],
+        "vLLM serves this model with full KV",
+    )
+
+
+def test_refuses_images_but_not_a_multimodal_model() -> None:
+    multimodal = SimpleNamespace(language_model_only=False)
+    message = refusal(GIB, model_config__multimodal_config=multimodal)
+    check_parts(message, "--model", "'DeepseekV32ForCausalLM'", "text alone", "Add --language-model-only")
+    multimodal.language_model_only = True
+    assert HiSparseConfig.from_vllm_config(engine(GIB, model_config__multimodal_config=multimodal)).top_k == 256
+
+
+@pytest.mark.parametrize("load_format", OTHER_LOADERS)
+def test_refuses_loaders_that_build_the_model_by_themselves(load_format: str) -> None:
+    message = refusal(GIB, load_config__load_format=load_format)
+    check_parts(message, "--load-format", f"'{load_format}'", "none of", "Remove it")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from weakref import finalize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
+from vllm_hisparse.compat.model_loading import OTHER_LOADERS
 from vllm_hisparse.layout import BLOCK_SIZE
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
 from vllm_hisparse.tier_config import (
@@ -30,50 +31,27 @@ if TYPE_CHECKING:
 CONNECTOR_NAME = "HiSparseHostConnector"
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition
-CUDA_MODELS = {  # classes whose layers get hot buffers -> vLLM's module; on the CPU platform every class's layers do
-    "DeepseekV32ForCausalLM": "vllm.models.deepseek_v32",
-    "GlmMoeDsaForCausalLM": "vllm.models.deepseek_v32",
-    "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v2",  # vLLM's generic class, by `--hf-overrides`
-    # Dense models: the class only says where the layers are. Each layer is checked when it gets its hot buffer.
-    "Ernie4_5ForCausalLM": "vllm.model_executor.models.ernie45",
-    "Ernie4_5_MoeForCausalLM": "vllm.model_executor.models.ernie45_moe",
-    "Glm4ForCausalLM": "vllm.model_executor.models.glm4",
-    "Glm4MoeForCausalLM": "vllm.model_executor.models.glm4_moe",
-    "GraniteForCausalLM": "vllm.model_executor.models.granite",
-    "GraniteMoeForCausalLM": "vllm.model_executor.models.granitemoe",
-    "InternLM2ForCausalLM": "vllm.model_executor.models.internlm2",
-    "LlamaForCausalLM": "vllm.model_executor.models.llama",
-    "MiniMaxM2ForCausalLM": "vllm.model_executor.models.minimax_m2",
-    "MistralForCausalLM": "vllm.model_executor.models.mistral",
-    "MixtralForCausalLM": "vllm.model_executor.models.mixtral",
-    "OlmoeForCausalLM": "vllm.model_executor.models.olmoe",
-    "Phi3ForCausalLM": "vllm.model_executor.models.phi3",
-    "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
-    "Qwen2MoeForCausalLM": "vllm.model_executor.models.qwen2_moe",
-    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
-    "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe",
-}
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
 _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
 _BLOCKS = "the model itself selects blocks for each KV head, in kernels of its own"
 _NO_CONNECTOR = "its attention backend takes no KV connector"
-# Models that select positions but cannot have hot buffers: class -> vLLM's module, why not.
+# Models that select positions but cannot have hot buffers: class -> why not.
 REFUSED_MODELS = {
-    "DeepseekV4ForCausalLM": ("vllm.models.deepseek_v4", _V4),
-    "DeepseekV4ForConditionalGeneration": ("vllm.models.deepseek_v4", _V4),
-    "DeepseekV41ForCausalLM": ("vllm.models.deepseek_v41", f"{_V4}, and several layers read the KV of one"),
-    "Dots3NoteForCausalLM": ("vllm.models.dots3_note", _WINDOWS),
-    "Dots3NoteForConditionalGeneration": ("vllm.models.dots3_note", _WINDOWS),
-    "Glm5NextForCausalLM": ("vllm.models.glm5next", _LINEAR),
-    "Glm5NextForConditionalGeneration": ("vllm.models.glm5next", _LINEAR),
-    "HYV4ForCausalLM": ("vllm.models.hy_v4", "its attention has sinks, which kernels over hot buffers leave out"),
-    "MiniMaxM3SparseForCausalLM": ("vllm.models.minimax_m3", _BLOCKS),
-    "MiniMaxM3SparseForConditionalGeneration": ("vllm.models.minimax_m3", _BLOCKS),
-    "Qwen4ExpForCausalLM": ("vllm.models.qwen4_exp", _NO_CONNECTOR),
-    "Qwen4ExpForConditionalGeneration": ("vllm.models.qwen4_exp", _NO_CONNECTOR),
-    "Step5ForCausalLM": ("vllm.models.step5", _WINDOWS),
-    "Step5ForConditionalGeneration": ("vllm.models.step5", _WINDOWS),
+    "DeepseekV4ForCausalLM": _V4,
+    "DeepseekV4ForConditionalGeneration": _V4,
+    "DeepseekV41ForCausalLM": f"{_V4}, and several layers read the KV of one",
+    "Dots3NoteForCausalLM": _WINDOWS,
+    "Dots3NoteForConditionalGeneration": _WINDOWS,
+    "Glm5NextForCausalLM": _LINEAR,
+    "Glm5NextForConditionalGeneration": _LINEAR,
+    "HYV4ForCausalLM": "its attention sinks were never tried over hot buffers",
+    "MiniMaxM3SparseForCausalLM": _BLOCKS,
+    "MiniMaxM3SparseForConditionalGeneration": _BLOCKS,
+    "Qwen4ExpForCausalLM": _NO_CONNECTOR,
+    "Qwen4ExpForConditionalGeneration": _NO_CONNECTOR,
+    "Step5ForCausalLM": _WINDOWS,
+    "Step5ForConditionalGeneration": _WINDOWS,
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # of a dense model
@@ -182,7 +160,7 @@ class HiSparseConfig(BaseModel):
         """
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        _check_model_class(vllm_config)
+        _check_model(vllm_config)
         _check_engine(vllm_config)
         config._check_kv_cache_dtype(vllm_config)
         if config.tiers:
@@ -577,24 +555,31 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
     return config.prefill_tp_size
 
 
-def _check_model_class(vllm_config: VllmConfig) -> None:
-    """Refuse a model by name, before its layers are built."""
+def _check_model(vllm_config: VllmConfig) -> None:
+    """Refuse a model by name, before its layers are built, and a loader that would hide it."""
     architecture = vllm_config.model_config.architecture
     if architecture in REFUSED_MODELS:
-        _, reason = REFUSED_MODELS[architecture]
         raise HiSparseConfigError(
             "--model",
             architecture,
-            f"a model that hot buffers can serve: {reason}",
+            f"a model that hot buffers can serve: {REFUSED_MODELS[architecture]}",
             f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. See docs/models.md for models that can.",
         )
-    if vllm_config.device_config.device_type == "cuda" and architecture not in CUDA_MODELS:
-        kind = "a multimodal model" if vllm_config.model_config.is_multimodal_model else "a model of another class"
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is not None and not multimodal.language_model_only:
         raise HiSparseConfigError(
             "--model",
             architecture,
-            f"one of {', '.join(CUDA_MODELS)} on cuda; this is {kind}",
-            f"Serve another model, or remove {CONNECTOR_NAME}.",
+            "text alone: prompts with images, audio or video were never tried with hot buffers",
+            f"Add --language-model-only, or remove {CONNECTOR_NAME}.",
+        )
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format in OTHER_LOADERS:
+        raise HiSparseConfigError(
+            "--load-format",
+            load_format,
+            f"none of {', '.join(OTHER_LOADERS)}, which build the model where hot buffers cannot be attached",
+            "Remove it.",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def cpu_platform() -> str | None:
     """`vllm.platform_plugins`: our platform where vLLM would pick its CPU platform, None elsewhere."""
@@ -22,6 +24,7 @@ def register() -> None:
     check_release()
     from vllm.platforms import current_platform
 
+    from vllm_hisparse.compat.model_loading import when_built
     from vllm_hisparse.compat.registries import register_connector
     from vllm_hisparse.config import CONNECTOR_NAME
     from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
@@ -34,8 +37,7 @@ def register() -> None:
     state_leases()
     if current_platform.is_cpu():
         _register_cpu_layers()
-    elif current_platform.is_cuda():
-        _register_cuda_models()
+    when_built(_check_options, _attach_hot_buffers)
 
 
 def _register_cpu_layers() -> None:
@@ -48,11 +50,17 @@ def _register_cpu_layers() -> None:
         register_backend(full_kv_mla.BACKEND_NAME, FULL_KV_BACKEND)
 
 
-def _register_cuda_models() -> None:
-    from vllm import ModelRegistry
+def _check_options(vllm_config: Any) -> None:
+    """Refuse what the configuration alone can tell."""
+    from vllm_hisparse.compat.engine import uses_host_connector
+    from vllm_hisparse.config import HiSparseConfig
 
-    from vllm_hisparse.config import CUDA_MODELS, REFUSED_MODELS
+    if uses_host_connector(vllm_config):
+        HiSparseConfig.from_vllm_config(vllm_config)
 
-    known = ModelRegistry.get_supported_archs()
-    for name in (*CUDA_MODELS, *(name for name in REFUSED_MODELS if name in known)):
-        ModelRegistry.register_model(name, f"vllm_hisparse.attention.models_cuda:{name}")
+
+def _attach_hot_buffers(model: Any, vllm_config: Any) -> None:
+    """NOTE: imported late: vLLM's layers, which not every process needs."""
+    from vllm_hisparse.attention.attach import attach_hot_buffers
+
+    attach_hot_buffers(model, vllm_config)

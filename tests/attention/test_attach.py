@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.models.deepseek_v2 import Indexer
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -31,19 +31,32 @@ def make(cls: type, **attributes: Any) -> Any:
     return built
 
 
-def vllm_config(connector: str | None = "HiSparseHostConnector", is_dsa: bool = False, **layers: Any) -> Any:
-    text_config = SimpleNamespace(num_hidden_layers=4, **({"index_topk": 64} if is_dsa else {}))
+def vllm_config(connector: str | None = "HiSparseHostConnector", is_dsa: bool = False, num_layers: int = 4) -> Any:
+    text_config = SimpleNamespace(num_hidden_layers=num_layers, **({"index_topk": 64} if is_dsa else {}))
     return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
         kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
         model_config=SimpleNamespace(use_mla=is_dsa, hf_text_config=text_config),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
     )
 
 
 @pytest.fixture(autouse=True)
 def full_kv_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(full_kv_layers=FULL_KV_LAYERS)
-    monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
+    def config(_: type, engine: Any) -> SimpleNamespace:
+        family = "mla" if engine.model_config.use_mla else "gqa"
+        return SimpleNamespace(
+            full_kv_layers=FULL_KV_LAYERS,
+            algorithm_class=SimpleNamespace(model_family=family),
+            kv_cache_dtypes=lambda _: ("auto", "bfloat16"),
+        )
+
+    monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(config))
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(attach, "warn_of_untried_device", lambda: None)
 
 
 class Backend:
@@ -74,10 +87,12 @@ class MLALayers:
             _dense_mha_metadata_layer_name="layer",
         )
 
-    def modules(self) -> list[Any]:
-        return [torch.nn.Linear(1, 1), *self.fused, self.generic, self.other]
+    def named_modules(self) -> list[tuple[str, Any]]:
+        modules = [torch.nn.Linear(1, 1), *self.fused, self.generic, self.other, make(DeepseekV32IndexerCache)]
+        return [(f"model.layers.{index}.attn", module) for index, module in enumerate(modules)]
 
 
+@pytest.mark.usefixtures("on_cuda")
 def test_sparse_mla_layers_on_cuda(cuda_modules: dict[str, ModuleType]) -> None:
     backend, layers = cuda_modules["backend"], cuda_modules["layers"]
     model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseImpl)
@@ -101,6 +116,7 @@ def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleTy
     assert all(backend.get_name() == name for name, backend in backends.items())
 
 
+@pytest.mark.usefixtures("on_cuda")
 def test_an_mla_backend_without_hot_buffers_is_refused(cuda_modules: dict[str, ModuleType]) -> None:
     layers, backend = cuda_modules["layers"], cuda_modules["backend"]
     model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseImpl, "FLASHINFER_MLA_SPARSE")
@@ -110,79 +126,94 @@ def test_an_mla_backend_without_hot_buffers_is_refused(cuda_modules: dict[str, M
 
 
 def gqa_layer(index: int, impl_class: type, backend: str = "FLASH_ATTN", **changes: Any) -> Attention:
+    """A plain layer; `changes` are of the layer, or of its implementation with a prefix `impl__`."""
+    own = {name.removeprefix("impl__"): value for name, value in changes.items() if name.startswith("impl__")}
+    impl = {"alibi_slopes": None, "logits_soft_cap": 0, "vllm_flash_attn_version": 3}
     plain = {
-        "sliding_window": (-1, -1),
-        "alibi_slopes": None,
-        "logits_soft_cap": 0,
-        "sinks": None,
+        "layer_name": f"model.layers.{index}.self_attn.attn",
+        "attn_backend": Backend(backend),
+        "impl": make(impl_class, **impl | own),
+        "attn_type": "decoder",
+        "sliding_window": None,
+        "has_sink": False,
         "kv_sharing_target_layer_name": None,
-        "vllm_flash_attn_version": 3,
+        "use_mm_prefix": False,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "head_size_v": 64,
+        "kv_cache_dtype": "auto",
     }
-    impl = make(impl_class, **plain | changes)
-    name = f"model.layers.{index}.self_attn.attn"
-    return make(Attention, layer_name=name, attn_backend=Backend(backend), impl=impl, attn_type="decoder")
+    layer_class = changes.pop("layer_class", Attention)
+    return make(layer_class, **plain | {name: value for name, value in changes.items() if "__" not in name})
 
 
-def test_a_subclass_of_an_implementation_is_never_dropped(cuda_modules: dict[str, ModuleType]) -> None:
-    """It may attend differently, with sinks for example: hot buffers would lose that without an error."""
-    backend, layers = cuda_modules["backend"], cuda_modules["layers"]
-
-    class WithSinks(backend.FlashMLASparseImpl):
-        pass
-
-    model = MLALayers(layers.DeepseekV32Attention, WithSinks)
-    with pytest.raises(HiSparseConfigError, match="got 'WithSinks', expected FlashMLASparseImpl"):
-        attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
-    assert type(model.fused[0]) is layers.DeepseekV32Attention, "half changed"
-
-    class OtherLayer(layers.DeepseekV32Attention):
-        pass
-
-    model = MLALayers(OtherLayer, backend.FlashMLASparseImpl)
-    with pytest.raises(HiSparseConfigError, match="got 'OtherLayer', expected"):
-        attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+def model_of(layers: list[Any]) -> SimpleNamespace:
+    return SimpleNamespace(named_modules=lambda: [(getattr(each, "layer_name", "other"), each) for each in layers])
 
 
-def test_a_subclass_of_a_dense_layer_is_never_dropped(gqa_cuda: ModuleType) -> None:
-    class WithSinks(gqa_cuda.FlashAttentionImpl):
-        pass
-
-    class OtherLayer(Attention):
-        pass
-
-    layer = gqa_layer(0, WithSinks)
-    with pytest.raises(HiSparseConfigError, match="got 'WithSinks', expected FlashAttentionImpl"):
-        attach.attach_hot_buffers(SimpleNamespace(modules=lambda: [layer]), vllm_config())
-    layer = gqa_layer(0, gqa_cuda.FlashAttentionImpl)
-    layer.__class__ = OtherLayer
-    with pytest.raises(HiSparseConfigError, match="got 'OtherLayer', expected Attention"):
-        attach.attach_hot_buffers(SimpleNamespace(modules=lambda: [layer]), vllm_config())
-
-
+@pytest.mark.usefixtures("on_cuda")
 def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType) -> None:
     layers = [gqa_layer(index, gqa_cuda.FlashAttentionImpl) for index in range(3)]
-    attach.attach_hot_buffers(SimpleNamespace(modules=lambda: layers), vllm_config())
+    attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=3))
     assert [type(layer) for layer in layers] == [HotGQAAttention, Attention, HotGQAAttention]
     assert layers[0].attn_backend is gqa_cuda.HotGQABackend and type(layers[0].impl) is gqa_cuda.HotGQAImpl
     assert type(layers[1].impl) is gqa_cuda.FlashAttentionImpl
     assert gqa_cuda.HotGQABackend.get_name() == "FLASH_ATTN"
 
 
+@pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "TRITON_ATTN"}, "^--attention-backend: got 'TRITON_ATTN', expected FLASH_ATTN"),
-        ({"sliding_window": (511, 0)}, "^sliding_window of an attention layer: got 512"),
-        ({"vllm_flash_attn_version": 2}, "^attention backend: got 'FlashAttention 2'"),
-        ({"logits_soft_cap": 30.0}, "^logits_soft_cap of an attention layer: got 30.0"),
+        ({"backend": "FLEX_ATTENTION"}, "^--attention-backend: got 'FLEX_ATTENTION', expected FLASH_ATTN"),
+        ({"impl__vllm_flash_attn_version": 2}, "^attention backend: got 'FlashAttention 2'"),
     ],
 )
-def test_layers_of_a_dense_model_on_cuda_that_are_refused(
+def test_backends_of_a_dense_model_on_cuda_that_are_refused(
     gqa_cuda: ModuleType, changes: dict[str, Any], message: str
 ) -> None:
     layers = [gqa_layer(0, gqa_cuda.FlashAttentionImpl, **changes)]
     with pytest.raises(HiSparseConfigError, match=message):
-        attach.attach_hot_buffers(SimpleNamespace(modules=lambda: layers), vllm_config())
+        attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=1))
+
+
+def test_nothing_is_attached_without_the_connector() -> None:
+    layers = [gqa_layer(0, CPUAttentionBackendImpl, sliding_window=9)]
+    for connector in (None, "NixlConnector"):
+        attach.attach_hot_buffers(model_of(layers), vllm_config(connector, num_layers=1))
+    assert type(layers[0]) is Attention
+
+
+def test_what_a_layers_own_class_adds_is_kept_or_refused(cuda_modules: dict[str, ModuleType]) -> None:
+    """Attention sinks, as HY-V4 adds them: a class of the model over vLLM's, under the same name."""
+    backend = cuda_modules["backend"]
+
+    class Sinks(backend.FlashMLASparseImpl):
+        def _bf16_flash_mla_kernel(self) -> str:
+            return "with sinks"
+
+        def forward_mqa(self, *args: Any) -> tuple[str, None]:
+            return self._bf16_flash_mla_kernel(), None
+
+    hot = attach.derive_hot_class(backend.HotFlashMLAImpl, Sinks)
+    assert issubclass(hot, Sinks) and hot.vllm_class is Sinks
+    impl = make(hot, wave=None, decode_cache=None)
+    impl.topk_indices_buffer = torch.zeros(3)
+    assert impl._decode((1, 2), SimpleNamespace(decode=None), None) == "with sinks"
+    assert impl._for_tokens(hot.vllm_class, 1).forward_mqa() == ("with sinks", None)  # requests that prefill
+    assert attach.derive_hot_class(backend.HotFlashMLAImpl, backend.FlashMLASparseImpl) is backend.HotFlashMLAImpl
+
+
+@pytest.mark.parametrize("name", ["HotFlashAttnMLAImpl", "HotFlashMLAImpl"])
+def test_a_class_whose_changes_would_be_lost_is_refused(cuda_modules: dict[str, ModuleType], name: str) -> None:
+    """FlashAttention's rows are read by a call of ours; a selection is located by ours, whatever the class does."""
+    hot = getattr(cuda_modules["backend"], name)
+    changes = {"_convert_logical_to_physical_topk": lambda self: None} if hot.runs_own_class else {}
+    own = type("Own", (hot.vllm_class,), changes)
+    with pytest.raises(HiSparseConfigError, match=r"^--attention-backend: got 'layers with Own.*would be lost"):
+        attach.derive_hot_class(hot, own)
+    with pytest.raises(HiSparseConfigError, match=r"^--attention-backend: got 'layers with Another"):
+        attach.derive_hot_class(hot, type("Another", (), {}))
 
 
 def mla_wrapper(index: int = 0, indexer: Any = None, is_sparse: bool = True) -> SimpleNamespace:
@@ -216,16 +247,11 @@ def test_mla_layers_without_an_indexer_on_the_cpu() -> None:
 
 
 def test_layers_of_a_dense_model_on_the_cpu_but_full_kv_layers() -> None:
-    layers = {}
-    for index in range(3):
-        name = f"model.layers.{index}.self_attn.attn"
-        layers[name] = make(Attention, layer_name=name, impl=make(CPUAttentionBackendImpl), attn_backend="stock")
-    config = vllm_config(**{"no attention": object()}, **layers)
-    for layer in layers.values():
-        attach.attach_gqa_cpu(layer.impl, config)
-    assert [type(layer) for layer in layers.values()] == [HotGQAAttention, Attention, HotGQAAttention]
-    assert [layer.attn_backend for layer in layers.values()] == [HotGQACpuBackend, "stock", HotGQACpuBackend]
-    assert [type(layer.impl) for layer in layers.values()] == [HotGQACpuImpl, CPUAttentionBackendImpl, HotGQACpuImpl]
+    layers = [gqa_layer(index, CPUAttentionBackendImpl) for index in range(3)]
+    attach.attach_hot_buffers(model_of([torch.nn.Linear(1, 1), *layers]), vllm_config(num_layers=3))
+    assert [type(layer) for layer in layers] == [HotGQAAttention, Attention, HotGQAAttention]
+    assert [layer.attn_backend is HotGQACpuBackend for layer in layers] == [True, False, True]
+    assert [type(layer.impl) for layer in layers] == [HotGQACpuImpl, CPUAttentionBackendImpl, HotGQACpuImpl]
 
 
 @pytest.mark.parametrize(("capability", "is_tried"), [((9, 0), True), ((10, 0), False), ((8, 0), False), (None, False)])

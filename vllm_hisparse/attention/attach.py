@@ -7,21 +7,22 @@ for that device.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.platforms import current_platform
 
+from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers, kv_layers
 from vllm_hisparse.compat.attention import disable_dense_prefill
-from vllm_hisparse.compat.engine import is_draft_layer, is_dsa_model, uses_host_connector
-from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.compat.engine import is_draft_layer, uses_host_connector
+from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 TRIED_CAPABILITIES = ((9, 0),)
 
@@ -29,17 +30,25 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 
 def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
-    """Give the sparse attention layers of a model on CUDA hot buffers in place of their KV caches.
+    """Give the layers of a model hot buffers in place of their KV caches, if the engine runs the connector.
+
+    Args:
+        model: as vLLM has built it, without weights.
+        vllm_config: of the engine.
 
     Raises:
-        HiSparseConfigError: the attention backend has no version for hot buffers, or a layer of a dense model does not
-            run plain causal attention.
+        HiSparseConfigError: an option is refused, or a layer or its attention backend has no version for hot buffers.
     """
-    warn_of_untried_device()
-    if is_dsa_model(vllm_config):
-        _attach_mla(model)
-    else:
+    if not uses_host_connector(vllm_config):
+        return
+    config = HiSparseConfig.from_vllm_config(vllm_config)
+    is_dsa, on_cpu = config.algorithm_class.model_family == "mla", current_platform.is_cpu()
+    if not on_cpu:
+        warn_of_untried_device()
+    if not is_dsa:
         _attach_gqa(model, vllm_config)
+    elif not on_cpu:
+        _attach_mla(model)
 
 
 def warn_of_untried_device() -> None:
@@ -58,57 +67,41 @@ def _attach_mla(model: torch.nn.Module) -> None:
     from vllm_hisparse.attention.mla.cuda import HOT_BACKENDS
     from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
 
-    for layer in model.modules():
+    layers = kv_layers(model)
+    check_mla_layers(layers, HOT_LAYERS)
+    for layer in layers.values():
         if not isinstance(layer, MLAAttention) or not layer.use_sparse:
             continue
-        if type(layer) not in HOT_LAYERS:
-            raise _unknown_class(layer, " or ".join(cls.__name__ for cls in HOT_LAYERS))
-        backend = _hot_backend(layer, HOT_BACKENDS)
-        layer.impl = _with_class(layer.impl, _hot_class(layer.impl, backend.get_impl_cls()))
-        layer.__class__, layer.attn_backend = HOT_LAYERS[type(layer)], backend
+        _attach(layer, HOT_LAYERS[type(layer)], _hot_backend(layer, HOT_BACKENDS))
         disable_dense_prefill(layer)
 
 
 def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
-    from vllm_hisparse.attention.gqa.base import HotGQAAttention, check_layer, is_full_kv_layer
+    from vllm_hisparse.attention.gqa.base import HotGQAAttention, is_full_kv_layer
+
+    layers = kv_layers(model)
+    check_dense_layers(layers, vllm_config)
+    for layer in layers.values():
+        if not is_full_kv_layer(layer, vllm_config):
+            _attach(layer, HotGQAAttention, _hot_gqa_backend(layer))
+
+
+def _hot_gqa_backend(layer: Attention) -> type:
+    """The version for hot buffers of the backend of a dense model's layer."""
+    if current_platform.is_cpu():
+        from vllm_hisparse.cpu.gqa import HotGQACpuBackend
+
+        return HotGQACpuBackend
     from vllm_hisparse.attention.gqa.cuda import HOT_BACKENDS, check_flash_attention
 
-    for layer in model.modules():
-        if not isinstance(layer, Attention) or is_full_kv_layer(layer, vllm_config):
-            continue
-        backend, impl = _hot_backend(layer, HOT_BACKENDS), layer.impl
-        window = None if impl.sliding_window == (-1, -1) else impl.sliding_window[0] + 1
-        shared = impl.kv_sharing_target_layer_name
-        check_layer(impl.alibi_slopes, window, impl.logits_soft_cap or None, layer.attn_type, shared, impl.sinks)
-        check_flash_attention(impl.vllm_flash_attn_version)
-        if type(layer) is not Attention:
-            raise _unknown_class(layer, "Attention, which has no behaviour of its own")
-        layer.impl = _with_class(impl, _hot_class(impl, backend.get_impl_cls()))
-        layer.__class__, layer.attn_backend = HotGQAAttention, backend
+    backend = _hot_backend(layer, HOT_BACKENDS)
+    check_flash_attention(layer.impl.vllm_flash_attn_version)
+    return backend
 
 
-def _hot_class(impl: Any, hot_class: type) -> type:
-    """Return the class for hot buffers of an implementation that vLLM has built.
-
-    NOTE: a subclass of the implementation that `hot_class` is written for may attend differently, with sinks for
-    example. It would run without an error, and give wrong tokens.
-
-    Raises:
-        HiSparseConfigError: the implementation is of another class than `hot_class` is written for.
-    """
-    stock = next(cls for cls in hot_class.__mro__ if cls.__module__.split(".")[0] == "vllm")
-    if type(impl) is not stock:
-        raise _unknown_class(impl, stock.__name__)
-    return hot_class
-
-
-def _unknown_class(built: Any, expected: str) -> HiSparseConfigError:
-    return HiSparseConfigError(
-        "attention layer",
-        type(built).__name__,
-        f"{expected}: a layer of another class may attend in a way that hot buffers do not",
-        "Serve another model, or remove the connector.",
-    )
+def _attach(layer: Attention | MLAAttention, layer_class: type, backend: type) -> None:
+    layer.impl = _with_class(layer.impl, derive_hot_class(backend.get_impl_cls(), type(layer.impl)))
+    layer.__class__, layer.attn_backend = layer_class, backend
 
 
 def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:
@@ -125,6 +118,38 @@ def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type])
     if name not in hot_backends:
         raise HiSparseConfigError("--attention-backend", name, " or ".join(hot_backends), "Choose a supported backend.")
     return hot_backends[name]
+
+
+@cache
+def derive_hot_class(hot_class: type, own_class: type) -> type:
+    """A layer's own implementation class over a hot buffer: nothing that the class adds is lost.
+
+    Args:
+        hot_class: version for hot buffers of vLLM's class `hot_class.vllm_class`. It has `runs_own_class`: whether all
+            its tokens attend by methods of the layer's own class.
+        own_class: of the layer's implementation.
+
+    Raises:
+        HiSparseConfigError: `own_class` is another one than vLLM's, and its changes would be lost.
+    """
+    vllm_class = hot_class.vllm_class
+    if own_class is vllm_class:
+        return hot_class
+    lost = _added_names(own_class, vllm_class) & _added_names(hot_class, vllm_class) - {"forward_mqa"}
+    if not issubclass(own_class, vllm_class) or not hot_class.runs_own_class or lost:
+        raise HiSparseConfigError(
+            "--attention-backend",
+            f"layers with {own_class.__name__}{''.join(f', which changes {name}' for name in sorted(lost))}",
+            f"{vllm_class.__name__}: with hot buffers, what another class adds would be lost",
+            f"Choose a backend whose layers have it, serve another model, or remove {CONNECTOR_NAME}.",
+        )
+    return type(f"Hot{own_class.__name__}", (hot_class, own_class), {"__module__": __name__, "vllm_class": own_class})
+
+
+def _added_names(cls: type, base: type) -> set[str]:
+    """What a class has of itself and of its bases, those of `base` aside."""
+    names = (name for each in cls.__mro__ if each not in base.__mro__ for name in vars(each))
+    return {name for name in names if not name.startswith(("__", "_abc_"))}
 
 
 def _with_class(impl: Any, cls: type) -> Any:
@@ -147,23 +172,4 @@ def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmCo
         wrapper.indexer.__class__ = IndexerCpu
     layer = wrapper.mla_attn
     if wrapper.is_sparse and uses_host_connector(vllm_config) and not is_draft_layer(layer.layer_name, vllm_config):
-        layer.__class__, layer.attn_backend = HotMLAAttention, HotMLACpuBackend
-        layer.impl = _with_class(layer.impl, HotMLACpuBackend.get_impl_cls())
-
-
-def attach_gqa_cpu(impl: CPUAttentionBackendImpl, vllm_config: VllmConfig) -> None:
-    """Give a layer of a dense model a hot buffer, unless it keeps full KV.
-
-    Args:
-        impl: the layer's implementation.
-        vllm_config: names the layer.
-    """
-    from vllm_hisparse.attention.gqa.base import HotGQAAttention, is_full_kv_layer
-    from vllm_hisparse.cpu.gqa import HotGQACpuBackend
-
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    layer = next(layer for layer in layers if getattr(layer, "impl", None) is impl)
-    if is_full_kv_layer(layer, vllm_config):
-        return
-    layer.__class__, layer.attn_backend = HotGQAAttention, HotGQACpuBackend
-    impl.__class__ = HotGQACpuBackend.get_impl_cls()
+        _attach(layer, HotMLAAttention, HotMLACpuBackend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
@@ -195,7 +195,13 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
     """Attends over hot units when a request decodes, with vLLM's kernel over host blocks when it prefills.
 
     `bind` is called once, when the connector has allocated the host pool.
+
+    Attributes:
+        vllm_class, runs_own_class: as in `derive_hot_class`.
     """
+
+    vllm_class: ClassVar[type] = CPUAttentionBackendImpl
+    runs_own_class: ClassVar[bool] = False
 
     def bind(self, hot_buffer: GQAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.

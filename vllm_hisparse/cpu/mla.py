@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
@@ -104,7 +105,14 @@ class HotMLACpuBackend(SparseMLACpuBackend):
 
 
 class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
-    """Attends over hot rows when a request decodes, over host rows when it prefills."""
+    """Attends over hot rows when a request decodes, over host rows when it prefills.
+
+    Attributes:
+        vllm_class, runs_own_class: as in `derive_hot_class`.
+    """
+
+    vllm_class: ClassVar[type] = SparseMLACpuImpl
+    runs_own_class: ClassVar[bool] = False
 
     def forward_mqa(
         self,

@@ -12,41 +12,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_hisparse.attention.gqa.base import (
     HotGQAAttention,
-    check_layer,
     check_state_blocks,
     is_full_kv_layer,
     preferred_block_size,
 )
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
-
-PLAIN = {
-    "alibi_slopes": None,
-    "sliding_window": None,
-    "logits_soft_cap": None,
-    "attn_type": "decoder",
-    "shares_kv_of": None,
-    "sinks": None,
-}
-
-
-def test_plain_causal_attention_is_accepted() -> None:
-    check_layer(**PLAIN)
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"sliding_window": 512}, "sliding_window"),
-        ({"alibi_slopes": [0.5]}, "alibi_slopes"),
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
-        ({"sinks": torch.zeros(2)}, "sinks"),
-        ({"shares_kv_of": "model.layers.0"}, "kv_sharing_target_layer_name"),
-        ({"attn_type": "encoder_only"}, "attn_type"),
-    ],
-)
-def test_other_attention_is_refused(change: dict[str, Any], name: str) -> None:
-    with pytest.raises(HiSparseConfigError, match=rf"^{name} of an attention layer: got .*causal full attention only"):
-        check_layer(**{**PLAIN, **change})
 
 
 def full_spec(num_kv_heads: int, block_size: int = 128) -> FullAttentionSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
@@ -148,37 +148,6 @@ def _check_groups(layout: KVLayout, num_resident: Counter[int], vllm_config: Vll
             f"more or fewer than {max(counts)}: the draft model has as many layers, with KV of another size",
             "Add a layer or remove one.",
         )
-
-
-def check_layer(
-    alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: str, shares_kv_of: Any, sinks: Any
-) -> None:
-    """Refuse a layer that attends in a way that hot units do not.
-
-    Raises:
-        HiSparseConfigError: the first reason.
-    """
-    got = {
-        "sliding_window": sliding_window,
-        "alibi_slopes": alibi_slopes,
-        "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks,
-        "kv_sharing_target_layer_name": shares_kv_of,
-    }
-    for name, value in got.items():
-        if value is not None:
-            raise _unsupported(name, value, "none")
-    if attn_type != "decoder":
-        raise _unsupported("attn_type", attn_type, "decoder")
-
-
-def _unsupported(name: str, got: object, expected: str) -> HiSparseConfigError:
-    return HiSparseConfigError(
-        f"{name} of an attention layer",
-        got,
-        f"{expected}: sparse algorithms run causal full attention only",
-        "Serve another model, or remove the connector.",
-    )
 
 
 def is_full_kv_layer(layer: Attention, vllm_config: VllmConfig) -> bool:

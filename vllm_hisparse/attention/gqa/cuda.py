@@ -8,7 +8,7 @@ copy of its history, through vLLM's unchanged backend.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -154,9 +154,12 @@ class HotGQAImpl(FlashAttentionImpl):
 
     Attributes:
         hot_buffer: state shared by all layers; None before `bind`.
+        vllm_class, runs_own_class: as in `derive_hot_class`.
     """
 
     hot_buffer: GQAHotBuffer | None = None
+    vllm_class: ClassVar[type] = FlashAttentionImpl
+    runs_own_class: ClassVar[bool] = False
 
     def bind(self, hot_buffer: GQAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.

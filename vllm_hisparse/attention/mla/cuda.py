@@ -148,12 +148,14 @@ class HotMLACudaImpl(HotMLAImpl):
         decode_cache: all hot rows of the layer, in the shape of a KV cache that the implementation expects.
         staging: staging of prefilling requests' histories; its memory is shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
+        runs_own_class: whether requests that decode attend by its `forward_mqa`, too (`derive_hot_class`).
         microbatch: microbatch that this copy of the implementation serves; None: all requests.
     """
 
     decode_block_size = 1
     microbatch: DecodeMicrobatch | None = None
     vllm_class: ClassVar[type]
+    runs_own_class: ClassVar[bool] = False
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         super().bind(hot_buffer, layer_index, host_rows, cache)
@@ -249,7 +251,7 @@ class HotMLACudaImpl(HotMLAImpl):
 
 
 class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
-    vllm_class = FlashMLASparseImpl
+    vllm_class, runs_own_class = FlashMLASparseImpl, True
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         if self.kv_cache_dtype == "fp8_ds_mla":

@@ -1,0 +1,108 @@
+"""Which models get hot buffers: decided by what their layers are, before vLLM loads weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from vllm.config import VllmConfig
+
+PLAIN = "causal attention over all earlier tokens in every layer, with KV of one size"
+NEAREST = f"Serve a model with such layers (Llama, Qwen3, Qwen3-MoE, Mixtral), or remove {CONNECTOR_NAME}."
+NEAREST_OF = {
+    "sliding_window": "Add --disable-sliding-window, which limits sequences to the window, or serve another model.",
+    "kv_cache_dtype": "Set --kv-cache-dtype bfloat16: the checkpoint asks for quantised KV.",
+}
+
+
+def kv_layers(model: torch.nn.Module) -> dict[str, AttentionLayerBase]:
+    """Layers of a model that keep KV or another state of a request, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayerBase)}
+
+
+def check_dense_layers(layers: Mapping[str, AttentionLayerBase], vllm_config: VllmConfig) -> None:
+    """Refuse a model whose layers are not one plain `Attention` each.
+
+    Args:
+        layers: all that keep KV or another state, by name.
+        vllm_config: of the engine.
+
+    Raises:
+        HiSparseConfigError: the first reason.
+    """
+    for name, layer in layers.items():
+        if type(layer) is not Attention:
+            raise _refusal(name, layer, "its own way to attend or to keep state")
+        for what, value in _additions(layer, vllm_config).items():
+            raise _refusal(name, layer, f"{what}={value!r}", NEAREST_OF.get(what, NEAREST))
+    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    by_index = Counter(_index(name, layer) for name, layer in layers.items())
+    if by_index != Counter(range(num_layers)):
+        name, layer = next(iter(layers.items()), ("no layer", None))
+        raise _refusal(name, layer, f"{len(layers)} attention layers, of num_hidden_layers {num_layers}")
+    first, *others = layers.items()
+    for name, layer in others:
+        if _kv_size(layer) != _kv_size(first[1]):
+            raise _refusal(name, layer, f"(KV heads, head size) {_kv_size(layer)}; {first[0]} has {_kv_size(first[1])}")
+
+
+def check_mla_layers(layers: Mapping[str, AttentionLayerBase], hot_layers: Mapping[type, type]) -> None:
+    """Refuse a DSA model with layers that are neither sparse MLA, full MLA nor indexer keys.
+
+    Args:
+        layers: all that keep KV or another state, by name.
+        hot_layers: classes of sparse layers that get hot buffers.
+
+    Raises:
+        HiSparseConfigError: the first such layer.
+    """
+    for name, layer in layers.items():
+        is_sparse = isinstance(layer, MLAAttention) and layer.use_sparse
+        if type(layer) not in (hot_layers if is_sparse else (MLAAttention, DeepseekV32IndexerCache)):
+            fix = f"Serve DeepSeek-V3.2, GLM-5 or HY-V4, or remove {CONNECTOR_NAME}."
+            raise _refusal(name, layer, "its own way to attend or to keep state", fix)
+
+
+def _additions(layer: Attention, vllm_config: VllmConfig) -> dict[str, Any]:
+    """What an attention layer has beside plain causal attention, by vLLM's name."""
+    impl, device = layer.impl, vllm_config.device_config.device_type
+    dtypes = HiSparseConfig.from_vllm_config(vllm_config).kv_cache_dtypes(device)
+    found = {
+        "attn_type": None if layer.attn_type == "decoder" else layer.attn_type,
+        "sliding_window": layer.sliding_window,
+        "alibi_slopes": getattr(impl, "alibi_slopes", None),
+        "logits_soft_cap": getattr(impl, "logits_soft_cap", None) or None,
+        "sinks": "a tensor" if layer.has_sink else None,
+        "kv_sharing_target_layer_name": layer.kv_sharing_target_layer_name,
+        "use_mm_prefix": layer.use_mm_prefix or None,
+        "head_size_v": None if layer.head_size_v == layer.head_size else layer.head_size_v,
+        "chunk_lookback": None if getattr(impl, "chunk_lookback", -1) == -1 else impl.chunk_lookback,
+        "kv_cache_dtype": None if layer.kv_cache_dtype in dtypes else layer.kv_cache_dtype,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _kv_size(layer: Attention) -> tuple[int, int]:
+    return layer.num_kv_heads, layer.head_size
+
+
+def _index(name: str, layer: AttentionLayerBase) -> int:
+    try:
+        return extract_layer_index(name)
+    except AssertionError:
+        raise _refusal(name, layer, "a name without one layer number") from None
+
+
+def _refusal(name: str, layer: AttentionLayerBase | None, what: str, fix: str = NEAREST) -> HiSparseConfigError:
+    return HiSparseConfigError("--model", f"{type(layer).__name__} ({name}) with {what}", PLAIN, fix)
