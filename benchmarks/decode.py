@@ -32,6 +32,14 @@ app = typer.Typer(add_completion=False)
 
 Architecture = StrEnum("Architecture", ["dsa", "llama"])
 SYSTEMS = ("full", "vllm_native", "ours")  # vLLM's native HiSparse serves DSA models only
+OUR_SYSTEMS: dict[
+    str, dict[str, Any]
+] = {  # -> `attention_config`; beside vLLM's choice, other backends of dense models
+    "ours": {},
+    "ours_triton": {"backend": "TRITON_ATTN"},
+    "ours_fa2": {"backend": "FLASH_ATTN", "flash_attn_version": 2},
+    "ours_fa4": {"backend": "FLASH_ATTN", "flash_attn_version": 4},
+}
 COUNTERS = ("cache_hits", "cache_misses", "host_to_device_bytes")
 PREFIX = "vllm:hisparse_"  # vLLM's native HiSparse and this plugin export the same names
 VOCABULARY = range(3, 500)
@@ -130,7 +138,7 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
             "kv_connector_extra_config": {"host_pool_gib": job["host_pool_gib"]},
         }
         args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
-    elif system == "ours":
+    elif system in OUR_SYSTEMS:
         options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic")}
         if job["architecture"] == "llama":
             options |= {"algorithm": "quest", "top_k": job["top_k"], "full_kv_layers": []}
@@ -139,6 +147,8 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": options,
         }
+        if OUR_SYSTEMS[system]:
+            args["attention_config"] = dict(OUR_SYSTEMS[system])
     return args
 
 
@@ -295,7 +305,9 @@ def run(
     single: Annotated[list[int], typer.Option(min=1, help="Prompt tokens of a case with one request; repeatable.")] = [  # noqa: B006
         16000
     ],
-    system: Annotated[list[str], typer.Option(help=f"{', '.join(SYSTEMS)}; repeatable.")] = list(SYSTEMS),  # noqa: B006
+    system: Annotated[
+        list[str], typer.Option(help=f"{', '.join(dict.fromkeys((*SYSTEMS, *OUR_SYSTEMS)))}; repeatable.")
+    ] = list(SYSTEMS),  # noqa: B006
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
     device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV and for Quest's state.")] = 1.0,
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV.")] = 24.0,

@@ -12,10 +12,10 @@ KERNELS = ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface") 
 
 @pytest.fixture(scope="session")
 def gqa_cuda() -> ModuleType:
-    """Attention of dense models on CUDA, imported beside a kernel that does nothing."""
+    """Attention of dense models on CUDA with FlashAttention, imported beside a kernel that does nothing."""
     if not hasattr(fa_utils, "flash_attn_varlen_func"):
         fa_utils.flash_attn_varlen_func = print
-    return import_module("vllm_hisparse.attention.gqa.cuda")
+    return import_module("vllm_hisparse.attention.gqa.flash_attn_cuda")
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from vllm_hisparse.cpu.indexer import IndexerCpu
 from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
 FULL_KV_LAYERS = [1]
+UNIT = 1  # tokens
 
 
 def make(cls: type, **attributes: Any) -> Any:
@@ -47,6 +48,7 @@ def full_kv_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(
             full_kv_layers=FULL_KV_LAYERS,
             algorithm_class=SimpleNamespace(model_family=family),
+            tokens_per_unit=UNIT,
             kv_cache_dtypes=lambda _: ("auto", "bfloat16"),
         )
 
@@ -156,17 +158,23 @@ def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType
     layers = [gqa_layer(index, gqa_cuda.FlashAttentionImpl) for index in range(3)]
     attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=3))
     assert [type(layer) for layer in layers] == [HotGQAAttention, Attention, HotGQAAttention]
-    assert layers[0].attn_backend is gqa_cuda.HotGQABackend and type(layers[0].impl) is gqa_cuda.HotGQAImpl
+    assert layers[0].attn_backend is gqa_cuda.HotFlashAttnBackend and type(layers[0].impl) is gqa_cuda.HotFlashAttnImpl
     assert type(layers[1].impl) is gqa_cuda.FlashAttentionImpl
-    assert gqa_cuda.HotGQABackend.get_name() == "FLASH_ATTN"
+    assert gqa_cuda.HotFlashAttnBackend.get_name() == "FLASH_ATTN"
 
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "FLEX_ATTENTION"}, "^--attention-backend: got 'FLEX_ATTENTION', expected FLASH_ATTN"),
-        ({"impl__vllm_flash_attn_version": 2}, "^attention backend: got 'FlashAttention 2'"),
+        (
+            {"backend": "FLEX_ATTENTION"},
+            "^--attention-backend: got 'FLEX_ATTENTION', expected FLASH_ATTN or TRITON_ATTN",
+        ),
+        (
+            {"impl__vllm_flash_attn_version": 2},
+            "^--attention-backend: got 'FLASH_ATTN', expected .*units of 1 .*multiple of 16 tokens",
+        ),
     ],
 )
 def test_backends_of_a_dense_model_on_cuda_that_are_refused(
@@ -175,6 +183,16 @@ def test_backends_of_a_dense_model_on_cuda_that_are_refused(
     layers = [gqa_layer(0, gqa_cuda.FlashAttentionImpl, **changes)]
     with pytest.raises(HiSparseConfigError, match=message):
         attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=1))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_triton_layers_of_a_dense_model_on_cuda(gqa_cuda: ModuleType) -> None:
+    from vllm_hisparse.attention.gqa.triton_cuda import HotTritonBackend, HotTritonImpl, TritonAttentionImpl
+
+    layers = [gqa_layer(index, TritonAttentionImpl, "TRITON_ATTN", impl__use_td=False) for index in range(2)]
+    attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=2))
+    assert layers[0].attn_backend is HotTritonBackend and type(layers[0].impl) is HotTritonImpl
+    assert type(layers[1].impl) is TritonAttentionImpl and HotTritonBackend.get_name() == "TRITON_ATTN"
 
 
 def test_nothing_is_attached_without_the_connector() -> None:

@@ -91,6 +91,43 @@ def test_models_with_experts(models: dict[str, Path], tmp_path: Path, variant: s
         assert_pools_empty(record)
 
 
+OTHER_BACKENDS: dict[str, dict[str, Any]] = {
+    "triton": {"backend": "TRITON_ATTN"},
+    "fa2": {"backend": "FLASH_ATTN", "flash_attn_version": 2},
+    "fa4": {"backend": "FLASH_ATTN", "flash_attn_version": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "algorithm", "drafts"),
+    [
+        ("triton", "quest", False),
+        ("fa2", "quest", False),
+        ("triton", "oracle", False),
+        ("triton", "quest", True),
+        ("fa4", "quest", False),
+    ],
+)
+def test_other_backends(models: dict[str, Path], tmp_path: Path, backend: str, algorithm: str, drafts: bool) -> None:
+    """The stock backend's tokens with a budget of everything: pages and single tokens, CUDA graphs, a second turn."""
+    kind, options = ALGORITHMS[algorithm]
+    size = {"token": 2048 if drafts else 4096, "page": 8192}[kind]
+    extra = {"algorithm": algorithm, "top_k": size, "device_buffer_size": (4 if drafts else 1) * size, **options}
+    shared = {"enable_prefix_caching": True, "attention_config": dict(OTHER_BACKENDS[backend])}
+    first = {"prompts": [*map(repeating, LENGTHS[kind][:-1])], "max_tokens": MAX_TOKENS}
+    second = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 24}
+    full_args = arguments_of(models["llama"], **{**shared, "attention_config": dict(OTHER_BACKENDS[backend])})
+    full = EngineRun.start(tmp_path, "full", full_args, [first, second])
+    own = arguments(**shared, **(DRAFTS if drafts else {}))
+    hot = EngineRun.start(tmp_path, "hot", hot_args(models["llama"], extra, **own), [first, second])
+    for expected, record in zip(full.phases(), hot.phases(), strict=True):
+        assert_same_but_ties(record["completions"], expected["completions"])
+        assert_pools_empty(record)
+        if drafts:
+            assert record["drafts"]["accepted"] > 0
+    assert sum(done["num_cached_tokens"] for done in record["completions"]) > 0
+
+
 def test_evicted_units_come_back(models: dict[str, Path], tmp_path: Path) -> None:
     """A buffer no larger than the selection gives the tokens of one that holds everything; Qwen3, in CUDA graphs."""
     phase = {"prompts": [make_prompt(length) for length in (64, 777, 6000)], "max_tokens": 80}

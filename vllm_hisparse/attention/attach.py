@@ -81,21 +81,39 @@ def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
 
     layers = kv_layers(model)
     check_dense_layers(layers, vllm_config)
+    tokens_per_unit = HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit
     for layer in layers.values():
         if not is_full_kv_layer(layer, vllm_config):
-            _attach(layer, HotGQAAttention, _hot_gqa_backend(layer))
+            _attach(layer, HotGQAAttention, _hot_gqa_backend(layer, tokens_per_unit))
 
 
-def _hot_gqa_backend(layer: Attention) -> type:
-    """The version for hot buffers of the backend of a dense model's layer."""
+def _hot_gqa_backend(layer: Attention, tokens_per_unit: int) -> type:
+    """The version for hot buffers of the backend of a dense model's layer.
+
+    Args:
+        layer: as vLLM built it.
+        tokens_per_unit: of the algorithm's units, which are pages to the kernel.
+
+    Raises:
+        HiSparseConfigError: the backend has none, or its kernel cannot read such units on this GPU.
+    """
     if current_platform.is_cpu():
         from vllm_hisparse.cpu.gqa import HotGQACpuBackend
 
         return HotGQACpuBackend
-    from vllm_hisparse.attention.gqa.cuda import HOT_BACKENDS, check_flash_attention
+    from vllm_hisparse.attention.gqa.flash_attn_cuda import HotFlashAttnBackend
+    from vllm_hisparse.attention.gqa.triton_cuda import HotTritonBackend
 
-    backend = _hot_backend(layer, HOT_BACKENDS)
-    check_flash_attention(layer.impl.vllm_flash_attn_version)
+    backend = _hot_backend(layer, {each.get_name(): each for each in (HotFlashAttnBackend, HotTritonBackend)})
+    reason = backend.get_impl_cls().unsupported(layer.impl, tokens_per_unit)
+    if reason is not None:
+        raise HiSparseConfigError(
+            "--attention-backend",
+            layer.attn_backend.get_name(),
+            f"one that reads units of {tokens_per_unit} tokens: {reason}",
+            f"Set it to {HotTritonBackend.get_name()}, which reads units of any size on every GPU from SM80, or choose "
+            "an algorithm with other units.",
+        )
     return backend
 
 

@@ -155,6 +155,9 @@ class StepTables:
         return replace(self, handles=self.handles[requests], seq_lens=self.seq_lens[requests], query_lens=query_lens)
 
 
+READ_AHEAD = 31  # ids that vLLM's Triton kernel reads, and does not use, behind the last one of a table
+
+
 @dataclass(frozen=True)
 class Resolved:
     """Output of `resolve`, in static buffers of the largest batch.
@@ -186,8 +189,9 @@ class Resolved:
             max_query_len: as in `StepTables`.
         """
         matrix, vector = (max_batch, num_columns), (max_batch,)
+        ids = torch.full((max_batch * num_columns + READ_AHEAD,), -1, dtype=torch.int32, device=device)
         return cls(
-            torch.full(matrix, -1, dtype=torch.int32, device=device),
+            ids[: max_batch * num_columns].view(matrix),
             torch.zeros(max_batch * max_query_len, dtype=torch.int32, device=device),
             torch.zeros(matrix, dtype=torch.int64, device=device),
             torch.zeros(matrix, dtype=torch.int32, device=device),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from vllm_hisparse.layout import StateLayout
 
 
 def attend_paged(**call: Any) -> None:
-    """`flash_attn_varlen_func` for one query token per request."""
+    """`flash_attn_varlen_func` and `unified_attention` for one query token per request."""
     block_table, page_size = call["block_table"], call["k"].shape[1]
     for i, num_tokens in enumerate(call["seqused_k"].tolist()):
         pages = block_table[i, : -(-num_tokens // page_size)].long()
@@ -35,7 +35,7 @@ def attend_paged(**call: Any) -> None:
 if not hasattr(fa_utils, "flash_attn_varlen_func"):
     fa_utils.flash_attn_varlen_func = attend_paged  # a CPU build of vLLM has none
 
-from vllm_hisparse.attention.gqa import cuda as gqa_cuda  # noqa: E402
+from vllm_hisparse.attention.gqa import flash_attn_cuda, triton_cuda  # noqa: E402
 
 BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 32, 16, 224
 NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK = 40, 3  # the layer under test is the second
@@ -248,15 +248,19 @@ class CpuLayer(LayerUnderTest):
 
 
 class CudaLayer(LayerUnderTest):
-    impl_class, builder_class = gqa_cuda.HotGQAImpl, gqa_cuda.HotGQAMetadataBuilder
+    """Of one backend: `module` has its classes, and vLLM's `kernel` that attends over units."""
+
+    module: ModuleType
+    kernel: str
 
     def __init__(self, algorithm_class: type, max_query_len: int = 1):
         patch = pytest.MonkeyPatch()
-        patch.setattr(gqa_cuda, "flash_attn_varlen_func", attend_paged)
-        patch.setattr(gqa_cuda.FlashAttentionImpl, "forward", attend_staged)
-        patch.setattr(gqa_cuda.FlashAttentionImpl, "do_kv_cache_update", update_cache)
+        patch.setattr(self.module, self.kernel, attend_paged)
+        patch.setattr(self.impl_class.vllm_class, "forward", attend_staged)
+        patch.setattr(self.impl_class.vllm_class, "do_kv_cache_update", update_cache)
+        vllm_builder = next(cls for cls in self.builder_class.__mro__ if cls.__module__.startswith("vllm."))
         patch.setattr(
-            gqa_cuda.FlashAttentionMetadataBuilder,
+            vllm_builder,
             "build",
             lambda _self, _prefix, common: SimpleNamespace(common=common, scheduler_metadata=None),
         )
@@ -295,3 +299,13 @@ class CudaLayer(LayerUnderTest):
         out = torch.full_like(rows[0], float("nan"))
         self.impl.forward(None, *(part[tokens] for part in rows), self.device[:, 1], metadata, out)
         return torch.empty_like(out).index_copy_(0, tokens, out)
+
+
+class FlashAttnLayer(CudaLayer):
+    impl_class, builder_class = flash_attn_cuda.HotFlashAttnImpl, flash_attn_cuda.HotFlashAttnMetadataBuilder
+    module, kernel = flash_attn_cuda, "flash_attn_varlen_func"
+
+
+class TritonLayer(CudaLayer):
+    impl_class, builder_class = triton_cuda.HotTritonImpl, triton_cuda.HotTritonMetadataBuilder
+    module, kernel = triton_cuda, "unified_attention"

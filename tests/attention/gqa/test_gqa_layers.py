@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from layer_under_test import HEAD_SIZE, MAX_TOKENS, NUM_HEADS, CpuLayer, CudaLayer, LayerUnderTest, Request, gqa_cuda
+from layer_under_test import (
+    HEAD_SIZE,
+    MAX_TOKENS,
+    NUM_HEADS,
+    CpuLayer,
+    CudaLayer,
+    FlashAttnLayer,
+    LayerUnderTest,
+    Request,
+    TritonLayer,
+)
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.algorithms.cluster_kv import ClusterKV
@@ -16,7 +30,6 @@ from vllm_hisparse.algorithms.oracle import Oracle
 from vllm_hisparse.algorithms.pq_cache import PQCache
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
-from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable
 
 
@@ -25,7 +38,7 @@ def algorithm(request: pytest.FixtureRequest) -> type[SparseAlgorithm]:
     return request.param
 
 
-@pytest.fixture(params=[CpuLayer, CudaLayer])
+@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer])
 def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
     layer = request.param(algorithm)
     yield layer
@@ -125,21 +138,89 @@ def test_no_metadata_gives_zeros(layer: LayerUnderTest) -> None:
     assert not layer.impl.forward(None, out, out, out, None, None, out).any()
 
 
-def test_layers_without_storage_get_no_metadata() -> None:
+@pytest.mark.parametrize("layer_class", [FlashAttnLayer, TritonLayer])
+def test_layers_without_storage_get_no_metadata(layer_class: type[CudaLayer]) -> None:
     """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
-    builder = SimpleNamespace(impl=object.__new__(gqa_cuda.HotGQAImpl))
-    assert gqa_cuda.HotGQAMetadataBuilder.build(builder, 0, None) is None
+    builder = object.__new__(layer_class.builder_class)
+    impl = object.__new__(layer_class.impl_class)
+    layers = {"layer": SimpleNamespace(impl=impl)}
+    builder.layer_names = ["layer"]
+    builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert builder.build(0, None) is None and builder.build_for_cudagraph_capture(None) is None
 
 
-def test_other_versions_of_flash_attention_are_refused() -> None:
-    with pytest.raises(HiSparseConfigError, match=r"^attention backend: got 'FlashAttention 2', expected FlashAtt"):
-        gqa_cuda.check_flash_attention(2)
-    gqa_cuda.check_flash_attention(3)
+@pytest.mark.parametrize(
+    ("version", "unit", "reason"),
+    [
+        (2, 16, None),
+        (2, 48, None),
+        (2, 1, "multiple of 16"),
+        (3, 1, None),
+        (4, 1, None),
+        (5, 16, "FlashAttention 5 is unknown"),
+    ],
+)
+def test_units_that_each_version_of_flash_attention_reads(version: int, unit: int, reason: str | None) -> None:
+    impl = SimpleNamespace(vllm_flash_attn_version=version)
+    found = FlashAttnLayer.impl_class.unsupported(impl, unit)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(("version", "num_splits"), [(2, 0), (3, 32), (4, 32)])
+def test_splits_of_each_version_of_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, version: int, num_splits: int
+) -> None:
+    """Version 2 refuses a number of splits above 1."""
+    layer, calls = FlashAttnLayer(Quest), []
+    try:
+        layer.impl.vllm_flash_attn_version = version
+        kernel = layer.module.flash_attn_varlen_func
+        monkeypatch.setattr(layer.module, "flash_attn_varlen_func", lambda **call: calls.append(call) or kernel(**call))
+        request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
+        layer.start(request)
+        layer.step([(request, 40)])
+        layer.step([(request, 1)])
+        assert [(call["num_splits"], call["fa_version"]) for call in calls] == [(num_splits, version)]
+    finally:
+        layer.undo()
+
+
+def test_triton_without_tensor_descriptors_reads_any_unit() -> None:
+    refuses = [TritonLayer.impl_class.unsupported(SimpleNamespace(use_td=use_td), 1) for use_td in (False, True)]
+    assert refuses[0] is None and "VLLM_TRITON_USE_TD" in refuses[1]
+
+
+def test_vllms_triton_kernel_over_units() -> None:
+    """The kernel itself, in Triton's interpreter: units of any size, rows that are empty, with splits and without."""
+    script = Path(__file__).parent / "interpreted_triton.py"
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("num_rows", "splits"), [(128, True), (129, False)])
+def test_triton_divides_rows_of_small_batches(monkeypatch: pytest.MonkeyPatch, num_rows: int, splits: bool) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(TritonLayer.module, "unified_attention", lambda **call: calls.append(call))
+    impl = SimpleNamespace(
+        hot_keys=None,
+        hot_values=None,
+        query_starts=torch.arange(200),
+        scale=1.0,
+        algorithm=SimpleNamespace(tokens_per_unit=16),
+    )
+    query = torch.zeros(num_rows, 3, 80)
+    TritonLayer.impl_class._run_kernel(impl, query, torch.zeros(num_rows, 4), torch.ones(num_rows), query)
+    (call,) = calls
+    assert ("softmax_segm_output" in call) == splits and len(call["cu_seqlens_q"]) == num_rows + 1
+    if splits:
+        assert call["seq_threshold_3D"] >= num_rows and call["softmax_segm_output"].shape == (num_rows, 3, 16, 128)
+        assert call["softmax_segm_max"].shape == call["softmax_segm_expsum"].shape == (num_rows, 3, 16)
+    assert call["max_seqlen_k"] == 64
 
 
 def test_a_prefill_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler half has said which request prefills; only requests with the same positions are looked up."""
-    layer, lookups = CudaLayer(Quest), []
+    layer, lookups = FlashAttnLayer(Quest), []
     find = RequestTable.find
     monkeypatch.setattr(RequestTable, "find", lambda *args: lookups.append(len(args[1])) or find(*args))
     try:
@@ -174,7 +255,7 @@ def test_prefill_after_a_step_of_one_token(layer: LayerUnderTest, chunks: tuple[
 
 
 @pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])
-@pytest.mark.parametrize("layer_class", [CpuLayer, CudaLayer])
+@pytest.mark.parametrize("layer_class", [CpuLayer, FlashAttnLayer, TritonLayer])
 def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type, algorithm_class: type) -> None:
     """The state of the index's former owner is forgotten: the same answers as with a fresh index."""
 
@@ -198,7 +279,7 @@ def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type,
         torch.testing.assert_close(reused, fresh)
 
 
-@pytest.fixture(params=[CpuLayer, CudaLayer])
+@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer])
 def drafting_layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
     layer = request.param(algorithm, max_query_len=4)
     yield layer

@@ -1,4 +1,4 @@
-"""Grouped-query attention on CUDA over hot units, with vLLM's FlashAttention kernels.
+"""Grouped-query attention on CUDA over hot units: what the backends share.
 
 A decoding request attends over hot units: the kernel gets every KV head of every new token as a request of its own,
 whose block table names the selected units. A request with more query tokens than a decoding one attends over a staged
@@ -7,7 +7,7 @@ copy of its history, through vLLM's unchanged backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,15 +15,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
-)
-from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -31,7 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
 from vllm_hisparse.compat.engine import uses_host_connector
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
+from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
 from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, WholeBlockStaging
@@ -40,10 +33,6 @@ from vllm_hisparse.ops.base import Resolved
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-FLASH_ATTN_VERSION = 3
-MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
-MAX_SPLIT_REQUESTS = 992  # of which the kernel decides how many splits each needs; with more, it would take all of them
 
 
 @dataclass
@@ -59,22 +48,9 @@ class HotGQAMetadata(AttentionMetadata):
     prefill_groups: list[PrefillGroup] = field(default_factory=list)
 
 
-def check_flash_attention(version: int) -> None:
-    """Refuse a version of FlashAttention whose pages cannot be single tokens.
+class HotGQAMetadataBuilder(HotMetadataBuilder):
+    """Mixin of a metadata builder of vLLM."""
 
-    Raises:
-        HiSparseConfigError: the version is not 3.
-    """
-    if version != FLASH_ATTN_VERSION:
-        raise HiSparseConfigError(
-            "attention backend",
-            f"FlashAttention {version}",
-            f"FlashAttention {FLASH_ATTN_VERSION}, which vLLM takes on Hopper",
-            "Serve this model on an H100 or H200, or remove the connector.",
-        )
-
-
-class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
     supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -113,25 +89,16 @@ class HotGQAMetadataBuilder(HotMetadataBuilder, FlashAttentionMetadataBuilder):
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
-        metadata = super().build(0, common)
-        if metadata.scheduler_metadata is None:
-            return metadata
-        # NOTE: the builder reuses one buffer, and a step has several groups.
-        return replace(metadata, scheduler_metadata=metadata.scheduler_metadata.clone())
+        return super().build(0, common)
 
 
-class HotGQABackend(FlashAttentionBackend):
-    """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
+class HotGQABackend:
+    """Mixin of a backend of vLLM.
+
+    NOTE: keeps the stock backend's name: NIXL's handshake compares it between the two sides.
+    """
 
     forward_includes_kv_cache_update = True  # `forward` writes new rows to the host pool and the hot buffer
-
-    @staticmethod
-    def get_impl_cls() -> type[HotGQAImpl]:
-        return HotGQAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return HotGQAMetadataBuilder
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
@@ -147,8 +114,8 @@ class HotGQABackend(FlashAttentionBackend):
         return (KVCacheLayout.BLHNC,)
 
 
-class HotGQAImpl(FlashAttentionImpl):
-    """Attends over hot units when a request decodes, over staged blocks when it prefills.
+class HotGQAImpl:
+    """Mixin of an implementation of vLLM: over hot units when a request decodes, over staged blocks when it prefills.
 
     `bind` is called once, when the connector has allocated the host pool.
 
@@ -158,8 +125,12 @@ class HotGQAImpl(FlashAttentionImpl):
     """
 
     hot_buffer: GQAHotBuffer | None = None
-    vllm_class: ClassVar[type] = FlashAttentionImpl
+    vllm_class: ClassVar[type]
     runs_own_class: ClassVar[bool] = False
+
+    def unsupported(self, tokens_per_unit: int) -> str | None:
+        """Why the backend's kernel cannot attend over units of so many tokens here, or None."""
+        raise NotImplementedError
 
     def bind(self, hot_buffer: GQAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         """Attach storage.
@@ -254,23 +225,23 @@ class HotGQAImpl(FlashAttentionImpl):
             query, output: [batch * num_kv_heads * max_query_len, heads per KV head, head_size].
             resolved: hot rows of the selections.
         """
-        algorithm, tails = self.algorithm, self.hot_buffer.step.units.tails.view(-1)[: len(query)]
-        num_tokens = torch.add(tails, resolved.num_valid[: len(query)], alpha=algorithm.tokens_per_unit)
-        flash_attn_varlen_func(
-            q=query,
-            k=self.hot_keys,
-            v=self.hot_values,
-            out=output,
-            cu_seqlens_q=self.query_starts[: len(query) + 1],
-            max_seqlen_q=1,
-            seqused_k=num_tokens,
-            max_seqlen_k=algorithm.num_selected * algorithm.tokens_per_unit,
-            softmax_scale=self.scale,
-            causal=True,
-            block_table=resolved.hot_row_ids.view(-1, algorithm.num_selected)[: len(query)],
-            fa_version=self.vllm_flash_attn_version,
-            num_splits=MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1,
-        )
+        algorithm, num_rows = self.algorithm, len(query)
+        tails = self.hot_buffer.step.units.tails.view(-1)[:num_rows]
+        num_tokens = torch.add(tails, resolved.num_valid[:num_rows], alpha=algorithm.tokens_per_unit)
+        units = resolved.hot_row_ids.view(-1, algorithm.num_selected)[:num_rows]
+        self._run_kernel(query, units, num_tokens, output)
+
+    def _run_kernel(
+        self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Attend with the backend's kernel, to which each row is a request of one token with one KV head.
+
+        Args:
+            query, output: [rows, heads per KV head, head_size].
+            units: [rows, num_selected] int32 pages of `hot_keys` and `hot_values`.
+            num_tokens: [rows] int32, over the leading units of each row; 0 for padding.
+        """
+        raise NotImplementedError
 
     def _prefill(
         self,
@@ -310,6 +281,3 @@ class HotGQAImpl(FlashAttentionImpl):
     def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """View staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
         return blocks.view(len(blocks), self.num_kv_heads, self.staging.block_size, 2 * self.head_size)
-
-
-HOT_BACKENDS = {FlashAttentionBackend.get_name(): HotGQABackend}

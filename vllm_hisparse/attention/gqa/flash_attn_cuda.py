@@ -1,0 +1,74 @@
+"""Dense models on CUDA over hot units with vLLM's FlashAttention 2, 3 and 4 (`FLASH_ATTN`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_hisparse.attention.gqa.cuda import HotGQABackend, HotGQAImpl, HotGQAMetadataBuilder
+
+MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
+MAX_SPLIT_REQUESTS = 992  # of which the kernel decides how many splits each needs; with more, it would take all of them
+UNIT_MULTIPLES = {2: 16, 3: 1, 4: 1}  # FlashAttention's version -> tokens of a page are a multiple of this
+
+
+class HotFlashAttnMetadataBuilder(HotGQAMetadataBuilder, FlashAttentionMetadataBuilder):
+    def _build_staged(self, common: CommonAttentionMetadata) -> Any:
+        metadata = super()._build_staged(common)
+        if metadata.scheduler_metadata is None:
+            return metadata
+        # NOTE: the builder reuses one buffer, and a step has several groups.
+        return replace(metadata, scheduler_metadata=metadata.scheduler_metadata.clone())
+
+
+class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
+    vllm_class = FlashAttentionImpl
+
+    def unsupported(self, tokens_per_unit: int) -> str | None:
+        version = self.vllm_flash_attn_version
+        multiple = UNIT_MULTIPLES.get(version)
+        if multiple is None:
+            return f"FlashAttention {version} is unknown"
+        if tokens_per_unit % multiple:
+            return f"FlashAttention {version} reads pages of a multiple of {multiple} tokens"
+        return None
+
+    def _run_kernel(
+        self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        # NOTE: version 2 takes no number of splits but its own choice.
+        num_splits = MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1
+        flash_attn_varlen_func(
+            q=query,
+            k=self.hot_keys,
+            v=self.hot_values,
+            out=output,
+            cu_seqlens_q=self.query_starts[: len(query) + 1],
+            max_seqlen_q=1,
+            seqused_k=num_tokens,
+            max_seqlen_k=units.shape[1] * self.algorithm.tokens_per_unit,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=units,
+            fa_version=self.vllm_flash_attn_version,
+            num_splits=0 if self.vllm_flash_attn_version == 2 else num_splits,
+        )
+
+
+class HotFlashAttnBackend(HotGQABackend, FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[HotFlashAttnImpl]:
+        return HotFlashAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotFlashAttnMetadataBuilder

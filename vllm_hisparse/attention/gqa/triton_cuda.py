@@ -1,0 +1,83 @@
+"""Dense models on CUDA over hot units with vLLM's Triton kernels (`TRITON_ATTN`): any GPU from SM80, any algorithm."""
+
+from __future__ import annotations
+
+import torch
+from vllm.utils.math_utils import next_power_of_2
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+from vllm_hisparse.attention.gqa.cuda import HotGQABackend, HotGQAImpl, HotGQAMetadata, HotGQAMetadataBuilder
+
+MAX_SPLIT_ROWS = 128  # as many fill the device; a row of fewer is divided over thread blocks
+NUM_SPLITS = 16  # vLLM's
+
+
+class HotTritonMetadataBuilder(HotGQAMetadataBuilder, TritonAttentionMetadataBuilder):
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> HotGQAMetadata | None:
+        return self.build(0, common_attn_metadata)  # NOTE: vLLM changes lengths that only its metadata has
+
+
+class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
+    vllm_class = TritonAttentionImpl
+
+    def unsupported(self, tokens_per_unit: int) -> str | None:
+        return "its tensor descriptors (VLLM_TRITON_USE_TD) read tiles within one page" if self.use_td else None
+
+    def _run_kernel(
+        self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        num_rows, splits = len(query), len(query) <= MAX_SPLIT_ROWS
+        unified_attention(
+            q=query,
+            k=self.hot_keys,
+            v=self.hot_values,
+            out=output,
+            cu_seqlens_q=self.query_starts[: num_rows + 1],
+            max_seqlen_q=1,
+            seqused_k=num_tokens,
+            max_seqlen_k=units.shape[1] * self.algorithm.tokens_per_unit,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=units,
+            softcap=0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            **(_split_memory(query) if splits else {}),
+        )
+        if splits:  # the kernel divides 0 by 0 for padding, and a NaN there may spread in what scales a whole batch
+            output.masked_fill_(num_tokens.eq(0)[:, None, None], 0)
+
+
+def _split_memory(query: torch.Tensor) -> dict[str, int | torch.Tensor]:
+    """What the kernel needs to divide a row over thread blocks.
+
+    Args:
+        query: [rows, heads, head_size].
+    """
+    shape = (*query.shape[:2], NUM_SPLITS)
+    output = query.new_empty(*shape, next_power_of_2(query.shape[2]), dtype=torch.float32)
+    return {
+        "seq_threshold_3D": MAX_SPLIT_ROWS,
+        "num_par_softmax_segments": NUM_SPLITS,
+        "softmax_segm_output": output,
+        "softmax_segm_max": output.new_empty(shape),
+        "softmax_segm_expsum": output.new_empty(shape),
+    }
+
+
+class HotTritonBackend(HotGQABackend, TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[HotTritonImpl]:
+        return HotTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return HotTritonMetadataBuilder
