@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from conftest import BASE_ENGINE, assert_same_but_rounding, hot_args, make_prompt
+
+from vllm_hisparse.cli.tiny_model import VOCAB_SIZE, make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -19,6 +23,18 @@ pytestmark = pytest.mark.e2e
 def test_refused(run, options, message):
     with pytest.raises(AssertionError, match=message):
         run(hot_args(options=options), [])
+
+
+def test_a_layer_that_hot_buffers_lack_is_refused_before_weights_are_loaded(run, tmp_path):
+    """A model with ALiBi whose directory has no weights: the layer is named, not the missing file."""
+    make_model("llama", tmp_path / "bloom", num_layers=2)
+    (tmp_path / "bloom" / "model.safetensors").unlink()
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "n_layer": 3, "n_head": 4, "dtype": "float32"}
+    config = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", **sizes}
+    (tmp_path / "bloom" / "config.json").write_text(json.dumps(config))
+    engine = hot_args(options={"algorithm": "quest", "top_k": 256})
+    with pytest.raises(AssertionError, match=r"Attention \(.*h\.0.*\) with alibi_slopes=.*, expected causal attention"):
+        run({**engine, "model": str(tmp_path / "bloom")}, [])
 
 
 def test_host_pool_as_a_ratio_of_the_device_cache(run, reference):
