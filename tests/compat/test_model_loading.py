@@ -14,7 +14,7 @@ from vllm_hisparse.config import HiSparseConfigError
 
 @pytest.fixture
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What happens, in order; vLLM's function that builds a model answers with its configuration."""
+    """Calls in the order in which they came; vLLM's function that builds a model answers with its configuration."""
     create = BaseModelLoader.create_model
     monkeypatch.setattr(BaseModelLoader, "create_model", getattr(create, "__wrapped__", create))
     found: list[Any] = []

@@ -165,7 +165,7 @@ def derive_hot_class(hot_class: type, own_class: type) -> type:
 
 
 def _added_names(cls: type, base: type) -> set[str]:
-    """What a class has of itself and of its bases, those of `base` aside."""
+    """Names that a class and its bases define, without those that `base` and its bases define."""
     names = (name for each in cls.__mro__ if each not in base.__mro__ for name in vars(each))
     return {name for name in names if not name.startswith(("__", "_abc_"))}
 

@@ -75,7 +75,7 @@ def check_mla_layers(layers: Mapping[str, AttentionLayerBase], hot_layers: Mappi
 
 
 def _additions(layer: Attention, vllm_config: VllmConfig) -> dict[str, Any]:
-    """What an attention layer has beside plain causal attention, by vLLM's name."""
+    """Properties of an attention layer that plain causal attention lacks: vLLM's name -> value."""
     impl, device = layer.impl, vllm_config.device_config.device_type
     dtypes = HiSparseConfig.from_vllm_config(vllm_config).kv_cache_dtypes(device)
     found = {

@@ -248,7 +248,7 @@ class CpuLayer(LayerUnderTest):
 
 
 class CudaLayer(LayerUnderTest):
-    """Of one backend: `module` has its classes, and vLLM's `kernel` that attends over units."""
+    """A layer of one backend: `module` has its classes, and vLLM's `kernel` that attends over units."""
 
     module: ModuleType
     kernel: str

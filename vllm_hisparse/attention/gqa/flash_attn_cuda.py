@@ -45,8 +45,9 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
     def _run_kernel(
         self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
     ) -> None:
-        # NOTE: version 2 takes no number of splits but its own choice.
-        num_splits = MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1
+        num_splits = 0  # versions 2 and 4 choose by the shapes of the batch, which a CUDA graph fixes
+        if self.vllm_flash_attn_version == 3:  # it would choose by the lengths
+            num_splits = MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1
         flash_attn_varlen_func(
             q=query,
             k=self.hot_keys,
@@ -60,7 +61,7 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
             causal=True,
             block_table=units,
             fa_version=self.vllm_flash_attn_version,
-            num_splits=0 if self.vllm_flash_attn_version == 2 else num_splits,
+            num_splits=num_splits,
         )
 
 

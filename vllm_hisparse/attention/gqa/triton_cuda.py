@@ -57,7 +57,7 @@ class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
 
 
 def _split_memory(query: torch.Tensor) -> dict[str, int | torch.Tensor]:
-    """What the kernel needs to divide a row over thread blocks.
+    """Arguments with which the kernel divides a row over thread blocks.
 
     Args:
         query: [rows, heads, head_size].
