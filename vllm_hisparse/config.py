@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, Selector, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
+GRAPH_OPTIONS = ("algorithm", "full_kv_layers")  # that decide which layers write KV on their own
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"

@@ -24,9 +24,10 @@ def register() -> None:
     check_release()
     from vllm.platforms import current_platform
 
+    from vllm_hisparse.compat.compiled_models import separate_compiled_models
     from vllm_hisparse.compat.model_loading import when_built
     from vllm_hisparse.compat.registries import register_connector
-    from vllm_hisparse.config import CONNECTOR_NAME
+    from vllm_hisparse.config import CONNECTOR_NAME, GRAPH_OPTIONS
     from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
     from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
     from vllm_hisparse.vllm_patches.unstated_leases import state_leases
@@ -37,6 +38,7 @@ def register() -> None:
     state_leases()
     if current_platform.is_cpu():
         _register_cpu_layers()
+    separate_compiled_models(CONNECTOR_NAME, GRAPH_OPTIONS)
     when_built(_check_options, _attach_hot_buffers)
 
 
