@@ -1,4 +1,4 @@
-"""An engine of `benchmarks.full_depth` on the CPU platform, in a forked process."""
+"""Engines of `benchmarks.full_depth` and `benchmarks.prefill` on the CPU platform, in forked processes."""
 
 from __future__ import annotations
 
@@ -39,3 +39,22 @@ def measure(system: str, model: str, log_path: str, pipe: Connection) -> None:
     loaded = Loaded(LLM(**args), settle=6, steps=8, mixed_s=1.4, profiled=0)
     rows = [loaded.measure(Case.parse(text)) for text in CASES]
     pipe.send((rows, len(loaded.scheduler.requests)))
+
+
+def time_prompts(system: str, model: str, log_path: str, pipe: Connection) -> None:
+    """Send what `benchmarks.prefill` measures of prompts of four chunks, alone and beside two other requests, and how
+    many requests are left."""
+    begin(log_path, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from vllm import LLM
+
+    from benchmarks.full_depth import System
+    from benchmarks.prefill import Prompts, engine_args
+
+    job: dict[str, Any] = {**JOB, "model": model, "chunk": 256, "max_model_len": 3072}
+    args = engine_args(System(system), job) | {"dtype": "float32", "enforce_eager": True}
+    for name in ("compilation_config", "kernel_config"):
+        del args[name]
+    llm = LLM(**args)
+    prompts = Prompts(llm)
+    rows = [prompts.measure(1000, decoding, repeats=2) for decoding in (0, 2)]
+    pipe.send((rows, len(llm.llm_engine.engine_core.engine_core.scheduler.requests)))

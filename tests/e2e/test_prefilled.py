@@ -1,13 +1,15 @@
-"""Engines of `benchmarks.full_depth` on the CPU platform."""
+"""Engines of `benchmarks.full_depth` and `benchmarks.prefill` on the CPU platform."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ENGINE_TIMEOUT_S, MODELS
 from forks import FORKS, fork
-from prefilled_engine import measure
+from prefilled_engine import measure, time_prompts
 
 pytestmark = pytest.mark.e2e
 
@@ -15,17 +17,31 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize("system", ["full", "ours"])
 def test_prompts_are_not_computed(tmp_path: Path, system: str) -> None:
     """Full KV and hot buffers decode from the first step on, what they are asked to, and leave nothing behind."""
-    log, (pipe, theirs) = tmp_path / "engine.log", FORKS.Pipe()
-    process = fork(measure, system, str(MODELS / "dsv32"), str(log), theirs)
+    rows, num_left = results_of(measure, system, tmp_path / "engine.log")
+    assert num_left == 0
+    assert rows[0]["steps"] >= 8 and rows[0]["tokens_per_s"] > 0
+    assert (rows[0]["hit_rate"] is None) == (system == "full")
+
+
+@pytest.mark.parametrize("system", ["full", "ours"])
+def test_prompts_are_timed(tmp_path: Path, system: str) -> None:
+    """A prompt's chunks are steps of their own; requests that decode beside it take a part of each."""
+    (alone, beside), num_left = results_of(time_prompts, system, tmp_path / "engine.log")
+    assert num_left == 0
+    assert alone["num_steps"] == 4 and beside["num_steps"] >= 4
+    assert alone["prompt_tokens_per_s"]["median"] == pytest.approx(1000 / alone["ttft_s"]["median"], rel=0.5)
+
+
+def results_of(function: Callable[..., None], system: str, log: Path) -> Any:
+    """Run a function of `prefilled_engine` in a forked process, and return what it sends."""
+    pipe, theirs = FORKS.Pipe()
+    process = fork(function, system, str(MODELS / "dsv32"), str(log), theirs)
     theirs.close()
     try:
         assert pipe.poll(ENGINE_TIMEOUT_S), log.read_text()[-3000:]
-        rows, num_left = pipe.recv()
+        return pipe.recv()
     except EOFError:
         raise AssertionError(log.read_text()[-3000:]) from None
     finally:
         process.kill()
         process.join()
-    assert num_left == 0
-    assert rows[0]["steps"] >= 8 and rows[0]["tokens_per_s"] > 0
-    assert (rows[0]["hit_rate"] is None) == (system == "full")
