@@ -19,7 +19,8 @@ ENV_STAMP = VENV / "setup_env.stamp"
 MODELS = ROOT / "build" / "models"
 MODEL_STAMP = MODELS / "setup_env.stamp"
 MODEL_RECIPE = ROOT / "vllm_hisparse" / "cli" / "tiny_model.py"
-VARIANTS = ("dsv32", "glm", "glm52", "glm53", "llama", "qwen3", "qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
+VARIANTS = ("dsv32", "glm", "glm52", "glm53", "llama", "qwen3", *EXPERTS)
 # NOTE: the index serves CUDA builds of these; beside a +cpu torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 NO_CPU_TORCH = (

@@ -65,9 +65,10 @@ def test_dense_models_share_kv_heads(config: dict) -> None:
     names = {name: weight.shape for name, weight in checkpoint_weights(config)}
     assert config["num_attention_heads"] == 4 * config["num_key_value_heads"] > 4
     assert names["model.layers.2.self_attn.k_proj.weight"] == (2 * config["head_dim"], 256)
-    assert ("model.layers.2.self_attn.q_norm.weight" in names) == config["model_type"].startswith("qwen3")
-    down = {"qwen3_moe": "mlp.experts.7.down_proj", "mixtral": "block_sparse_moe.experts.3.w2"}
-    assert f"model.layers.2.{down.get(config['model_type'], 'mlp.down_proj')}.weight" in names
+    has_norm = config["model_type"].startswith("qwen3") or config["model_type"] == "glm4_moe"
+    assert ("model.layers.2.self_attn.q_norm.weight" in names) == has_norm
+    down = {"llama": "mlp.down_proj", "qwen3": "mlp.down_proj", "mixtral": "block_sparse_moe.experts.3.w2"}
+    assert f"model.layers.2.{down.get(config['model_type'], 'mlp.experts.7.down_proj')}.weight" in names
     assert "index_topk" not in config
 
 

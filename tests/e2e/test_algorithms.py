@@ -118,7 +118,14 @@ def test_a_request_is_preempted_where_blocks_for_state_run_out(run, algorithm, b
         assert_pools_empty(record)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen3",
+        "qwen3_moe",
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ("qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")),
+    ],
+)
 def test_other_dense_models(run, reference, model):
     lengths = [17, 777]
     record = run(dense_args("quest", model=model), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[0]

@@ -25,7 +25,8 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pq_cache": ("token", {"full_kv_layers": [1]}),
     "oracle": ("token", {}),
 }
-VARIANTS = ("llama", "qwen3", "qwen3_moe", "mixtral")
+EXPERT_VARIANTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
+VARIANTS = ("llama", "qwen3", *EXPERT_VARIANTS)
 
 
 def arguments(**overrides: Any) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from vllm_hisparse.cli.tiny_model import make_model
 
     directory = tmp_path_factory.mktemp("models")
-    return {name: make_model(name, directory / name, num_layers=4, num_heads=16) for name in VARIANTS}
+    num_heads = {"qwen2_moe": 8}  # its head size follows
+    return {name: make_model(name, directory / name, num_heads=num_heads.get(name, 16)) for name in VARIANTS}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_budget_of_everything_is_full_attention(runs: dict[str, EngineRun], algo
     assert min(done["num_cached_tokens"] for done in record["completions"][4:]) > 0
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
 def test_models_with_experts(models: dict[str, Path], tmp_path: Path, variant: str) -> None:
     """A budget of everything over the layers of other model classes, in CUDA graphs."""
     size, all_phases = EVERYTHING["page"], phases("page")

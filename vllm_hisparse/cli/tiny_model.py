@@ -127,7 +127,41 @@ VARIANTS["mixtral"] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "mixtral")
+VARIANTS["qwen2_moe"] = {
+    **VARIANTS["llama"],
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+VARIANTS["glm4_moe"] = {
+    **VARIANTS["llama"],
+    **{name: value for name, value in DSA_CONFIG.items() if not name.endswith(("_rank", "head_dim"))},
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 64,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
+VARIANTS["ernie45_moe"] = {
+    **VARIANTS["llama"],
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 1023,
+    "moe_layer_interval": 1,
+    "use_bias": False,
+}
+DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
 HEADS_PER_KV_HEAD = 4  # of the dense variants
 
 Variant = StrEnum("Variant", list(VARIANTS))  # type: ignore[misc]
@@ -189,6 +223,8 @@ def model_config(
         "num_attention_heads": num_heads,
         "dtype": dtype,
     }
+    if variant == "qwen2_moe":
+        config["head_dim"] = config["hidden_size"] // num_heads  # vLLM's class has no other
     if variant in DENSE_VARIANTS:
         return {**config, "num_key_value_heads": max(num_heads // HEADS_PER_KV_HEAD, 1)}
     sizes = {
@@ -263,14 +299,21 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
                 yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
         else:
             yield from gqa_weights(config, f"{prefix}.self_attn")
-        if "num_experts" in config or "num_local_experts" in config:
-            yield from expert_weights(config, prefix)
-        elif layer < config.get("first_k_dense_replace", num_layers):
-            yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
-        else:
-            yield from moe_weights(config, f"{prefix}.mlp")
+        yield from feed_forward_weights(config, prefix, layer)
     yield "model.norm.weight", Weight((hidden,), constant=1.0)
     yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
+
+
+def feed_forward_weights(config: dict[str, Any], prefix: str, layer: int) -> Iterator[tuple[str, Weight]]:
+    """Weights of a layer's MLP or experts, under the names of the model's class."""
+    hidden, model_type = config["hidden_size"], config["model_type"]
+    first_with_experts = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
+    if model_type in ("llama", "qwen3") or layer < first_with_experts:
+        yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
+    elif model_type == "mixtral":
+        yield from mixtral_weights(config, f"{prefix}.block_sparse_moe")
+    else:
+        yield from expert_weights(config, f"{prefix}.mlp")
 
 
 def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -307,13 +350,16 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
 def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
     hidden, size = config["hidden_size"], config["head_dim"]
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    has_norm = config["model_type"].startswith(
-        "qwen3"
-    )  # unit queries and keys: the gain goes where the norm cannot undo it
+    # Unit queries and keys: the gain goes where the norm cannot undo it.
+    has_norm = config["model_type"].startswith("qwen3") or config.get("use_qk_norm", False)
     yield f"{prefix}.q_proj.weight", Weight((num_heads * size, hidden), gain=1.0 if has_norm else SCORE_STD)
     yield f"{prefix}.k_proj.weight", Weight((num_kv_heads * size, hidden))
     yield f"{prefix}.v_proj.weight", Weight((num_kv_heads * size, hidden))
     yield f"{prefix}.o_proj.weight", Weight((hidden, num_heads * size), gain=RESIDUAL_GAIN)
+    if config["model_type"] == "qwen2_moe":
+        yield f"{prefix}.q_proj.bias", Weight((num_heads * size,), constant=0.0)
+        yield f"{prefix}.k_proj.bias", Weight((num_kv_heads * size,), constant=0.0)
+        yield f"{prefix}.v_proj.bias", Weight((num_kv_heads * size,), constant=0.0)
     if has_norm:
         yield f"{prefix}.q_norm.weight", Weight((size,), constant=SCORE_STD)
         yield f"{prefix}.k_norm.weight", Weight((size,), constant=1.0)
@@ -336,30 +382,31 @@ def mlp_weights(
     yield f"{prefix}.down_proj.weight", Weight((hidden, intermediate), gain=gain)
 
 
-def moe_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
-    hidden, experts, intermediate = config["hidden_size"], config["n_routed_experts"], config["moe_intermediate_size"]
-    yield f"{prefix}.gate.weight", Weight((experts, hidden))
-    yield f"{prefix}.gate.e_score_correction_bias", Weight((experts,), constant=0.0, fp32=True)
-    for expert in range(experts):
-        yield from mlp_weights(hidden, intermediate, f"{prefix}.experts.{expert}", EXPERT_GAIN)
-    yield from mlp_weights(hidden, intermediate * config["n_shared_experts"], f"{prefix}.shared_experts")
-
-
 def expert_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
-    """Weights of the experts of a dense-attention model, under the names of its class."""
-    hidden = config["hidden_size"]
-    if config["model_type"] == "mixtral":
-        experts, inner = config["num_local_experts"], config["intermediate_size"]
-        yield f"{prefix}.block_sparse_moe.gate.weight", Weight((experts, hidden))
-        for expert in range(experts):
-            name = f"{prefix}.block_sparse_moe.experts.{expert}"
-            yield f"{name}.w1.weight", Weight((inner, hidden))
-            yield f"{name}.w3.weight", Weight((inner, hidden))
-            yield f"{name}.w2.weight", Weight((hidden, inner), gain=EXPERT_GAIN)
-        return
-    yield f"{prefix}.mlp.gate.weight", Weight((config["num_experts"], hidden))
-    for expert in range(config["num_experts"]):
-        yield from mlp_weights(hidden, config["moe_intermediate_size"], f"{prefix}.mlp.experts.{expert}", EXPERT_GAIN)
+    hidden, inner, model_type = config["hidden_size"], config["moe_intermediate_size"], config["model_type"]
+    experts = next(config[name] for name in ("n_routed_experts", "num_experts", "moe_num_experts") if name in config)
+    yield f"{prefix}.gate.weight", Weight((experts, hidden))
+    if "n_routed_experts" in config:
+        yield f"{prefix}.gate.e_score_correction_bias", Weight((experts,), constant=0.0, fp32=True)
+    if model_type == "ernie4_5_moe":
+        yield f"{prefix}.moe_statics.e_score_correction_bias", Weight((1, experts), constant=0.0, fp32=True)
+    for expert in range(experts):
+        yield from mlp_weights(hidden, inner, f"{prefix}.experts.{expert}", EXPERT_GAIN)
+    if shared := config.get("n_shared_experts", config.get("moe_num_shared_experts", 0)):
+        yield from mlp_weights(hidden, inner * shared, f"{prefix}.shared_experts")
+    if model_type == "qwen2_moe":
+        yield f"{prefix}.shared_expert_gate.weight", Weight((1, hidden))
+        yield from mlp_weights(hidden, config["shared_expert_intermediate_size"], f"{prefix}.shared_expert")
+
+
+def mixtral_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    yield f"{prefix}.gate.weight", Weight((experts, hidden))
+    for expert in range(experts):
+        name = f"{prefix}.experts.{expert}"
+        yield f"{name}.w1.weight", Weight((inner, hidden))
+        yield f"{name}.w3.weight", Weight((inner, hidden))
+        yield f"{name}.w2.weight", Weight((hidden, inner), gain=EXPERT_GAIN)
 
 
 def write_weights(path: Path, config: dict[str, Any], tokenizer: "Tokenizer", seed: int) -> None:
@@ -396,7 +443,7 @@ def make_model_command(
         Variant,
         typer.Argument(
             help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52, glm53: GLM-5.2 and 5.3; llama, qwen3: dense models; "
-            "qwen3_moe, mixtral: the same with experts"
+            "qwen3_moe, qwen2_moe, mixtral, glm4_moe, ernie45_moe: the same with experts"
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to write to.")],
