@@ -44,7 +44,19 @@ def test_weights_of_deepseek_v32() -> None:
     assert shape.token_bytes == 61 * (656 + 132)
 
 
-@pytest.mark.parametrize(("preset", "billions"), [("Llama-3.1-8B", 8.0), ("Llama-3.3-70B", 70.6), ("Qwen3-32B", 32.8)])
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("Llama-3.1-8B", 8.0),
+        ("Llama-3.3-70B", 70.6),
+        ("Qwen3-32B", 32.8),
+        ("Qwen3-30B-A3B", 30.5),
+        ("Qwen2-57B-A14B", 57.4),
+        ("Mixtral-8x7B", 46.7),
+        ("GLM-4.5", 355),
+        ("ERNIE-4.5-21B-A3B", 21.8),
+    ],
+)
 def test_weights_of_dense_models(preset: str, billions: float) -> None:
     """Parameters as the model cards state them; the embedding is looked up, not read in every step."""
     config = PRESETS[preset]

@@ -72,10 +72,24 @@ PRESETS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2": _V32,
     "GLM-5": _GLM5,
     "GLM-5.2": _GLM5 | {"index_topk_freq": 4},
+    "GLM-5.3": _GLM5 | {"index_topk_pattern": "FFSSS" + "FSSS" * 18 + "F"},
     "Llama-3.1-8B": _dense("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128256),
     "Llama-3.3-70B": _dense("LlamaForCausalLM", 80, 8192, 28672, 64, 8, 128256),
     "Qwen3-8B": _dense("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936),
     "Qwen3-32B": _dense("Qwen3ForCausalLM", 64, 5120, 25600, 64, 8, 151936),
+    "Qwen3-30B-A3B": _dense("Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936)
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "Qwen2-57B-A14B": _dense("Qwen2MoeForCausalLM", 28, 3584, 18944, 28, 4, 151936)
+    | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
+    | {"shared_expert_intermediate_size": 20480},
+    "Mixtral-8x7B": _dense("MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32000)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "GLM-4.5": _dense("Glm4MoeForCausalLM", 92, 5120, 12288, 96, 8, 151552)
+    | {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+    | {"n_shared_experts": 1, "first_k_dense_replace": 3},
+    "ERNIE-4.5-21B-A3B": _dense("Ernie4_5_MoeForCausalLM", 28, 2560, 12288, 20, 4, 103424)
+    | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
+    | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
 }
 
 
@@ -101,7 +115,7 @@ class ModelShape:
         num_experts, experts_per_token: routed experts of a layer; 0 for a model without.
         token_flops: multiplications and additions per token, attention aside.
         row_flops: the same per attended row, in all layers.
-        has_draft_layer: whether the checkpoint has an MTP layer.
+        has_draft_layer: whether the checkpoint of a DSA model has an MTP layer.
     """
 
     name: str
@@ -166,7 +180,7 @@ class ModelShape:
             name=name,
             num_layers=config["num_hidden_layers"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
-            has_draft_layer=config.get("num_nextn_predict_layers", 0) > 0,
+            has_draft_layer=is_dsa and config.get("num_nextn_predict_layers", 0) > 0,
             **attention["kv"],
             **_weights(config, weight, attention["parameters"]),
         )
@@ -237,17 +251,17 @@ def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
 
 def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> dict[str, Any]:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    experts = next(
-        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
-    )
+    experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     size = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
-    dense_layers = min(config.get("first_k_dense_replace", 0), layers) if experts else layers
+    first_with_experts = _first(config, "first_k_dense_replace", "moe_layer_start_index")
+    dense_layers = min(first_with_experts, layers) if experts else layers
     moe_layers = layers - dense_layers
     head = hidden * config.get("vocab_size", 0)  # the embedding is looked up, not read
     dense = attention_parameters + dense_layers * 3 * hidden * config.get("intermediate_size", 0)
-    dense += moe_layers * 3 * hidden * size * config.get("n_shared_experts", 0)
+    shared = size * _first(config, "n_shared_experts", "moe_num_shared_experts")
+    dense += moe_layers * 3 * hidden * (shared or config.get("shared_expert_intermediate_size", 0))
     expert = moe_layers * 3 * hidden * size if experts else 0
-    per_token = min(config.get("num_experts_per_tok", 0), experts)
+    per_token = min(_first(config, "num_experts_per_tok", "moe_k"), experts)
     return {
         "dense_weight_bytes": float(dense * weight + head * BF16),
         "expert_bytes": float(expert * weight),
@@ -255,3 +269,8 @@ def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> 
         "experts_per_token": per_token,
         "token_flops": 2.0 * (dense + head + per_token * expert),
     }
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """The first of these values that a configuration has; model classes call the same thing by different names."""
+    return next((config[name] for name in names if config.get(name)), 0)
