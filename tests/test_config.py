@@ -6,6 +6,7 @@ import torch
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.config.utils import is_init_field
+from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
@@ -567,6 +568,13 @@ def test_refuses_models_by_name(architecture: str, device: str) -> None:
         REFUSED_MODELS[architecture],
         "vLLM serves this model with full KV",
     )
+
+
+def test_no_class_of_a_refused_family_is_forgotten() -> None:
+    """Both releases' classes that answer; classes that draft are loaded for one of them only."""
+    classes = [*_TEXT_GENERATION_MODELS.items(), *_MULTIMODAL_MODELS.items()]
+    families = {module for name, (module, _) in classes if name in REFUSED_MODELS}
+    assert {name for name, (module, _) in classes if module in families} <= set(REFUSED_MODELS)
 
 
 def test_refuses_images_but_not_a_multimodal_model() -> None:

@@ -13,6 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from benchmarks.models import ATTENTION
+from vllm_hisparse.cli.tiny_model import VARIANTS
 from vllm_hisparse.config import DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES, HiSparseConfig
 from vllm_hisparse.tier_config import FsTier, ObjTier, P2PTier, Tier
 
@@ -134,6 +136,19 @@ def test_chart_knows_the_kv_dtypes():
         assert f'"{device}" (list {" ".join(map(json.dumps, dtypes))})' in checks
     assert f"concat $known (list {' '.join(map(json.dumps, DSA_KV_CACHE_DTYPES['cuda']))})" in checks
     assert not DSA_KV_CACHE_DTYPES["cpu"]
+
+
+def test_chart_knows_the_tiny_models():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"]["model"]["properties"]["tiny"]["enum"] == ["", *VARIANTS]
+
+
+def test_chart_knows_the_attention_backends():
+    """The chart lists each back end that the table of models and back ends has, and no other."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["engine"]["properties"]["attentionBackend"]["enum"]
+    backends = dict.fromkeys(attention["backend"] for attention in ATTENTION.values())
+    assert known == ["", *backends]
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)

@@ -61,6 +61,10 @@ def test_shipped_configs_parse(path: Path):
             "decode.side_channel_port_base: got 65535",
         ),
         ({"prefill": {"engine_kwargs": {"kv_cache_dtype": "fp8"}}}, "prefill.engine_kwargs.kv_cache_dtype: got 'fp8'"),
+        (
+            {"decode": {"engine_kwargs": {"attention_config": {"backend": "TRITON_ATTN"}}}},
+            "prefill.engine_kwargs.attention_backend: got None, expected 'TRITON_ATTN'",
+        ),
         ({"engine_kwargs": {"kv_cache_dtype": "float16"}}, "engine_kwargs.kv_cache_dtype: got 'float16'"),
         (
             {

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.tier_config import P2PTier
 
-# Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte.
+# Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte, and NIXL compares the
+# names of the attention backends.
 SHARED_ENGINE_OPTIONS = (
     "dtype",
     "kv_cache_dtype",
@@ -20,6 +21,7 @@ SHARED_ENGINE_OPTIONS = (
     "revision",
     "seed",
     "hf_overrides",
+    "attention_backend",
 )
 # Derived from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
@@ -205,7 +207,7 @@ def _check_device(name: str, role: Role, device: str) -> None:
 
 
 def _check_same_engine(config: AppConfig) -> None:
-    prefill, decode = ({**config.engine_kwargs, **role.engine_kwargs} for role in (config.prefill, config.decode))
+    prefill, decode = (_engine_of(role, config) for role in (config.prefill, config.decode))
     for option in SHARED_ENGINE_OPTIONS:
         if prefill.get(option) != decode.get(option):
             raise HiSparseConfigError(
@@ -214,6 +216,13 @@ def _check_same_engine(config: AppConfig) -> None:
                 f"{decode.get(option)!r}, decode's value: KV blocks are transferred byte for byte",
                 f"Set {option} once, in the application's engine_kwargs.",
             )
+
+
+def _engine_of(role: Role, config: AppConfig) -> dict[str, Any]:
+    """Engine arguments of a role; an attention backend that `attention_config` names has its own argument, too."""
+    engine = {**config.engine_kwargs, **role.engine_kwargs}
+    named = (engine.get("attention_config") or {}).get("backend")
+    return engine if named is None else {**engine, "attention_backend": named}
 
 
 def _check_kv_dtype(config: AppConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.plan_calibration import all_rows, errors, fit, nonnegative_least_squares, predict
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
-from vllm_hisparse.cli.plan.memory import KVMemory, System, independent_hit_rate
+from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_indexers
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step
 
@@ -62,6 +63,20 @@ def test_weights_of_dense_models(preset: str, billions: float) -> None:
     config = PRESETS[preset]
     embedding = config["hidden_size"] * config["vocab_size"] * 2
     assert ModelShape.load(preset).weight_bytes + embedding == pytest.approx(2e9 * billions, rel=0.02)
+
+
+def test_bytes_of_the_table_of_models() -> None:
+    """Rows of docs/models.md about presets: full KV, device-resident KV or Quest's bounds, and KV on the host."""
+    page = (ROOT / "docs" / "models.md").read_text()
+    row = r"^\| ([^|]+?) \| `\w+` \| ([\d,]+) \| ([\d,]+)[^|]* \| ([\d,]+) \|"
+    table = re.findall(row, page, re.MULTILINE)
+    found = [(name, *(int(cell.replace(",", "")) for cell in cells)) for name, *cells in table]
+    assert len(found) >= 12
+    for label, full, device, host in found:
+        name, *details = label.split(";")[0].split(", ")
+        shape = ModelShape.load(name, "fp8" if "fp8 KV" in details else "bfloat16")
+        resident = shape.num_indexers * shape.key_bytes or shape.num_layers * shape.row_bytes // QUEST_PAGE
+        assert (full, device, host) == (shape.token_bytes, resident, shape.token_bytes), label
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,9 @@ spec:
 {{- with int $engine.blockSize }}
 - --block-size={{ . }}
 {{- end }}
+{{- with $engine.attentionBackend }}
+- --attention-backend={{ . }}
+{{- end }}
 - --tensor-parallel-size={{ max 1 (int $role.gpus) }}
 - --shutdown-timeout={{ $.Values.longestRequestSeconds }}
 - --disable-uvicorn-access-log
