@@ -10,11 +10,11 @@ import numpy as np
 
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
 
-NUM_THREADS = 4  # numpy and blake3 let go of the interpreter's lock
+NUM_THREADS = 4  # they run side by side, because numpy and blake3 release the interpreter's lock
 
 
 class HostBlocks(Protocol):
-    """Copied blocks: `HostPools`, or the rows of a simulated worker."""
+    """Host blocks that are copied: `HostPools`, or the rows of a simulated worker."""
 
     def read(self, block_id: int, block: np.ndarray) -> None: ...
 
@@ -24,7 +24,7 @@ class HostBlocks(Protocol):
 
 
 class BlockCopier:
-    """Copies in both directions, with the digest.
+    """Copies blocks in both directions, with their digests.
 
     Args:
         hosts: the host blocks.
@@ -40,11 +40,11 @@ class BlockCopier:
         return self._threads.submit(self._save, block_id, chunk_id, key)
 
     def load(self, chunk_id: int, block_id: int, key: bytes) -> Future[bool]:
-        """Copy a chunk to a host block; the result is False, and nothing is copied, if it is not intact."""
+        """Copy a chunk to a host block. If the chunk is not intact, nothing is copied, and the result is False."""
         return self._threads.submit(self._load, chunk_id, block_id, key)
 
     def shutdown(self) -> None:
-        """Wait for the copies that run and let go of the host blocks."""
+        """Wait for the running copies, and unmap the host blocks."""
         self._threads.shutdown(cancel_futures=True)
         with suppress(BufferError):  # a copy that failed is still looked at
             self.hosts.close()

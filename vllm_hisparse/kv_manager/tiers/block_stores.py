@@ -1,4 +1,4 @@
-"""Which host blocks go to the tiers, and when."""
+"""Chooses the host blocks that are stored in the tiers, and the time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = 0  # the key of a block covers its main KV and its device-resident KV
 
 
 def key_of(block_hash: bytes) -> OffloadKey:
-    """A block's key in all tiers."""
+    """Return a block's key, which is the same in all tiers."""
     return make_offload_key(block_hash, GROUP)
 
 
@@ -38,15 +38,15 @@ class BlockStores:
         self.manager, self.host_pool = manager, host_pool
         self.num_dropped = 0
         self._waiting: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # block -> (hash, step)
-        self._known: dict[int, bytes] = {}  # block -> the hash for which it is known which tiers have it
+        self._known: dict[int, bytes] = {}  # block -> hash whose tiers are known
 
     @property
     def has_waiting(self) -> bool:
-        """True if blocks wait, or are yet to be looked at."""
+        """True if blocks wait to be stored, or have yet to be checked."""
         return bool(self._waiting) or self.host_pool.has_newly_cached
 
     def step(self, num_scheduled: int, num_processed: int) -> None:
-        """Start to store what can be stored now.
+        """Start to store the blocks that can be stored now.
 
         Args:
             num_scheduled: steps that have been scheduled.
@@ -64,7 +64,7 @@ class BlockStores:
                 self._waiting.pop(block_id, None)
 
     def are_stored(self, blocks: Mapping[OffloadKey, int]) -> None:
-        """Blocks that came from a tier, by key, need not be stored."""
+        """Record that blocks, by key, came from a tier and need not be stored."""
         for key, block_id in blocks.items():
             self._forget(block_id)
             self._known[block_id] = self.host_pool.hash_of(block_id)
@@ -72,7 +72,7 @@ class BlockStores:
                 tier.has(key)
 
     def reset(self) -> None:
-        """The host pool has forgotten all cached blocks."""
+        """Forget the blocks that wait, because the host pool has forgotten all cached blocks."""
         self._waiting.clear()
 
     def leftovers(self) -> dict[str, object]:
@@ -80,12 +80,12 @@ class BlockStores:
         return {"stores": self._waiting} if self._waiting else {}
 
     def _is_lacking(self, block_id: int, block_hash: bytes) -> bool:
-        """True if some tier takes blocks and does not have this one, as far as is known."""
+        """Return True if some tier takes blocks and, as far as is known, does not have this one."""
         key = key_of(block_hash)
         if self._known.get(block_id) != block_hash:
             self._forget(block_id)
             self._known[block_id] = block_hash
-            if not self.manager.is_in_buffer(key):  # NOTE: what a tier had of another block's life may be deleted there
+            if not self.manager.is_in_buffer(key):  # NOTE: a tier may have deleted it since
                 self._forget_key(key)
         return any(tier.lacks(key) for tier in self.manager.secondary_tiers)
 
@@ -107,6 +107,6 @@ class BlockStores:
             if self.host_pool.hash_of(block_id) != block_hash:
                 del self._waiting[block_id]
                 self.num_dropped += 1
-            elif block_id not in self.manager.unwritten:  # NOTE: evicted, and published again for the same tokens
+            elif block_id not in self.manager.unwritten:  # NOTE: a block published again may be unwritten
                 batch[key_of(block_hash)] = block_id
         return batch

@@ -14,14 +14,14 @@ from vllm.logger import init_logger
 
 BLOCK_SUFFIX = ".bin"
 TEMPORARY = ".tmp"  # in the names of files that are being written
-ABANDONED_S = 600.0  # after which such a file is of an engine that was killed
-RESCAN_S = 600.0  # other engines may write to the directory, too
+ABANDONED_S = 600.0  # seconds after which such a file counts as left by a killed engine
+RESCAN_S = 600.0  # seconds between scans, because other engines may write to the directory, too
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
 class DirectoryQuota:
-    """Deletes the least recently used block files, in a thread of its own, which first lists the existing files.
+    """Deletes the least recently used block files, in a thread of its own. The thread first lists the existing files.
 
     A file's modification time says when it was last used, so that the order survives restarts.
 
@@ -39,15 +39,15 @@ class DirectoryQuota:
         self._thread.submit(self._scan)
 
     def added(self, paths: Iterable[str]) -> Future:
-        """Files were written."""
+        """Count files that were written."""
         return self._thread.submit(self._add, list(paths))
 
     def used(self, paths: Iterable[str]) -> Future:
-        """Files were read."""
+        """Make files that were read the most recently used ones."""
         return self._thread.submit(self._touch, list(paths))
 
     def deleted(self, path: str) -> Future:
-        """Somebody has deleted a file."""
+        """Stop counting a file that was deleted."""
         return self._thread.submit(self._forget, path)
 
     def shutdown(self) -> None:
@@ -61,7 +61,7 @@ class DirectoryQuota:
         self._evict()
 
     def _block_files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Block files; deletes what a killed engine has left half written."""
+        """Yield block files with their status, and delete half-written files that a killed engine has left."""
         now = time.time()
         for folder, _, names in os.walk(self.directory):
             for path in (os.path.join(folder, name) for name in names):

@@ -22,7 +22,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
 
     Args:
         offloading_spec, primary_kv_view, tier_type: as in vLLM's tier.
-        root_dir: the directory; blocks are in a folder of it that is named after their identity.
+        root_dir: the directory; blocks are in a subfolder that is named after their identity.
         quota_bytes: upper bound of the bytes of all block files in that folder, whoever wrote them. Files that are
             being written count from the start.
         options: other options of vLLM's tier.
@@ -67,7 +67,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
     def discard(self, key: OffloadKey) -> None:
         """Delete a damaged block.
 
-        NOTE: now, not in the quota's thread: vLLM stores no block whose file is there.
+        NOTE: the file is deleted at once, not in the quota's thread, because vLLM stores no block whose file exists.
         """
         path = self.file_mapper.get_file_name(key)
         with suppress(OSError):
@@ -79,7 +79,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
         self.quota.shutdown()
 
     def _folder(self) -> Path:
-        """The folder of all block files: files lie two folders deeper."""
+        """The folder of all block files, which lie two folders deeper."""
         return Path(self.file_mapper.get_file_name(OffloadKey(bytes(36)))).parents[2]
 
     def _paths(self, keys: Iterable[OffloadKey]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Keeps a tier's failures from the scheduler, and remembers what it has."""
+"""Keeps a tier's failures from the scheduler, and remembers which blocks the tier has."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ T = TypeVar("T")
 
 
 class GuardedTier(SecondaryTierManager):
-    """A tier that raises is not used again: it has no block any more, and what is to be stored there is dropped.
+    """Wraps a tier. After the tier has raised, it is not used again: no block is found or stored there.
 
-    Its jobs end with it, as failed ones. NOTE: it may still write their chunks of the transfer buffer, which a block's
-    digest shows.
+    The jobs of such a tier fail. NOTE: it may still write to their chunks of the transfer buffer; a block's digest
+    shows that.
 
-    It is not given a block again that it has, as far as is known: a block is stored again while another tier lacks it.
+    A store job names all blocks that some tier lacks; this tier gets only those that it lacks itself, as far as is
+    known.
 
     Args:
-        tier: one of vLLM's.
+        tier: a tier of vLLM.
     """
 
-    # NOTE: vLLM 0.33 polls a tier in a thread if the tier says that it may, under a lock that our scheduler half does
-    # not take. No tier is polled between steps, as in 0.32.
+    # NOTE: vLLM 0.33 polls a tier in a thread if this is True, under a lock that the connector's scheduler half does
+    # not take. With False, no tier is polled between steps, as in vLLM 0.32.
     tolerates_off_thread_polling = False
 
     def __init__(self, tier: SecondaryTierManager):
-        # NOTE: not vLLM's: what it keeps is the tier's.
+        # NOTE: vLLM's constructor is not called, because the wrapped tier has its state.
         self.tier, self.has_failed = tier, False
         self.tier_type, self.locality, self.medium = tier.tier_type, tier.locality, tier.medium
         self.cache_hit_source = tier.cache_hit_source
-        self._own_results: list[JobResult] = []  # of jobs that it is not given, or has failed in
+        self._own_results: list[JobResult] = []  # of jobs that the tier did not get, or that it failed in
         self._jobs: set[int] = set()
-        self._has: set[OffloadKey] = set()  # blocks that it has, or is being given; forgotten with the host block
-        self._stores: dict[int, Sequence[OffloadKey]] = {}  # job -> blocks that it is being given
+        self._has: set[OffloadKey] = set()  # blocks that the tier has, or is storing; forgotten with the host block
+        self._stores: dict[int, Sequence[OffloadKey]] = {}  # job -> blocks that the tier is storing
 
     @property
     def block_size_bytes(self) -> int:
@@ -59,16 +60,16 @@ class GuardedTier(SecondaryTierManager):
         return self._guard(LookupResult.MISS, self.tier.lookup, key, req_context)
 
     def lacks(self, key: OffloadKey) -> bool:
-        """True if it takes blocks now and does not have this one, as far as is known."""
+        """Return True if the tier takes blocks now and, as far as is known, does not have this one."""
         is_taking = not self.has_failed and (self.bp_detector is None or not self.bp_detector.is_under_pressure())
         return is_taking and key not in self._has
 
     def has(self, key: OffloadKey) -> None:
-        """It need not be given a block."""
+        """Record that the tier has a block."""
         self._has.add(key)
 
     def forget(self, key: OffloadKey) -> None:
-        """Note that the tier may no longer have a block."""
+        """Record that the tier may no longer have a block."""
         self._has.discard(key)
 
     def submit_store(self, job_metadata: TransferJob) -> None:

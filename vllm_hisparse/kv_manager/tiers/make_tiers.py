@@ -43,10 +43,10 @@ from vllm_hisparse.tier_config import FsTier, P2PTier, TierOptions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FORMAT = 1  # of a stored block; a change makes old directories unreadable
-IDENTITY = "hisparse.json"  # in a directory of block files: what they were made by
-FIRST_PARTS = ("model", "dtype", "layout", "num_pools", "hash_algorithm", "hash_seed", "format")  # always in it
-LOST_AND_FOUND = "lost+found"  # in the root of a file system
+FORMAT = 1  # version of the format of a stored block; a change makes old directories unreadable
+IDENTITY = "hisparse.json"  # file in a directory of blocks, with their `BlockIdentity`
+FIRST_PARTS = ("model", "dtype", "layout", "num_pools", "hash_algorithm", "hash_seed", "format")  # in every such file
+LOST_AND_FOUND = "lost+found"  # folder in the root of a file system
 MIN_CHUNKS = 64
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -58,14 +58,14 @@ register_tier("hisparse_obj", "vllm_hisparse.kv_manager.tiers.obj_tier", "Pausin
 
 @dataclass(frozen=True)
 class BlockIdentity:
-    """Identity that must be equal for a stored block to be usable.
+    """Identity of stored blocks. An engine uses only blocks whose identity is equal to that of its own.
 
     Attributes:
         model: name or path of the model, with its revision.
         dtype: dtype of the model and of its KV cache.
         layout: sizes of rows and blocks, full-KV layers of a dense model, and the draft model.
         num_pools: number of host pools, whose parts of a block lie side by side.
-        hash_algorithm, hash_seed: hash of vLLM's prefix cache; the seed is PYTHONHASHSEED, if that is set.
+        hash_algorithm, hash_seed: hash of vLLM's prefix cache; the seed is PYTHONHASHSEED, or None if that is not set.
         quantization, hf_overrides, load_format: options of the model; None for vLLM's defaults.
         selection: algorithm of a dense model, its options and `top_k`, because a token's KV depends on the tokens that
             earlier layers attended to. None for a DSA model, which has one way to select.
@@ -98,7 +98,7 @@ class BlockIdentity:
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
         seed = os.environ.get("PYTHONHASHSEED")
         sizes = asdict(layout)
-        del sizes["max_query_len"], sizes["state_entries"]  # of steps and of the device, not of blocks
+        del sizes["max_query_len"], sizes["state_entries"]  # sizes of steps and of the device do not change blocks
         if not layout.draft_row_bytes:
             del sizes["draft_row_bytes"]  # so that blocks of versions without it are found
         else:
@@ -126,7 +126,8 @@ class BlockIdentity:
 
     @property
     def layer_name(self) -> str:
-        """Name of the layers where vLLM's stores and peers compare them: every part that vLLM does not know.
+        """Name of the layers for vLLM's stores and peers, which compare it. It has every part that vLLM does not
+        compare.
 
         Parts that are None are left out, so that blocks of versions without them are found.
         """
@@ -136,18 +137,20 @@ class BlockIdentity:
         )
 
     def known_to(self, found: dict[str, Any]) -> BlockIdentity:
-        """This identity without the parts that a directory from an earlier version does not name."""
+        """Return this identity without the parts that a directory of an earlier version does not name."""
         return replace(self, **{part.name: None for part in fields(self) if part.name not in found})
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Name of a function among a model's overrides."""
+    """Return the name of a function that is a value in a model's overrides."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """The part of an `OffloadingSpec` that vLLM's tiers read, and how many blocks may be on their way to them."""
+    """The part of an `OffloadingSpec` that vLLM's tiers read, and the number of blocks that may be on their way to
+    them.
+    """
 
     config: OffloadingConfig
     max_stores: int
@@ -181,7 +184,7 @@ def build_tiers(
     host_pool: HostBlockPool,
     clock: Clock = time.monotonic,
 ) -> Tiers:
-    """`make_tiers` over any host blocks.
+    """Create the tiers over any host blocks.
 
     Args:
         vllm_config: the engine's configuration.
@@ -190,7 +193,7 @@ def build_tiers(
         hosts: reads and writes host blocks.
         block_bytes: bytes of a block.
         host_pool: the host pool.
-        clock: tells the time to loads.
+        clock: clock of the loads, in seconds.
     """
     num_chunks = _num_chunks(config, block_bytes, host_pool.num_blocks)
     buffer = TransferBuffer(block_bytes, num_chunks)
@@ -211,17 +214,17 @@ def build_tiers(
 
 
 def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockIdentity:
-    """Make a directory one of blocks of `identity`.
+    """Make a directory ready for blocks of `identity`, or check that its blocks have this identity.
 
     Returns:
-        The identity by which its blocks are found: `identity`, or without what an earlier version did not compare.
+        Identity by which blocks are found: `identity`, without parts that an earlier version did not write down.
 
     Raises:
-        HiSparseConfigError: it has blocks of something else, or other files, or cannot be written.
+        HiSparseConfigError: the directory has blocks of another identity, or other files, or cannot be written.
     """
     expected = asdict(identity)
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be guessed from KV
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the owner: prompts can be guessed from KV
         file = path / IDENTITY
         others = [entry.name for entry in path.iterdir() if not entry.name.startswith((IDENTITY, LOST_AND_FOUND))]
         if not file.exists():
@@ -246,7 +249,7 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockId
             option, str(path), f"a directory that can be written and read ({error})", "Correct it or its rights."
         ) from error
     known = found if isinstance(found, dict) else {}
-    # NOTE: versions before named neither; what they did not name cannot be compared.
+    # NOTE: an earlier version did not name all parts; a part that it did not name cannot be compared.
     different = [
         name for name in expected if (name in known or name in FIRST_PARTS) and known.get(name) != expected[name]
     ]

@@ -1,4 +1,4 @@
-"""vLLM's object store tier, left alone while it fails."""
+"""vLLM's object store tier, with a pause after a store has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's tier of other instances' memory, which strangers cannot stop."""
+"""vLLM's tier of other instances' memory, protected from other programs' messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_hisparse.vllm_patches.strange_frames import drop_strange_frames
 
 
 class PeerTier(P2PSecondaryTierManager):
-    """vLLM's tier of other instances, except that messages from strangers to its port do not end it.
+    """vLLM's tier of other instances, except that messages from other programs to its port do not end it.
 
     Args:
         args, options: as in vLLM's tier.

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 from vllm.logger import init_logger
 
-RESOLVE_S = 15.0  # between two looks at what names stand for: replicas come and go
+RESOLVE_S = 15.0  # seconds between two resolutions of a name, because replicas come and go
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
 class Peers:
-    """Resolves names in the background; an instance does not ask itself.
+    """Resolves names of peers in the background, and leaves out this instance itself.
 
     Args:
-        names: host:port each.
+        names: host:port of each peer; a name may stand for several addresses.
         own: host and port of this instance.
     """
 
@@ -30,7 +30,7 @@ class Peers:
         self._update()
 
     def addresses(self) -> list[tuple[str, int]]:
-        """Host and port of each peer, as far as known; never waits."""
+        """Return host and port of each peer that has been resolved; never wait."""
         is_old = time.monotonic() - self._resolved_at > RESOLVE_S
         if self.names and is_old and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._update, name="hisparse_tier_peers", daemon=True)
@@ -47,7 +47,7 @@ class Peers:
 
 
 def _resolve(host: str, port: int) -> list[tuple[str, int]]:
-    """Addresses that a name stands for; none if nobody knows it."""
+    """Return the addresses that a name stands for; none if it cannot be resolved."""
     try:
         infos = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

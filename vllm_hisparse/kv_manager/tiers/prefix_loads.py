@@ -20,28 +20,28 @@ from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at once
 MAX_ORIGINS = 10_000  # blocks whose source is remembered
 LOADS_SHARE = 0.5  # of the transfer buffer, for the windows of all loads
-RETRY_S, MAX_RETRY_S = 30.0, 600.0  # for which a source that did not answer is not asked: twice as long each time
-MIN_LOOKS = 10  # at a load before it is given up: the time between two of them counts as a tenth of its timeout at most
-MAX_TIMEOUTS = 6.0  # the timeouts that a load takes at most, however steadily its blocks come
+RETRY_S, MAX_RETRY_S = 30.0, 600.0  # first and longest pause of a silent source; each doubles the last
+MIN_LOOKS = 10  # checks of a load before it is given up: between two of them, a tenth of its timeout counts at most
+MAX_TIMEOUTS = 6.0  # timeouts that a load may take in all, however steadily its blocks come
 MAX_WAITING = 32  # requests that wait for another load to end: vLLM asks for each of them in every step
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
-Clock = Callable[[], float]  # seconds since any time
+Clock = Callable[[], float]  # seconds since some fixed time
 
 
 @dataclass
 class Source:
-    """Where blocks may come from: the stores that a request needs no peer for, or one peer.
+    """A place that blocks may come from: all stores together, or one peer.
 
-    Times are those of the loads' clock.
+    Times are in seconds of the loads' clock.
 
     Attributes:
-        name: for the log.
-        kind: vLLM's name for it in its metrics.
-        retry_at: when it may be asked again.
-        pause_s: how long it is left alone the next time.
-        answered_at: when a block came from it last.
+        name: name in the log.
+        kind: name in vLLM's metrics.
+        retry_at: time from which the source may be asked again.
+        pause_s: seconds for which it is not asked, the next time it does not answer.
+        answered_at: time when the last block came from it.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Source:
     answered_at: float = -inf
 
     def has_answered(self, now: float) -> None:
-        """A block came from it."""
+        """Record that a block came from this source."""
         self.pause_s, self.answered_at = RETRY_S, now
 
     def was_silent(self, since: float, now: float) -> None:
-        """A load has waited in vain since a time: leave the source alone for a while.
+        """Do not ask this source for a while, because a load has waited in vain since a time.
 
-        Nothing happens if it is left alone already, because all loads of one silence are given up together, or if
-        other loads have got blocks from it meanwhile.
+        Nothing happens if the source is not asked already, because all loads that wait for it are given up together;
+        nor if other loads have got blocks from it since.
         """
         if now >= self.retry_at and self.answered_at <= since:
             self.retry_at = now + self.pause_s
@@ -66,7 +66,7 @@ class Source:
 
 
 class Stage(Enum):
-    """How far a block of a load is."""
+    """Progress of one block of a load."""
 
     ASKED = auto()  # a source looks for it
     COMING = auto()  # a source has it and sends it
@@ -78,18 +78,19 @@ class PrefixLoad:
     """A request's prefix on its way into the host pool.
 
     Attributes:
-        keys: blocks beyond what the host pool has.
-        contexts: the request's context with each source, in the order in which they are asked.
-        end: keys from here on are in no tier.
-        looked_at, moved_at: when somebody looked at it last, and when something had come then; seconds of the clock.
-        first: keys before it are in the host pool.
-        loaded: other indices of keys that are.
+        keys: keys of the blocks that the host pool did not have when the load began.
+        contexts: the request's context with each source, in the order in which the sources are asked.
+        end: index from which on no block will be loaded; at first, the number of keys.
+        looked_at: time of the last check of the load, in seconds of the clock.
+        moved_at: time of the last check that found progress.
+        first: index of the first key that is not in the host pool.
+        loaded: indices beyond `first` of keys that are in the host pool.
         copying: indices of keys on their way from the transfer buffer.
-        stages: how far a key is, by index, and which source has it or looks for it.
-        waits_for: the source of the first block that is missing, or None.
-        silent_s, total_s: how long it was looked at since something came, and in all; seconds.
-        was_looked_at: whether somebody has in this step.
-        loaded_from: blocks that were loaded, by the kind of their source.
+        stages: index of a key -> its progress, and the source that has it or looks for it.
+        waits_for: source of the first missing block, or None.
+        silent_s, total_s: seconds that count against the timeouts: since the last progress, and since the beginning.
+        was_looked_at: whether the load was checked in this step.
+        loaded_from: number of loaded blocks, by the kind of their source.
     """
 
     keys: list[OffloadKey]
@@ -112,17 +113,17 @@ class PrefixLoad:
         return self.first >= self.end and not self.copying
 
     def look(self, now: float, most_s: float) -> None:
-        """Somebody looks at it; of the time since the last look, `most_s` count at most."""
+        """Record a check of the load. At most `most_s` seconds since the last check count against the timeouts."""
         elapsed_s = min(now - self.looked_at, most_s)
         self.silent_s, self.total_s = self.silent_s + elapsed_s, self.total_s + elapsed_s
         self.looked_at, self.was_looked_at = now, True
 
     def has_moved(self, now: float) -> None:
-        """A block has come closer."""
+        """Record that a block has reached another stage."""
         self.silent_s, self.moved_at = 0.0, now
 
     def has_loaded(self, index: int, now: float) -> None:
-        """A block is in the host pool."""
+        """Record that a block is in the host pool."""
         self.loaded.add(index)
         while self.first in self.loaded:
             self.loaded.remove(self.first)
@@ -150,9 +151,9 @@ class PrefixLoads:
         manager: manager of the tiers.
         host_pool: pool that the blocks are loaded into.
         make_contexts: request id -> the request's context with each source.
-        timeout_s: seconds without a block after which a load is given up and the source left alone for a while; also
+        timeout_s: seconds without a block after which a load is given up, and its source is not asked for a while; also
             the time for which a request waits for another load to end.
-        are_stored: called with the keys of blocks that came from a tier.
+        are_stored: called with key -> host block of blocks that came from a tier.
         clock: tells the time in seconds.
 
     Attributes:
@@ -176,7 +177,7 @@ class PrefixLoads:
         self.num_loaded = self.num_damaged = self.num_timeouts = self.num_slow = self.num_skipped = 0
         self._loads: dict[str, PrefixLoad] = {}
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
-        self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests that have loaded what they could -> from where
+        self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests whose load is over -> sources of their blocks
         self._copies: list[_Copy] = []
         self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # of blocks that were asked for
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
@@ -189,11 +190,11 @@ class PrefixLoads:
         return len(self._copies)
 
     def has(self, request_id: str) -> bool:
-        """True if a request's prefix is being loaded."""
+        """Return True if a request's prefix is being loaded."""
         return request_id in self._loads
 
     def has_ended(self, request_id: str) -> bool:
-        """True if a request that still waits has loaded all that it could."""
+        """Return True if the load of a request that still waits is over."""
         return request_id in self._ended
 
     def begin(self, request_id: str, keys: list[OffloadKey]) -> None:
@@ -214,9 +215,10 @@ class PrefixLoads:
         self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), now, now)
 
     def must_wait(self, request_id: str) -> bool:
-        """True if a request should wait until another load has ended.
+        """Return True if a request should wait until another load has ended.
 
-        It need not if a load can begin now, nor if it has waited long enough or many others wait: then it has ended.
+        It should not wait if a load can begin now. If it has waited long enough, or many others wait, it goes on
+        without a load.
         """
         if len(self._loads) < self._max_loads:
             return False
@@ -235,13 +237,13 @@ class PrefixLoads:
         return False
 
     def is_loading(self, request_id: str) -> bool:
-        """True if a request should wait for its prefix, whose load has begun."""
+        """Return True if a request should wait for its prefix, whose load has begun."""
         if not self._loads[request_id].was_looked_at:
             self._look(request_id)
         return request_id in self._loads
 
     def forget(self, request_id: str) -> Counter[CacheHitSource]:
-        """A request was admitted, or has ended: if it waits again, it may load again.
+        """Forget a request that was admitted or has ended. If it waits again, it may load again.
 
         Returns:
             The blocks that were loaded for it, by the kind of their source.
@@ -251,7 +253,7 @@ class PrefixLoads:
         return self._ended.pop(request_id, Counter())
 
     def step(self) -> None:
-        """Publish what has been copied to the host pool, and look at the loads that vLLM did not ask for."""
+        """Publish blocks that have been copied to the host pool, and check the loads that vLLM did not ask for."""
         self._collect_copies()
         for request_id, load in list(self._loads.items()):
             if not load.was_looked_at:
@@ -273,7 +275,7 @@ class PrefixLoads:
         self._collect_copies()
 
     def reset(self) -> None:
-        """Give up all loads; the requests go on without."""
+        """Give up all loads; their requests go on without more blocks."""
         for request_id in list(self._loads):
             self._end(request_id)
         self._waiting.clear()
@@ -298,8 +300,8 @@ class PrefixLoads:
     def _look(self, request_id: str) -> None:
         """Move a load on, and end it if it is over or takes too long.
 
-        NOTE: a load does not end in the step in which a source is asked for one more of its blocks, which vLLM's tiers
-        mind: that is progress, and a load that takes too long in all asks for nothing more.
+        NOTE: vLLM's tiers do not allow a load to end in the step in which it asks for a block. It does not: to ask is
+        progress, so the load is not silent, and a load that has taken too long in all ends before it asks.
         """
         load, now = self._loads[request_id], self._clock()
         load.look(now, self.timeout_s / MIN_LOOKS)
@@ -342,7 +344,7 @@ class PrefixLoads:
         """Move one block on.
 
         Returns:
-            How far it is, and the source it comes from; None if it is in no tier, or the host pool has no room for it.
+            The block's progress, and the source it comes from; None if it is in no tier, or the host pool has no room.
         """
         key = load.keys[index]
         if self.host_pool.find(get_offload_block_hash(key)) is not None:
@@ -362,7 +364,7 @@ class PrefixLoads:
         return self._ask(load, key, now)
 
     def _ask(self, load: PrefixLoad, key: OffloadKey, now: float) -> tuple[Stage, Source | None] | None:
-        """Ask the sources for a block in their order; None if none has it."""
+        """Ask the sources for a block, in their order; return None if none has it."""
         for source, context in load.contexts:
             if now < source.retry_at:
                 continue

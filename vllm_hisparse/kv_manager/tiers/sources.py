@@ -1,4 +1,4 @@
-"""Where a request's blocks may come from, and in which order they are asked."""
+"""Sources of a request's blocks, in the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Sources:
     Args:
         engine_id: id of this engine, by which peers distinguish requests of several engines.
         store_names: names of the tiers that are no peers; may be empty.
-        peers: other instances, or None.
+        peers: addresses of other instances, or None.
         peers_first: whether peers are asked before stores.
 
     Attributes:
-        stores: all stores together, or None.
+        stores: source that stands for all stores together, or None.
     """
 
     def __init__(self, engine_id: str, store_names: Sequence[str], peers: Peers | None, peers_first: bool):
@@ -38,8 +38,8 @@ class Sources:
         self._numbers = count()
 
     def contexts(self, request_id: str) -> list[tuple[Source, ReqContext]]:
-        """A request's context with each source, in the order in which they are asked."""
-        # NOTE: clients choose request ids; what is put before them is like no other context's id.
+        """Return a request's context with each source, in the order in which the sources are asked."""
+        # NOTE: a number makes each context's id unique, because clients choose request ids.
         name = f"{next(self._numbers)}:{request_id}"
         stores = [(self.stores, ReqContext(name, load_tier_filter=STORES_ONLY))] if self.stores else []
         addresses = self.peers.addresses() if self.peers else []

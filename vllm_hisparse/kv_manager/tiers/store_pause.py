@@ -1,4 +1,4 @@
-"""Leaves a tier alone for a while that cannot store."""
+"""A pause for a tier that has failed to store."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class StorePause(BackpressureDetector):
         self._until = 0.0
 
     def job_ended(self, success: bool) -> None:
-        """A job that stores has ended."""
+        """Record the end of a store job; a failure begins a pause."""
         if not success and not self.is_under_pressure():
             logger.warning("Storing to tier %s failed: nothing is stored there for %.0f s.", self.name, PAUSE_S)
             self._until = time.monotonic() + PAUSE_S
 
     def on_store_completed(self, elapsed_s: float, num_bytes: int) -> None:
-        """Nothing to learn from a store that succeeded: how many may run at once is limited."""
+        """Do nothing: slow stores need no pause, because few run at once."""
 
     def is_under_pressure(self) -> bool:
         return time.monotonic() < self._until

@@ -24,9 +24,9 @@ from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier
 from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 
-STORE_SHARE = 0.25  # of the transfer buffer; the rest is for loads and for peers
-_NOBODY = ReqContext("nobody")  # whose look at the buffer is nobody's access
-MAX_PEER_COPIES = 64  # host blocks on their way into the buffer because a peer has asked for them
+STORE_SHARE = 0.25  # share of the transfer buffer that stores may take; the rest is for loads and for peers
+_NOBODY = ReqContext("nobody")  # a lookup with this context belongs to no request
+MAX_PEER_COPIES = 64  # host blocks that may be on their way into the buffer at once for peers
 
 
 class BufferTier(CPUPrimaryTierOffloadingManager):
@@ -39,7 +39,7 @@ class BufferTier(CPUPrimaryTierOffloadingManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_reads = 0
-        self.complete_read = self._complete_read  # NOTE: an attribute of the object in vLLM, too
+        self.complete_read = self._complete_read  # NOTE: vLLM's constructor sets this attribute, too
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = super().prepare_read(keys, req_context)
@@ -61,7 +61,7 @@ class _Save:
 
 
 class HostTierManager(TieringOffloadingManager):
-    """vLLM's tiering; it stores every block that is saved to the transfer buffer in all tiers.
+    """vLLM's tiering over the host pool. Every block that is saved to the transfer buffer goes to all tiers.
 
     Args:
         buffer_tier: the transfer buffer.
@@ -86,7 +86,7 @@ class HostTierManager(TieringOffloadingManager):
 
     @property
     def num_stores_left(self) -> int:
-        """Blocks that may be saved now."""
+        """Number of blocks that may be saved now."""
         return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
 
     def is_in_buffer(self, key: OffloadKey) -> bool:
@@ -98,7 +98,7 @@ class HostTierManager(TieringOffloadingManager):
         if asked_by_peer and self.buffer.lookup(key, req_context) is LookupResult.MISS:
             block_id = self.host_pool.find(get_offload_block_hash(key))
             if block_id is not None:
-                # NOTE: a peer that asks for more than there is room for asks again until its time is over.
+                # NOTE: if there is no room now, the peer asks again until its timeout.
                 if block_id not in self.unwritten and len(self._saves) < MAX_PEER_COPIES:
                     self._save({key: block_id}, req_context)
                 return LookupResult.HIT_PENDING
@@ -120,12 +120,12 @@ class HostTierManager(TieringOffloadingManager):
         return is_started
 
     def step(self) -> None:
-        """Work of each step: copies that are over, finished jobs, jobs to begin."""
+        """Do the work of a step: collect finished copies and jobs, and begin new jobs."""
         self.collect_saves()
         self.on_schedule_end(ScheduleEndContext((), ()))
 
     def collect_saves(self) -> None:
-        """Hand over what has been copied to the buffer."""
+        """Let vLLM's tiering use the blocks that have been copied to the buffer."""
         saves, self._saves = self._saves, []
         for save in saves:
             if not all(future.done() for future in save.futures):
@@ -137,7 +137,7 @@ class HostTierManager(TieringOffloadingManager):
             self.complete_store(list(save.blocks), save.context, success)
 
     def discard(self, key: OffloadKey) -> None:
-        """Forget a damaged block, wherever it came from."""
+        """Delete a damaged block from the buffer and from all tiers."""
         forget_chunk(self.buffer, key)
         for tier in self.secondary_tiers:
             tier.discard(key)

@@ -44,11 +44,11 @@ class Tiers:
         self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored, clock)
 
     def is_loading(self, request: Request, match: HostMatch) -> bool:
-        """True if a request that could be admitted should wait until more of its prefix is in the host pool.
+        """Return True if a request that could be admitted should wait until more of its prefix is in the host pool.
 
         Args:
-            request: asked for once per step while it waits.
-            match: what the host pool has of it.
+            request: a waiting request; vLLM asks for it once per step.
+            match: the part of its prefix that the host pool has.
         """
         request_id, block_size = request.request_id, self.host_pool.block_size
         if not self.loads.has(request_id):
@@ -61,12 +61,12 @@ class Tiers:
                 return True
             if self.loads.has_ended(request_id):
                 return False
-            self.host_pool.touch(match.block_ids)  # not to be evicted by what follows them
+            self.host_pool.touch(match.block_ids)  # so that the blocks that are loaded do not evict them
             self.loads.begin(request_id, [key_of(block_hash) for block_hash in request.block_hashes[first:last]])
         return self.loads.has(request_id) and self.loads.is_loading(request_id)
 
     def forget(self, request_id: str) -> Counter[CacheHitSource]:
-        """A request was admitted or has ended.
+        """Forget a request that was admitted or has ended.
 
         Returns:
             The blocks that were loaded for it from tiers, by the kind of tier.
@@ -74,10 +74,10 @@ class Tiers:
         return self.loads.forget(request_id)
 
     def step_scheduled(self, deferred: Deferred) -> None:
-        """A step's metadata is complete; called once for each step, in their order.
+        """Do the work of a step whose metadata is complete; called once for each step, in order.
 
         Args:
-            deferred: knows the steps, this one included.
+            deferred: counts the steps, this one included.
         """
         if published := self.host_pool.take_newly_published():
             self.manager.unwritten.update(published)
@@ -92,9 +92,9 @@ class Tiers:
         return self.stores.has_waiting or bool(self.loads.num_copies) or self.manager.has_pending_work()
 
     def reset_cache(self) -> None:
-        """The host pool is about to forget its cached blocks. Contents of the tiers and of the transfer buffer stay.
+        """Prepare for the host pool to forget its cached blocks. The tiers and the transfer buffer keep their blocks.
 
-        NOTE: waits for copies in memory, never for a tier.
+        NOTE: this waits for copies in memory, never for a tier.
         """
         self.loads.reset()
         self.loads.wait_for_copies()
@@ -106,7 +106,7 @@ class Tiers:
         return self.loads.leftovers() | self.stores.leftovers() | self.manager.leftovers()
 
     def take_counters(self) -> dict[str, int]:
-        """Counters since the last call, by the names of `connector/metrics.py`."""
+        """Return the counters since the last call, by the names of `connector/metrics.py`."""
         loads, stores = self.loads, self.stores
         counters = {
             "tier_loaded_blocks": loads.num_loaded,
@@ -121,12 +121,12 @@ class Tiers:
         return counters
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """vLLM's statistics of its tiers since the last call."""
+        """Return vLLM's statistics of its tiers since the last call."""
         return self.manager.get_stats()
 
     def shutdown(self) -> None:
         self.manager.shutdown()
 
     def _are_written(self, block_ids: list[int]) -> None:
-        """The step that fills published blocks is over."""
+        """Record that the step that fills these published blocks is over."""
         self.manager.unwritten -= Counter(block_ids)

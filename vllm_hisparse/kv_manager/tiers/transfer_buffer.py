@@ -8,14 +8,14 @@ import numpy as np
 from blake3 import blake3
 
 DIGEST_BYTES = 32
-ALIGNMENT = 4096  # of a chunk, for direct I/O
+ALIGNMENT = 4096  # bytes; a chunk is aligned, for direct I/O
 
 
 class TransferBuffer:
-    """Chunks of one host block and a digest each. vLLM's tiering manages which block is in which chunk.
+    """Chunks, each with room for one host block and its digest. vLLM's tiering decides which block is in which chunk.
 
-    The digest covers the block's key and its bytes: a chunk that was cut off, overwritten or stored for another block
-    is none that `get` returns.
+    The digest covers the block's key and its bytes, so `get` does not return a chunk that was cut off, overwritten, or
+    stored for another block.
 
     NOTE: a tier never gets the host pool itself, because a tier that hangs would keep host blocks for ever. Also, tiers
     need the bytes of a block side by side, but the host pool orders them layer by layer.
@@ -49,19 +49,17 @@ class TransferBuffer:
         self._digest_of(chunk_id)[...] = np.frombuffer(_digest(key, block), np.uint8)
 
     def get(self, chunk_id: int, key: bytes) -> np.ndarray | None:
-        """A copy of a chunk's block, [block_bytes] uint8; None if it is not the one that was put there under this
-        key.
-        """
+        """Return a copy of a chunk's block, [block_bytes] uint8; None if it is damaged, or another block."""
         chunk = self._chunks[chunk_id].copy()
         block, digest = chunk[: self.block_bytes], chunk[self.block_bytes : self.block_bytes + DIGEST_BYTES]
         return block if self.is_intact(digest.tobytes(), key, block) else None
 
     def is_intact(self, digest: bytes, key: bytes, block: np.ndarray) -> bool:
-        """True if a digest is that of a block, [block_bytes] uint8, and its key."""
+        """Return True if a digest matches a block, [block_bytes] uint8, and its key."""
         return digest == _digest(key, block)
 
     def create_kv_memoryview(self) -> memoryview:
-        """[num_chunks, chunk_bytes] of bytes, for vLLM's tiering."""
+        """Return the chunks for vLLM's tiering: [num_chunks, chunk_bytes] bytes."""
         return memoryview(self._chunks)
 
     def cleanup(self) -> None:
@@ -77,5 +75,5 @@ def _digest(key: bytes, block: np.ndarray) -> bytes:
 
 
 def chunk_bytes(block_bytes: int) -> int:
-    """Bytes of a chunk for a host block of `block_bytes`."""
+    """Return the bytes of a chunk for a host block of `block_bytes`."""
     return -(-(block_bytes + DIGEST_BYTES) // ALIGNMENT) * ALIGNMENT
