@@ -1,10 +1,10 @@
-"""Adapters: private names of vLLM under public ones, and what vLLM names or places otherwise from release to release.
+"""Adapters to vLLM: they give its private names public ones, and hide differences between its releases.
 
-A class of vLLM that calls a private method of its own to be overridden is given that method here, by a mixin or a class
-decorator that calls a method with a public name. A difference between releases is decided here, at import, by what vLLM
-has. Every file says:
+Where a class of the plugin must override a private method of a vLLM class, a mixin or a class decorator here overrides
+it, and calls a method with a public name. Where releases differ, the import of a file chooses by the names that the
+installed vLLM has. Every file defines:
 
-* `RELEASES`: the releases of vLLM that it is for, or its older variant where it has two;
-* `DELETE`: what goes when the last of them is dropped, unless that is the file;
-* `VLLM`: what it uses of vLLM, which `tools/vllm_compat.py` looks up.
+* `RELEASES`: the releases of vLLM that need the file, or its older variant if it has two;
+* `DELETE`: the code to delete when the last of these releases is dropped, unless it is the file;
+* `VLLM`: the names of vLLM that the file uses; `tools/vllm_compat.py` looks them up.
 """

@@ -1,4 +1,4 @@
-"""Private parts of vLLM's attention layers, metadata and sparse MLA back ends."""
+"""Private parts of vLLM's attention layers, metadata and sparse MLA backends."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Layer = TypeVar("Layer", bound=type)
 
 
 def replace_batch(common: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
-    """A copy of a step's batch with other values, without what vLLM has cached of the old ones."""
+    """Return a copy of a step's batch with changed values, without vLLM's cached results for the old values."""
     return common.replace(**changes, _num_computed_tokens_cache=None, _token_to_req_indices_cache=None)
 
 
 def disable_dense_prefill(layer: MLAAttention) -> None:
-    """Let every query token of a sparse MLA layer take `forward_mqa`: the dense path reads the full KV cache."""
+    """Let every query token of a sparse MLA layer take `forward_mqa`, because the dense path reads the full KV cache."""
     layer.prefill_backend = None
     layer._dense_mha_metadata_layer_name = ""
 
 
 def key_scale(layer: torch.nn.Module) -> torch.Tensor:
-    """The scale that keys of an attention layer are quantised with: [1] float32 or a scalar tensor."""
+    """Return the scale with which keys of an attention layer are quantised: [1] float32, or a scalar tensor."""
     return layer._k_scale
 
 
 def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """The query of some tokens of an MLA layer on CUDA, [tokens, heads, kv_lora_rank + qk_rope_head_dim].
+    """Join the parts of an MLA layer's query on CUDA: [tokens, heads, kv_lora_rank + qk_rope_head_dim].
 
     Args:
         nope: [tokens, heads, kv_lora_rank].
@@ -59,7 +59,8 @@ class SelectionHook:
     """Mixin of vLLM's `FlashMLASparseImpl`: `locate_selection` turns selected positions into rows of the cache."""
 
     def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row ids of selected positions, [tokens, k] int32, and how many lead, [tokens] int32.
+        """Return row ids of selected positions, [tokens, k] int32, and the number of leading valid ones, [tokens]
+        int32.
 
         Args:
             selected_positions: [tokens, k] int32, -1 for none.
@@ -74,10 +75,10 @@ class SelectionHook:
 
 
 class ShortDecodes:
-    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has one query token, and those drafted."""
+    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has at most one query token and its drafts."""
 
     def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Batch index of each token's request, [tokens] int32; vLLM launches a kernel to find it."""
+        """Return the batch index of each token's request, [tokens] int32. vLLM launches a kernel to find it."""
         return super()._build_req_id_per_token(common)
 
     def _build_req_id_per_token(self, common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
@@ -88,15 +89,17 @@ class ShortDecodes:
 
 
 def wraps_indexer_and_attention(layer_class: Layer) -> Layer:
-    """Class decorator of a `DeepseekV32Attention`: indexer and attention of a layer, the part of it that no piecewise
-    CUDA graph captures, run inside `layer.writing_rows(positions, kv_c, k_pe)`, a context manager, as
-    `layer.select_and_attend(run, tensors)`, where `run` takes a layer and the tensors, [tokens, ...] or None each."""
+    """Class decorator of a `DeepseekV32Attention` for its indexer and attention, which piecewise CUDA graphs leave out.
+
+    They run as `layer.select_and_attend(run, tensors)`, where `run` takes a layer and the tensors, each [tokens, ...]
+    or None. The call is made inside `layer.writing_rows(positions, kv_c, k_pe)`, a context manager.
+    """
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
     def run(layer: Any, *tensors: torch.Tensor | None) -> None:
         super(layer_class, layer)._sparse_indexer_and_attn(*tensors)
 
-    @eager_break_during_capture  # NOTE: outermost, or replay runs vLLM's part alone
+    @eager_break_during_capture  # NOTE: must be outermost, or a replay runs vLLM's part alone
     def _sparse_indexer_and_attn(self: Any, positions: torch.Tensor, *args: Any) -> None:
         kv_c, k_pe = args[6:8]  # q_c, q_nope, q_pe, index_q, index_k, index_weights, kv_c, k_pe, ...
         with self.writing_rows(positions, kv_c, k_pe):

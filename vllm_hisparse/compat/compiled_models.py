@@ -16,14 +16,13 @@ VLLM = ("vllm.config.kv_transfer.KVTransferConfig.compute_hash",)
 def separate_compiled_models(connector: str, options: Sequence[str]) -> None:
     """Give engines with a connector entries of their own in the cache of compiled models.
 
-    vLLM takes for granted that a connector does not change a model's graph. Layers with hot buffers write KV on their
-    own, and so their graph lacks vLLM's update of the KV cache: the engine that finds the entry of an engine with
-    another connector, or with other layers that keep full KV, would give wrong tokens. A second call in a process
-    changes nothing.
+    vLLM assumes that a connector does not change a model's graph. But layers with hot buffers write KV themselves, so
+    their graph lacks vLLM's update of the KV cache. An engine that found the entry of an engine with another connector,
+    or with other full-KV layers, would give wrong tokens. A second call in a process changes nothing.
 
     Args:
-        connector: its name in `KVTransferConfig`.
-        options: those of `kv_connector_extra_config` that change the graph.
+        connector: name of the connector in `KVTransferConfig`.
+        options: names of options of `kv_connector_extra_config` that change the graph.
     """
     from vllm.config import KVTransferConfig
 

@@ -1,4 +1,4 @@
-"""The kind of engine that a configuration of vLLM describes."""
+"""Questions about the engine that a configuration of vLLM describes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ VLLM = ("vllm.model_executor.models.utils.extract_layer_index",)
 
 
 def uses_host_connector(vllm_config: VllmConfig) -> bool:
-    """Tell whether this engine runs `HiSparseHostConnector`."""
+    """Return True if this engine runs `HiSparseHostConnector`."""
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR_NAME
 
 
 def is_dsa_model(vllm_config: VllmConfig) -> bool:
-    """Tell whether the model has a DSA indexer."""
+    """Return True if the model has a DSA indexer."""
     model = vllm_config.model_config
     return model is not None and model.use_mla and hasattr(model.hf_text_config, "index_topk")
 
 
 def is_draft_layer(layer_name: str, vllm_config: VllmConfig) -> bool:
-    """Tell whether a layer is one that drafts: vLLM numbers these after the model's own."""
+    """Return True if a layer is a draft layer; vLLM numbers draft layers after the model's own."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     return extract_layer_index(layer_name) >= vllm_config.model_config.hf_text_config.num_hidden_layers

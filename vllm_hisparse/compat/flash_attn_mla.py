@@ -1,4 +1,4 @@
-"""The kernel of vLLM's `FlashAttnMLASparseImpl` over rows that have been selected.
+"""The kernel of vLLM's `FlashAttnMLASparseImpl` over selected rows.
 
 vLLM 0.32 has `_run_mqa_kernel`, which takes flat rows; 0.33 has `_forward_mqa_kernel`, which takes a paged cache.
 """
@@ -35,13 +35,13 @@ _attend = _attend_to_rows if hasattr(FlashAttnMLASparseImpl, "_run_mqa_kernel") 
 def attend_to_flat_rows(
     impl: Any, query: Pair, rows: torch.Tensor, selection: Pair, layer: torch.nn.Module
 ) -> torch.Tensor:
-    """Attend over rows that have been selected.
+    """Attend over selected rows.
 
     Args:
-        impl: of the layer.
+        impl: implementation of the layer.
         query: [tokens, num_heads, kv_lora_rank] and [tokens, num_heads, qk_rope_head_dim].
         rows: [num_rows, row elements], contiguous.
-        selection: [tokens, k] int32 row ids, and [tokens] int32 how many lead.
+        selection: [tokens, k] int32 row ids, and [tokens] int32 number of leading valid ones.
         layer: the attention layer.
 
     Returns:

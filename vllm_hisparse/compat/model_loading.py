@@ -1,4 +1,4 @@
-"""The moment at which vLLM has built a model and not yet loaded its weights."""
+"""A hook for the moment after vLLM has built a model and before it loads the weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OTHER_LOADERS = ("ipc_cache", "modelexpress", "tensorizer")  # values of `--load
 
 
 def when_built(check: Callable[[VllmConfig], None], visit: Callable[[torch.nn.Module, VllmConfig], None]) -> None:
-    """Have `check(vllm_config)` called before vLLM builds a model, and `visit(model, vllm_config)` afterwards.
+    """Let vLLM call `check(vllm_config)` before it builds a model, and `visit(model, vllm_config)` afterwards.
 
-    Models that draft are left out. A second call in a process changes nothing.
+    Draft models are left out. A second call in a process changes nothing.
     """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

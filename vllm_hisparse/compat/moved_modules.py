@@ -1,4 +1,4 @@
-"""Modules under the names that they had before vLLM moved them."""
+"""Imports of vLLM's modules under the names that they had before vLLM moved them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class MovedModules(MetaPathFinder, Loader):
     """Finds modules under the names that they had before vLLM moved them.
 
     NOTE: `ray.llm` of Ray 2.60 imports `vllm.entrypoints.launchers.cli_args` in every process of an application, after
-    vLLM has asked for platforms; vLLM 0.33 has this module elsewhere. A finder is asked last, for names that nobody
-    has, and by the import alone: a module in `sys.modules` is looked at by whoever inspects a stack.
+    vLLM has asked for platforms; vLLM 0.33 has moved this module. A finder is asked last, only by imports, and only for
+    names that no other finder knows. An entry in `sys.modules` would do harm, because code that inspects a stack reads
+    every entry, and would load the module.
     """
 
     NAMES: ClassVar[dict[str, str]] = {"vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args"}
 
     @classmethod
     def install(cls) -> None:
-        """Let imports ask; nothing happens if they do."""
+        """Add the finder to Python's import system, unless it is there."""
         if not any(isinstance(finder, cls) for finder in sys.meta_path):
             sys.meta_path.append(cls())
 

@@ -29,14 +29,15 @@ VLLM = (
 def copy_blocks_whole(connector: NixlPullConnector) -> None:
     """Tell NIXL's worker half that blocks are the same on both sides.
 
-    NOTE: it says `use_mla` for that: with as many ranks on each side no block is cut by heads, whatever the model. Only
-    then does it map one remote KV cache group to several local ones and register host and device memory together.
+    NOTE: vLLM's flag for this is `use_mla`, but it holds for any model if both sides have equally many ranks, because
+    then no block is divided by heads. Only with this flag does NIXL's worker half map one remote KV cache group to
+    several local ones, and register host and device memory together.
     """
     connector.connector_worker.use_mla = True
 
 
 class PullHooks:
-    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and no fault of a peer leaves `start_load_kv`."""
+    """Mixin of vLLM's `NixlPullConnectorWorker`: it asks before a pull, and keeps a peer's errors from `start_load_kv`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -54,30 +55,30 @@ class PullHooks:
         self.nixl_wrapper.send_notif = send_notif  # NOTE: vLLM tells nobody that a heartbeat could not be sent
 
     def may_pull(self, request_id: str, meta: ReqMeta, clock_offset: float) -> bool:
-        """Return whether to pull; if not, the request is reported as finished without it.
+        """Return True to pull. On False, the request is reported as finished without a pull.
 
         Args:
-            request_id: of the request.
-            meta: what is to be pulled.
+            request_id: id of the request.
+            meta: description of the blocks to pull.
             clock_offset: the prefill instance's `time.perf_counter` less this process's, in seconds.
         """
         raise NotImplementedError
 
     def heartbeats_sent(self, request_ids: dict[str, set[str]], sent_at: float) -> None:
-        """Heartbeats were sent to all ranks of prefill instances: engine id -> request ids there."""
+        """Called after heartbeats were sent to all ranks of prefill instances: engine id -> request ids there."""
         raise NotImplementedError
 
     def heartbeats_due(self, request_ids: dict[str, set[str]]) -> None:
-        """All transfers that get heartbeats, before they are sent: engine id -> request ids there."""
+        """Called before heartbeats are sent, with all transfers that get them: engine id -> request ids there."""
         raise NotImplementedError
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        """NOTE: it is called again once a handshake has ended."""
+        """Pull a request's blocks, or begin a handshake. NOTE: vLLM calls this again when the handshake has ended."""
         engine_id = meta.remote.engine_id
         try:
-            is_posted = meta.awaiting_kvs and engine_id in self._remote_agents  # else: connects, or lets go
+            is_posted = meta.awaiting_kvs and engine_id in self._remote_agents  # False: connects, or frees
             if is_posted and not self.may_pull(req_id, meta, self._engine_clock_offset[engine_id]):
-                self._recving_transfers.setdefault(req_id, [])  # which are all done
+                self._recving_transfers.setdefault(req_id, [])  # an empty list counts as done
             else:
                 super()._read_blocks_for_req(req_id, meta)
         except Exception as error:  # NOTE: vLLM computes with what the peer says, outside any `try`

@@ -10,7 +10,7 @@ VLLM = (
 
 
 def register_connector(name: str, module: str, class_name: str) -> None:
-    """Register a KV connector, unless it is."""
+    """Register a KV connector, unless it is registered."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if name not in KVConnectorFactory._registry:
@@ -18,7 +18,7 @@ def register_connector(name: str, module: str, class_name: str) -> None:
 
 
 def register_tier(name: str, module: str, class_name: str) -> None:
-    """Register a tier of vLLM's tiering, unless it is."""
+    """Register a tier of vLLM's tiering, unless it is registered."""
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     if name not in SecondaryTierFactory._registry:

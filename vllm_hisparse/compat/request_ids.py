@@ -1,4 +1,4 @@
-"""Ids that vLLM makes for the prompts and samples of a request of the API."""
+"""Ids that vLLM makes for the prompts and samples of an API request."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ VLLM = (
 
 # The id of an engine's request: [<sample>_]<id in the API>[-<eight random hexadecimal digits>]
 _REQUEST_ID = re.compile(r"(?:(\d+)_)?(.*?)(?:-[0-9a-f]{8})?", re.DOTALL)
-# Ids in the API that number the prompts of one HTTP request
+# Ids in the API that contain the number of a prompt of one HTTP request
 _PROMPT_INDEX = re.compile(r"cmpl-.*-(\d+)|chatcmpl-.*_(\d+)", re.DOTALL)
 
 
 def owns_transfer(request_id: str, remote_request_id: str) -> bool:
-    """Tell whether a request is the one that the prefill side's request `remote_request_id` was made for.
+    """Return True if the prefill side's request `remote_request_id` was made for this request.
 
-    A router forwards an HTTP request with all its prompts and samples to both sides, and the transfer parameters of one
-    of them to the decode side, where vLLM gives a copy to every prompt and sample. It is the first prompt's, or the one
-    of the same id where the router names requests (`X-Request-Id`). One sample may use it: the prefill side lets go of
-    the blocks after one pull.
+    A router forwards an HTTP request with all its prompts and samples to both sides. To the decode side, it also sends
+    the transfer parameters of one of them, and vLLM copies these to every prompt and sample. They belong to the request
+    with the same id if the router names requests (`X-Request-Id`), or else to the first prompt. Only one sample may use
+    them, because the prefill side frees the blocks after one pull.
     """
     sample, name = _REQUEST_ID.fullmatch(request_id).groups()
     _, remote_name = _REQUEST_ID.fullmatch(remote_request_id).groups()
@@ -30,11 +30,12 @@ def owns_transfer(request_id: str, remote_request_id: str) -> bool:
 
 
 def transfer_of_sample(request_id: str, remote_request_id: str) -> str | None:
-    """The prefill side's request that nobody will pull because this sample here is computed; None if there is none.
+    """Return the prefill side's request that nobody will pull because this sample is computed here; None if there is
+    none.
 
-    The prefill side computes as many samples as the decode side, under ids that differ in their number alone, and hands
-    over the transfer of one of them. The first sample here owns that one. Each other sample here stands for the one of
-    its number there, or for the first one where its own was handed over.
+    The prefill side computes as many samples as the decode side, under ids that differ only in a number, and hands over
+    the transfer of one of them. The first sample here owns that transfer. Each other sample here corresponds to the
+    sample with its number there; if that one was handed over, it corresponds to the first one.
     """
     sample, name = _REQUEST_ID.fullmatch(request_id).groups()
     remote_sample, remote_name = _REQUEST_ID.fullmatch(remote_request_id).groups()
@@ -50,5 +51,5 @@ def _is_first_prompt(name: str) -> bool:
 
 
 def _is_zero(digits: str | None) -> bool:
-    """Tell whether digits, or none, spell 0. NOTE: clients choose ids, and `int` fails on more than 4,300 digits."""
+    """Return True for no digits or only zeros. NOTE: clients choose ids, and `int` fails on more than 4,300 digits."""
     return not (digits or "").strip("0")

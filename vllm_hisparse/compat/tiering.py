@@ -20,7 +20,7 @@ VLLM = (
 
 
 def forget_chunk(primary: CPUPrimaryTierOffloadingManager, key: OffloadKey) -> None:
-    """Remove a chunk that nobody reads from the primary tier of vLLM's tiering; nothing happens if there is none."""
+    """Remove a chunk that no tier reads from the primary tier of vLLM's tiering; do nothing if there is none."""
     chunk = primary._policy.get(key)
     if chunk is not None and chunk.is_ready and not chunk.ref_cnt:
         primary._policy.remove(key)
@@ -29,10 +29,10 @@ def forget_chunk(primary: CPUPrimaryTierOffloadingManager, key: OffloadKey) -> N
 
 
 def known_jobs(manager: TieringOffloadingManager) -> Collection[int]:
-    """Ids of the transfers that vLLM's tiering has begun and not yet ended."""
+    """Return the ids of the transfers that vLLM's tiering has begun and not yet ended."""
     return manager._jobs.keys()
 
 
 def known_requests(manager: TieringOffloadingManager) -> Collection[str]:
-    """Ids of the requests that vLLM's tiering keeps a state of."""
+    """Return the ids of the requests for which vLLM's tiering keeps state."""
     return manager._req_state.keys()

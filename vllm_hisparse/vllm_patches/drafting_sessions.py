@@ -1,8 +1,9 @@
-"""A turn that ends at an accepted draft drops the drafts after it, but counts them as computed.
+"""A session's turn that ends at an accepted draft drops the drafts after it, but counts them as computed.
 
-vLLM 0.32 takes the next turn's first tokens for them (`Scheduler._update_request_as_session`); its placeholders, which
-it has scheduled of a step in flight, it takes off itself. vLLM 0.33 takes the dropped drafts off where it trims the
-output (`Scheduler._update_request_with_output`), and with this mend, too, would compute tokens twice.
+vLLM 0.32 then takes the next turn's first tokens for the dropped drafts, and does not compute them
+(`Scheduler._update_request_as_session`). It subtracts only the placeholders of a step in flight. vLLM 0.33 subtracts
+the dropped drafts when it trims the output (`Scheduler._update_request_with_output`); with this mend in addition, it
+would compute tokens twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VLLM = (
 
 
 class DraftingSession(Request):
-    """A session that verifies drafts, and has computed no more than what it keeps when a turn is over."""
+    """A session that verifies drafts. When a turn is over, it counts only tokens that it keeps as computed."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -35,6 +36,6 @@ class DraftingSession(Request):
 
 
 def count_kept_tokens(session: Request) -> None:
-    """Let a session that verifies drafts count no more than it keeps, in the releases that do not."""
+    """Let a session that verifies drafts count only tokens that it keeps as computed, in releases with the defect."""
     if serves(RELEASES):
         session.__class__ = DraftingSession

@@ -1,7 +1,8 @@
 """A request whose load has failed goes on reserving blocks for its whole prompt.
 
-With `--scheduling-policy priority`, a prompt of higher priority whose load does not fit beside that is never admitted,
-nor is anything behind it: vLLM's scheduler keeps the request among those that load, though it waits without blocks.
+vLLM's scheduler keeps the request among those that load, although it waits without blocks. With `--scheduling-policy
+priority`, a prompt of higher priority whose load does not fit beside the reserved blocks is never admitted, and neither
+is any request behind it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ VLLM = (
 
 
 def release_failed_loads() -> None:
-    """Have vLLM's scheduler forget what a request reserves whose load has failed and which waits without blocks.
+    """Let vLLM's scheduler forget the reservation of a request whose load has failed and which waits without blocks.
 
-    A load that has ended and left no computed token has failed, too, whatever `kv_load_failure_policy` says: the
-    connector has taken it back.
+    A load that has ended without a computed token has failed, too, whatever `kv_load_failure_policy` says, because the
+    connector has withdrawn it.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -1,7 +1,7 @@
 """A streaming session grows beyond `--max-model-len`.
 
-vLLM checks the length of a turn alone. It schedules the rest of a longer session as a whole, beyond the blocks that it
-gives to any request (`Scheduler._update_request_as_session`).
+vLLM checks the length of each turn, but not of the session (`Scheduler._update_request_as_session`). It then schedules
+more tokens than the blocks of a request can hold.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def cut_session(session: Request, num_tokens: int, hash_block_size: int) -> None
     """Shorten a streaming session that waits with its next turn; at least one token is left to compute.
 
     Args:
-        session: all of its tokens are prompt.
-        num_tokens: to keep.
+        session: the session; all of its tokens are prompt tokens.
+        num_tokens: number of tokens to keep.
         hash_block_size: tokens of a block hash.
     """
     del session._all_token_ids[num_tokens:], session.prompt_token_ids[num_tokens:]

@@ -1,6 +1,6 @@
-"""The object store tier asks NIXL how long a transfer took, and has not told NIXL to measure that.
+"""Every transfer of the object store tier fails, because the tier asks NIXL for times that it has not let NIXL measure.
 
-Every transfer fails then (`vllm/v1/kv_offload/tiering/obj/manager.py`); vLLM 0.33 tells NIXL to measure.
+See `vllm/v1/kv_offload/tiering/obj/manager.py`. vLLM 0.33 tells NIXL to measure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VLLM = ("vllm.v1.kv_offload.tiering.obj.manager.ObjectStoreSecondaryTierManager.
 
 
 def tolerate_missing_telemetry(tier: ObjectStoreSecondaryTierManager) -> None:
-    """Let a tier ask NIXL how long a transfer took, though it has not told NIXL to measure that: it took 0 then."""
+    """Let a tier ask NIXL how long a transfer took; the answer is 0 if NIXL was not told to measure."""
     if not serves(RELEASES):
         return
     measured = tier._agent.get_xfer_telemetry
@@ -27,7 +27,7 @@ def tolerate_missing_telemetry(tier: ObjectStoreSecondaryTierManager) -> None:
     def get_xfer_telemetry(handle: Any) -> Any:
         try:
             return measured(handle)
-        except Exception:  # of NIXL's bindings
+        except Exception:  # NIXL's bindings have exceptions of their own
             return SimpleNamespace(xferDuration=0)
 
     tier._agent.get_xfer_telemetry = get_xfer_telemetry

@@ -1,7 +1,7 @@
 """An EngineCore whose parent was killed runs on and keeps its memory.
 
-vLLM's workers end with their EngineCore (`vllm/v1/engine/core.py`); nobody ends that. On Ray, the raylet kills what a
-dead replica leaves behind; when the raylet itself dies, nobody does.
+vLLM's workers end with their EngineCore (`vllm/v1/engine/core.py`), but nothing ends an EngineCore without its parent.
+On Ray, the raylet kills the processes of a dead replica, but nothing kills them when the raylet itself dies.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _THREAD_NAME = "end-with-parent"
 
 
 def end_with_parent() -> None:
-    """In an EngineCore: end as soon as its parent is gone; nothing in any other process. Calling it again is harmless.
+    """Let an EngineCore end as soon as its parent is gone. Another process, or another call, changes nothing.
 
-    Both entry points and the connector call this. vLLM asks for platforms while a spawned EngineCore imports it, and
-    loads general plugins only after the handshake with the parent. A forked one asks for neither and has the connector.
+    Both entry points and the connector call this. In a spawned EngineCore, vLLM asks for platforms when it is imported,
+    but loads general plugins only after the handshake with the parent. A forked EngineCore does neither, but makes the
+    connector.
     """
     is_engine = multiprocessing.current_process().name.startswith("EngineCore")
     if is_engine and all(thread.name != _THREAD_NAME for thread in threading.enumerate()):

@@ -1,8 +1,8 @@
 """The rejection sampler's kernels for a CPU without Triton are wrong.
 
-They leave the sampling parameters of drafts unwritten, and do not reject the placeholders (-1) that the scheduler
-drafts (`vllm/utils/cpu_triton_utils.py`). The sampler also runs in steps without drafts, where it fails to look up the
-largest top-k of none (`vllm/v1/sample/rejection_sampler.py`).
+They leave the sampling parameters of drafts unwritten, and do not reject the placeholders (-1) that the scheduler uses
+as drafts (`vllm/utils/cpu_triton_utils.py`). In a step without drafts, the sampler fails, because it looks up the
+largest top-k of no drafts (`vllm/v1/sample/rejection_sampler.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kernel = Callable[..., None]
 
 
 def mend_rejection_sampler(expand: Kernel, reject: Kernel, recover: Kernel) -> None:
-    """Have vLLM's CPU platform register other versions of three kernels of the rejection sampler."""
+    """Let vLLM's CPU platform register these versions of three kernels of the rejection sampler."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 

@@ -13,7 +13,7 @@ VLLM = ("vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forwar
 
 
 def avoid_rotary_kernel(vllm_config: VllmConfig) -> None:
-    """Have rotary embeddings computed by torch, unless the user chose."""
+    """Let torch compute rotary embeddings, unless the user has chosen an implementation."""
     custom_ops = vllm_config.compilation_config.custom_ops
     if not {"+rotary_embedding", "-rotary_embedding"} & set(custom_ops):
         custom_ops.append("-rotary_embedding")

@@ -1,7 +1,7 @@
-"""A block is in the prefix cache before anybody computes it.
+"""A block that is never computed stays in the prefix cache.
 
-vLLM's scheduler caches a block when it schedules its tokens, and by priority may preempt in the same step the request
-that was to compute them (`Scheduler.schedule`, `KVCacheManager.cache_blocks`).
+vLLM's scheduler caches a block when it schedules the block's tokens. With priorities, it may preempt the request that
+was to compute them in the same step (`Scheduler.schedule`, `KVCacheManager.cache_blocks`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ VLLM = (
 
 
 def forget_uncomputed(block_pool: BlockPool, group_id: int, request: Request, num_tokens: int) -> None:
-    """Remove blocks from vLLM's prefix cache that a request was to fill in a step that does not compute it now.
+    """Remove blocks from vLLM's prefix cache that a request was to fill in a step that no longer computes the request.
 
-    Others with the same tokens may leave, too; they come back from the host.
+    Other blocks with the same tokens may be removed, too; they can be loaded from the host pool.
 
     Args:
-        group_id: of the blocks.
-        num_tokens: of the request, with that step.
+        group_id: KV cache group of the blocks.
+        num_tokens: tokens of the request after that step.
     """
     block_size = block_pool.hash_block_size
     last = min(num_tokens // block_size, len(request.block_hashes))

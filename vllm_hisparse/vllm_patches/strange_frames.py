@@ -1,8 +1,8 @@
 """One frame from a program that is no peer ends vLLM's p2p tier.
 
-Its control transport (`vllm/v1/kv_offload/tiering/p2p/control/zmq.py`) raises on a sender whose name is not host:port,
-in `_open_connection`, and keeps the frame, so that it raises for ever after. A wrong message costs a peer its
-connection, no more.
+The tier's control transport (`vllm/v1/kv_offload/tiering/p2p/control/zmq.py`) raises in `_open_connection` if the
+sender's name is not host:port. It keeps the frame, so it raises again in every later step. A wrong message from a real
+peer ends only that peer's connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VLLM = (
     "vllm.v1.kv_offload.tiering.p2p.control.zmq.ZmqTransport._open_connection",
 )
 
-_PEER_ID = re.compile(r"[A-Za-z0-9._-]+:(\d{1,5})")  # what a peer calls itself: host:port
+_PEER_ID = re.compile(r"[A-Za-z0-9._-]+:(\d{1,5})")  # name of a peer: host:port
 
 
 def drop_strange_frames() -> None:
@@ -35,7 +35,7 @@ def drop_strange_frames() -> None:
             try:
                 receive(self)
                 break
-            except UnicodeDecodeError:  # the frame is gone; others may follow
+            except UnicodeDecodeError:  # the frame has been removed; others may follow
                 zmq.logger.warning("Dropped a frame of a sender whose name is no text.")
         senders = {sender for sender, _ in self._pending_inbound}
         for sender in sorted(senders):

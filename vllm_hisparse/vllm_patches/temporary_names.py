@@ -1,7 +1,7 @@
 """Two engines' temporary files in a file system tier have the same names.
 
-vLLM draws them from Python's generator, which it seeds (`vllm/v1/kv_offload/tiering/fs/io.py`): an engine that is
-killed leaves a file of the name that the next one wants, too, and cannot create.
+vLLM draws the names from Python's random generator, which it seeds (`vllm/v1/kv_offload/tiering/fs/io.py`). If a killed
+engine has left such a file, the next engine draws the same name and cannot create its file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ VLLM = ("vllm.v1.kv_offload.tiering.fs.io.random",)
 
 
 def draw_temporary_names() -> None:
-    """Let vLLM's file system tier name temporary files like no other engine's."""
+    """Let vLLM's file system tier give temporary files names that no other engine uses."""
     from vllm.v1.kv_offload.tiering.fs import io
 
     io.random = SystemRandom()

@@ -1,7 +1,7 @@
-"""A decode side does not know when the lease of a prompt's KV ends, and reads another prompt's after it.
+"""A decode side does not know when the lease of a prompt's KV ends, and reads another prompt's KV after the end.
 
-`NixlPullConnectorScheduler.request_finished` of the prefill side leaves `remote_blocks_expiry_time` empty in the
-`kv_transfer_params` of a prompt, though the parameter says just that where a decode side keeps KV for a prefill side.
+`NixlPullConnectorScheduler.request_finished` of the prefill side leaves `remote_blocks_expiry_time` empty in a prompt's
+`kv_transfer_params`. vLLM fills this parameter only where a decode side keeps KV for a prefill side.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ VLLM = (
 
 
 def state_leases() -> None:
-    """Have the prefill side of vLLM's NIXL connector say when a lease ends, and how long it is (`kv_lease_duration`).
+    """Let the prefill side of vLLM's NIXL connector state when a lease ends, and its duration (`kv_lease_duration`).
 
-    Nothing is imported before vLLM loads the connector.
+    The connector is not imported before vLLM loads it.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
