@@ -23,7 +23,7 @@ from enum import StrEnum
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -137,6 +137,24 @@ class Case:
             expected = "<context>x<requests> or mixedx<requests per minute>, and [+<settle>][:<overlap>|:trace|:model]"
             expected += f"; traces have contexts of {' and '.join(map(str, TRACE_FILES))}"
             raise typer.BadParameter(f"got {text!r}, expected {expected}", param_hint="--case") from None
+
+
+class Arrival(NamedTuple):
+    """A request of the mixed case: seconds after the start, tokens of its prompt and of its answer."""
+
+    seconds: float
+    prompt: int
+    answer: int
+
+
+def arrivals(requests_per_s: float, seed: int) -> Iterator[Arrival]:
+    """Yield requests that arrive at random times, without end: 70% have prompts of 500 to 2,000 tokens, 30% of 32K to
+    64K, each with 64 to 256 tokens to generate."""
+    source, seconds = random.Random(seed), 0.0
+    while True:
+        low, high = (500, 2000) if source.random() < 0.7 else (32_768, 65_536)
+        yield Arrival(seconds, source.randint(low, high), source.randint(64, 256))
+        seconds += source.expovariate(requests_per_s)
 
 
 @dataclass
@@ -331,16 +349,15 @@ class Loaded:
         return {"kernel_ms": self.llm.collective_rpc("stop_kernel_profile", args=(self.profiled,))[0]}
 
     def _run_mixed(self, case: Case, clock: Clock) -> dict[str, Any]:
-        """Requests arrive at random times: 70% of 500 to 2,000 tokens, 30% of 32K to 64K (or what the engine takes at
-        most), each with 64 to 256 tokens to generate."""
-        source = random.Random(self.rank)
+        """Measure requests that come and go (`arrivals`), with prompts as long as the engine takes at most."""
+        source = arrivals(case.requests / 60, self.rank)
         longest = self.scheduler.max_model_len - 256
-        start, next_s, first, before = time.perf_counter(), 0.0, None, counters()
+        start, first, before = time.perf_counter(), None, counters()
+        arrival = next(source)
         while (now := time.perf_counter() - start) < self.mixed_s:
-            while next_s <= now:
-                low, high = (500, 2000) if source.random() < 0.7 else (32_768, 65_536)
-                self._add(min(source.randint(low, high), longest), source.randint(64, 256))
-                next_s += source.expovariate(case.requests / 60)
+            while arrival.seconds <= now:
+                self._add(min(arrival.prompt, longest), arrival.answer)
+                arrival = next(source)
             if first is None and now >= self.mixed_s / 2:
                 first, before = len(clock.ends), counters()
             if self.engine.has_unfinished_requests():

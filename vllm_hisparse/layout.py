@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from vllm_hisparse.ops.limits import MAX_HOT_ROWS
@@ -11,6 +12,7 @@ INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: FlashAttention's least; larger ones waste
 RESIDENCY_ENTRY_BYTES = 8  # position and last use
 MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows, if that is more than half a unit
 MAX_UNUSED_UNITS = 0.75  # of hot rows, whatever the share
@@ -27,6 +29,26 @@ def indexer_row_bytes(index_head_dim: int) -> int:
     A block stores all elements first, `[block_size, index_head_dim]` fp8, then all scales, `[block_size]` fp32.
     """
     return index_head_dim + index_head_dim // INDEXER_QUANT_GROUP * INDEXER_SCALE_BYTES
+
+
+def dense_block_size(num_hot: int, num_resident: int | Fraction, unit: int) -> int:
+    """Choose the tokens per block of a dense model, a power of two.
+
+    Layers with device-resident KV share vLLM's blocks with hot pages. The smallest size is chosen at which the KV of
+    these layers takes at least as many bytes of a block as one page of all hot layers.
+
+    Args:
+        num_hot: layers with hot rows.
+        num_resident: layers with device-resident KV; a draft layer with rows of another width counts by its bytes.
+        unit: tokens that are selected together.
+    """
+    size = MIN_BLOCK_SIZE
+    while size < MAX_BLOCK_SIZE and size * num_resident < unit * num_hot:
+        size *= 2
+    # NOTE: at this size, hot pages would be as large as pages of the other layers, which vLLM would take for one group.
+    if size == unit and num_hot < num_resident < 2 * num_hot:
+        size *= 2
+    return size if num_resident else MIN_BLOCK_SIZE
 
 
 @dataclass(frozen=True)

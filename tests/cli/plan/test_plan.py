@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.plan_calibration import all_rows, errors, fit, nonnegative_least_squares, predict
+from benchmarks.plan_calibration import (
+    GROUPS,
+    UNPREDICTED,
+    all_rows,
+    decode_batches,
+    errors,
+    fit,
+    fit_hosts,
+    is_predicted,
+    nonnegative_least_squares,
+    predict_all,
+)
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
@@ -52,6 +63,7 @@ def test_weights_of_deepseek_v32() -> None:
         ("Llama-3.3-70B", 70.6),
         ("Qwen3-32B", 32.8),
         ("Qwen3-30B-A3B", 30.5),
+        ("Qwen3-235B-A22B", 235),
         ("Qwen2-57B-A14B", 57.4),
         ("Mixtral-8x7B", 46.7),
         ("GLM-4.5", 355),
@@ -115,9 +127,44 @@ def test_a_request_is_as_large_as_its_engine_says() -> None:
 
 def test_host_memory_limits_the_plugin_alone() -> None:
     memory = KVMemory(ModelShape.load("DeepSeek-V3.2", "fp8"), 24 * GIB, 10 * GIB, 1, 4096, 2048)
-    assert memory.seats(System.plugin, 32_768).bound == "host memory"
-    assert memory.seats(System.plugin, 32_768).running == 6
-    assert (memory.seats(System.full, 32_768).running, memory.seats(System.full, 32_768).bound) == (16, "device memory")
+    plugin, full = (memory.seats(system, [32_768]) for system in (System.plugin, System.full))
+    assert (plugin.running, plugin.bound) == (6, "host memory")
+    assert (full.running, full.bound) == (16, "device memory")
+
+
+def test_a_request_that_waits_leaves_memory_unused() -> None:
+    """Against a simulated queue, whose first request waits until it fits."""
+    memory = KVMemory(ModelShape.load("DeepSeek-V3.2", "fp8"), 24 * GIB, 88 * GIB, 1, 4096, 2048)
+    lengths = [1000] * 7 + [48_000] * 3
+    sizes = [memory.request_bytes(System.full, num_tokens)[0] for num_tokens in lengths]
+    source, running, counts, waiting = np.random.default_rng(2), [], [], None
+    for _ in range(20_000):
+        while waiting is None or sum(running) + waiting <= memory.device_bytes:
+            running += [] if waiting is None else [waiting]
+            waiting = sizes[source.integers(len(sizes))]
+        counts.append(len(running))
+        running.pop(source.integers(len(running)))
+    mean = len(counts) / np.sum(1 / np.array(counts))  # the more run, the sooner one of them ends
+    assert memory.seats(System.full, lengths).running == pytest.approx(mean, rel=0.02)
+    assert memory.device_bytes / np.mean(sizes) > 1.03 * mean
+
+
+def test_free_memory_is_lent_to_requests_that_are_not_yet_hot() -> None:
+    memory = KVMemory(ModelShape.load("DeepSeek-V3.2", "fp8"), 24 * GIB, 88 * GIB, 1, 4096, 2048)
+    lengths = [1000, 10_000, 60_000, 60_000]
+    rows = memory.hot_rows(System.plugin, lengths, 40)
+    assert rows[:2] == lengths[:2] and rows[2] == rows[3]
+    assert 10_000 < rows[2] < 60_000
+    assert memory.hot_rows(System.plugin, [60_000], 40)[0] < rows[2]  # others want less than their share
+
+
+def test_layers_with_full_kv_take_device_memory() -> None:
+    shape = ModelShape.load("Llama-3.1-8B")
+    few, all_hot = (KVMemory(shape, 24 * GIB, 88 * GIB, 1, 4096, 2048, full_kv_layers=n) for n in (2, 0))
+    more = [
+        few.request_bytes(System.plugin, n)[0] - all_hot.request_bytes(System.plugin, n)[0] for n in (32_000, 64_000)
+    ]
+    assert more[1] - more[0] == pytest.approx(32_000 * 2 * shape.row_bytes, rel=0.1)
 
 
 def test_hit_rate_of_independent_selections() -> None:
@@ -147,22 +194,54 @@ def test_the_fit_is_the_least_squares_one_where_that_is_positive() -> None:
 
 
 def test_factors_come_from_the_committed_results() -> None:
-    stored = json.loads(CALIBRATION.read_text())["factors"]
-    found = fit(all_rows())
-    assert {part: pytest.approx(costs, rel=1e-3, abs=1e-4) for part, costs in found.items()} == stored
+    stored, rows = json.loads(CALIBRATION.read_text()), all_rows()
+    for name, found in (("factors", fit(rows)), ("slow_hosts", fit_hosts(rows))):
+        assert {part: pytest.approx(costs, rel=1e-3, abs=1e-4) for part, costs in found.items()} == stored[name]
 
 
 def test_predictions_are_held_to_the_measurements() -> None:
-    rows, factors = all_rows(), json.loads(CALIBRATION.read_text())["factors"]
-    predictions = [predict(row, factors) for row in rows]
-    is_dsa = np.array([row.model.is_dsa for row in rows])
+    rows, calibration = all_rows(), json.loads(CALIBRATION.read_text())
+    predictions = predict_all(rows, calibration["factors"], calibration["slow_hosts"])
+    predicted = [each for each in predictions if "not_predicted" not in each]
+    assert [each for each in predicted if not is_predicted(each)] == []
+    assert len(predictions) - len(predicted) == 5  # of two files, with the reason
     for what in ("tokens_per_s", "itl_ms"):
-        off = np.abs(errors(predictions, what))
-        assert off[is_dsa].max() < 0.15 and np.median(off) < 0.07
-        assert off.max() < 0.35  # one request of 8 dense layers waits for the host
-    assert np.abs(errors(predictions, "running")).max() <= 0.03
+        assert np.median(np.abs(errors(predictions, what))) < 0.07
     stored = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["rows"]
     assert stored == predictions
+
+
+def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
+    results = ROOT / "benchmarks" / "results"
+    names = [name for group in GROUPS.values() for name in group]
+    wanted = ("full_depth", "mtp", "full_size", "decode_llama")
+    files = [path for folder in ("h200", "h200x2") for path in (results / folder).glob("*.json")]
+    assert {f"{path.parent.name}/{path.name}" for path in files if path.name.startswith(wanted)} == set(names)
+    measured = sum(len(json.loads((results / name).read_text())["rows"]) for name in names)
+    assert sum(row.repeats for row in all_rows()) == measured
+    assert set(UNPREDICTED) <= set(names)
+
+
+def test_a_dense_row_is_predicted_by_all_others() -> None:
+    rows = all_rows()
+    hosts = json.loads(CALIBRATION.read_text())["slow_hosts"]
+    left_out = [row for row in rows if row.file.endswith("128k.json") and row.row["requests"] == 8]
+    for row in left_out:
+        others = [other for other in rows if other is not row]
+        assert is_predicted(predict_all([row], fit(others), hosts)[0])
+    assert len(left_out) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "context", "requests"),
+    [("decode_llama_32k", "full", 32_000, 33), ("decode_llama_128k", "full", 128_000, 8)],
+)
+def test_steps_of_the_decode_benchmark(name: str, system: str, context: int, requests: int) -> None:
+    """The steps are as many as the benchmark timed; requests come in several turns."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200" / f"{name}.json").read_text())["rows"]
+    row = next(row for row in rows if (row["system"], row["requests"]) == (system, requests))
+    batches = decode_batches(requests, row["running_max"], context, row["max_tokens"])
+    assert max(batches) == row["running_max"] and len(batches) == pytest.approx(row["steps"], rel=0.05)
 
 
 def test_more_misses_take_longer() -> None:
@@ -252,9 +331,35 @@ def test_refusals(words: tuple[str, ...], expected: str) -> None:
     assert expected in refusal(*words)
 
 
-def test_a_model_that_nothing_is_known_of_is_refused() -> None:
-    with pytest.raises(ModelError, match="without an indexer"):
-        ModelShape.from_config("v3", {**PRESETS["DeepSeek-V3.2"], "index_topk": None} | {"kv_lora_rank": 512}, "auto")
+REFUSED = {
+    "v3": (PRESETS["DeepSeek-V3.2"] | {"index_topk": None}, "no indexer"),
+    "m3": (PRESETS["Llama-3.1-8B"] | {"architectures": ["MiniMaxM3SparseForCausalLM"]}, "selects blocks"),
+    "gemma": (PRESETS["Qwen3-8B"] | {"layer_types": ["sliding_attention", "full_attention"] * 18}, "18 of its layers"),
+    "mistral": (PRESETS["Llama-3.1-8B"] | {"sliding_window": 4096}, "sliding window of 4096"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_is_not_hosted_is_planned_with_full_kv(name: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = (str(tmp_path), "--context", "8000", "--tensor-parallel-size", "16")
+    found = planned(*words)
+    assert reason in found["not_hosted"] and found["crossover"] is None
+    assert list(found["systems"]) == ["full KV"] and found["systems"]["full KV"]["tokens_per_s"] > 0
+    assert list(found["commands"]) == ["one instance"] and "HiSparse" not in found["commands"]["one instance"]
+    assert "does not host" in " ".join(invoke(*words).output.split())
+
+
+def test_fp8_kv_of_a_dense_model_is_planned_with_full_kv() -> None:
+    assert "--kv-cache-dtype" in planned("Llama-3.1-8B", "--kv-cache-dtype", "fp8")["not_hosted"]
+    assert planned("Llama-3.1-8B")["not_hosted"] is None
+
+
+def test_a_model_without_sizes_is_refused() -> None:
+    with pytest.raises(ModelError, match="has no qk_rope_head_dim"):
+        config = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "kv_lora_rank": 4}
+        ModelShape.from_config("tiny", config, "auto")
 
 
 def test_draws_a_picture(tmp_path: Path) -> None:

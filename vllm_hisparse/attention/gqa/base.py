@@ -15,12 +15,10 @@ from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseCo
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.algorithm_state import make_algorithm
 from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
-from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.layout import KVLayout, dense_block_size
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens: FlashAttention's minimum; larger blocks waste the end of a request
 
 
 class HotGQAAttention(Attention):
@@ -57,21 +55,10 @@ class HotGQAAttention(Attention):
 
 
 def preferred_block_size(vllm_config: VllmConfig) -> int:
-    """Choose the tokens per block, a power of two.
-
-    Layers with device-resident KV share vLLM's blocks with hot pages. The smallest size is chosen at which the KV of
-    these layers takes at least as many bytes of a block as one page of all hot layers.
-    """
+    """Choose the tokens per block (`dense_block_size`)."""
     num_layers, num_full_kv = _num_layers(vllm_config)
     unit = HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit
-    num_hot, num_resident = num_layers - num_full_kv, num_full_kv + _num_draft_rows(vllm_config)
-    size = MIN_BLOCK_SIZE
-    while size < MAX_BLOCK_SIZE and size * num_resident < unit * num_hot:
-        size *= 2
-    # NOTE: at this size, hot pages would be as large as pages of the other layers, which `_check_groups` refuses.
-    if size == unit and num_hot < num_resident < 2 * num_hot:
-        size *= 2
-    return size if num_resident else MIN_BLOCK_SIZE
+    return dense_block_size(num_layers - num_full_kv, num_full_kv + _num_draft_rows(vllm_config), unit)
 
 
 def _num_layers(vllm_config: VllmConfig) -> tuple[int, int]:

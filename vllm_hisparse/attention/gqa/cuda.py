@@ -22,12 +22,13 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
-from vllm_hisparse.attention.gqa.base import MIN_BLOCK_SIZE, preferred_block_size
+from vllm_hisparse.attention.gqa.base import preferred_block_size
 from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
 from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, WholeBlockStaging
+from vllm_hisparse.layout import MIN_BLOCK_SIZE
 from vllm_hisparse.ops.base import Resolved
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -16,12 +18,13 @@ from rich.table import Table
 
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options
-from vllm_hisparse.cli.plan.memory import System, independent_hit_rate
-from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape
+from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, System, independent_hit_rate
+from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError
 
 DENSE_TOP_K = 2048
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows in top-k
+RANGE_STEPS = 33  # lengths that stand for a range or a file
 MIN_WIDTH = 120  # of the tables
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 
@@ -69,7 +72,8 @@ def plan_command(
         raise typer.BadParameter(message, param_hint="--top-k")
     selected = shape.top_k or top_k or DENSE_TOP_K
     prompts, answers = lengths(context, "--context"), lengths(output_tokens, "--output-tokens")
-    load = Load(_mean(prompts), _mean(answers), max(prompts) + max(answers), concurrency, request_rate)
+    longest = max(prompts) + max(answers)
+    load = Load(quantiles(prompts), fmean(answers), longest, concurrency, request_rate)
     rate, locality = _locality(hit_rate, overlap, trace, selected)
     try:
         plan = Plan(
@@ -88,15 +92,16 @@ def plan_command(
             gpu_memory_utilization=gpu_memory_utilization,
             device_kv_gib=device_kv_gib,
             max_num_seqs=max_num_seqs,
-            systems=tuple(System) if shape.is_dsa else (System.full, System.plugin),
+            full_kv_layers=0 if shape.is_dsa else QUEST_FULL_KV_LAYERS,
         )
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
+    model = CHECKPOINTS.get(shape.name, model)
     starts = commands(plan, model, kv_cache_dtype)
-    deployments = {
-        "helm_values": helm_values(plan, model, kv_cache_dtype),
-        "ray_options": ray_options(plan, model, kv_cache_dtype),
-    }
+    deployments = {}
+    if not shape.refusal:
+        deployments["helm_values"] = helm_values(plan, model, kv_cache_dtype)
+        deployments["ray_options"] = ray_options(plan, model, kv_cache_dtype)
     if as_json:
         typer.echo(json.dumps(plan.as_json() | {"commands": starts} | deployments, indent=2))
     else:
@@ -127,18 +132,20 @@ def _gpu(gpu: str) -> Gpu:
 
 
 def lengths(text: str, option: str) -> list[int]:
-    """Parse a number of tokens, a range LOW-HIGH, or a file with one number per line.
+    """Parse tokens of equally frequent requests: a number, a range LOW-HIGH, or a file with one number per line.
 
     Raises:
         BadParameter: it is none of them, or a number is not positive.
     """
+    low, _, high = text.partition("-")
     try:
-        path = Path(text)
-        if path.is_file():
-            found = [int(word) for word in path.read_text().split()]
+        if Path(text).is_file():
+            found = [int(word) for word in Path(text).read_text().split()]
+        elif not high:
+            found = [int(low)]
         else:
-            low, _, high = text.partition("-")
-            found = [int(low), int(high)] if high else [int(low)]
+            first, width = int(low), int(high) - int(low)
+            found = [first + width * index // (RANGE_STEPS - 1) for index in range(RANGE_STEPS)] if width >= 0 else []
     except ValueError:
         found = []
     if not found or min(found) < 1:
@@ -149,8 +156,11 @@ def lengths(text: str, option: str) -> list[int]:
     return found
 
 
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)
+def quantiles(values: Sequence[int]) -> tuple[int, ...]:
+    """Return the means of equal shares of many values, in ascending order: a plan looks at each length apart."""
+    ordered, count = sorted(values), min(len(values), RANGE_STEPS)
+    edges = [len(ordered) * index // count for index in range(count + 1)]
+    return tuple(round(fmean(ordered[low:high])) for low, high in pairwise(edges))
 
 
 def _locality(hit_rate: float | None, overlap: float | None, trace: Path | None, top_k: int) -> tuple[HitRate, str]:
@@ -202,8 +212,9 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]\n")
-    for title in ("one instance", "prefill", "decode", "router"):
-        console.print(f"[bold]{title}[/]\n{starts[title]}", markup=True)
+    for title, command in starts.items():
+        console.print(f"[bold]{title}[/]\n", end="")
+        console.print(command, markup=False)
     for title, options in deployments.items():
         console.print(f"\n[bold]{title.replace('_', ' ')}[/]\n{yaml.safe_dump(options, sort_keys=False).rstrip()}")
 
@@ -233,9 +244,14 @@ def _step_table(plan: Plan) -> Table:
     for header in ("", *map(str, points)):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
     for part in parts:
+        if not any(p.parts_ms.get(part) for p in points.values()):
+            continue
         label = "copies waited for" if part == "copies" else part
         table.add_row(label, *(f"{p.parts_ms[part]:.1f}" if part in p.parts_ms else "" for p in points.values()))
-    table.add_row("copies hidden", *(f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms else "" for p in points.values()))
+    if any(p.hidden_copy_ms for p in points.values()):
+        table.add_row(
+            "copies hidden", *(f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms else "" for p in points.values())
+        )
     table.add_row("all", *(f"{sum(p.parts_ms.values()):.1f}" for p in points.values()))
     return table
 
@@ -243,6 +259,9 @@ def _step_table(plan: Plan) -> Table:
 def verdict(plan: Plan) -> str:
     """Say in a sentence whether the plugin pays."""
     full = plan.point(System.full, plan.concurrency)
+    if plan.model.refusal:
+        served = "Full KV serves it" if full.running else "Not one request fits with full KV on these GPUs"
+        return f"vllm_hisparse does not host {plan.model.name}: {plan.model.refusal}. {served}."
     plugin = plan.point(System.plugin, plan.concurrency)
     if not plugin.running:
         return "Not one request fits: give the plan more host memory or shorter prompts."

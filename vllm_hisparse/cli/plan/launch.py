@@ -50,8 +50,13 @@ def decode_flags(plan: Plan) -> list[str]:
 
 
 def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
-    """Return shell commands: one instance, or a prefill side, a decode side and a router."""
+    """Return shell commands: one instance, or a prefill side, a decode side and a router.
+
+    A model that the plugin refuses has one instance, without the plugin.
+    """
     flags = engine_flags(plan, kv_cache_dtype)
+    if plan.model.refusal:
+        return {"one instance": shlex.join(["vllm", "serve", model, *flags, *decode_flags(plan)])}
 
     def serve(*words: str, connector: dict[str, Any]) -> str:
         return shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", json.dumps(connector)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean
 
 from vllm_hisparse.cli.plan.models import ModelShape
-from vllm_hisparse.layout import KVLayout
+from vllm_hisparse.layout import KVLayout, dense_block_size
 
 QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
+QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
 
 
 class System(StrEnum):
@@ -24,8 +27,8 @@ class Seats:
     """Memory of the requests of one engine rank.
 
     Attributes:
-        device_bytes: KV of one request on each GPU, at least.
-        host_bytes: KV of one request in host memory.
+        device_bytes: KV of a mean request on each GPU, at least.
+        host_bytes: KV of a mean request in host memory.
         running: requests at once, as far as device and host memory allow.
         bound: what limits them: `device memory`, `host memory` or `--max-num-seqs`.
     """
@@ -49,6 +52,7 @@ class KVMemory:
         top_k: positions selected per query token.
         drafts: drafts of a step.
         max_num_seqs: vLLM's limit.
+        full_kv_layers: layers of a dense model that keep full KV on the device.
     """
 
     model: ModelShape
@@ -59,6 +63,7 @@ class KVMemory:
     top_k: int
     drafts: int = 0
     max_num_seqs: int = 1 << 30
+    full_kv_layers: int = 0
 
     @property
     def layout(self) -> KVLayout:
@@ -76,25 +81,32 @@ class KVMemory:
         heads = max(1, model.num_kv_heads // self.tensor_parallel)
         row_bytes = model.row_bytes * heads // model.num_kv_heads
         bounds = ((QUEST_PAGE, row_bytes),)  # Quest's lower and upper bound of each page of keys
+        num_full = self.full_kv_layers
         return KVLayout(
             row_bytes=row_bytes,
-            resident_row_bytes=0,
-            num_layers=model.num_layers,
-            num_resident_layers=0,
+            resident_row_bytes=row_bytes,
+            num_layers=model.num_layers - num_full,
+            num_resident_layers=num_full,
+            block_size=dense_block_size(model.num_layers - num_full, num_full, QUEST_PAGE),
             tokens_per_unit=QUEST_PAGE,
             num_kv_heads=heads,
             max_query_len=1 + self.drafts,
             state_entries=bounds,
         )
 
-    def seats(self, system: System, num_tokens: int) -> Seats:
-        """Count the requests of `num_tokens` that run at once."""
-        device, host = self.request_bytes(system, num_tokens)
-        limits = {"device memory": self.device_bytes // device, "--max-num-seqs": self.max_num_seqs}
-        if host:
-            limits["host memory"] = self.host_bytes // host
+    def seats(self, system: System, lengths: Sequence[int]) -> Seats:
+        """Count the requests that run at once.
+
+        Args:
+            system: what decodes.
+            lengths: tokens of requests that are equally frequent.
+        """
+        device, host = zip(*(self.request_bytes(system, num_tokens) for num_tokens in lengths), strict=True)
+        limits = {"device memory": _fitting(self.device_bytes, device), "--max-num-seqs": self.max_num_seqs}
+        if any(host):
+            limits["host memory"] = _fitting(self.host_bytes, host)
         bound = min(limits, key=limits.__getitem__)
-        return Seats(device, host, limits[bound], bound)
+        return Seats(round(fmean(device)), round(fmean(host)), limits[bound], bound)
 
     def request_bytes(self, system: System, num_tokens: int) -> tuple[int, int]:
         """Return the least device bytes on each GPU and the host bytes of a request of `num_tokens`."""
@@ -117,17 +129,50 @@ class KVMemory:
     def _native_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self.top_k + max(self.device_buffer_size, self.top_k * (1 + self.drafts)))
 
-    def hot_rows(self, system: System, num_tokens: int, running: int) -> int:
-        """Return the rows of a request in each layer that are hot when `running` requests share the device memory."""
+    def hot_rows(self, system: System, lengths: Sequence[int], running: int) -> list[int]:
+        """Return the hot rows in each layer of requests that share the device memory.
+
+        The plugin lends free blocks to all requests alike, up to those that hold a sequence as a whole.
+
+        Args:
+            system: what decodes.
+            lengths: tokens of requests that are equally frequent.
+            running: requests at once.
+        """
         if system == System.full:
-            return num_tokens
+            return list(lengths)
         if system == System.native:
-            return self._native_rows(num_tokens)
+            return [self._native_rows(num_tokens) for num_tokens in lengths]
         layout = self.layout
-        device, _ = self.request_bytes(System.plugin, num_tokens)
-        spare = max(0, self.device_bytes - running * device) // max(running, 1)
-        rows = layout.num_hot_blocks(self.device_buffer_size, num_tokens) * layout.rows_per_hot_block
-        return min(num_tokens, rows + spare // layout.device_block_bytes * layout.rows_per_hot_block)
+        own = [layout.num_hot_blocks(self.device_buffer_size, num_tokens) for num_tokens in lengths]
+        wanted = [
+            max(0, -(-num_tokens // layout.rows_per_hot_block) - blocks)
+            for num_tokens, blocks in zip(lengths, own, strict=True)
+        ]
+        needed = fmean(self.request_bytes(System.plugin, num_tokens)[0] for num_tokens in lengths)
+        free = max(0.0, self.device_bytes / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
+        lent, still = 0, sorted(wanted)
+        for index, blocks in enumerate(still):  # the least wish first: all get as much, or as they want
+            share = int(free // (len(still) - index))
+            lent = max(lent, min(blocks, share))
+            free -= min(blocks, share)
+        return [
+            min(num_tokens, (blocks + min(more, lent)) * layout.rows_per_hot_block)
+            for num_tokens, blocks, more in zip(lengths, own, wanted, strict=True)
+        ]
+
+
+def _fitting(capacity: int, sizes: Sequence[int]) -> int:
+    """Return how many requests fit that are taken in the order of their arrival.
+
+    The first one that waits leaves memory unused: with equal sizes what one more request lacks, otherwise on average
+    half of its size; a large request waits longer, so that its size counts by itself.
+    """
+    mean = fmean(sizes)
+    if min(sizes) == max(sizes):
+        return capacity // sizes[0]
+    unused = fmean(size * size for size in sizes) / (2 * mean)
+    return max(0, round((capacity - unused) / mean))
 
 
 def independent_hit_rate(overlap: float, top_k: int, hot_rows: int, num_tokens: int) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_hisparse.config import REFUSED_MODELS
 from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_row_bytes
 
 BF16, FP8 = 2, 1
@@ -54,6 +55,27 @@ _GLM5: dict[str, Any] = _V32 | {
 }
 
 
+_HYV4: dict[str, Any] = _V32 | {
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "vocab_size": 120832,
+    "hidden_size": 2816,
+    "intermediate_size": 6912,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 16,
+    "indexer_types": ["full", *(["full", "shared", "shared", "shared"] * 9)[:33]],
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 262144,
+    "quantization_config": None,
+}
+
+
 def _dense(name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
     return {
         "architectures": [name],
@@ -73,12 +95,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "GLM-5": _GLM5,
     "GLM-5.2": _GLM5 | {"index_topk_freq": 4},
     "GLM-5.3": _GLM5 | {"index_topk_pattern": "FFSSS" + "FSSS" * 18 + "F"},
+    "HY-V4": _HYV4,
     "Llama-3.1-8B": _dense("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128256),
     "Llama-3.3-70B": _dense("LlamaForCausalLM", 80, 8192, 28672, 64, 8, 128256),
     "Qwen3-8B": _dense("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936),
     "Qwen3-32B": _dense("Qwen3ForCausalLM", 64, 5120, 25600, 64, 8, 151936),
     "Qwen3-30B-A3B": _dense("Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936)
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "Qwen3-235B-A22B": _dense("Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936)
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
     "Qwen2-57B-A14B": _dense("Qwen2MoeForCausalLM", 28, 3584, 18944, 28, 4, 151936)
     | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
     | {"shared_expert_intermediate_size": 20480},
@@ -91,6 +116,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
     | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
 }
+CHECKPOINTS = {  # of presets, by which vLLM loads them
+    "DeepSeek-V3.2": "deepseek-ai/DeepSeek-V3.2",
+    "GLM-5": "zai-org/GLM-5",
+    "GLM-5.2": "zai-org/GLM-5.2",
+    "GLM-5.3": "zai-org/GLM-5.3",
+    "Llama-3.1-8B": "meta-llama/Llama-3.1-8B-Instruct",
+    "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct",
+    "Qwen3-8B": "Qwen/Qwen3-8B",
+    "Qwen3-32B": "Qwen/Qwen3-32B",
+    "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen3-235B-A22B": "Qwen/Qwen3-235B-A22B",
+    "Qwen2-57B-A14B": "Qwen/Qwen2-57B-A14B-Instruct",
+    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "GLM-4.5": "zai-org/GLM-4.5",
+    "ERNIE-4.5-21B-A3B": "baidu/ERNIE-4.5-21B-A3B-PT",
+}
+PLAIN_LAYERS = ("full_attention", "deepseek_sparse_attention")  # kinds in `layer_types` that hot buffers can serve
 
 
 class ModelError(ValueError):
@@ -133,6 +175,7 @@ class ModelShape:
     token_flops: float
     row_flops: float
     has_draft_layer: bool
+    refusal: str = ""
 
     @property
     def is_dsa(self) -> bool:
@@ -158,7 +201,7 @@ class ModelShape:
             weight_dtype: `auto` (what the configuration says), `bfloat16` or `fp8`.
 
         Raises:
-            ModelError: there is no such model, or its attention is of another kind.
+            ModelError: there is no such model, or its configuration lacks a size.
         """
         name, config = _read(model)
         return cls.from_config(name, config, kv_dtype, weight_dtype)
@@ -170,25 +213,46 @@ class ModelShape:
         missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if key not in config]
         if missing:
             raise ModelError(f"{name}: config.json has no {', '.join(missing)}; no plan can be made for it")
-        is_dsa = bool(config.get("index_topk")) and "kv_lora_rank" in config
-        if "kv_lora_rank" in config and not is_dsa:
-            raise ModelError(f"{name} has multi-head latent attention without an indexer, which selects no positions")
+        is_mla = config.get("kv_lora_rank") is not None
+        is_dsa = is_mla and bool(config.get("index_topk"))
         quantized = bool(config.get("quantization_config")) if weight_dtype == "auto" else weight_dtype == "fp8"
-        weight = FP8 if quantized else BF16
-        attention = _dsa_attention(config, kv_dtype) if is_dsa else _gqa_attention(config, kv_dtype)
+        try:
+            attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
+        except KeyError as error:
+            raise ModelError(f"{name}: config.json has no {error.args[0]}; no plan can be made for it") from None
         return cls(
             name=name,
             num_layers=config["num_hidden_layers"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
-            has_draft_layer=is_dsa and config.get("num_nextn_predict_layers", 0) > 0,
+            has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
+            refusal=refusal(config, kv_dtype),
             **attention["kv"],
-            **_weights(config, weight, attention["parameters"]),
+            **_weights(config, FP8 if quantized else BF16, attention["parameters"]),
         )
+
+
+def refusal(config: dict[str, Any], kv_dtype: str) -> str:
+    """Say why hot buffers cannot serve a model, as far as its config.json tells; empty: they can."""
+    architecture = next(iter(config.get("architectures") or []), "")
+    if architecture in REFUSED_MODELS:
+        return REFUSED_MODELS[architecture]
+    kinds = [kind for kind in config.get("layer_types") or [] if kind not in PLAIN_LAYERS]
+    if kinds:
+        return f"{len(kinds)} of its layers are {' and '.join(sorted(set(kinds)))}, not plain attention"
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        return f"its layers have a sliding window of {config['sliding_window']} tokens"
+    if config.get("attn_logit_softcapping"):
+        return "its attention caps logits"
+    if config.get("kv_lora_rank") is not None:
+        return "" if config.get("index_topk") else "its latent attention has no indexer: nothing selects positions"
+    if kv_dtype == "fp8":
+        return "hot buffers of models with dense attention hold bf16 KV: leave out --kv-cache-dtype fp8"
+    return ""
 
 
 def _read(model: str) -> tuple[str, dict[str, Any]]:
     for name, config in PRESETS.items():
-        if name.lower() == model.lower():
+        if model.lower() in (name.lower(), CHECKPOINTS.get(name, name).lower()):
             return name, config
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
@@ -212,24 +276,30 @@ def num_indexers(config: dict[str, Any]) -> int:
     return sum(max(layer - offset + 1, 0) % frequency == 0 for layer in range(num_layers))
 
 
-def _dsa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
+def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
     latent, rope, heads = config["kv_lora_rank"], config["qk_rope_head_dim"], config["num_attention_heads"]
     nope, value, hidden = config["qk_nope_head_dim"], config["v_head_dim"], config["hidden_size"]
-    query, index_dim, index_heads = config["q_lora_rank"], config["index_head_dim"], config["index_n_heads"]
-    projections = hidden * query + query * heads * (nope + rope) + hidden * (latent + rope)
-    projections += latent * heads * (nope + value) + heads * value * hidden
-    indexer = query * index_heads * index_dim + hidden * (index_dim + index_heads)
-    return {
-        "kv": {
-            "num_indexers": num_indexers(config),
-            "top_k": config["index_topk"],
-            "row_bytes": FP8_DS_MLA_ROW_BYTES if kv_dtype == "fp8" else mla_row_bytes(latent, rope, BF16),
-            "key_bytes": indexer_row_bytes(index_dim),
-            "num_kv_heads": 1,
-            "row_flops": 2.0 * config["num_hidden_layers"] * heads * (2 * latent + rope),
-        },
-        "parameters": config["num_hidden_layers"] * projections + num_indexers(config) * indexer,
+    layers, query = config["num_hidden_layers"], config.get("q_lora_rank")
+    projections = hidden * query + query * heads * (nope + rope) if query else hidden * heads * (nope + rope)
+    projections += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+    kv = {
+        "num_indexers": 0,
+        "top_k": config.get("index_topk") or 0,
+        "row_bytes": mla_row_bytes(latent, rope, BF16),
+        "key_bytes": 0,
+        "num_kv_heads": 1,
+        "row_flops": 2.0 * layers * heads * (2 * latent + rope),
     }
+    parameters = layers * projections
+    if kv["top_k"]:
+        index_dim, index_heads = config["index_head_dim"], config["index_n_heads"]
+        kv |= {"num_indexers": num_indexers(config), "key_bytes": indexer_row_bytes(index_dim)}
+        kv["row_bytes"] = FP8_DS_MLA_ROW_BYTES if kv_dtype == "fp8" else kv["row_bytes"]
+        indexer = (query or hidden) * index_heads * index_dim + hidden * (index_dim + index_heads)
+        parameters += kv["num_indexers"] * indexer
+    elif kv_dtype == "fp8":
+        kv["row_bytes"] = mla_row_bytes(latent, rope, FP8)
+    return {"kv": kv, "parameters": parameters}
 
 
 def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:

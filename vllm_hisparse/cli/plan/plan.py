@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from vllm_hisparse.cli.plan.gpus import Gpu
@@ -26,23 +27,33 @@ class Load:
     """Requests that are to be served.
 
     Attributes:
-        context: mean tokens of a prompt.
+        prompts: tokens of prompts that are equally frequent.
         output: mean tokens of an answer.
         longest: tokens of the longest prompt with its answer.
         concurrency: requests at once on all ranks. None: it follows from `requests_per_s`.
         requests_per_s: arrivals.
     """
 
-    context: float
+    prompts: tuple[int, ...]
     output: float
     longest: int
     concurrency: int | None = None
     requests_per_s: float | None = None
 
     @property
-    def mean_tokens(self) -> int:
-        """Mean tokens of a request while it decodes."""
-        return round(self.context + self.output / 2)
+    def context(self) -> float:
+        """Mean tokens of a prompt."""
+        return fmean(self.prompts)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of equally frequent requests, halfway through their answers."""
+        return [round(prompt + self.output / 2) for prompt in self.prompts]
+
+    @property
+    def full_lengths(self) -> list[int]:
+        """Tokens of equally frequent requests at their end, for which memory has to suffice."""
+        return [round(prompt + self.output) for prompt in self.prompts]
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class Plan:
         gpu_memory_utilization: vLLM's option.
         device_kv_gib: device memory for KV of each GPU. None: what the weights leave.
         max_num_seqs: vLLM's option, per rank.
+        full_kv_layers: layers of a dense model in which the plugin keeps full KV.
     """
 
     model: ModelShape
@@ -100,7 +112,7 @@ class Plan:
     gpu_memory_utilization: float = 0.92
     device_kv_gib: float | None = None
     max_num_seqs: int = 1024
-    systems: tuple[System, ...] = field(default=tuple(System))
+    full_kv_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_gib <= 0:
@@ -114,6 +126,18 @@ class Plan:
                 f"--context and --output-tokens: got {self.load.longest} tokens at most, expected up to the "
                 f"{self.model.max_model_len} that {self.model.name} takes"
             )
+
+    @property
+    def systems(self) -> tuple[System, ...]:
+        """Return what can serve the model."""
+        if self.model.refusal:
+            return (System.full,)
+        return tuple(System) if self.model.is_dsa else (System.full, System.plugin)
+
+    @property
+    def best_system(self) -> System:
+        """The plugin, or full KV for a model that it refuses."""
+        return self.systems[-1]
 
     @property
     def weights_gib(self) -> float:
@@ -146,11 +170,12 @@ class Plan:
             self.top_k,
             self.drafts,
             self.max_num_seqs,
+            self.full_kv_layers,
         )
 
     def seats(self, system: System) -> Seats:
-        """Requests of mean length that run at once on one rank."""
-        return self.memory.seats(system, round(self.load.context + self.load.output))
+        """Requests that run at once on one rank."""
+        return self.memory.seats(system, self.load.full_lengths)
 
     def point(self, system: System, concurrency: int) -> Point:
         """Predict the decode of `concurrency` requests on all ranks."""
@@ -167,15 +192,19 @@ class Plan:
         return Point(concurrency, total, tokens_per_s, step_ms / self.tokens_per_step, hit_rate, parts, hidden)
 
     def _step(self, system: System, running: int) -> tuple[Step, float | None]:
-        num_tokens = self.load.mean_tokens
-        rows = self.memory.hot_rows(system, num_tokens, running)
+        lengths = self.load.lengths
         hit_rate = None
         if system != System.full:
-            hit_rate = 1.0 if rows >= num_tokens else self.hit_rate(rows, num_tokens)
+            rows = self.memory.hot_rows(system, lengths, running)
+            rates = [
+                1.0 if hot >= num_tokens else self.hit_rate(hot, num_tokens)
+                for hot, num_tokens in zip(rows, lengths, strict=True)
+            ]
+            hit_rate = fmean(rates) * (1 - 1 / max(self.load.output, 1))  # a request's first selection is not hot
         missed = 0.0 if hit_rate is None else (1 - hit_rate) * self.top_k * (1 + self.drafts)
         step = Step(
-            self.model, self.gpu, system, running, num_tokens, self.top_k, self.drafts, missed,
-            self.tensor_parallel, self.data_parallel,
+            self.model, self.gpu, system, running, fmean(lengths), self.top_k, self.drafts, missed,
+            self.tensor_parallel, self.data_parallel, self.full_kv_layers,
         )  # fmt: skip
         return step, hit_rate
 
@@ -189,7 +218,8 @@ class Plan:
             return max(1, most)
         concurrency = 1
         while concurrency < most:  # Little's law: requests in the system = arrivals x time in it
-            needed = self.load.requests_per_s * self.load.output * self.point(System.plugin, concurrency).itl_ms / 1e3
+            itl_ms = self.point(self.best_system, concurrency).itl_ms
+            needed = self.load.requests_per_s * self.load.output * itl_ms / 1e3
             if needed <= concurrency:
                 break
             concurrency = min(most, max(concurrency + 1, round(needed)))
@@ -205,6 +235,8 @@ class Plan:
     @cached_property
     def crossover(self) -> int | None:
         """The least concurrency from which on the plugin pays, up to the one planned for. None: there is none."""
+        if self.model.refusal:
+            return None
         found = None
         for concurrency in range(self.concurrency, 0, -1):
             plugin = self.point(System.plugin, concurrency).tokens_per_s
@@ -216,13 +248,15 @@ class Plan:
     @property
     def confidence(self) -> str:
         """How sure the prediction is, in a sentence."""
+        if self.model.refusal:
+            return "Rough: no such model was measured. KV of windows and states of linear layers is counted as full KV."
         if not self.model.is_dsa:
             return (
-                "Rough: fitted to 8 layers of one Llama with Quest on an H200; errors of the rows it was fitted to are "
-                "up to 35%."
+                "Scaled from 8 layers of one Llama with Quest on an H200, which are predicted within 15%: expect "
+                "errors of 30% with other sizes, algorithms and GPUs."
             )
         if "H200" in self.gpu.name and "GH200" not in self.gpu.name:
-            return "Calibrated on an H200 with models of 61 layers; errors of the rows it was fitted to are below 15%."
+            return "Calibrated on an H200 with models of 61 layers; the rows it was fitted to are predicted within 15%."
         if self.gpu.is_measured:
             return "Scaled from an H200 by the datasheet's GPU rates and the measured link: expect errors of 20 to 30%."
         return (
@@ -261,6 +295,7 @@ class Plan:
             "host_kv_gib": round(self.host_gib, 1),
             "locality": self.locality,
             "confidence": self.confidence,
+            "not_hosted": self.model.refusal or None,
             "crossover": self.crossover,
             "systems": systems,
         }

@@ -28,11 +28,12 @@ class Step:
         gpu: rates.
         system: what decodes.
         requests: requests of the rank.
-        num_tokens: tokens of each of them.
-        top_k: positions that a query token selects; of a dense model with full KV, all of them are read.
+        num_tokens: mean tokens of a request.
+        top_k: positions that a query token selects; with full KV, a dense model reads all of them.
         drafts: drafts of each request.
-        missed_rows: rows per request and layer that are copied from host memory.
+        missed_rows: mean rows per request and layer that are copied from host memory.
         tensor_parallel, data_parallel: GPUs of the rank, and ranks that share the experts.
+        full_kv_layers: layers of a dense model in which the plugin reads all rows.
     """
 
     model: ModelShape
@@ -45,6 +46,12 @@ class Step:
     missed_rows: float = 0.0
     tensor_parallel: int = 1
     data_parallel: int = 1
+    full_kv_layers: int = 0
+
+    @property
+    def hot_layers(self) -> int:
+        """Layers whose rows are selected."""
+        return self.model.num_layers - self.full_kv_layers
 
     def costs(self) -> dict[str, dict[str, float]]:
         """Return the costs of each part by name: milliseconds at the datasheet's rates, or counts.
@@ -56,9 +63,10 @@ class Step:
         bytes_per_ms, flops_per_ms = gpu.memory_tb_s * 1e9, gpu.bf16_tflops * 1e9
         ranks = self.tensor_parallel * self.data_parallel
         layers = model.num_layers / 61
+        kind = "layers" if model.is_dsa else "dense layers"  # which have fewer and larger matrix products
         parts: dict[str, dict[str, float]] = {
             "matrix products": {
-                "layers": layers,
+                kind: layers,
                 "weights": model.dense_weight_bytes / self.tensor_parallel / bytes_per_ms,
                 "flops": model.token_flops * tokens / self.tensor_parallel / flops_per_ms,
                 "drafts": self.drafts,
@@ -70,13 +78,12 @@ class Step:
             },
             "other": {"layers": layers, "tokens": tokens * layers},
         }
-        if model.is_dsa or self.system == System.plugin:
+        if model.is_dsa:
             # A DSA kernel reads as many rows as are selected at most, also of a shorter sequence.
             rows = model.row_flops * tokens * self.top_k / self.tensor_parallel / flops_per_ms
             parts["attention"] = {"layers": layers, "selected rows": rows}
         else:
-            kv = self.requests * self.num_tokens * model.num_layers * model.row_bytes / self.tensor_parallel
-            parts["attention"] = {"layers": layers, "all rows": kv / bytes_per_ms}
+            parts["attention"] = {"all rows": self._read_rows * model.row_bytes / self.tensor_parallel / bytes_per_ms}
         if model.is_dsa:
             keys = self.requests * self.num_tokens * model.num_indexers * model.key_bytes / bytes_per_ms
             indexers = model.num_indexers / 61
@@ -89,8 +96,9 @@ class Step:
             groups = model.num_indexers / 61
             parts["resolve"] = {"resolves": groups, "microbatches": groups * self.decodes_in_microbatches}
         elif self.system == System.plugin:
-            scored = self.requests * self.num_tokens / QUEST_PAGE * model.num_layers * model.row_bytes
-            parts["resolve"] = {"dense layers": layers, "dense tokens": tokens * layers}
+            hot = self.hot_layers / 61
+            scored = self.requests * self.num_tokens / QUEST_PAGE * self.hot_layers * model.row_bytes
+            parts["resolve"] = {"dense layers": hot, "dense tokens": tokens * hot}
             parts["resolve"]["page bounds"] = scored / self.tensor_parallel / bytes_per_ms
             # Units of several tokens are copied at a share of the rate of a large copy; nothing hides them.
             parts["copies"] = {"units": self.copied_bytes / (gpu.link_gb_s * 1e6)}
@@ -98,6 +106,14 @@ class Step:
             table = "resolves with room" if self.drafts else "resolves of a full table"
             parts["resolve"] = {table: model.num_indexers / 61, "tokens": tokens * layers}
         return parts
+
+    @property
+    def _read_rows(self) -> float:
+        """Rows that the attention of a dense model reads, in all layers of all requests."""
+        if self.system == System.full:
+            return self.requests * self.num_tokens * self.model.num_layers
+        selected = min(self.top_k, self.num_tokens)
+        return self.requests * (self.num_tokens * self.full_kv_layers + selected * self.hot_layers)
 
     def _expert_bytes(self) -> float:
         model = self.model
@@ -111,7 +127,7 @@ class Step:
     def copied_bytes(self) -> float:
         """Bytes that a GPU copies from host memory in the step."""
         shared = 1 if self.model.is_dsa else self.tensor_parallel
-        return self.requests * self.missed_rows * self.model.num_layers * self.model.row_bytes / shared
+        return self.requests * self.missed_rows * self.hot_layers * self.model.row_bytes / shared
 
     @property
     def copy_ms(self) -> float:
@@ -156,6 +172,8 @@ class Step:
         if self.system == System.plugin and self.model.is_dsa:
             stock_ms = sum(parts.get(part, 0.0) for part in STOCK_PARTS)
             parts["copies"] = self.exposed_copy_ms(stock_ms, factors["copies"])
+        host_ms = factors["host"]["step"] + factors["host"]["drafts"] * self.drafts
+        parts["waiting for the host"] = max(0.0, host_ms - sum(parts.values()))
         return parts
 
     def total_ms(self, factors: Mapping[str, Mapping[str, float]] | None = None) -> float:
