@@ -159,7 +159,9 @@ class HotKV:
         num_host_blocks = case.batch * case.num_blocks
         self.worker = HiSparseWorkerConnector(vllm_config, config, self.groups, num_host_blocks, None)
         num_device_blocks = case.batch * self.groups.hot_spec.num_blocks(case.context)
-        self.hot_table = (1 + torch.randperm(num_device_blocks)).view(case.batch, -1).int()  # vLLM's null block is 0
+        self.hot_block_table = (
+            (1 + torch.randperm(num_device_blocks)).view(case.batch, -1).int()
+        )  # vLLM's null block is 0
         self.worker.register_kv_caches(self._device_caches(case))
         self._start_requests(case, rows)
         spec = self.groups.hot_spec
@@ -171,7 +173,7 @@ class HotKV:
 
     def step(self, inputs: StepInputs) -> list[torch.Tensor]:
         """One step's attention with the write-back; returns the output of each layer."""
-        metadata = self.builder.build(0, common_metadata(self.hot_table, inputs.newest))
+        metadata = self.builder.build(0, common_metadata(self.hot_block_table, inputs.newest))
         outputs = []
         for impl, _, query, new_rows, top_k in layer_inputs(self.impls, self.impls, inputs):
             with impl.writing(NewRows(*split_rows(new_rows))):
@@ -183,7 +185,7 @@ class HotKV:
     def _device_caches(self, case: Case) -> dict[str, torch.Tensor]:
         """Hot rows and indexer keys in shared blocks, in vLLM's layout: all layers of a block next to each other."""
         layout, element_bytes = self.groups.layout, case.dtype.itemsize
-        num_blocks, rows = 1 + self.hot_table.numel(), layout.rows_per_hot_block
+        num_blocks, rows = 1 + self.hot_block_table.numel(), layout.rows_per_hot_block
         block_elements = layout.device_block_bytes // element_bytes  # wider than the hot rows where keys take more
         memory = torch.full((num_blocks, block_elements), torch.nan, dtype=case.dtype)
         layers = memory[:, : case.num_layers * rows * ROW].view(num_blocks, case.num_layers, rows, ROW)
@@ -197,12 +199,15 @@ class HotKV:
         tables = torch.randperm(case.batch * case.num_blocks).view(case.batch, -1)
         for main_kv, layer in zip(self.worker.store.main_kv.values(), rows, strict=True):
             main_kv[tables.flatten()] = layer.flatten(0, 1)
-        handles = self.hot_table[:, 0].tolist()
-        by_handle = [
-            {handle: (0, table) for handle, table in zip(handles, given.tolist(), strict=True)}
-            for given in (tables, self.hot_table)
+        first_hot_block_ids = self.hot_block_table[:, 0].tolist()
+        tables = [
+            {
+                first_hot_block_id: (0, table)
+                for first_hot_block_id, table in zip(first_hot_block_ids, given.tolist(), strict=True)
+            }
+            for given in (tables, self.hot_block_table)
         ]
-        self.worker.apply_changes(HiSparseMetadata(tables=by_handle[0], hot_tables=by_handle[1]))
+        self.worker.apply_changes(HiSparseMetadata(host_block_tables=tables[0], hot_block_tables=tables[1]))
 
 
 def make_impl(kind: type[SparseMLACpuImpl], case: Case) -> SparseMLACpuImpl:

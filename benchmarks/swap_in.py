@@ -160,22 +160,22 @@ class Ours:
 
     name = "ours"
 
-    def __init__(self, case: Case, host_rows: torch.Tensor, host_tables: torch.Tensor, num_outputs: int):
-        self.case, self.host_rows, self.host_tables = case, host_rows, host_tables
+    def __init__(self, case: Case, host_rows: torch.Tensor, host_block_tables: torch.Tensor, num_outputs: int):
+        self.case, self.host_rows, self.host_block_tables = case, host_rows, host_block_tables
         self.ops = swap_in_ops(DEVICE)
         index_bytes = BLOCK_SIZE * indexer_row_bytes(INDEXER_QUANT_GROUP)
         rows_per_block = index_bytes // case.row_bytes
         num_blocks = -(-(case.device_buffer_size + 1) // rows_per_block)
         size = (case.batch * num_blocks, rows_per_block, case.row_bytes)
         self.hot = HotRows.from_cache(torch.full(size, POISON, dtype=torch.uint8, device=DEVICE))
-        hot_tables = torch.randperm(size[0], device=DEVICE).view(case.batch, -1).int()
+        hot_block_tables = torch.randperm(size[0], device=DEVICE).view(case.batch, -1).int()
         seq_indices = torch.full((size[0],), -1, dtype=torch.int32, device=DEVICE)
-        seq_indices[hot_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
+        seq_indices[hot_block_tables[:, 0].long()] = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
         num_hot_rows = torch.full((case.batch,), case.device_buffer_size + 1, dtype=torch.int32, device=DEVICE)
-        by_seq = hot_tables, num_hot_rows, host_tables
+        by_seq = hot_block_tables, num_hot_rows, host_block_tables
         self.seq_lens = torch.arange(num_outputs, dtype=torch.int32, device=DEVICE)[:, None] + case.context
         self.seq_lens = self.seq_lens.repeat(1, case.batch)
-        self.tables = [StepTables(seq_indices, hot_tables[:, 0], x, *by_seq, BLOCK_SIZE) for x in self.seq_lens]
+        self.tables = [StepTables(seq_indices, hot_block_tables[:, 0], x, *by_seq, BLOCK_SIZE) for x in self.seq_lens]
         self.residency = Residency.allocate(size[0] * rows_per_block, DEVICE)
         self.state = [self.hot.rows, self.residency.entries]
         self.counts = torch.zeros(case.batch, 2, dtype=torch.int64, device=DEVICE)
@@ -216,14 +216,14 @@ class VllmNative:
     name = "vllm_native"
     max_selections = 1  # of a request in a step, for which the operations have room
 
-    def __init__(self, case: Case, host_rows: torch.Tensor, host_tables: torch.Tensor, num_outputs: int):
-        self.case, self.host_rows, self.host_tables = case, host_rows, host_tables
+    def __init__(self, case: Case, host_rows: torch.Tensor, host_block_tables: torch.Tensor, num_outputs: int):
+        self.case, self.host_rows, self.host_block_tables = case, host_rows, host_block_tables
         self.max_union_rows = min(self.max_selections * case.top_k, case.device_buffer_size)
         self.ops = torch.ops._C_cache_ops
         num_blocks = -(-case.device_buffer_size // BLOCK_SIZE)
         size = (case.batch * num_blocks + 1, BLOCK_SIZE, case.row_bytes)
         self.hot = torch.full(size, POISON, dtype=torch.uint8, device=DEVICE)
-        self.hot_tables = torch.randperm(size[0] - 1, device=DEVICE).view(case.batch, -1).int() + 1
+        self.hot_block_tables = torch.randperm(size[0] - 1, device=DEVICE).view(case.batch, -1).int() + 1
         self.indices = torch.full((case.batch, case.device_buffer_size), -1, dtype=torch.int32, device=DEVICE)
         order = torch.arange(case.device_buffer_size, dtype=torch.int16, device=DEVICE)
         self.slots = order.repeat(case.batch, 1)
@@ -247,7 +247,7 @@ class VllmNative:
         self.ops.hisparse_resolve_residency(
             self.host_rows,
             self.hot,
-            self.hot_tables,
+            self.hot_block_tables,
             top_k,
             out["device_rows"],
             self.indices,
@@ -260,7 +260,7 @@ class VllmNative:
             out["physical"],
             BLOCK_SIZE,
             self.requests,
-            self.host_tables,
+            self.host_block_tables,
             BLOCK_SIZE,
             None,
             out["valid_counts"],
@@ -405,7 +405,7 @@ def check_rows(system: Ours | VllmNative, selected: torch.Tensor, step: int, exp
     Raises:
         AssertionError: a row differs.
     """
-    blocks = system.host_tables.gather(1, (selected // BLOCK_SIZE).long()).long()
+    blocks = system.host_block_tables.gather(1, (selected // BLOCK_SIZE).long()).long()
     rows = expected[blocks * BLOCK_SIZE + selected % BLOCK_SIZE]
     assert torch.equal(system.found_rows(step), rows), f"{system.name} copied wrong rows"
 
@@ -415,9 +415,9 @@ def measure(trace: Trace | RecordedTrace, pool: HostPool, systems: list[type], p
     torch.manual_seed(0)
     case = trace.case
     num_blocks = case.batch * case.num_host_blocks
-    host_tables = (torch.randperm(num_blocks, device=DEVICE) + 1).view(case.batch, -1).int()
+    host_block_tables = (torch.randperm(num_blocks, device=DEVICE) + 1).view(case.batch, -1).int()
     for kind in systems:
-        system = kind(case, pool.rows(case.row_bytes), host_tables, plan.num_steps)
+        system = kind(case, pool.rows(case.row_bytes), host_block_tables, plan.num_steps)
         for selected in trace.warmup:
             system.warm_up(selected)
         yield from measure_system(system, trace, pool.expected(case.row_bytes), plan)

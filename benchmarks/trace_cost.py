@@ -38,9 +38,9 @@ def make_buffer(shape: HotBufferShape, recorder: SelectionRecorder | None) -> ML
     host = torch.zeros(shape.max_blocks * shape.block_size, 1)
     for _ in range(shape.num_layers):
         buffer.add_layer(hot, host)
-    for handle in range(1, shape.max_batch + 1):
-        buffer.extend_tables({handle: (0, range(shape.max_blocks))})
-        buffer.change_hot_tables({handle: (0, [handle])})
+    for first_hot_block_id in range(1, shape.max_batch + 1):
+        buffer.extend_host_block_tables({first_hot_block_id: (0, range(shape.max_blocks))})
+        buffer.change_hot_block_tables({first_hot_block_id: (0, [first_hot_block_id])})
     return buffer
 
 
@@ -58,8 +58,8 @@ def next_selections(before: torch.Tensor, newest: int) -> torch.Tensor:
 
 def step(buffer: MLAHotBuffer, selections: torch.Tensor, newest: int) -> None:
     """Swap in all layers of one step."""
-    handles = torch.arange(1, selections.shape[1] + 1, dtype=torch.int32)
-    buffer.step.plan(handles, torch.full((len(handles),), newest + 1, dtype=torch.int32))
+    first_hot_block_ids = torch.arange(1, selections.shape[1] + 1, dtype=torch.int32)
+    buffer.step.plan(first_hot_block_ids, torch.full((len(first_hot_block_ids),), newest + 1, dtype=torch.int32))
     for layer, selected in enumerate(selections):
         buffer.swap_in_of(layer)(selected)
 

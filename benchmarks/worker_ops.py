@@ -160,12 +160,12 @@ def prefill_plan(num_requests: int, repeats: int) -> dict[str, Any]:
     buffer.add_layer(view_units(cache, buffer.heads), host)
     staging, requests, prefills = WholeBlockStaging(buffer), [], []
     for index in range(num_requests):
-        handle, last = 1 + index, 300 + 100 * index
-        buffer.extend_tables({handle: (0, [index])})
-        buffer.change_hot_tables({handle: (0, [handle])})
-        handles = torch.tensor([handle], dtype=torch.int32, device=DEVICE)
-        requests.append(PrefillRequest(0, last, index, handles))
-        prefills.append((handle, 0, last))
+        first_hot_block_id, last = 1 + index, 300 + 100 * index
+        buffer.extend_host_block_tables({first_hot_block_id: (0, [index])})
+        buffer.change_hot_block_tables({first_hot_block_id: (0, [first_hot_block_id])})
+        first_hot_block_ids = torch.tensor([first_hot_block_id], dtype=torch.int32, device=DEVICE)
+        requests.append(PrefillRequest(0, last, index, first_hot_block_ids))
+        prefills.append((first_hot_block_id, 0, last))
     group = PrefillGroup(slice(0, 1), tuple(requests), torch.zeros(1, device=DEVICE), None)
 
     def work() -> None:
@@ -195,8 +195,8 @@ def move_tables(num_requests: int, repeats: int) -> list[dict[str, Any]]:
     num_ids = per_request + num_moved
     ids = [list(range(1 + i * num_ids, 1 + (i + 1) * num_ids)) for i in range(num_requests)]
     for blocks in ids:
-        buffer.extend_tables({blocks[0]: (0, [0])})
-        buffer.change_hot_tables({blocks[0]: (0, blocks[:per_request])})
+        buffer.extend_host_block_tables({blocks[0]: (0, [0])})
+        buffer.change_hot_block_tables({blocks[0]: (0, blocks[:per_request])})
     kept = per_request - num_moved
     changes = [
         {blocks[0]: (kept, blocks[kept + first : kept + first + num_moved]) for blocks in ids}
@@ -205,7 +205,7 @@ def move_tables(num_requests: int, repeats: int) -> list[dict[str, Any]]:
     turn = iter(range(1 << 30))
 
     def work() -> None:
-        buffer.change_hot_tables(changes[next(turn) % 2])
+        buffer.change_hot_block_tables(changes[next(turn) % 2])
 
     result = {"what": "move_tables", "batch": num_requests, "unit": "ms"}
     return [
@@ -232,15 +232,17 @@ def launches(num_requests: int, repeats: int) -> list[dict[str, Any]]:
     buffer = MLAHotBuffer(shape, DEVICE)
     cache = torch.zeros(shape.num_device_blocks, rows, 1152, dtype=torch.uint8, device=DEVICE)
     host = torch.zeros(num_requests * shape.max_blocks * 64, 1152, dtype=torch.uint8, pin_memory=True)
-    handles = []
+    first_hot_block_ids = []
     for _ in range(num_layers):
         buffer.add_layer(HotRows.from_cache(cache), host)
     for index in range(num_requests):
         blocks = list(range(1 + index * per_request, 1 + (index + 1) * per_request))
-        handles.append(blocks[0])
-        buffer.extend_tables({blocks[0]: (0, range(index * shape.max_blocks, (index + 1) * shape.max_blocks))})
-        buffer.change_hot_tables({blocks[0]: (0, blocks)})
-    by_request = torch.tensor(handles, dtype=torch.int32, device=DEVICE)
+        first_hot_block_ids.append(blocks[0])
+        buffer.extend_host_block_tables(
+            {blocks[0]: (0, range(index * shape.max_blocks, (index + 1) * shape.max_blocks))}
+        )
+        buffer.change_hot_block_tables({blocks[0]: (0, blocks)})
+    by_request = torch.tensor(first_hot_block_ids, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((num_requests,), context, dtype=torch.int32, device=DEVICE)
     selected = torch.arange(top_k, dtype=torch.int32, device=DEVICE).repeat(num_requests, 1)
     swap_ins = [buffer.swap_in_of(layer) for layer in range(num_layers)]

@@ -35,19 +35,19 @@ class Step:
         self.hot = [HotRows.from_cache(rows) for rows in torch.randint(0, 255, size, dtype=torch.uint8, device=DEVICE)]
         host_rows = (batch + 1) * BLOCK_SIZE
         self.host = [torch.zeros(host_rows, row_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_layers)]
-        hot_tables = torch.randperm(num_blocks, device=DEVICE).view(batch, -1).int()
+        hot_block_tables = torch.randperm(num_blocks, device=DEVICE).view(batch, -1).int()
         seq_indices = torch.full((num_blocks,), -1, dtype=torch.int32, device=DEVICE)
-        seq_indices[hot_tables[:, 0].long()] = torch.arange(batch, dtype=torch.int32, device=DEVICE)
+        seq_indices[hot_block_tables[:, 0].long()] = torch.arange(batch, dtype=torch.int32, device=DEVICE)
         seq_lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
         last_block = (context - 1) // BLOCK_SIZE
-        host_tables = torch.full((batch, last_block + 1), -1, dtype=torch.int32, device=DEVICE)
-        host_tables[:, last_block] = torch.randperm(batch, device=DEVICE).int() + 1
+        host_block_tables = torch.full((batch, last_block + 1), -1, dtype=torch.int32, device=DEVICE)
+        host_block_tables[:, last_block] = torch.randperm(batch, device=DEVICE).int() + 1
         num_hot_rows = torch.full((batch,), ROWS_PER_BLOCK * BLOCKS_PER_REQUEST, dtype=torch.int32, device=DEVICE)
-        by_seq = hot_tables, num_hot_rows, host_tables
-        self.tables = StepTables(seq_indices, hot_tables[:, 0], seq_lens, *by_seq, BLOCK_SIZE)
+        by_seq = hot_block_tables, num_hot_rows, host_block_tables
+        self.tables = StepTables(seq_indices, hot_block_tables[:, 0], seq_lens, *by_seq, BLOCK_SIZE)
         self.newest = torch.empty(batch, dtype=torch.int64, device=DEVICE)
         self.ops.newest_row_ids(self.tables, self.hot[0], self.newest)
-        self.homes = host_tables[:, last_block].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+        self.homes = host_block_tables[:, last_block].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
         packed = batch * num_layers * row_bytes
         self.packed = torch.randint(0, 255, (packed,), dtype=torch.uint8, device=DEVICE)
         self.packed_host = torch.zeros(packed, dtype=torch.uint8, pin_memory=True)

@@ -93,8 +93,8 @@ class FakeWorker:
         self.host_keys: dict[tuple[int, int], tuple] = {}
         self.device_keys: dict[tuple[int, int], tuple] = {}  # (device block, offset)
         self.tables: dict[int, list[int]] = {}
-        self.hot_tables: dict[int, list[int]] = {}
-        self.state_tables: dict[int, list[int]] = {}
+        self.hot_block_tables: dict[int, list[int]] = {}
+        self.state_block_tables: dict[int, list[int]] = {}
 
     def copy_block(self, source: dict, source_id: int, target: dict, target_id: int) -> None:
         for offset in range(BLOCK_SIZE):
@@ -103,34 +103,42 @@ class FakeWorker:
     def apply(self, metadata: HiSparseMetadata) -> None:
         for device_id, host_id in metadata.preemption_saves:
             self.copy_block(self.device_keys, device_id, self.host_keys, host_id)
-        for handle in metadata.released:
-            del self.tables[handle], self.hot_tables[handle]
-            self.state_tables.pop(handle, None)
-        for handle, (first, host_ids) in metadata.tables.items():
-            assert (handle in self.tables) == (first > 0), "a table starts at 0, once"
-            table = self.tables.setdefault(handle, [])
+        for first_hot_block_id in metadata.released:
+            del self.tables[first_hot_block_id], self.hot_block_tables[first_hot_block_id]
+            self.state_block_tables.pop(first_hot_block_id, None)
+        for first_hot_block_id, (first, host_ids) in metadata.host_block_tables.items():
+            assert (first_hot_block_id in self.tables) == (first > 0), "a table starts at 0, once"
+            table = self.tables.setdefault(first_hot_block_id, [])
             assert len(table) == first, "a delta must continue the table"
             assert host_ids, "an empty delta need not travel"
             table.extend(host_ids)
-        for handle, (first, block_ids) in metadata.hot_tables.items():
-            hot_table = self.hot_tables.setdefault(handle, [])
-            assert handle in self.tables and first <= len(hot_table), "hot blocks of no request, or a gap"
-            hot_table[first:] = block_ids
-            assert hot_table[0] == handle and len(set(hot_table)) == len(hot_table)
-        for handle, (first, block_ids) in metadata.state_tables.items():
-            assert handle in self.tables, "state blocks of no request"
-            assert len(self.state_tables.setdefault(handle, [])) == first, "a delta must continue the table"
-            self.state_tables[handle] += block_ids
-        owned = [i for tables in (self.hot_tables, self.state_tables) for table in tables.values() for i in table]
+        for first_hot_block_id, (first, block_ids) in metadata.hot_block_tables.items():
+            hot_block_table = self.hot_block_tables.setdefault(first_hot_block_id, [])
+            assert first_hot_block_id in self.tables and first <= len(hot_block_table), (
+                "hot blocks of no request, or a gap"
+            )
+            hot_block_table[first:] = block_ids
+            assert hot_block_table[0] == first_hot_block_id and len(set(hot_block_table)) == len(hot_block_table)
+        for first_hot_block_id, (first, block_ids) in metadata.state_block_tables.items():
+            assert first_hot_block_id in self.tables, "state blocks of no request"
+            assert len(self.state_block_tables.setdefault(first_hot_block_id, [])) == first, (
+                "a delta must continue the table"
+            )
+            self.state_block_tables[first_hot_block_id] += block_ids
+        owned = [
+            i for tables in (self.hot_block_tables, self.state_block_tables) for table in tables.values() for i in table
+        ]
         assert len(set(owned)) == len(owned) and 0 not in owned, "a block has two uses"
         for host_id, device_id in metadata.restores:
             self.copy_block(self.host_keys, host_id, self.device_keys, device_id)
 
-    def forward(self, handle: int, device_ids: list[int], tokens: list[int], first: int, last: int) -> None:
+    def forward(self, first_hot_block_id: int, device_ids: list[int], tokens: list[int], first: int, last: int) -> None:
         """Compute positions [first, last): reads every earlier row, on the host and in the indexer cache."""
-        table = self.tables[handle]
+        table = self.tables[first_hot_block_id]
         num_state_blocks = self.layout.state.num_blocks(last)
-        assert len(self.state_tables.get(handle, [])) >= num_state_blocks, "tokens without state blocks"
+        assert len(self.state_block_tables.get(first_hot_block_id, [])) >= num_state_blocks, (
+            "tokens without state blocks"
+        )
         for position in range(last):
             block, offset = divmod(position, BLOCK_SIZE)
             row = tuple(tokens[: position + 1])
@@ -486,4 +494,6 @@ class FakeEngine:
         assert self.kv.block_pool.get_num_free_blocks() == self.kv.block_pool.num_gpu_blocks - 1
         assert self.tracker.leftovers() == {}
         worker = self.worker
-        assert not worker.tables and not worker.hot_tables and not worker.state_tables, "the worker was not told"
+        assert not worker.tables and not worker.hot_block_tables and not worker.state_block_tables, (
+            "the worker was not told"
+        )

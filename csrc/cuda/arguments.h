@@ -45,15 +45,15 @@ struct Residency {
 
 struct StepTables {
     const int32_t* seq_indices;  // [num_device_blocks], -1 where a block is no request's first
-    const int32_t* handles;  // [batch], handle_stride elements apart
+    const int32_t* first_hot_block_ids;  // [batch], first_hot_block_stride elements apart
     const int32_t* seq_lens;  // [batch]
-    const int32_t* hot_tables;  // [num_seqs, num_hot_blocks], requests hot_table_stride elements apart
+    const int32_t* hot_block_tables;  // [num_seqs, num_hot_blocks], requests hot_block_table_stride elements apart
     const int32_t* num_hot_rows;  // [num_seqs]; null where no hot rows are looked for
-    const int32_t* host_tables;  // [num_seqs, num_host_blocks], requests host_table_stride elements apart
+    const int32_t* host_block_tables;  // [num_seqs, num_host_blocks], requests host_block_table_stride elements apart
     const int32_t* query_lens;  // [batch]; null: one each
-    int64_t handle_stride;
-    int64_t hot_table_stride;
-    int64_t host_table_stride;
+    int64_t first_hot_block_stride;
+    int64_t hot_block_table_stride;
+    int64_t host_block_table_stride;
     int32_t num_device_blocks;
     int32_t num_hot_blocks;
     int32_t num_seqs;
@@ -78,7 +78,7 @@ struct UnitTables {
     int64_t* positions;  // [max_query_len, max_batch]
     int64_t* num_tokens;  // [max_query_len, max_batch]
     int32_t* tails;  // [max_batch * num_heads, max_query_len]
-    int32_t* handles;  // [max_batch * num_heads]
+    int32_t* first_hot_block_ids;  // [max_batch * num_heads]
     int32_t* num_units;  // [max_batch * num_heads]
     int32_t* num_new_units;  // [max_batch * num_heads]
     int32_t max_batch;
@@ -199,10 +199,10 @@ cudaError_t launch_write_back(
 
 // Copy a request's first rows from the host: `SwapInOps.stage_rows`.
 //
-// host_table: [num_host_blocks]. staging: [num_rows, row_bytes]; rows of a block that is -1 keep what they hold.
+// host_block_table: [num_host_blocks]. staging: [num_rows, row_bytes]; rows of a block that is -1 keep what they hold.
 cudaError_t launch_stage_rows(
     const HostRows& host,
-    const int32_t* host_table,
+    const int32_t* host_block_table,
     int32_t num_host_blocks,
     int32_t block_size,
     uint8_t* staging,
@@ -213,14 +213,14 @@ cudaError_t launch_stage_rows(
 
 // Copy new rows of a request to the host: `SwapInOps.save_rows`.
 //
-// rows: [num_rows, row_bytes], of the positions from `first` on. host_table: [num_host_blocks].
+// rows: [num_rows, row_bytes], of the positions from `first` on. host_block_table: [num_host_blocks].
 cudaError_t launch_save_rows(
     const uint8_t* rows,
     int32_t first,
     int32_t num_rows,
     int64_t row_bytes,
     const HostRows& host,
-    const int32_t* host_table,
+    const int32_t* host_block_table,
     int32_t num_host_blocks,
     int32_t block_size,
     cudaStream_t stream

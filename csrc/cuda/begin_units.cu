@@ -13,10 +13,11 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
     const int32_t query_len = tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index];
     const int32_t newest = first_seq < 0 ? 0 : tables.seq_lens[batch_index] - 1;
     const int32_t first = first_seq < 0 ? 0 : newest + 1 - query_len;
-    const int32_t first_part = tables.handles[batch_index * tables.handle_stride] * out.head_stride;
+    const int32_t first_hot_block_id = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride];
+    const int32_t first_part = first_hot_block_id * out.head_stride;
     for (int head = threadIdx.x; head < out.num_heads; head += kUnitThreads) {
         const int head_index = batch_index * out.num_heads + head;
-        out.handles[head_index] = first_seq < 0 ? -1 : first_part + head;
+        out.first_hot_block_ids[head_index] = first_seq < 0 ? -1 : first_part + head;
         out.num_units[head_index] = first_seq < 0 ? 0 : newest / out.tokens_per_unit + 1;
         out.num_new_units[head_index] = newest / out.tokens_per_unit + 1 - first / out.tokens_per_unit;
         for (int i = 0; i < out.max_query_len; ++i) {

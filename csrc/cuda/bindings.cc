@@ -132,9 +132,9 @@ HostRows host_rows_of(const TensorView& rows, const HotRows& hot) {
     return host;
 }
 
-const int32_t* host_table_of(const TensorView& table) {
+const int32_t* host_block_table_of(const TensorView& table) {
     check(table.ndim() == 1, "a host table has one dimension");
-    return contiguous<int32_t>(table, "host_table");
+    return contiguous<int32_t>(table, "host_block_table");
 }
 
 // The objects
@@ -151,17 +151,18 @@ Arguments<Residency> residency(TensorView entries, int32_t num_layers) {
 
 StepTables requests_of(
     const TensorView& seq_indices,
-    const TensorView& handles,
+    const TensorView& first_hot_block_ids,
     const TensorView& seq_lens,
     const Optional<TensorView>& query_lens
 ) {
-    check(handles.ndim() == 1 && handles.size(0) == seq_lens.size(0), "handles and lengths are of other batches");
+    const bool same_batch = first_hot_block_ids.ndim() == 1 && first_hot_block_ids.size(0) == seq_lens.size(0);
+    check(same_batch, "first_hot_block_ids and seq_lens are of other batches");
     StepTables tables{};
     tables.seq_indices = contiguous<int32_t>(seq_indices, "seq_indices");
-    tables.handles = elements<int32_t>(handles, "handles");
+    tables.first_hot_block_ids = elements<int32_t>(first_hot_block_ids, "first_hot_block_ids");
     tables.seq_lens = contiguous<int32_t>(seq_lens, "seq_lens");
     if (query_lens.has_value()) tables.query_lens = contiguous<int32_t>(query_lens.value(), "query_lens");
-    tables.handle_stride = handles.stride(0);
+    tables.first_hot_block_stride = first_hot_block_ids.stride(0);
     tables.num_device_blocks = static_cast<int32_t>(seq_indices.size(0));
     tables.batch = static_cast<int32_t>(seq_lens.size(0));
     return tables;
@@ -169,24 +170,24 @@ StepTables requests_of(
 
 Arguments<StepTables> step_tables(
     TensorView seq_indices,
-    TensorView handles,
+    TensorView first_hot_block_ids,
     TensorView seq_lens,
-    TensorView hot_tables,
+    TensorView hot_block_tables,
     TensorView num_hot_rows,
-    TensorView host_tables,
+    TensorView host_block_tables,
     int32_t block_size,
     Optional<TensorView> query_lens,
     int32_t max_query_len
 ) {
-    StepTables tables = requests_of(seq_indices, handles, seq_lens, query_lens);
-    tables.hot_tables = matrix<int32_t>(hot_tables, "hot_tables");
+    StepTables tables = requests_of(seq_indices, first_hot_block_ids, seq_lens, query_lens);
+    tables.hot_block_tables = matrix<int32_t>(hot_block_tables, "hot_block_tables");
     tables.num_hot_rows = contiguous<int32_t>(num_hot_rows, "num_hot_rows");
-    tables.host_tables = matrix<int32_t>(host_tables, "host_tables");
-    tables.hot_table_stride = hot_tables.stride(0);
-    tables.host_table_stride = host_tables.stride(0);
-    tables.num_hot_blocks = static_cast<int32_t>(hot_tables.size(1));
-    tables.num_seqs = static_cast<int32_t>(host_tables.size(0));
-    tables.num_host_blocks = static_cast<int32_t>(host_tables.size(1));
+    tables.host_block_tables = matrix<int32_t>(host_block_tables, "host_block_tables");
+    tables.hot_block_table_stride = hot_block_tables.stride(0);
+    tables.host_block_table_stride = host_block_tables.stride(0);
+    tables.num_hot_blocks = static_cast<int32_t>(hot_block_tables.size(1));
+    tables.num_seqs = static_cast<int32_t>(host_block_tables.size(0));
+    tables.num_host_blocks = static_cast<int32_t>(host_block_tables.size(1));
     tables.block_size = block_size;
     tables.max_query_len = max_query_len;
     return Arguments<StepTables>(tables);
@@ -215,7 +216,7 @@ Arguments<UnitTables> unit_tables(
     TensorView positions,
     TensorView num_tokens,
     TensorView tails,
-    TensorView handles,
+    TensorView first_hot_block_ids,
     TensorView num_units,
     TensorView num_new_units,
     int32_t num_heads,
@@ -227,7 +228,7 @@ Arguments<UnitTables> unit_tables(
         contiguous<int64_t>(positions, "positions"),
         contiguous<int64_t>(num_tokens, "num_tokens"),
         contiguous<int32_t>(tails, "tails"),
-        contiguous<int32_t>(handles, "handles"),
+        contiguous<int32_t>(first_hot_block_ids, "first_hot_block_ids"),
         contiguous<int32_t>(num_units, "num_units"),
         contiguous<int32_t>(num_new_units, "num_new_units"),
         static_cast<int32_t>(positions.size(1)),
@@ -337,30 +338,31 @@ void write_back(Arguments<LayerGroup> layers, Arguments<StepTables> tables, int6
     );
 }
 
-void stage_rows(TensorView host, TensorView host_table, int32_t block_size, TensorView staging, int64_t stream) {
+void stage_rows(TensorView host, TensorView host_block_table, int32_t block_size, TensorView staging, int64_t stream) {
     const HostRows rows = host_rows_of(host);
     check(row_bytes_of(staging) == rows.row_bytes, "host and device rows are of different sizes");
     check(launch_stage_rows(
-        rows, host_table_of(host_table), static_cast<int32_t>(host_table.size(0)), block_size,
+        rows, host_block_table_of(host_block_table), static_cast<int32_t>(host_block_table.size(0)), block_size,
         static_cast<uint8_t*>(staging.data_ptr()), static_cast<int32_t>(staging.size(0)), rows.row_bytes,
         stream_of(stream)
     ));
 }
 
 void save_rows(
-    TensorView rows, int32_t first, TensorView host, TensorView host_table, int32_t block_size, int64_t stream
+    TensorView rows, int32_t first, TensorView host, TensorView host_block_table, int32_t block_size, int64_t stream
 ) {
     const HostRows homes = host_rows_of(host);
     check(row_bytes_of(rows) == homes.row_bytes, "host and device rows are of different sizes");
     check(launch_save_rows(
         static_cast<const uint8_t*>(rows.data_ptr()), first, static_cast<int32_t>(rows.size(0)), homes.row_bytes, homes,
-        host_table_of(host_table), static_cast<int32_t>(host_table.size(0)), block_size, stream_of(stream)
+        host_block_table_of(host_block_table), static_cast<int32_t>(host_block_table.size(0)), block_size,
+        stream_of(stream)
     ));
 }
 
 // num_seqs: of the tables by KV head, that of no request included.
 void begin_units(
-    TensorView handles,
+    TensorView first_hot_block_ids,
     TensorView seq_lens,
     Optional<TensorView> query_lens,
     TensorView seq_indices,
@@ -368,7 +370,7 @@ void begin_units(
     Arguments<UnitTables> out,
     int64_t stream
 ) {
-    StepTables tables = requests_of(seq_indices, handles, seq_lens, query_lens);
+    StepTables tables = requests_of(seq_indices, first_hot_block_ids, seq_lens, query_lens);
     tables.num_seqs = num_seqs;
     check(launch_begin_units(tables, *out, stream_of(stream)));
 }

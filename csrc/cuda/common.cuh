@@ -45,7 +45,7 @@ __device__ inline int32_t find_seq_of(const StepTables& tables, int32_t part, in
 
 // Sequence index of a request of the batch. head_stride: parts of device blocks from one to the next (`KVHeads`).
 __device__ inline int32_t find_seq(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
-    const int32_t part = tables.handles[batch_index * tables.handle_stride] * head_stride;
+    const int32_t part = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride] * head_stride;
     return find_seq_of(tables, part, tables.seq_lens[batch_index]);
 }
 
@@ -66,7 +66,7 @@ template <typename T>
 __device__ inline int64_t flat_hot_row_id(
     const StepTables& tables, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot
 ) {
-    const int32_t* table = tables.hot_tables + seq_index * tables.hot_table_stride;
+    const int32_t* table = tables.hot_block_tables + seq_index * tables.hot_block_table_stride;
     return flat_row_id(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
@@ -75,7 +75,7 @@ template <typename T>
 __device__ inline int64_t flat_host_row_id(
     const StepTables& tables, const T& block_size, int32_t seq_index, int32_t position
 ) {
-    const int32_t* table = tables.host_tables + seq_index * tables.host_table_stride;
+    const int32_t* table = tables.host_block_tables + seq_index * tables.host_block_table_stride;
     return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
 }
 

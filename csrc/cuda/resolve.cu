@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
 
     int32_t selected[kColumnRounds];
     load_selection(selected_positions + batch_index * selected_stride, columns, selected);
-    const int32_t handle = tables.handles[batch_index * tables.handle_stride];
+    const int32_t first_hot_block_id = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride];
     const int32_t seq_len = tables.seq_lens[batch_index], query_len = query_len_of(tables, batch_index);
     scratch.clear();  // while these loads are under way
     if (threadIdx.x < kMaxQueryLen) shared.num_valid[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.cut = {-1, 0, 0, 0};
     if (threadIdx.x == 0) shared.num_found = 0;
-    const int32_t seq_index = find_seq_of(tables, handle, seq_len);
+    const int32_t seq_index = find_seq_of(tables, first_hot_block_id, seq_len);
     // Padding and what fits needs no more than one thread block.
     if (seq_index < 0) {
         if (cluster.rank == 0) resolve_padding(out, batch_index, tables.max_query_len);
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     }
 
     const NewPositions added(seq_len, query_len, tables.max_query_len, __ldg(tables.num_hot_rows + seq_index));
-    const int32_t* hot_table = tables.hot_tables + seq_index * tables.hot_table_stride;
-    asm("" : "+l"(hot_table));  // NOTE: or the compiler would compute it again for every slot
-    const Request request{tables, hot, hot_table, rows_per_block, block_size, batch_index, seq_index, added};
+    const int32_t* hot_block_table = tables.hot_block_tables + seq_index * tables.hot_block_table_stride;
+    asm("" : "+l"(hot_block_table));  // NOTE: or the compiler would compute it again for every slot
+    const Request request{tables, hot, hot_block_table, rows_per_block, block_size, batch_index, seq_index, added};
     if (added.fits) {
         if (cluster.rank != 0) return;
         return resolve_fitting<kColumnRounds, kHasDrafts>(

@@ -63,7 +63,7 @@ struct Place {
 struct Request {
     const StepTables& tables;
     const HotRows& hot;
-    const int32_t* hot_table;  // [tables.num_hot_blocks]
+    const int32_t* hot_block_table;  // [tables.num_hot_blocks]
     const Divisor& rows_per_block;
     const Divisor& block_size;
     int batch_index;
@@ -73,7 +73,7 @@ struct Request {
     // slot: within the request's hot rows.
     __device__ Place place(int32_t slot) const {
         const int32_t index = slot / rows_per_block, offset = slot - index * rows_per_block.divisor;
-        const int32_t block = __ldg(hot_table + index);
+        const int32_t block = __ldg(hot_block_table + index);
         return {static_cast<int32_t>(block * hot.block_stride_rows + offset), block * rows_per_block.divisor + offset};
     }
     __device__ int64_t host_row_id(int32_t position) const {
@@ -83,7 +83,7 @@ struct Request {
     __device__ int32_t host_block(int32_t position) const {
         const int32_t index = position / block_size;
         if (index >= tables.num_host_blocks) return -1;
-        return __ldg(tables.host_tables + seq_index * tables.host_table_stride + index);
+        return __ldg(tables.host_block_tables + seq_index * tables.host_block_table_stride + index);
     }
     __device__ int64_t host_row_id(int32_t position, int32_t block) const {
         return block < 0 ? -1 : static_cast<int64_t>(block) * tables.block_size + position % block_size;

@@ -14,13 +14,13 @@ __global__ void __launch_bounds__(kNumThreads) save_rows_kernel(
     const int32_t num_rows,
     const int64_t row_bytes,
     const HostRows host,
-    const int32_t* __restrict__ host_table,  // [num_host_blocks]
+    const int32_t* __restrict__ host_block_table,  // [num_host_blocks]
     const int32_t num_host_blocks,
     const int32_t block_size
 ) {
     const int warp = warp_index(), lane = lane_index();
     for (int row = blockIdx.x * kNumWarps + warp; row < num_rows; row += gridDim.x * kNumWarps) {
-        const int64_t target = flat_row_id(host_table, num_host_blocks, first + row, block_size, block_size);
+        const int64_t target = flat_row_id(host_block_table, num_host_blocks, first + row, block_size, block_size);
         if (!in_range(target, host.num_rows)) continue;
         copy_row<false>(host.rows + target * row_bytes, rows + row * row_bytes, row_bytes, lane);
     }
@@ -37,7 +37,7 @@ cudaError_t hisparse::launch_save_rows(
     int32_t num_rows,
     int64_t row_bytes,
     const HostRows& host,
-    const int32_t* host_table,
+    const int32_t* host_block_table,
     int32_t num_host_blocks,
     int32_t block_size,
     cudaStream_t stream
@@ -45,7 +45,7 @@ cudaError_t hisparse::launch_save_rows(
     if (num_rows == 0) return cudaSuccess;
     const int num_blocks = std::min((num_rows + kNumWarps - 1) / kNumWarps, kMaxBlocks);
     save_rows_kernel<<<num_blocks, kNumThreads, 0, stream>>>(
-        rows, first, num_rows, row_bytes, host, host_table, num_host_blocks, block_size
+        rows, first, num_rows, row_bytes, host, host_block_table, num_host_blocks, block_size
     );
     return cudaGetLastError();
 }

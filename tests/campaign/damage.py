@@ -48,9 +48,9 @@ def no_news_of_taken_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def diff_silently(self: RequestTracker, num_scheduled) -> HiSparseMetadata:
         before = {admitted.first_hot_block_id: len(admitted.sent_hot_ids) for admitted in self.admitted.values()}
         metadata = diff(self, num_scheduled)
-        for name, (first, block_ids) in list(metadata.hot_tables.items()):
+        for name, (first, block_ids) in list(metadata.hot_block_tables.items()):
             if first + len(block_ids) < before.get(name, 0):
-                del metadata.hot_tables[name]
+                del metadata.hot_block_tables[name]
         return metadata
 
     monkeypatch.setattr(RequestTracker, "diff", diff_silently)

@@ -47,7 +47,7 @@ class BatchEntry:
     """The tokens of one request that a step computes: positions [first, last), over everything before them.
 
     Attributes:
-        handle: its first hot block.
+        first_hot_block_id: its first hot block.
         device_ids: its device-resident blocks.
         text: its tokens as known when the step runs, then its drafts, continued to `last`.
         samples: whether the step yields a token.
@@ -59,7 +59,7 @@ class BatchEntry:
     request_id: str
     first: int
     last: int
-    handle: int
+    first_hot_block_id: int
     device_ids: list[int]
     text: Text
     samples: bool
@@ -126,9 +126,9 @@ class Rank:
         self.num_tables, self.max_blocks, self.layout = num_tables, max_blocks, layout
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
-        # handle -> block -> whether the request has written it
-        self.hot_tables: dict[int, dict[int, bool]] = {}
-        self.state_tables: dict[int, dict[int, bool]] = {}
+        # first hot block id -> block -> whether the request has written it
+        self.hot_block_tables: dict[int, dict[int, bool]] = {}
+        self.state_block_tables: dict[int, dict[int, bool]] = {}
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_forwards_queued = self.num_forwards_done = 0
 
@@ -186,27 +186,32 @@ class Rank:
             self.keys.copy_block(device_id, self.host.keys, host_id)
 
     def _update_tables(self, metadata: HiSparseMetadata) -> None:
-        for handle in metadata.released:
-            del self.tables[handle]
-            self.hot_tables.pop(handle, None)
-            self.state_tables.pop(handle, None)
-        for handle, (first, host_ids) in metadata.tables.items():
-            check((handle in self.tables) == (first > 0), "a table does not start at 0, or starts twice")
-            table = self.tables.setdefault(handle, [])
+        for first_hot_block_id in metadata.released:
+            del self.tables[first_hot_block_id]
+            self.hot_block_tables.pop(first_hot_block_id, None)
+            self.state_block_tables.pop(first_hot_block_id, None)
+        for first_hot_block_id, (first, host_ids) in metadata.host_block_tables.items():
+            check((first_hot_block_id in self.tables) == (first > 0), "a table does not start at 0, or starts twice")
+            table = self.tables.setdefault(first_hot_block_id, [])
             check(len(table) == first, "a change does not continue its table")
             table.extend(host_ids)
             check(len(table) <= self.max_blocks, f"a table of {len(table)} blocks, there is room for {self.max_blocks}")
-        for handle, (first, block_ids) in metadata.hot_tables.items():
-            check(handle in self.tables, "hot blocks of a request that the worker does not know")
-            before = self.hot_tables.get(handle, {})
+        for first_hot_block_id, (first, block_ids) in metadata.hot_block_tables.items():
+            check(first_hot_block_id in self.tables, "hot blocks of a request that the worker does not know")
+            before = self.hot_block_tables.get(first_hot_block_id, {})
             check(first <= len(before), "hot blocks do not continue those of before")
             kept = [*before][:first]
-            self.hot_tables[handle] = {block_id: before.get(block_id, False) for block_id in (*kept, *block_ids)}
-            check(len(self.hot_tables[handle]) == first + len(block_ids), "a hot block twice")
-            check(next(iter(self.hot_tables[handle])) == handle, "the handle is not the first hot block")
-        for handle, (first, block_ids) in metadata.state_tables.items():
-            check(handle in self.tables, "state blocks of a request that the worker does not know")
-            table = self.state_tables.setdefault(handle, {})
+            self.hot_block_tables[first_hot_block_id] = {
+                block_id: before.get(block_id, False) for block_id in (*kept, *block_ids)
+            }
+            check(len(self.hot_block_tables[first_hot_block_id]) == first + len(block_ids), "a hot block twice")
+            check(
+                next(iter(self.hot_block_tables[first_hot_block_id])) == first_hot_block_id,
+                "the table does not begin with the first hot block",
+            )
+        for first_hot_block_id, (first, block_ids) in metadata.state_block_tables.items():
+            check(first_hot_block_id in self.tables, "state blocks of a request that the worker does not know")
+            table = self.state_block_tables.setdefault(first_hot_block_id, {})
             check(first == len(table), "state blocks do not continue those of before")
             table.update(dict.fromkeys(block_ids, False))
             check(len(table) == first + len(block_ids), "a state block twice")
@@ -216,11 +221,14 @@ class Rank:
     def _read_rows(self, step: Step) -> None:
         for entry in step.batch:
             self._use_blocks(step, entry)
-            self._check(step, entry, "host row", self.host.rows, self.tables[entry.handle], entry.first)
+            self._check(step, entry, "host row", self.host.rows, self.tables[entry.first_hot_block_id], entry.first)
 
     def _use_blocks(self, step: Step, entry: BatchEntry) -> None:
         """Whatever the request has written to its hot blocks and state blocks is there: nobody else writes there."""
-        hot, state = self.hot_tables.get(entry.handle, {}), self.state_tables.get(entry.handle, {})
+        hot, state = (
+            self.hot_block_tables.get(entry.first_hot_block_id, {}),
+            self.state_block_tables.get(entry.first_hot_block_id, {}),
+        )
         check(bool(hot), f"{step.reads(entry, self)}: without hot blocks")
         num_rows = min(entry.last, FIXED_BUFFER_SIZE + 1)
         check(
@@ -241,7 +249,7 @@ class Rank:
         for entry in step.batch:
             for position in range(entry.first, entry.last):
                 row = entry.text.rows[position]
-                self.host.rows[_place(self.tables[entry.handle], position)] = row
+                self.host.rows[_place(self.tables[entry.first_hot_block_id], position)] = row
                 if entry.device_ids:
                     self.keys[_place(entry.device_ids, position)] = undrafted(row) if self.num_draft_passes else row
 

@@ -78,9 +78,9 @@ class ReferenceOp:
     def step(self, selected: np.ndarray, newest: int) -> list[int]:
         """The positions that are missed."""
         one = torch.zeros(1, dtype=torch.int32)
-        host_table = torch.arange(64, dtype=torch.int32)[None]  # a host row has its position as id
+        host_block_table = torch.arange(64, dtype=torch.int32)[None]  # a host row has its position as id
         num_hot_rows, seq_lens = torch.tensor([[len(self.residency.positions)], [newest + 1]], dtype=torch.int32)
-        tables = StepTables(one, one, seq_lens, one[None], num_hot_rows, host_table, 1)
+        tables = StepTables(one, one, seq_lens, one[None], num_hot_rows, host_block_table, 1)
         given = torch.from_numpy(selected.astype(np.int32))[None]
         TorchSwapInOps().resolve(self.residency, tables, given, self.hot, self.counts, self.out)
         return self.out.miss_host_row_ids[0, : int(self.out.num_misses[0])].tolist()

@@ -46,12 +46,12 @@ class Ranks:
     def submit(self, request: Request, num_tokens: int) -> None:
         """Schedule a step of one request; the ranks run it when they are told to."""
         metadata, first, last = self.engine.schedule_one(request, num_tokens)
-        handle, device_ids = self.engine.tables_of(request)
+        first_hot_block_id, device_ids = self.engine.tables_of(request)
         tokens, index = list(request.all_token_ids), self.num_submitted
         self.num_submitted += 1
         for rank in self.ranks:
             rank.steps.append(
-                lambda rank=rank: self.run(rank, index, metadata, handle, device_ids, tokens, first, last)
+                lambda rank=rank: self.run(rank, index, metadata, first_hot_block_id, device_ids, tokens, first, last)
             )
 
     def run(self, rank: Rank, index: int, metadata, *forward) -> None:

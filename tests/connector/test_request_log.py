@@ -56,7 +56,7 @@ def test_runs_of_a_preempted_request_add_up(lines: list[str]) -> None:
     assert lines == [line("a", 12, 11, 22)]
 
 
-def test_a_reused_handle_reports_its_runs_in_order(lines: list[str]) -> None:
+def test_a_reused_block_reports_its_runs_in_order(lines: list[str]) -> None:
     log = RequestLog()
     log.started(7, "a")
     log.ended("a", 1)
@@ -72,7 +72,7 @@ def test_a_reused_handle_reports_its_runs_in_order(lines: list[str]) -> None:
     assert not log.leftovers()
 
 
-def test_a_preempted_request_may_get_its_own_handle_again(lines: list[str]) -> None:
+def test_a_preempted_request_may_get_its_own_blocks_again(lines: list[str]) -> None:
     log = RequestLog()
     log.started(7, "a")
     log.started(7, "a")

@@ -64,14 +64,14 @@ def test_refused_transfers_are_counted() -> None:
 def test_tables_travel_as_deltas(engine: FakeEngine) -> None:
     request = engine.add("a", PROMPT[:5], max_tokens=8)
     metadata = engine.step()
-    handle, _ = engine.tables_of(request)
+    first_hot_block_id, _ = engine.tables_of(request)
     first = host_ids(engine, request)
-    assert metadata.tables == {handle: (0, first)}
+    assert metadata.host_block_tables == {first_hot_block_id: (0, first)}
     assert len(first) == 2  # the whole prompt is reserved, in whole blocks
-    assert [engine.step().tables for _ in range(3)] == [{}, {}, {}]
-    assert engine.step().tables == {handle: (2, host_ids(engine, request)[2:])}
+    assert [engine.step().host_block_tables for _ in range(3)] == [{}, {}, {}]
+    assert engine.step().host_block_tables == {first_hot_block_id: (2, host_ids(engine, request)[2:])}
     assert len(host_ids(engine, request)) == 3
-    assert engine.step().tables == {}
+    assert engine.step().host_block_tables == {}
 
 
 def test_nothing_changes_nothing_travels(engine: FakeEngine) -> None:
@@ -82,17 +82,17 @@ def test_nothing_changes_nothing_travels(engine: FakeEngine) -> None:
 
 def test_a_long_prompt_in_chunks_sends_its_table_once(engine: FakeEngine) -> None:
     request = engine.add("a", list(range(20)))
-    tables = [engine.step(budget=3).tables for _ in range(6)]
-    handle, _ = engine.tables_of(request)
-    assert tables == [{handle: (0, host_ids(engine, request))}, {}, {}, {}, {}, {}]
+    tables = [engine.step(budget=3).host_block_tables for _ in range(6)]
+    first_hot_block_id, _ = engine.tables_of(request)
+    assert tables == [{first_hot_block_id: (0, host_ids(engine, request))}, {}, {}, {}, {}, {}]
 
 
 def test_requests_that_do_not_run_this_step_wait_with_their_changes(engine: FakeEngine) -> None:
     request = engine.add("a", PROMPT)
     engine.schedule(budget=8)
-    assert not engine.connector.build_connector_meta(scheduler_output({})).tables
+    assert not engine.connector.build_connector_meta(scheduler_output({})).host_block_tables
     later = engine.connector.build_connector_meta(scheduler_output({"a": 8}))
-    assert later.tables == {engine.tables_of(request)[0]: (0, host_ids(engine, request))}
+    assert later.host_block_tables == {engine.tables_of(request)[0]: (0, host_ids(engine, request))}
 
 
 # Without an indexer group
@@ -169,7 +169,7 @@ def test_published_with_the_save_and_not_before(engine: FakeEngine) -> None:
 def test_two_requests_of_one_step_do_not_share_unsaved_blocks(engine: FakeEngine) -> None:
     first, second = engine.add("a", PROMPT), engine.add("b", PROMPT)
     metadata = engine.step(budget=20)
-    assert len(metadata.tables) == 2 and not metadata.restores
+    assert len(metadata.host_block_tables) == 2 and not metadata.restores
     assert not set(host_ids(engine, first)) & set(host_ids(engine, second))
     engine.check_integrity()
 
@@ -261,7 +261,7 @@ def test_preemption_saves_the_partial_block(num_tokens: int) -> None:
     engine.waiting.clear()
     metadata = engine.connector.build_connector_meta(scheduler_output({}))
     assert metadata.preemption_saves == ([(devices[num_full], hosts[num_full])] if tail else [])
-    assert len(metadata.released) == 1 and not metadata.tables
+    assert len(metadata.released) == 1 and not metadata.host_block_tables
     match = engine.host_pool.retained_prefix(request.request_id, request.num_tokens - 1)
     assert (match.num_tokens, list(match.block_ids)) == (num_tokens, hosts[: num_full + bool(tail)])
 
@@ -360,12 +360,12 @@ def test_copies_of_every_rank_are_counted() -> None:
 def test_handles_are_released_once_before_they_are_reused(engine: FakeEngine) -> None:
     first = engine.add("a", PROMPT)
     engine.step(budget=10)
-    handle, _ = engine.tables_of(first)
+    first_hot_block_id, _ = engine.tables_of(first)
     engine.abort(first)
     second = engine.add("b", PROMPT[:3])
     metadata = engine.step(budget=3)
-    assert metadata.released == [handle]
-    assert list(metadata.tables) == [engine.tables_of(second)[0]]
+    assert metadata.released == [first_hot_block_id]
+    assert list(metadata.host_block_tables) == [engine.tables_of(second)[0]]
     assert engine.step().released == []
 
 
@@ -394,13 +394,13 @@ def resumed_late(**options) -> tuple[FakeEngine, Request]:
 
 def test_a_waiting_session_gives_its_place_on_the_worker_to_a_request_that_runs() -> None:
     engine, session = resumed_late()
-    handle, _ = engine.tables_of(session)
+    first_hot_block_id, _ = engine.tables_of(session)
     metadata = engine.step()
-    assert metadata.released == [handle] and len(engine.worker.tables) == 1
+    assert metadata.released == [first_hot_block_id] and len(engine.worker.tables) == 1
     engine.abort(engine.running[0])
     engine.running.append(session)
     metadata = engine.step()
-    assert metadata.tables == {handle: (0, host_ids(engine, session))}
+    assert metadata.host_block_tables == {first_hot_block_id: (0, host_ids(engine, session))}
     engine.run_to_end()
     assert session.num_output_tokens == 12
     engine.check_idle()
@@ -569,7 +569,7 @@ def test_a_remote_prompt_is_pulled_into_host_and_device_blocks() -> None:
     engine.receive(request)
     metadata = engine.step()
     assert metadata.saves == list(zip(devices[:2], hosts[:2], strict=True))
-    assert metadata.tables == {engine.tables_of(request)[0]: (0, hosts)}
+    assert metadata.host_block_tables == {engine.tables_of(request)[0]: (0, hosts)}
     assert not metadata.restores
     engine.run_to_end()
     assert transport.finished == ["remote"]
@@ -657,7 +657,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def report(engine: FakeEngine, metadata: HiSparseMetadata, *counts: tuple[int, int]) -> None:
     """The worker's answer to `released`, one step later."""
-    requests = [(handle, *count) for handle, count in zip(metadata.released, counts, strict=True)]
+    requests = [
+        (first_hot_block_id, *count) for first_hot_block_id, count in zip(metadata.released, counts, strict=True)
+    ]
     engine.connector.update_connector_output(output(kv_connector_worker_meta=HiSparseWorkerMetadata(requests)))
 
 

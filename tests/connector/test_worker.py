@@ -130,8 +130,8 @@ def test_an_algorithms_state_is_in_the_device_blocks_that_the_scheduler_says() -
     worker, caches = make_worker(is_dense=True), device_caches(is_dense=True)
     worker.vllm_config.model_config.max_model_len = 64 * 16 + 3
     worker.register_kv_caches(caches)
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5])}, hot_tables={3: (0, [3, 4])}))
-    worker.apply_changes(HiSparseMetadata(state_tables={3: (0, [9, 7])}))
+    worker.apply_changes(HiSparseMetadata(host_block_tables={3: (0, [5])}, hot_block_tables={3: (0, [3, 4])}))
+    worker.apply_changes(HiSparseMetadata(state_block_tables={3: (0, [9, 7])}))
     index, before = worker.hot_buffer.requests.index_of(3), caches["m0"].clone()
     for layer, state in enumerate(worker.hot_buffer.state.layers):
         assert state["bounds"].blocks.shape == (NUM_DEVICE_BLOCKS, 64, 2, 2, 32) and state["latest"].numel() == 0
@@ -142,7 +142,7 @@ def test_an_algorithms_state_is_in_the_device_blocks_that_the_scheduler_says() -
     unused = [block for block in range(NUM_DEVICE_BLOCKS) if block not in (7, 9)]
     assert torch.equal(caches["m0"][unused], before[unused])
     worker.apply_changes(HiSparseMetadata(released=[3]))
-    assert not worker.hot_buffer.requests.state_tables.any()
+    assert not worker.hot_buffer.requests.state_block_tables.any()
     worker.hot_buffer.check_integrity()
 
 
@@ -156,7 +156,7 @@ def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: P
     assert not (tmp_path / "traces").exists()
     worker = make_worker(**options)
     worker.register_kv_caches(device_caches())
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2])}, hot_tables={3: (0, [3])}))
+    worker.apply_changes(HiSparseMetadata(host_block_tables={3: (0, [5, 2])}, hot_block_tables={3: (0, [3])}))
     for index, impl in enumerate(worker.impls):
         worker.hot_buffer.add_layer(HotRows.from_cache(impl.cache[:, 0]), impl.host_rows.flatten(0, 1))
         worker.hot_buffer.step.plan(torch.tensor([3], dtype=torch.int32), torch.tensor([71], dtype=torch.int32))
@@ -168,14 +168,16 @@ def test_selections_are_recorded_on_the_first_rank_if_that_is_wanted(tmp_path: P
     assert trace.requests[0].positions[:, 0].tolist() == [list(range(32))] * NUM_LAYERS
 
 
-def test_a_handle_may_change_hands_within_a_step(worker: HiSparseWorkerConnector) -> None:
+def test_a_block_may_change_hands_within_a_step(worker: HiSparseWorkerConnector) -> None:
     requests = worker.hot_buffer.requests
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2]), 4: (0, [1])}, hot_tables={3: (0, [3])}))
-    worker.apply_changes(HiSparseMetadata(tables={3: (2, [7])}))
+    worker.apply_changes(
+        HiSparseMetadata(host_block_tables={3: (0, [5, 2]), 4: (0, [1])}, hot_block_tables={3: (0, [3])})
+    )
+    worker.apply_changes(HiSparseMetadata(host_block_tables={3: (2, [7])}))
     assert requests.hot_blocks[requests.index_of(3)] == [3]
-    assert requests.host_table(requests.index_of(3)).tolist() == [5, 2, 7, -1, -1]
-    worker.apply_changes(HiSparseMetadata(released=[3], tables={3: (0, [6])}))
-    assert requests.host_table(requests.index_of(3)).tolist() == [6, -1, -1, -1, -1]
+    assert requests.host_block_table(requests.index_of(3)).tolist() == [5, 2, 7, -1, -1]
+    worker.apply_changes(HiSparseMetadata(released=[3], host_block_tables={3: (0, [6])}))
+    assert requests.host_block_table(requests.index_of(3)).tolist() == [6, -1, -1, -1, -1]
     assert len(requests) == 2
     worker.hot_buffer.check_integrity()
 
@@ -202,7 +204,7 @@ def test_device_resident_kv_travels_as_the_scheduler_says(worker: HiSparseWorker
 def test_every_layer_represents_a_prompt_before_its_request_decodes() -> None:
     worker = make_worker(is_dense=True)
     worker.register_kv_caches(device_caches(is_dense=True))
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5, 2])}, first_decodes=[(3, 75)]))
+    worker.apply_changes(HiSparseMetadata(host_block_tables={3: (0, [5, 2])}, first_decodes=[(3, 75)]))
     index = worker.hot_buffer.requests.index_of(3)
     assert [impl.spans for impl in worker.impls] == [[KeySpan(index, 0, 75)]] * NUM_LAYERS
     worker.apply_changes(HiSparseMetadata(first_decodes=[(3, 76)]))
@@ -213,7 +215,7 @@ def test_every_layer_represents_a_prompt_before_its_request_decodes() -> None:
 def test_one_rank_reports_requests(rank: int) -> None:
     worker = make_worker(rank=rank)
     worker.register_kv_caches(device_caches())
-    worker.apply_changes(HiSparseMetadata(tables={3: (0, [5])}))
+    worker.apply_changes(HiSparseMetadata(host_block_tables={3: (0, [5])}))
     assert worker.take_worker_metadata() is None
     worker.hot_buffer.counts.by_seq[worker.hot_buffer.requests.index_of(3)] = torch.tensor([9, 4])
     worker.apply_changes(HiSparseMetadata(released=[3]))

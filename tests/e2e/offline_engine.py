@@ -71,17 +71,17 @@ class RowCheck:
         hot, residency = worker.impls[layer].hot, worker.hot_buffer.residency[layer]
         first_new = tables.seq_lens - (1 if tables.query_lens is None else tables.query_lens)
         is_whole = worker.hot_buffer.heads.tokens_per_unit == 1  # what lies behind the newest token may be anything
-        states = tables.seq_indices[tables.handles.long()].where(tables.handles >= 0, -1)
+        states = tables.seq_indices[tables.first_hot_block_ids.long()].where(tables.first_hot_block_ids >= 0, -1)
         for state, num_whole in zip(states.tolist(), first_new.tolist(), strict=True):
             if state < 0:
                 continue
             num_rows = int(tables.num_hot_rows[state])
             slots = torch.arange(num_rows, device=hot.rows.device)[None]
-            table = tables.hot_tables[state, None]
+            table = tables.hot_block_tables[state, None]
             positions = residency.positions[hot.entries(table, slots)[0]].cpu().long()
             held = (positions >= 0) & (is_whole | (positions < num_whole))
             row_ids, positions = hot.flat_row_ids(table, slots)[0].cpu()[held], positions[held]
-            blocks = tables.host_tables[state].cpu().long()[positions // tables.block_size]
+            blocks = tables.host_block_tables[state].cpu().long()[positions // tables.block_size]
             yield row_ids.to(hot.rows.device), blocks * tables.block_size + positions % tables.block_size
 
     def check(self, worker: Any, tables: Any) -> None:

@@ -112,9 +112,9 @@ class State:
     hot_storage: torch.Tensor
     residency: Residency
     seq_indices: torch.Tensor
-    hot_tables: torch.Tensor
+    hot_block_tables: torch.Tensor
     num_hot_rows: torch.Tensor
-    host_tables: torch.Tensor
+    host_block_tables: torch.Tensor
     counts: torch.Tensor
     out: Resolved
     newest_row_ids: torch.Tensor
@@ -145,9 +145,9 @@ class State:
             move(self.hot_storage),
             Residency(move(self.residency.entries)),
             move(self.seq_indices),
-            move(self.hot_tables),
+            move(self.hot_block_tables),
             move(self.num_hot_rows),
-            move(self.host_tables),
+            move(self.host_block_tables),
             move(self.counts),
             Resolved(*(move(getattr(self.out, name)) for name in self.out.__dataclass_fields__)),
             move(self.newest_row_ids),
@@ -177,8 +177,10 @@ class Scenario:
 
     def initial_state(self) -> State:
         case = self.case
-        host_tables = self.disjoint(case.num_host_blocks)
-        host_rows = torch.full(((host_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8)
+        host_block_tables = self.disjoint(case.num_host_blocks)
+        host_rows = torch.full(
+            ((host_block_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8
+        )
         width = case.rows_per_block + case.gap
         hot = torch.full((self.hot_blocks.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
         seq_indices = torch.full((len(hot),), -1, dtype=torch.int32)
@@ -192,20 +194,20 @@ class Scenario:
             seq_indices,
             torch.full_like(self.hot_blocks, -1),
             torch.zeros(case.batch, dtype=torch.int32),
-            torch.full_like(host_tables, -1),
+            torch.full_like(host_block_tables, -1),
             torch.zeros(case.batch, 2, dtype=torch.int64),
             Resolved.allocate(case.batch + 1, case.top_k * case.query_len, torch.device("cpu"), case.query_len),
             torch.full(((case.batch + 1) * case.query_len,), -5),
             case.rows_per_block,
         )
         for batch_index, length in enumerate(self.lengths):
-            state.host_tables[self.seq_index(state, batch_index)] = host_tables[batch_index]
-            known = self.host_ids(host_tables[batch_index], torch.arange(length))
+            state.host_block_tables[self.seq_index(state, batch_index)] = host_block_tables[batch_index]
+            known = self.host_ids(host_block_tables[batch_index], torch.arange(length))
             host_rows[known] = self.bytes(len(known))
             num_rows = case.max_hot_rows if batch_index == 0 else self.some_num_rows(batch_index)
             self.resize(state, batch_index, num_rows)
             if case.seeded:
-                self.seed(state, batch_index, num_rows, host_tables[batch_index])
+                self.seed(state, batch_index, num_rows, host_block_tables[batch_index])
         return state
 
     def seq_index(self, state: State, batch_index: int) -> int:
@@ -224,14 +226,14 @@ class Scenario:
 
     def resize(self, state: State, batch_index: int, num_rows: int) -> None:
         """Give a request more hot rows, which are empty, or take its last ones."""
-        seq_index, device = self.seq_index(state, batch_index), state.hot_tables.device
+        seq_index, device = self.seq_index(state, batch_index), state.hot_block_tables.device
         added = torch.arange(num_rows)[int(state.num_hot_rows[seq_index]) :]
         state.residency.positions[self.entries(batch_index, added).to(device)] = -1
         table = self.hot_blocks[batch_index].clone()
         table[-(-num_rows // self.case.rows_per_block) :] = -1
-        state.hot_tables[seq_index], state.num_hot_rows[seq_index] = table.to(device), num_rows
+        state.hot_block_tables[seq_index], state.num_hot_rows[seq_index] = table.to(device), num_rows
 
-    def seed(self, state: State, batch_index: int, num_rows: int, host_table: torch.Tensor) -> None:
+    def seed(self, state: State, batch_index: int, num_rows: int, host_block_table: torch.Tensor) -> None:
         """Fill most of a request's hot rows, with random ages. A sequence that fits has most positions in their own
         slots; the others are where they were when it did not fit."""
         length, slots = self.lengths[batch_index], torch.arange(num_rows)
@@ -243,7 +245,10 @@ class Scenario:
             held = slots.where((slots < length) & (self.integers(0, 10, num_rows) > 0), held)
         held[self.integers(0, 10, num_rows) == 0] = -1
         state.residency.positions[entries] = held.int()
-        hot_ids, host_ids = self.hot_ids(batch_index, slots[held >= 0]), self.host_ids(host_table, held[held >= 0])
+        hot_ids, host_ids = (
+            self.hot_ids(batch_index, slots[held >= 0]),
+            self.host_ids(host_block_table, held[held >= 0]),
+        )
         state.hot.rows[hot_ids] = state.host_rows[host_ids]
 
     def integers(self, low: int, high: int, *size: int) -> torch.Tensor:
@@ -322,7 +327,7 @@ def reset_out(out: Resolved) -> None:
 def tables_of(
     state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor
 ) -> StepTables:
-    by_seq = state.hot_tables, state.num_hot_rows, state.host_tables
+    by_seq = state.hot_block_tables, state.num_hot_rows, state.host_block_tables
     drafts = (query_lens, case.query_len) if case.query_len > 1 else ()
     return StepTables(state.seq_indices, block_tables[:, 0], seq_lens, *by_seq, case.block_size, *drafts)
 
@@ -511,7 +516,7 @@ def test_resolved_rows_outside_the_pools_are_not_copied() -> None:
     case = Case(3, 128, 256, row_bytes=64, shortest=500, longest=600, seeded=False, steps=1)
     scenario = Scenario(case)
     scenario.padding = set()
-    scenario.state.host_tables[:, ::2] = torch.tensor([-1, -9, 2**31 - 1], dtype=torch.int32)[:, None]
+    scenario.state.host_block_tables[:, ::2] = torch.tensor([-1, -9, 2**31 - 1], dtype=torch.int32)[:, None]
     reference, found = scenario.state, scenario.state.to_cuda()
     inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch)
     run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
@@ -632,9 +637,9 @@ def test_the_widest_tables(top_k: int, query_len: int) -> None:
 
 def widened(state: State, num_hot_rows: int) -> State:
     """The same with tables that have room for `num_hot_rows` of each request."""
-    num_seqs, num_blocks = state.hot_tables.shape
-    more = state.hot_tables.new_full((num_seqs, num_hot_rows // state.rows_per_block - num_blocks), -1)
-    return replace(state, hot_tables=torch.cat((state.hot_tables, more), 1))
+    num_seqs, num_blocks = state.hot_block_tables.shape
+    more = state.hot_block_tables.new_full((num_seqs, num_hot_rows // state.rows_per_block - num_blocks), -1)
+    return replace(state, hot_block_tables=torch.cat((state.hot_block_tables, more), 1))
 
 
 def test_every_operation_is_launched_in_microseconds() -> None:
@@ -649,8 +654,8 @@ def test_every_operation_is_launched_in_microseconds() -> None:
         lambda: ops.newest_row_ids(tables, state.hot, state.newest_row_ids),
         lambda: ops.swap_in(state.residency, tables, inputs[2], state.host_rows, state.hot, state.counts, state.out),
         lambda: ops.write_back([state.hot], [state.host_rows], tables),
-        lambda: ops.stage_rows(state.host_rows, state.host_tables[0], case.block_size, staging),
-        lambda: ops.save_rows(rows, 0, state.host_rows, state.host_tables[0], case.block_size),
+        lambda: ops.stage_rows(state.host_rows, state.host_block_tables[0], case.block_size, staging),
+        lambda: ops.save_rows(rows, 0, state.host_rows, state.host_block_tables[0], case.block_size),
     ]
     for call in calls:
         torch.cuda.synchronize()

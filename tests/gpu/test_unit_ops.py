@@ -30,22 +30,26 @@ class Layer:
         self.max_query_len = 4 if drafts else 1
         query_lens = torch.tensor([1, 4, 3, 2, 4, 2], dtype=torch.int32) if drafts else None
         seq_lens = torch.tensor([1, 17, 300, 0, 5, 64], dtype=torch.int32)
-        handles = torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
-        block_tables = (handles[:, None] + torch.arange(num_hot_blocks)).int()  # as vLLM has them
+        first_hot_block_ids = (
+            torch.randperm(NUM_BLOCKS // num_hot_blocks, generator=generator)[:NUM_REQUESTS] * num_hot_blocks
+        )
+        block_tables = (first_hot_block_ids[:, None] + torch.arange(num_hot_blocks)).int()  # as vLLM has them
         seq_indices = torch.full((NUM_BLOCKS * stride,), -1, dtype=torch.int32)
-        for request, handle in enumerate(handles.tolist()):
+        for request, first_hot_block_id in enumerate(first_hot_block_ids.tolist()):
             if request != 4:  # a request that nobody knows
                 heads = torch.arange(num_heads, dtype=torch.int32)
-                seq_indices[handle * stride : handle * stride + num_heads] = request * num_heads + heads
+                seq_indices[first_hot_block_id * stride : first_hot_block_id * stride + num_heads] = (
+                    request * num_heads + heads
+                )
         max_blocks = 300 // per_unit // self.units_per_host_block + 1
         num_host_blocks = NUM_REQUESTS * max_blocks
         by_request = torch.randperm(num_host_blocks, generator=generator).view(NUM_REQUESTS, max_blocks)
         by_head = (by_request[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten(0, 1)
-        host_tables = torch.cat((by_head, torch.full((1, max_blocks), -1))).int()
+        host_block_tables = torch.cat((by_head, torch.full((1, max_blocks), -1))).int()
         heads = KVHeads(num_heads, stride, per_unit)
         by_block = heads.parts_of(block_tables.flatten()).view(NUM_REQUESTS, num_hot_blocks, num_heads)
-        hot_tables = torch.cat((by_block.mT.flatten(0, 1), torch.zeros(1, num_hot_blocks, dtype=torch.int32)))
-        num_hot_rows = num_hot_blocks * units_per_block - torch.arange(len(hot_tables), dtype=torch.int32) % 2
+        hot_block_tables = torch.cat((by_block.mT.flatten(0, 1), torch.zeros(1, num_hot_blocks, dtype=torch.int32)))
+        num_hot_rows = num_hot_blocks * units_per_block - torch.arange(len(hot_block_tables), dtype=torch.int32) % 2
         width = per_unit * 2 * head_size
         parts = (NUM_BLOCKS - 1) * stride + num_heads
         cache = torch.randn(parts, units_per_block, width, generator=generator).bfloat16()
@@ -58,19 +62,19 @@ class Layer:
             .to(device)
         )
         before = torch.tensor([-1, 0, 1, 18, 297, 60] * 20, dtype=torch.int32) // per_unit  # of the step before
-        self.first_units = before[: len(host_tables)].contiguous().to(device)
+        self.first_units = before[: len(host_block_tables)].contiguous().to(device)
         self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device, self.max_query_len)
         self.query_lens = None if query_lens is None else query_lens.to(device)
         self.seq_indices, self.seq_lens = seq_indices.to(device), seq_lens.to(device)
         self.block_tables = block_tables.to(device)
-        self.by_seq = [tables.to(device) for tables in (hot_tables, num_hot_rows, host_tables)]
+        self.by_seq = [tables.to(device) for tables in (hot_block_tables, num_hot_rows, host_block_tables)]
 
     def run(self, ops) -> None:
         units = self.units
         ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.query_lens, self.seq_indices, units)
         tables = StepTables(
             self.seq_indices,
-            units.handles,
+            units.first_hot_block_ids,
             units.num_units,
             *self.by_seq,
             self.units_per_host_block,
@@ -88,7 +92,15 @@ def test_units_and_tokens(sizes: tuple[int, int, int, int], drafts: bool) -> Non
     expected.run(TorchSwapInOps())
     got.run(swap_in_ops(torch.device("cuda")))
     torch.cuda.synchronize()
-    for name in ("request_indices", "positions", "num_tokens", "tails", "handles", "num_units", "num_new_units"):
+    for name in (
+        "request_indices",
+        "positions",
+        "num_tokens",
+        "tails",
+        "first_hot_block_ids",
+        "num_units",
+        "num_new_units",
+    ):
         assert torch.equal(getattr(got.units, name).cpu(), getattr(expected.units, name)), name
     assert torch.equal(got.first_units.cpu(), expected.first_units)
     assert torch.equal(got.hot.rows.cpu(), expected.hot.rows) and torch.equal(got.host, expected.host)

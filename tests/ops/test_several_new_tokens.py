@@ -35,14 +35,14 @@ class Simulation:
         self.random, self.query_len, self.top_k = random.Random(seed), query_len, top_k
         self.num_slots, self.ops = query_len * top_k + extra_slots, TorchSwapInOps()
         self.buffers = [Buffer(self.num_slots, query_len) for _ in range(NUM_REQUESTS)]
-        self.host_tables = self._tables(-(-MAX_TOKENS // BLOCK_SIZE))
-        self.hot_tables = self._tables(-(-(self.num_slots + query_len) // ROWS_PER_BLOCK))
-        self.host_blocks, self.hot_blocks = self.host_tables.tolist(), self.hot_tables.tolist()
-        self.host_rows = torch.full((int(self.host_tables.max() + 1) * BLOCK_SIZE, 3), float("nan"))
-        cache = torch.full((int(self.hot_tables.max()) + 1, ROWS_PER_BLOCK, 3), float("nan"))
+        self.host_block_tables = self._tables(-(-MAX_TOKENS // BLOCK_SIZE))
+        self.hot_block_tables = self._tables(-(-(self.num_slots + query_len) // ROWS_PER_BLOCK))
+        self.host_blocks, self.hot_blocks = self.host_block_tables.tolist(), self.hot_block_tables.tolist()
+        self.host_rows = torch.full((int(self.host_block_tables.max() + 1) * BLOCK_SIZE, 3), float("nan"))
+        cache = torch.full((int(self.hot_block_tables.max()) + 1, ROWS_PER_BLOCK, 3), float("nan"))
         self.hot_rows = HotRows.from_cache(cache)
         self.seq_indices = torch.full((len(cache),), -1, dtype=torch.int32)
-        self.seq_indices[self.hot_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
+        self.seq_indices[self.hot_block_tables[:, 0].long()] = torch.arange(NUM_REQUESTS, dtype=torch.int32)
         self.num_hot_rows = torch.full((NUM_REQUESTS,), self.num_slots + query_len, dtype=torch.int32)
         self.residency = Residency.allocate(len(cache) * ROWS_PER_BLOCK, torch.device("cpu"))
         self.counts = torch.zeros(NUM_REQUESTS, 2, dtype=torch.int64)
@@ -65,11 +65,11 @@ class Simulation:
         query_lens = torch.tensor(num_new, dtype=torch.int32)
         tables = StepTables(
             self.seq_indices,
-            self.hot_tables[requests, 0],
+            self.hot_block_tables[requests, 0],
             torch.tensor([self.buffers[request].length for request in requests], dtype=torch.int32) + query_lens,
-            self.hot_tables,
+            self.hot_block_tables,
             self.num_hot_rows,
-            self.host_tables,
+            self.host_block_tables,
             BLOCK_SIZE,
             query_lens,
             self.query_len,

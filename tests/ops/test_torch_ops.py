@@ -62,15 +62,15 @@ class Simulation:
     def __init__(self, shape: Shape, seed: int, num_tokens: int = 48):
         self.shape, self.random = shape, random.Random(seed)
         self.ops = TorchSwapInOps()
-        self.host_tables = self.tables(-(-num_tokens // shape.block_size))
-        self.hot_tables = self.tables(-(-(num_tokens + 1) // shape.rows_per_block))
+        self.host_block_tables = self.tables(-(-num_tokens // shape.block_size))
+        self.hot_block_tables = self.tables(-(-(num_tokens + 1) // shape.rows_per_block))
         self.num_hot_rows = torch.full((self.NUM_REQUESTS,), shape.num_slots + 1, dtype=torch.int32)
-        self.host_rows = torch.full(((self.host_tables.max() + 4) * shape.block_size, ROW), float("nan"))
+        self.host_rows = torch.full(((self.host_block_tables.max() + 4) * shape.block_size, ROW), float("nan"))
         width = shape.rows_per_block + shape.gap
-        self.hot_storage = torch.full((self.hot_tables.max() + 4, width, ROW), float("nan"))
+        self.hot_storage = torch.full((self.hot_block_tables.max() + 4, width, ROW), float("nan"))
         self.hot_rows = HotRows.from_cache(self.hot_storage[:, : shape.rows_per_block])
         self.seq_indices = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
-        self.seq_indices[self.hot_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
+        self.seq_indices[self.hot_block_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
         self.residency = Residency.allocate(len(self.hot_storage) * shape.rows_per_block, torch.device("cpu"))
         self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
         self.expected_counts = self.counts.clone()
@@ -99,19 +99,19 @@ class Simulation:
 
     def host_index(self, request: int, position: int) -> int:
         block, offset = divmod(position, self.shape.block_size)
-        return self.host_tables[request, block].item() * self.shape.block_size + offset
+        return self.host_block_tables[request, block].item() * self.shape.block_size + offset
 
     def hot_row(self, request: int, slot: int) -> torch.Tensor:
         block, offset = divmod(slot, self.shape.rows_per_block)
-        return self.hot_storage[self.hot_tables[request, block], offset]
+        return self.hot_storage[self.hot_block_tables[request, block], offset]
 
     def hot_index(self, request: int, slot: int) -> int:
         block, offset = divmod(slot, self.shape.rows_per_block)
-        return self.hot_tables[request, block].item() * (self.shape.rows_per_block + self.shape.gap) + offset
+        return self.hot_block_tables[request, block].item() * (self.shape.rows_per_block + self.shape.gap) + offset
 
     def entry(self, request: int, slot: int) -> int:
         block, offset = divmod(slot, self.shape.rows_per_block)
-        return self.hot_tables[request, block].item() * self.shape.rows_per_block + offset
+        return self.hot_block_tables[request, block].item() * self.shape.rows_per_block + offset
 
     def resize(self, request: int, num_rows: int) -> None:
         """Give a request more hot rows, which are empty, or take its last ones."""
@@ -144,7 +144,7 @@ class Simulation:
         nobody = torch.tensor([self.random.choice([-1, 2**31 - 1, len(self.seq_indices)])], dtype=torch.int32)
         return StepTables(
             self.seq_indices,
-            torch.cat((self.hot_tables[requests, 0], nobody)),
+            torch.cat((self.hot_block_tables[requests, 0], nobody)),
             torch.tensor([*seq_lens, self.random.choice([0, 5])], dtype=torch.int32),
             *self.state_args,
         )
@@ -185,7 +185,7 @@ class Simulation:
     @property
     def state_args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Tables by state, and the size of host blocks."""
-        return self.hot_tables, self.num_hot_rows, self.host_tables, self.shape.block_size
+        return self.hot_block_tables, self.num_hot_rows, self.host_block_tables, self.shape.block_size
 
     def check_resolved(self, requests: list[int], selections: list[list[int]], newest: list[int]) -> list[list[int]]:
         all_missed = []
@@ -312,8 +312,8 @@ def test_a_request_that_resumes_with_an_empty_buffer_fills_the_slots_of_its_sele
 
 def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
-    simulation.host_tables[0, 0] = -1
-    simulation.host_tables[0, 1] = 2**30
+    simulation.host_block_tables[0, 0] = -1
+    simulation.host_block_tables[0, 1] = 2**30
     tables = simulation.step_tables([0])
     hot_before = simulation.hot_storage.clone()
     top_k = torch.tensor([[2, 5, -1], [-1, -1, -1]], dtype=torch.int32)
@@ -329,7 +329,7 @@ def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     tables = StepTables(
         simulation.seq_indices if has_request else torch.full_like(simulation.seq_indices, -1),
-        simulation.hot_tables[:1, 0],
+        simulation.hot_block_tables[:1, 0],
         torch.tensor([seq_len], dtype=torch.int32),
         *simulation.state_args,
     )

@@ -23,29 +23,30 @@ class _RequestStats:
 
 
 class RequestLog:
-    """Adds up what the worker reports for each handle, and logs a finished request once all of its runs are reported.
+    """Adds up what the worker reports for each first hot block, and logs a finished request once all of its runs are
+    reported.
 
-    A run lasts from an admission to the release of the hot blocks; a preempted request has several. Each handle has a
-    queue of runs, because later requests reuse it.
+    A run lasts from an admission to the release of the hot blocks; a preempted request has several. Each first hot
+    block has a queue of runs, because later requests reuse it.
     """
 
     def __init__(self) -> None:
         self._stats: dict[str, _RequestStats] = {}
         self._runs: dict[int, deque[str]] = {}
 
-    def started(self, handle: int, request_id: str) -> None:
+    def started(self, first_hot_block_id: int, request_id: str) -> None:
         self._stats.setdefault(request_id, _RequestStats()).num_open_runs += 1
-        self._runs.setdefault(handle, deque()).append(request_id)
+        self._runs.setdefault(first_hot_block_id, deque()).append(request_id)
 
     def received(self, request_id: str, bytes_to_host: int, bytes_to_device: int) -> None:
         stats = self._stats.setdefault(request_id, _RequestStats())
         stats.bytes_to_host += bytes_to_host
         stats.bytes_to_device += bytes_to_device
 
-    def released(self, handle: int, hits: int, misses: int) -> None:
-        request_id = self._runs[handle].popleft()
-        if not self._runs[handle]:
-            del self._runs[handle]
+    def released(self, first_hot_block_id: int, hits: int, misses: int) -> None:
+        request_id = self._runs[first_hot_block_id].popleft()
+        if not self._runs[first_hot_block_id]:
+            del self._runs[first_hot_block_id]
         stats = self._stats[request_id]
         stats.hits += hits
         stats.misses += misses

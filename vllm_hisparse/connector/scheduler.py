@@ -178,8 +178,8 @@ class HiSparseSchedulerConnector:
         if self.transport:
             self.transport.update_connector_output(output)
         if self.request_log and isinstance(worker_meta, HiSparseWorkerMetadata):
-            for handle, hits, misses in worker_meta.requests:
-                self.request_log.released(handle, hits, misses)
+            for first_hot_block_id, hits, misses in worker_meta.requests:
+                self.request_log.released(first_hot_block_id, hits, misses)
 
     def request_finished(self, request: Request) -> None:
         """Forget a request; its blocks come back through the managers."""
@@ -250,7 +250,7 @@ class HiSparseSchedulerConnector:
 
     def _log_started(self, metadata: HiSparseMetadata, num_scheduled: Mapping[str, int]) -> None:
         """Tell the log which requests the workers learn of in this step, for the first time or again."""
-        started = {block_id for block_id, (first, _) in metadata.tables.items() if first == 0}
+        started = {block_id for block_id, (first, _) in metadata.host_block_tables.items() if first == 0}
         for request_id in num_scheduled if started else ():
             if (block_id := self.tracker.admitted[request_id].first_hot_block_id) in started:
                 self.request_log.started(block_id, request_id)

@@ -103,13 +103,13 @@ class HiSparseWorkerConnector:
         self.store.save_resident_kv(self.resident_kv, metadata.preemption_saves)
         if metadata.waits_for_preemption_saves:
             self.store.wait()
-        for handle in metadata.released:
-            self.hot_buffer.release(handle)
-        self.hot_buffer.extend_tables(metadata.tables)
-        self.hot_buffer.change_hot_tables(metadata.hot_tables)
-        self.hot_buffer.requests.extend_state(metadata.state_tables)
-        for handle, position in metadata.first_decodes:
-            for span in self.hot_buffer.begin_decoding(handle, position):
+        for first_hot_block_id in metadata.released:
+            self.hot_buffer.release(first_hot_block_id)
+        self.hot_buffer.extend_host_block_tables(metadata.host_block_tables)
+        self.hot_buffer.change_hot_block_tables(metadata.hot_block_tables)
+        self.hot_buffer.requests.extend_state(metadata.state_block_tables)
+        for first_hot_block_id, position in metadata.first_decodes:
+            for span in self.hot_buffer.begin_decoding(first_hot_block_id, position):
                 for impl in self.impls:
                     impl.represent(span)
         self.hot_buffer.requests.expect_prefills(metadata.prefills)

@@ -33,14 +33,14 @@ class PrefillBatch:
         tokens: [tokens] int64 indices of the tokens in the step's batch.
         starts: [requests + 1] int32 where each request's tokens start in `tokens`.
         seq_lens: [requests] int32.
-        host_tables: [requests, blocks] int32.
+        host_block_tables: [requests, blocks] int32.
         schedule: the kernel's own metadata.
     """
 
     tokens: torch.Tensor
     starts: torch.Tensor
     seq_lens: torch.Tensor
-    host_tables: torch.Tensor
+    host_block_tables: torch.Tensor
     schedule: torch.Tensor
 
 
@@ -96,20 +96,22 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HotGQACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
-        handles = common.block_table_tensor[:num_reqs, 0]
+        first_hot_block_ids = common.block_table_tensor[:num_reqs, 0]
         buffer, key_spans, seeds = self.hot_buffer, [], []
-        known = self._known_spans(common, handles)
+        known = self._known_spans(common, first_hot_block_ids)
         max_query_len = buffer.shape.max_query_len
         prefills = [span for span in known if span.num_tokens > max_query_len]
         for span in prefills:
             key_spans += buffer.begin_prefill(span.request_index, span.first, span.seq_len)
-            seeds.append(buffer.seeds(handles[span.batch_index, None], span.seq_len))
+            seeds.append(buffer.seeds(first_hot_block_ids[span.batch_index, None], span.seq_len))
         decodes = [span for span in known if span.num_tokens <= max_query_len]
         batch_indices = [span.batch_index for span in decodes]
         query_lens = torch.tensor([span.num_tokens for span in decodes], dtype=torch.int32)
         starts = torch.tensor([span.tokens.start for span in decodes])
         tokens, query_indices = decode_tokens(starts, query_lens, max_query_len)
-        buffer.step.plan(handles[batch_indices], common.seq_lens[batch_indices].int(), query_lens, query_indices)
+        buffer.step.plan(
+            first_hot_block_ids[batch_indices], common.seq_lens[batch_indices].int(), query_lens, query_indices
+        )
         return HotGQACpuMetadata(
             *self._host_slots(known),
             key_spans,
@@ -122,11 +124,11 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
     def hot_buffer(self) -> GQAHotBuffer:
         return self.impl.hot_buffer
 
-    def _known_spans(self, common: CommonAttentionMetadata, handles: torch.Tensor) -> list[_QuerySpan]:
+    def _known_spans(self, common: CommonAttentionMetadata, first_hot_block_ids: torch.Tensor) -> list[_QuerySpan]:
         """Spans of the requests that the worker knows and that have query tokens."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         seq_lens = common.seq_lens[: common.num_reqs].tolist()
-        indices = self.hot_buffer.requests.find(handles).tolist()
+        indices = self.hot_buffer.requests.find(first_hot_block_ids).tolist()
         tokens = [slice(start, stop) for start, stop in pairwise(starts)]
         spans = map(_QuerySpan, range(common.num_reqs), indices, tokens, seq_lens)
         num_requests = self.hot_buffer.requests.num_requests
@@ -137,7 +139,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         block_size, tokens, slots = self.kv_cache_spec.block_size, [torch.empty(0).long()], [torch.empty(0).long()]
         for span in spans:
             positions = torch.arange(span.first, span.seq_len)
-            blocks = self.hot_buffer.requests.host_table(span.request_index)[positions // block_size].long()
+            blocks = self.hot_buffer.requests.host_block_table(span.request_index)[positions // block_size].long()
             tokens.append(torch.arange(span.tokens.start, span.tokens.stop))
             slots.append(blocks * block_size + positions % block_size)
         return torch.cat(tokens), torch.cat(slots)
@@ -161,7 +163,9 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
             isa=cpu_attention_isa(spec.dtype, spec.block_size, spec.head_size),
             enable_kv_split=True,
         )
-        tables = torch.stack([self.hot_buffer.requests.host_table(span.request_index)[:num_blocks] for span in spans])
+        tables = torch.stack(
+            [self.hot_buffer.requests.host_block_table(span.request_index)[:num_blocks] for span in spans]
+        )
         tokens = torch.cat([torch.arange(span.tokens.start, span.tokens.stop) for span in spans])
         return PrefillBatch(tokens, starts, seq_lens, tables.clamp_min(0), schedule)
 
@@ -275,7 +279,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=batch.host_tables,
+            block_table=batch.host_block_tables,
             softcap=0,
             scheduler_metadata=batch.schedule,
             s_aux=None,
@@ -351,7 +355,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
     def _host_units(self, seq_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """Flat host unit of units of KV heads; int64, the two broadcast."""
         per_block = self.hot_buffer.step.shape.block_size
-        parts = self.hot_buffer.requests.host_tables[seq_indices, units // per_block].long()
+        parts = self.hot_buffer.requests.host_block_tables[seq_indices, units // per_block].long()
         return parts * per_block + units % per_block
 
     def _load_missed(self, resolved: Resolved, batch: int) -> None:
@@ -379,8 +383,8 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
     def _load_host_keys(self, span: KeySpan) -> torch.Tensor:
         """[last - first, num_kv_heads, head_size]."""
         positions = torch.arange(span.first, span.last)
-        host_table = self.hot_buffer.requests.host_table(span.request_index)
-        blocks, heads = host_table[positions // self.block_size].long(), torch.arange(self.num_kv_heads)
+        host_block_table = self.hot_buffer.requests.host_block_table(span.request_index)
+        blocks, heads = host_block_table[positions // self.block_size].long(), torch.arange(self.num_kv_heads)
         where = torch.broadcast_tensors(blocks[:, None], heads, (positions % self.block_size)[:, None])
         keys = self.host_blocks.load_keys(*(index.flatten() for index in where))
         return keys.view(len(positions), self.num_kv_heads, self.head_size)

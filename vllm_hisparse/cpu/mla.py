@@ -23,13 +23,14 @@ class PrefillChunk:
     Attributes:
         tokens: its tokens in the step's batch.
         first: position of its first token.
-        handle: [1] int32 first hot block. host_table: [blocks] int32.
+        first_hot_block_id: [1] int32.
+        host_block_table: [blocks] int32 host block ids.
     """
 
     tokens: slice
     first: int
-    handle: torch.Tensor
-    host_table: torch.Tensor
+    first_hot_block_id: torch.Tensor
+    host_block_table: torch.Tensor
 
 
 @dataclass
@@ -50,17 +51,17 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
     ) -> HotMLACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1]
-        handles = common.block_table_tensor[:num_reqs, 0]
+        first_hot_block_ids = common.block_table_tensor[:num_reqs, 0]
         buffer = self.impl.hot_buffer
-        request_indices = buffer.requests.find(handles)
+        request_indices = buffer.requests.find(first_hot_block_ids)
         known, query_lens = request_indices < buffer.requests.num_requests, torch.diff(starts)
         max_query_len = buffer.shape.max_query_len
         decodes = (known & (query_lens <= max_query_len)).nonzero()[:, 0]
         tokens, query_indices = decode_tokens(starts[:-1][decodes], query_lens[decodes], max_query_len)
         lengths = common.seq_lens[:num_reqs][decodes], query_lens[decodes]
-        buffer.step.plan(handles[decodes], *lengths, query_indices)
+        buffer.step.plan(first_hot_block_ids[decodes], *lengths, query_indices)
         chunks = [
-            self._chunk(i, starts, common.seq_lens, handles, request_indices)
+            self._chunk(i, starts, common.seq_lens, first_hot_block_ids, request_indices)
             for i in (known & (query_lens > max_query_len)).nonzero()[:, 0].tolist()
         ]
         return HotMLACpuMetadata(
@@ -80,13 +81,13 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
         batch_index: int,
         starts: torch.Tensor,
         seq_lens: torch.Tensor,
-        handles: torch.Tensor,
+        first_hot_block_ids: torch.Tensor,
         request_indices: torch.Tensor,
     ) -> PrefillChunk:
         tokens = slice(int(starts[batch_index]), int(starts[batch_index + 1]))
         first = int(seq_lens[batch_index]) - (tokens.stop - tokens.start)
-        host_table = self.impl.hot_buffer.requests.host_table(int(request_indices[batch_index]))
-        return PrefillChunk(tokens, first, handles[batch_index, None], host_table)
+        host_block_table = self.impl.hot_buffer.requests.host_block_table(int(request_indices[batch_index]))
+        return PrefillChunk(tokens, first, first_hot_block_ids[batch_index, None], host_block_table)
 
 
 class HotMLACpuBackend(SparseMLACpuBackend):
@@ -153,13 +154,13 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
         """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
         block_size = self.hot_buffer.shape.block_size
-        self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_table, block_size)
+        self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_block_table, block_size)
         self._seed(chunk, chunk.first + len(new_rows))
         selected = self.topk_indices_buffer[chunk.tokens].long()
         return self.attend_prompt(query, selected, chunk.first, self.host_rows, partial(self._host_row_ids, chunk))
 
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
-        seeds = self.hot_buffer.seeds(chunk.handle, num_tokens)
+        seeds = self.hot_buffer.seeds(chunk.first_hot_block_id, num_tokens)
         self.hot.rows[seeds.hot_row_ids[0]] = take_rows(self.host_rows, self._host_row_ids(chunk, seeds.units))
         self.hot_buffer.seed(self.layer_index, seeds)
 
@@ -170,4 +171,4 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
             positions: int64, any shape; -1 is none.
         """
         blocks = self.host_rows.unflatten(0, (-1, self.hot_buffer.shape.block_size))
-        return PagedRows(blocks).ids(chunk.host_table, positions)
+        return PagedRows(blocks).ids(chunk.host_block_table, positions)

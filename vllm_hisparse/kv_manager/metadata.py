@@ -13,15 +13,15 @@ BlockPairs = list[tuple[int, int]]
 
 @dataclass
 class HiSparseMetadata(KVConnectorMetadata):
-    """Scheduler -> worker: changes since the previous step. A request is named by its handle, the id of its first hot
-    block.
+    """Scheduler -> worker: changes since the previous step. A request is named by the id of its first hot block.
 
     Attributes:
         released: requests that ended or were preempted; applied first.
         preemption_saves: (device, host) blocks of preempted requests' device-resident KV, to save before the forward.
-        tables: request -> (index of the first block, host block ids from there on); index 0 starts a request.
-        hot_tables: request -> (index of the first block, hot block ids from there on); they replace the old ones.
-        state_tables: request -> (index of the first block, state block ids from there on); all of them are new.
+        host_block_tables: request -> (index of the first block, host block ids from there on); index 0 starts a
+            request.
+        hot_block_tables: request -> (index of the first block, hot block ids from there on); they replace the old ones.
+        state_block_tables: request -> (index of the first block, state block ids from there on); all of them are new.
         restores: (host, device) blocks of device-resident KV, to copy to the device before the forward.
         saves: (device, host) blocks of device-resident KV, to save after the forward. This step fills them; with draft
             layers, an earlier step did.
@@ -37,9 +37,9 @@ class HiSparseMetadata(KVConnectorMetadata):
 
     released: list[int] = field(default_factory=list)
     preemption_saves: BlockPairs = field(default_factory=list)
-    tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    hot_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    state_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    host_block_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    hot_block_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    state_block_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)
     first_decodes: list[tuple[int, int]] = field(default_factory=list)

@@ -52,24 +52,24 @@ class HotRows:
         """The object that the CUDA kernels take, made when it is first asked for."""
         return kernels().hot_rows(self.rows, self.rows_per_block, self.block_stride_rows)
 
-    def flat_row_ids(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def flat_row_ids(self, hot_block_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Flat row ids of slots of several requests.
 
         Args:
-            hot_tables: [num_requests, hot blocks per request] int32 device blocks.
+            hot_block_tables: [num_requests, hot blocks per request] int32 device blocks.
             slots: [num_requests, num_slots] int64, each within the blocks of its request.
 
         Returns:
             [num_requests, num_slots] int64.
         """
-        return self._ids(hot_tables, slots, self.block_stride_rows)
+        return self._ids(hot_block_tables, slots, self.block_stride_rows)
 
-    def entries(self, hot_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def entries(self, hot_block_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Entries of a `Residency`, as `flat_row_ids`."""
-        return self._ids(hot_tables, slots, self.rows_per_block)
+        return self._ids(hot_block_tables, slots, self.rows_per_block)
 
-    def _ids(self, hot_tables: torch.Tensor, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
-        blocks = hot_tables.gather(1, slots // self.rows_per_block).long()
+    def _ids(self, hot_block_tables: torch.Tensor, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
+        blocks = hot_block_tables.gather(1, slots // self.rows_per_block).long()
         return blocks * block_stride + slots % self.rows_per_block
 
 
@@ -119,13 +119,13 @@ class StepTables:
     Attributes:
         seq_indices: [num_device_blocks] int32 index of the request's sequence (first dimension of the tables by
             sequence) at its first hot block; -1 elsewhere.
-        handles: [batch] int32 first hot block of each request. One that is of no request is padding.
+        first_hot_block_ids: [batch] int32 first hot block of each request. One that is of no request is padding.
         seq_lens: [batch] int32 tokens of each request, the new ones included. A request with less than 1 is padding,
-            too: vLLM pads a graph's batch so, and its handle may be stale.
-        hot_tables: [num_seqs, max hot blocks] int32 device blocks of each request; what is beyond `num_hot_rows` is
-            not read.
+            too: vLLM pads a graph's batch so, and its first hot block may be stale.
+        hot_block_tables: [num_seqs, max hot blocks] int32 device blocks of each request; entries beyond `num_hot_rows`
+            are not read.
         num_hot_rows: [num_seqs] int32 rows of these blocks that the request may use; without any, it is padding.
-        host_tables: [num_seqs, max host blocks] int32 host blocks of each request, -1 beyond.
+        host_block_tables: [num_seqs, max host blocks] int32 host blocks of each request, -1 beyond.
         block_size: tokens of a host block.
         query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`, any number for padding; None: one
             each.
@@ -133,11 +133,11 @@ class StepTables:
     """
 
     seq_indices: torch.Tensor
-    handles: torch.Tensor
+    first_hot_block_ids: torch.Tensor
     seq_lens: torch.Tensor
-    hot_tables: torch.Tensor
+    hot_block_tables: torch.Tensor
     num_hot_rows: torch.Tensor
-    host_tables: torch.Tensor
+    host_block_tables: torch.Tensor
     block_size: int
     query_lens: torch.Tensor | None = None
     max_query_len: int = 1
@@ -145,14 +145,19 @@ class StepTables:
     @cached_property
     def native(self) -> Any:
         """The object that the CUDA kernels take, made when it is first asked for."""
-        by_request = self.seq_indices, self.handles, self.seq_lens
-        by_seq = self.hot_tables, self.num_hot_rows, self.host_tables
+        by_request = self.seq_indices, self.first_hot_block_ids, self.seq_lens
+        by_seq = self.hot_block_tables, self.num_hot_rows, self.host_block_tables
         return kernels().step_tables(*by_request, *by_seq, self.block_size, self.query_lens, self.max_query_len)
 
     def part(self, requests: slice) -> StepTables:
         """The tables of some of the requests."""
         query_lens = None if self.query_lens is None else self.query_lens[requests]
-        return replace(self, handles=self.handles[requests], seq_lens=self.seq_lens[requests], query_lens=query_lens)
+        return replace(
+            self,
+            first_hot_block_ids=self.first_hot_block_ids[requests],
+            seq_lens=self.seq_lens[requests],
+            query_lens=query_lens,
+        )
 
 
 READ_AHEAD = 31  # ids that vLLM's Triton kernel reads, and does not use, behind the last one of a table
@@ -230,7 +235,8 @@ class UnitTables:
         num_tokens: [max_query_len, max_batch] int64 tokens of the request up to this one; 0 in an empty place.
         tails: [max_batch * num_heads, max_query_len] int32 tokens of the new token's unit up to this one, less those of
             a whole unit; 0 in an empty place.
-        handles: [max_batch * num_heads] int32 part of each head in the request's first hot block; -1 for no request.
+        first_hot_block_ids: [max_batch * num_heads] int32 part of each head in the request's first hot block; -1 for no
+            request.
         num_units: [max_batch * num_heads] int32 units of each KV head, the newest included; 0 for no request.
         num_new_units: [max_batch * num_heads] int32 units with a new token, from 1 on.
         num_requests: request indices are below it.
@@ -241,7 +247,7 @@ class UnitTables:
     positions: torch.Tensor
     num_tokens: torch.Tensor
     tails: torch.Tensor
-    handles: torch.Tensor
+    first_hot_block_ids: torch.Tensor
     num_units: torch.Tensor
     num_new_units: torch.Tensor
     num_requests: int
@@ -277,7 +283,7 @@ class UnitTables:
     def native(self) -> Any:
         """The object that the CUDA kernels take, made when it is first asked for."""
         by_token = self.request_indices, self.positions, self.num_tokens
-        by_head = self.tails, self.handles, self.num_units, self.num_new_units
+        by_head = self.tails, self.first_hot_block_ids, self.num_units, self.num_new_units
         sizes = self.heads.num_heads, self.heads.head_stride, self.heads.tokens_per_unit
         return kernels().unit_tables(*by_token, *by_head, *sizes)
 
@@ -397,33 +403,34 @@ class SwapInOps(ABC):
 
     @abstractmethod
     def stage_rows(
-        self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
+        self, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int, staging: torch.Tensor
     ) -> None:
         """Copy a request's first rows from the host, for queries of several tokens.
 
         Args:
             host_rows: as in `gather`.
-            host_table: [blocks] int32 host blocks of the request, contiguous; rows of a negative block are skipped.
+            host_block_table: [blocks] int32 host blocks of the request, contiguous; rows of a negative block are
+                skipped.
             block_size: tokens of a host block.
             staging: [num_rows, row elements] of `host_rows`' dtype, contiguous; positions [0, num_rows), written.
         """
 
     @abstractmethod
     def save_rows(
-        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int
+        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int
     ) -> None:
         """Copy new rows of a request to the host.
 
         Args:
             rows: [num_rows, row elements] of `host_rows`' dtype, contiguous; positions [first, first + num_rows).
             first: position of the first row.
-            host_rows, host_table, block_size: as in `stage_rows`.
+            host_rows, host_block_table, block_size: as in `stage_rows`.
         """
 
     @abstractmethod
     def begin_units(
         self,
-        handles: torch.Tensor,
+        first_hot_block_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         seq_indices: torch.Tensor,
@@ -432,7 +439,7 @@ class SwapInOps(ABC):
         """Tables by KV head and in units, from those by request and in tokens.
 
         Args:
-            handles: [batch] int32 first hot block of each request. One that is of no request is padding.
+            first_hot_block_ids: [batch] int32 first hot block of each request. One that is of no request is padding.
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each, as in `StepTables`.
             seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a device block, or -1.

@@ -75,24 +75,24 @@ class CudaSwapInOps(SwapInOps):
             self._kernels.write_back(group, tables.native, current_stream())
 
     def stage_rows(
-        self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
+        self, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int, staging: torch.Tensor
     ) -> None:
-        self._kernels.stage_rows(host_rows, host_table, block_size, staging, current_stream())
+        self._kernels.stage_rows(host_rows, host_block_table, block_size, staging, current_stream())
 
     def save_rows(
-        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int
+        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int
     ) -> None:
-        self._kernels.save_rows(rows, first, host_rows, host_table, block_size, current_stream())
+        self._kernels.save_rows(rows, first, host_rows, host_block_table, block_size, current_stream())
 
     def begin_units(
         self,
-        handles: torch.Tensor,
+        first_hot_block_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         seq_indices: torch.Tensor,
         out: UnitTables,
     ) -> None:
-        requests = handles, seq_lens, query_lens, seq_indices
+        requests = first_hot_block_ids, seq_lens, query_lens, seq_indices
         num_seqs = out.num_requests * out.heads.num_heads + 1  # as host tables have: the last is of no request
         self._kernels.begin_units(*requests, num_seqs, out.native, current_stream())
 

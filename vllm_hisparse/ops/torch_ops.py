@@ -98,27 +98,29 @@ class TorchSwapInOps(SwapInOps):
 
     def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
         live, seqs = _live_requests(tables, len(tables.seq_lens))
-        targets = _flat_row_ids(tables.host_tables[seqs], _new_positions(tables, live), tables.block_size).flatten()
+        targets = _flat_row_ids(
+            tables.host_block_tables[seqs], _new_positions(tables, live), tables.block_size
+        ).flatten()
         for hot, host in zip(hot_rows, host_rows, strict=True):
             _copy_rows(hot.rows, _newest_row_ids(tables, live, seqs, hot).flatten(), host, targets)
 
     def stage_rows(
-        self, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int, staging: torch.Tensor
+        self, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int, staging: torch.Tensor
     ) -> None:
-        positions = torch.arange(len(staging), device=host_table.device)
-        sources = _flat_row_ids(host_table[None], positions[None], block_size)[0]
+        positions = torch.arange(len(staging), device=host_block_table.device)
+        sources = _flat_row_ids(host_block_table[None], positions[None], block_size)[0]
         _copy_rows(host_rows, sources, staging, positions)
 
     def save_rows(
-        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_table: torch.Tensor, block_size: int
+        self, rows: torch.Tensor, first: int, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int
     ) -> None:
-        sources = torch.arange(len(rows), device=host_table.device)
-        targets = _flat_row_ids(host_table[None], first + sources[None], block_size)[0]
+        sources = torch.arange(len(rows), device=host_block_table.device)
+        targets = _flat_row_ids(host_block_table[None], first + sources[None], block_size)[0]
         _copy_rows(rows, sources, host_rows, targets)
 
     def begin_units(
         self,
-        handles: torch.Tensor,
+        first_hot_block_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         seq_indices: torch.Tensor,
@@ -127,10 +129,15 @@ class TorchSwapInOps(SwapInOps):
         batch, heads = len(seq_lens), out.heads
         num_heads, per_unit = heads.num_heads, heads.tokens_per_unit
         num_seqs = out.num_requests * num_heads
-        live, seqs = _find_live(heads.first_parts(handles), seq_lens, seq_indices, num_seqs)
+        live, seqs = _find_live(heads.first_parts(first_hot_block_ids), seq_lens, seq_indices, num_seqs)
         for tensor, padding in ((out.request_indices, out.num_requests), (out.positions, 0), (out.num_tokens, 0)):
             tensor[:, :batch] = padding
-        for tensor, padding in ((out.handles, -1), (out.num_units, 0), (out.num_new_units, 1), (out.tails, 0)):
+        for tensor, padding in (
+            (out.first_hot_block_ids, -1),
+            (out.num_units, 0),
+            (out.num_new_units, 1),
+            (out.tails, 0),
+        ):
             tensor[: batch * num_heads] = padding
         newest = seq_lens[live] - 1
         first = newest + 1 - (1 if query_lens is None else query_lens[live])
@@ -142,7 +149,7 @@ class TorchSwapInOps(SwapInOps):
         tails = (positions % per_unit + 1 - per_unit).where(exists, 0)
         live_heads = heads.seq_indices(live)  # numbered as seqs are
         out.tails[live_heads] = tails.T.repeat_interleave(num_heads, 0).int()
-        out.handles[live_heads] = heads.parts_of(handles[live]).flatten()
+        out.first_hot_block_ids[live_heads] = heads.parts_of(first_hot_block_ids[live]).flatten()
         out.num_units[live_heads] = (newest // per_unit + 1).repeat_interleave(num_heads).int()
         num_new = newest // per_unit + 1 - first // per_unit
         out.num_new_units[live_heads] = num_new.repeat_interleave(num_heads).int()
@@ -161,7 +168,7 @@ class TorchSwapInOps(SwapInOps):
         num_heads, per_unit = units.heads.num_heads, units.heads.tokens_per_unit
         requests, heads, first_new = live // num_heads, live % num_heads, _first_new(tables, live)[:, None]
         targets = _newest_row_ids(tables, live, seqs, hot_rows)
-        homes = _flat_row_ids(tables.host_tables[seqs], _new_positions(tables, live), tables.block_size)
+        homes = _flat_row_ids(tables.host_block_tables[seqs], _new_positions(tables, live), tables.block_size)
         continues = units.positions[0, requests] % per_unit > 0
         stale = continues & (first_units[seqs] != first_new[:, 0])
         _copy_rows(host_rows, homes[stale, 0], hot_rows.rows, targets[stale, 0])
@@ -199,15 +206,15 @@ class _Buffers(NamedTuple):
         """Buffers of the requests with these batch indices and sequence indices, [n] int64 each."""
         num_rows = tables.num_hot_rows[seqs]
         slots = torch.arange(int(num_rows.max()), device=seqs.device).expand(len(seqs), -1)
-        entries = hot_rows.entries(tables.hot_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
+        entries = hot_rows.entries(tables.hot_block_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
         num_slots = num_rows[:, None] - tables.max_query_len
         return cls(entries, num_slots, _first_new(tables, live)[:, None], _new_positions(tables, live))
 
 
 def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Requests of the batch that are no padding: two [<= batch] int64, batch indices and sequence indices."""
-    num_seqs = len(tables.host_tables)
-    live, seqs = _find_live(tables.handles[:batch], tables.seq_lens[:batch], tables.seq_indices, num_seqs)
+    num_seqs = len(tables.host_block_tables)
+    live, seqs = _find_live(tables.first_hot_block_ids[:batch], tables.seq_lens[:batch], tables.seq_indices, num_seqs)
     has_rows = tables.num_hot_rows[seqs] > 0
     return live[has_rows], seqs[has_rows]
 
@@ -350,8 +357,8 @@ def _write_resolved(
         choice: of these requests.
     """
     blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
-    hot_ids = _flat_row_ids(tables.hot_tables[seqs], choice.slots, *blocks)
-    host_ids = _flat_row_ids(tables.host_tables[seqs], selected.where(choice.missed, -1), tables.block_size)
+    hot_ids = _flat_row_ids(tables.hot_block_tables[seqs], choice.slots, *blocks)
+    host_ids = _flat_row_ids(tables.host_block_tables[seqs], selected.where(choice.missed, -1), tables.block_size)
     by_token = choice.slots.unflatten(1, (tables.max_query_len, -1))
     columns = torch.arange(1, by_token.shape[2] + 1, dtype=torch.int32, device=selected.device)
     out.hot_row_ids[live] = hot_ids.int()
@@ -413,7 +420,7 @@ def _newest_row_ids(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, 
     first_reserved = tables.num_hot_rows[seqs][:, None] - tables.max_query_len
     moved = positions + (first_reserved - first_new) * ~_fits(tables, live, seqs)[:, None]
     slots = moved.where(positions >= 0, -1)
-    return _flat_row_ids(tables.hot_tables[seqs], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
+    return _flat_row_ids(tables.hot_block_tables[seqs], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
 
 
 def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:

@@ -48,11 +48,11 @@ NUM_STATE_BLOCKS, STATE_BLOCK_BYTES = 400, 3 * 2 * NUM_KV_HEADS * HEAD_SIZE * 4 
 class Request:
     """Random queries, keys and values of all positions, and where its blocks are."""
 
-    def __init__(self, handle: int, host_ids: list[int], seed: int):
+    def __init__(self, first_hot_block_id: int, host_ids: list[int], seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.query = torch.randn(MAX_TOKENS, NUM_HEADS, HEAD_SIZE, generator=generator)
         self.key, self.value = torch.randn(2, MAX_TOKENS, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
-        self.handle, self.host_ids, self.num_computed = handle, host_ids, 0
+        self.first_hot_block_id, self.host_ids, self.num_computed = first_hot_block_id, host_ids, 0
 
 
 class LayerUnderTest(ABC):
@@ -80,7 +80,7 @@ class LayerUnderTest(ABC):
         self.device = torch.full(size, float("nan"))
         memory = torch.full((NUM_STATE_BLOCKS, STATE_BLOCK_BYTES // 4), float("nan")).view(torch.uint8)
         self.buffer = GQAHotBuffer(self.algorithm, shape, stride, memory)
-        self.state_blocks: dict[int, int] = {}  # of each handle
+        self.state_blocks: dict[int, int] = {}  # by first hot block
         self.free_state_blocks = (torch.randperm(NUM_STATE_BLOCKS - 1) + 1).tolist()
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)
         self.started: list[Request] = []
@@ -104,18 +104,25 @@ class LayerUnderTest(ABC):
 
     def start(self, request: Request) -> None:
         self.started.append(request)
-        self.state_blocks[request.handle] = 0
-        self.buffer.extend_tables({request.handle: (0, request.host_ids)})
-        self.buffer.change_hot_tables({request.handle: (0, range(request.handle, request.handle + self.hot_blocks))})
+        self.state_blocks[request.first_hot_block_id] = 0
+        self.buffer.extend_host_block_tables({request.first_hot_block_id: (0, request.host_ids)})
+        self.buffer.change_hot_block_tables(
+            {
+                request.first_hot_block_id: (
+                    0,
+                    range(request.first_hot_block_id, request.first_hot_block_id + self.hot_blocks),
+                )
+            }
+        )
 
     def grow_state(self, request: Request, num_tokens: int) -> None:
         """Give a request the state blocks that it needs, any of those that are free."""
-        first = self.state_blocks[request.handle]
+        first = self.state_blocks[request.first_hot_block_id]
         num_new = max(self.state_layout.num_blocks(num_tokens) - first, 0)
-        self.state_blocks[request.handle] += num_new
+        self.state_blocks[request.first_hot_block_id] += num_new
         if num_new:
             new = [self.free_state_blocks.pop() for _ in range(num_new)]
-            self.buffer.requests.extend_state({request.handle: (first, new)})
+            self.buffer.requests.extend_state({request.first_hot_block_id: (first, new)})
 
     def step(self, batch: list[tuple[Request, int]]) -> None:
         """Compute some tokens of each request and compare with the formula."""
@@ -149,7 +156,9 @@ class LayerUnderTest(ABC):
         for i, (request, num) in enumerate(batch):
             if request in self.started:
                 self.grow_state(request, request.num_computed + num)
-            tables[i, : self.hot_blocks] = torch.arange(request.handle, request.handle + self.hot_blocks)
+            tables[i, : self.hot_blocks] = torch.arange(
+                request.first_hot_block_id, request.first_hot_block_id + self.hot_blocks
+            )
         starts = torch.tensor([0, *(num for _, num in batch)]).cumsum(0)
         seq_lens = torch.tensor([span.stop for span in spans])
         out = self.forward(batch, starts, seq_lens, tables, (query, key, value))
@@ -180,7 +189,7 @@ class LayerUnderTest(ABC):
         """The connector's part when requests begin to decode."""
         for (request, num), seq_len in zip(batch, seq_lens.tolist(), strict=True):
             decodes = num <= self.max_query_len and request in self.started
-            for span in self.buffer.begin_decoding(request.handle, seq_len - num) if decodes else ():
+            for span in self.buffer.begin_decoding(request.first_hot_block_id, seq_len - num) if decodes else ():
                 self.impl.represent(span)
 
     def expected(self, request: Request, span: range) -> torch.Tensor:
@@ -291,7 +300,7 @@ class CudaLayer(LayerUnderTest):
         metadata = self.builder.build(0, common)
         self.begin_decodes(batch, seq_lens)  # Model Runner V2: after the metadata
         prefills = [
-            (request.handle, int(seq_len) - num, int(seq_len))
+            (request.first_hot_block_id, int(seq_len) - num, int(seq_len))
             for (request, num), seq_len in zip(batch, seq_lens, strict=True)
             if num > self.buffer.shape.max_query_len
         ]

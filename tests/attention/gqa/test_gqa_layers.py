@@ -50,7 +50,9 @@ def assert_latest_are_hot(layer: LayerUnderTest, request: Request) -> None:
     """State after a chunk of a prompt: the latest whole units of the request, as many as fit."""
     last, buffer = request.num_computed // layer.algorithm.tokens_per_unit, layer.buffer
     expected = set(range(max(last - layer.num_slots, 0), last))
-    for parts in buffer.requests.hot_tables[buffer.heads.seqs(buffer.requests.index_of(request.handle))].long():
+    for parts in buffer.requests.hot_block_tables[
+        buffer.heads.seqs(buffer.requests.index_of(request.first_hot_block_id))
+    ].long():
         hot = buffer.residency[0].positions.view(-1, buffer.layers[0].hot.rows_per_block)[parts]
         assert expected <= set(hot.flatten().tolist())
 
@@ -77,14 +79,14 @@ def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
     former = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(former)
     layer.step([(former, 75)])
-    layer.buffer.release(former.handle)
+    layer.buffer.release(former.first_hot_block_id)
     other = Request(31, [20, 21, 22, 23, 24, 25, 26], 5)  # leaves its state where the next requests find it
     layer.start(other)
     layer.step([(other, 100)])
     layer.step([(other, 1)])
-    layer.buffer.release(other.handle)
-    for handle, num in ((10, 1), (20, 9)):
-        request = Request(handle, former.host_ids, 0)
+    layer.buffer.release(other.first_hot_block_id)
+    for first_hot_block_id, num in ((10, 1), (20, 9)):
+        request = Request(first_hot_block_id, former.host_ids, 0)
         request.num_computed = 75
         layer.start(request)
         layer.step([(request, num)])
@@ -92,7 +94,7 @@ def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
             assert_latest_are_hot(layer, request)
         for _ in range(20):
             layer.step([(request, 1)])
-        layer.buffer.release(handle)
+        layer.buffer.release(first_hot_block_id)
 
 
 def test_the_latest_whole_units_of_a_prompt_are_hot(layer: LayerUnderTest) -> None:
@@ -232,7 +234,7 @@ def test_a_prefill_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
         assert not lookups
         third = Request(25, [13, 14, 15, 16, 17, 18, 19], 2)
         layer.start(third)
-        layer.buffer.release(second.handle)
+        layer.buffer.release(second.first_hot_block_id)
         fourth = Request(13, [1, 3, 4, 6, 8, 10, 12], 3)
         layer.start(fourth)
         layer.step([(third, 20), (fourth, 20)])
@@ -267,7 +269,7 @@ def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type,
                 layer.start(former)
                 for num in (100, *[1] * 40):
                     layer.compute([(former, num)])
-                layer.buffer.release(former.handle)
+                layer.buffer.release(former.first_hot_block_id)
             request = Request(11, [1, 3, 4, 6, 8, 10, 12], 1)
             layer.start(request)
             return [layer.compute([(request, 1)])[0] for _ in range(60)]

@@ -34,11 +34,11 @@ MAX_TOKENS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, MAX_BATCH_TOKENS = 40, 30, 40, 6
 class Request:
     """Rows and queries of all positions of a request in all layers, and where its blocks are."""
 
-    def __init__(self, handle: int, host_ids: list[int], seed: int):
+    def __init__(self, first_hot_block_id: int, host_ids: list[int], seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.rows = torch.randn(NUM_LAYERS, MAX_TOKENS, WIDTH, generator=generator)
         self.query = torch.randn(NUM_LAYERS, MAX_TOKENS, NUM_HEADS, WIDTH, generator=generator)
-        self.handle, self.host_ids, self.num_computed = handle, host_ids, 0
+        self.first_hot_block_id, self.host_ids, self.num_computed = first_hot_block_id, host_ids, 0
 
     def reject(self, first: int) -> None:
         """Other tokens will be computed from a position on."""
@@ -238,8 +238,15 @@ class Model:
         return impl
 
     def start(self, request: Request) -> None:
-        self.buffer.extend_tables({request.handle: (0, request.host_ids)})
-        self.buffer.change_hot_tables({request.handle: (0, range(request.handle, request.handle + self.hot_blocks))})
+        self.buffer.extend_host_block_tables({request.first_hot_block_id: (0, request.host_ids)})
+        self.buffer.change_hot_block_tables(
+            {
+                request.first_hot_block_id: (
+                    0,
+                    range(request.first_hot_block_id, request.first_hot_block_id + self.hot_blocks),
+                )
+            }
+        )
 
     def step(
         self,
@@ -318,7 +325,7 @@ class Model:
         seq_lens = torch.tensor([span.stop for _, span in spans], dtype=torch.int32)
         tables = torch.zeros(len(spans), 12, dtype=torch.int32)
         for i, (request, _) in enumerate(spans):
-            tables[i, 0] = request.handle
+            tables[i, 0] = request.first_hot_block_id
         return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,

@@ -143,7 +143,7 @@ def test_a_request_waits_until_there_are_blocks_for_its_state() -> None:
     assert engine.groups.layout.state.tokens_per_block == (9, 12)
     metadata = engine.step(budget=20)
     assert len(engine.running) == 1 and len(engine.waiting) == 1
-    assert [len(block_ids) for _, block_ids in metadata.state_tables.values()] == [3]
+    assert [len(block_ids) for _, block_ids in metadata.state_block_tables.values()] == [3]
     assert engine.kv.block_pool.get_num_free_blocks() == 3, "two hot blocks, and one of two"
     engine.run_to_end()
     engine.check_idle()

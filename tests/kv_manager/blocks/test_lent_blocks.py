@@ -49,7 +49,7 @@ def decode(engine: FakeEngine, num_steps: int) -> None:
         for request in engine.running:
             first_hot_block_id = engine.tracker.admitted[request.request_id].first_hot_block_id
             block_ids = [block.block_id for block in engine.tracker.hot_blocks(request.request_id)]
-            assert engine.worker.hot_tables[first_hot_block_id] == block_ids
+            assert engine.worker.hot_block_tables[first_hot_block_id] == block_ids
 
 
 def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:

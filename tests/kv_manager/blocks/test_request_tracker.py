@@ -130,7 +130,7 @@ def test_a_prompt_in_chunks() -> None:
     tracked.admit(request, 7)
     host_ids = tracked.host_pool.block_ids("a")
     assert tracked.step((request, 3)) == HiSparseMetadata(
-        tables={7: (0, host_ids)}, hot_tables={7: (0, tracked.hot_ids(7))}
+        host_block_tables={7: (0, host_ids)}, hot_block_tables={7: (0, tracked.hot_ids(7))}
     )
     assert tracked.tracker.admitted["a"].unsaved_blocks == {0: 100}
     assert tracked.step((request, 6)) == HiSparseMetadata(saves=[(100, host_ids[0]), (101, host_ids[1])])
@@ -176,7 +176,7 @@ def test_changes_wait_until_their_request_runs() -> None:
     tracked.admit(request, 7)
     tracked.tracker.set_num_tokens("a", 4)
     assert tracked.tracker.diff({}) == HiSparseMetadata()
-    assert tracked.tracker.diff({"a": 4}).tables == {7: (0, tracked.host_pool.block_ids("a"))}
+    assert tracked.tracker.diff({"a": 4}).host_block_tables == {7: (0, tracked.host_pool.block_ids("a"))}
 
 
 def test_released_requests_are_reported_once_and_only_if_the_worker_knew_them() -> None:
@@ -240,7 +240,9 @@ def test_idle_requests_make_room_and_those_that_are_not_running_go_first(waits_f
     assert tracked.step((requests[2], 1)).released == [0 if waits_first else 10]
     table, first_id = tracked.host_pool.block_ids(session.request_id), 0 if waits_first else 10
     again = tracked.step((session, 1))
-    assert again.tables == {first_id: (0, table)} and again.hot_tables == {first_id: (0, tracked.hot_ids(first_id))}
+    assert again.host_block_tables == {first_id: (0, table)} and again.hot_block_tables == {
+        first_id: (0, tracked.hot_ids(first_id))
+    }
     assert len(again.released) == 1
 
 
@@ -383,9 +385,9 @@ def test_a_turn_that_begins_before_a_step_in_flight_starts_anew_on_the_worker(is
         session.num_computed_tokens = num_computed
         metadata = tracked.step((session, 3))
         assert metadata.released == ([7] if is_behind else [])
-        assert metadata.tables.get(7, (-1,))[0] == (0 if is_behind else -1)
+        assert metadata.host_block_tables.get(7, (-1,))[0] == (0 if is_behind else -1)
         if is_behind:
-            assert metadata.hot_tables == {7: (0, tracked.hot_ids(7))}
+            assert metadata.hot_block_tables == {7: (0, tracked.hot_ids(7))}
             assert metadata.first_decodes == ([(7, 9)] if is_dense else [])
 
 

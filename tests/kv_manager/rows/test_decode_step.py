@@ -28,15 +28,15 @@ def make_layers(rows_per_block: int = NUM_SLOTS + 1, num_parts: int = NUM_BLOCKS
 
 def make_mla_step() -> MLADecodeStep:
     requests = RequestTable(2, 5, 1, NUM_SLOTS + 1, NUM_BLOCKS, KVHeads(), CPU)
-    for handle, ids in ((3, [9, 1, 4]), (5, [2, 7])):
-        requests.add(handle)
-        requests.extend({handle: (0, ids)})
-        requests.change_hot({handle: (0, [handle])})
+    for first_hot_block_id, ids in ((3, [9, 1, 4]), (5, [2, 7])):
+        requests.add(first_hot_block_id)
+        requests.extend({first_hot_block_id: (0, ids)})
+        requests.change_hot({first_hot_block_id: (0, [first_hot_block_id])})
     return MLADecodeStep(requests, make_layers(), OPS, StepShape(4, 2, BLOCK_SIZE), CPU)
 
 
-def tensor(*handles: int) -> torch.Tensor:
-    return torch.tensor(handles, dtype=torch.int32)
+def tensor(*first_hot_block_ids: int) -> torch.Tensor:
+    return torch.tensor(first_hot_block_ids, dtype=torch.int32)
 
 
 def test_newest_rows_reach_the_host_after_the_last_layer() -> None:
@@ -101,7 +101,7 @@ def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> 
     assert step.units.request_indices[0, :2].tolist() == [index, requests.num_requests]
     assert step.units.positions[0, :2].tolist() == [10, 0] and step.units.num_tokens[0, :2].tolist() == [11, 0]
     assert step.tables.seq_lens.tolist() == [3, 3, 0, 0]  # units
-    assert step.tables.handles.tolist() == [15, 16, -1, -1]
+    assert step.tables.first_hot_block_ids.tolist() == [15, 16, -1, -1]
     newest = [15 * 7 + 2, 16 * 7 + 2, -1, -1] if finds_newest_rows else [-1] * 4
     assert step.newest_row_ids[:4].tolist() == newest
     step.first_units.zero_()

@@ -19,7 +19,7 @@ NUM_HEADS, HEAD_SIZE, PER_UNIT, NUM_SELECTED = 2, 2, 4, 2
 BLOCK_SIZE, NUM_HOST_BLOCKS, NUM_DEVICE_BLOCKS = 8, 16, 60
 MAX_TOKENS = BLOCK_SIZE * (NUM_HOST_BLOCKS - 1)
 UNITS_PER_BLOCK = BLOCK_SIZE // PER_UNIT
-HANDLE = 7
+FIRST_HOT_BLOCK_ID = 7
 
 
 class Life:
@@ -60,12 +60,12 @@ class Life:
         self.tokens = torch.rand(num_tokens, NUM_HEADS, 2 * HEAD_SIZE)  # of each position that is known
         for position, token in enumerate(self.tokens):
             self.home(position)[:] = token
-        self.free = [block for block in range(1, NUM_DEVICE_BLOCKS) if block != HANDLE]
-        self.blocks = [HANDLE]
+        self.free = [block for block in range(1, NUM_DEVICE_BLOCKS) if block != FIRST_HOT_BLOCK_ID]
+        self.blocks = [FIRST_HOT_BLOCK_ID]
         while len(self.blocks) < self.min_blocks:
             self.blocks.append(self.take())
-        self.buffer.extend_tables({HANDLE: (0, self.host_ids)})
-        self.buffer.change_hot_tables({HANDLE: (0, list(self.blocks))})
+        self.buffer.extend_host_block_tables({FIRST_HOT_BLOCK_ID: (0, self.host_ids)})
+        self.buffer.change_hot_block_tables({FIRST_HOT_BLOCK_ID: (0, list(self.blocks))})
 
     @property
     def min_blocks(self) -> int:
@@ -91,7 +91,7 @@ class Life:
         else:
             first = len(self.blocks)
             self.blocks += [self.take() for _ in range(self.source.randint(1, 20)) if len(self.free) > 4]
-        self.buffer.change_hot_tables({HANDLE: (first, self.blocks[first:])})
+        self.buffer.change_hot_block_tables({FIRST_HOT_BLOCK_ID: (first, self.blocks[first:])})
 
     def step(self) -> None:
         """Decode, and compare what the selections found; some of the new tokens may be rejected."""
@@ -99,7 +99,7 @@ class Life:
         num_new = self.source.randint(1, self.query_len)
         new = torch.rand(self.query_len, NUM_HEADS, 2 * HEAD_SIZE)
         seq_len, query_lens = torch.tensor([num_known + num_new]).int(), torch.tensor([num_new]).int()
-        buffer.step.plan(torch.tensor([HANDLE]).int(), seq_len, query_lens)
+        buffer.step.plan(torch.tensor([FIRST_HOT_BLOCK_ID]).int(), seq_len, query_lens)
         buffer.step.begin(0)
         key, value = new.split(HEAD_SIZE, -1)
         buffer.step.write_tokens(0, key.contiguous(), value.contiguous())

@@ -11,12 +11,12 @@ from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.ops.base import HotRows, Resolved
 
 NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 5, 6, 2, 9
-BLOCK_SIZE, NUM_HANDLES, TOP_K = 4, 60, 4
-ROWS_PER_BLOCK = NUM_SLOTS + 1  # so that the hot block is the handle
-SIZES = NUM_REQUESTS, MAX_BATCH, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_HANDLES
+BLOCK_SIZE, NUM_DEVICE_BLOCKS, TOP_K = 4, 60, 4
+ROWS_PER_BLOCK = NUM_SLOTS + 1  # so that a request has one hot block
+SIZES = NUM_REQUESTS, MAX_BATCH, NUM_LAYERS, TOP_K, MAX_BLOCKS, BLOCK_SIZE, NUM_DEVICE_BLOCKS
 SHAPE = HotBufferShape(*SIZES, max_hot_blocks=3, rows_per_hot_block=ROWS_PER_BLOCK)
-HOT = HotRows(torch.zeros(NUM_HANDLES * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
-HOST_ROWS = torch.zeros(NUM_HANDLES * BLOCK_SIZE, 1)
+HOT = HotRows(torch.zeros(NUM_DEVICE_BLOCKS * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
+HOST_ROWS = torch.zeros(NUM_DEVICE_BLOCKS * BLOCK_SIZE, 1)
 
 
 def make_buffer(query_len: int = 1) -> MLAHotBuffer:
@@ -26,18 +26,18 @@ def make_buffer(query_len: int = 1) -> MLAHotBuffer:
     return buffer
 
 
-def tensor(*handles: int) -> torch.Tensor:
-    return torch.tensor(handles, dtype=torch.int32)
+def tensor(*first_hot_block_ids: int) -> torch.Tensor:
+    return torch.tensor(first_hot_block_ids, dtype=torch.int32)
 
 
-def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
+def start(buffer: MLAHotBuffer, first_hot_block_id: int, host_ids: list[int]) -> None:
     """A request with one hot block."""
-    buffer.extend_tables({handle: (0, host_ids)})
-    buffer.change_hot_tables({handle: (0, [handle])})
+    buffer.extend_host_block_tables({first_hot_block_id: (0, host_ids)})
+    buffer.change_hot_block_tables({first_hot_block_id: (0, [first_hot_block_id])})
 
 
-def index_of(buffer: MLAHotBuffer, handle: int) -> int:
-    return int(buffer.requests.find(tensor(handle)))
+def index_of(buffer: MLAHotBuffer, first_hot_block_id: int) -> int:
+    return int(buffer.requests.find(tensor(first_hot_block_id)))
 
 
 def hot(buffer: MLAHotBuffer, layer: int, *blocks: int) -> list[int]:
@@ -46,17 +46,17 @@ def hot(buffer: MLAHotBuffer, layer: int, *blocks: int) -> list[int]:
 
 
 def decode(buffer: MLAHotBuffer, layer: int, *requests: tuple[int, int, list[int]]) -> Resolved:
-    """One layer of one step: (handle, newest position, selection) of each request."""
-    handles, newest, selections = zip(*requests, strict=True)
-    buffer.step.plan(tensor(*handles), torch.tensor(newest, dtype=torch.int32) + 1)
+    """One layer of one step: (first_hot_block_id, newest position, selection) of each request."""
+    first_hot_block_ids, newest, selections = zip(*requests, strict=True)
+    buffer.step.plan(tensor(*first_hot_block_ids), torch.tensor(newest, dtype=torch.int32) + 1)
     padded = [selection + [-1] * (TOP_K - len(selection)) for selection in selections]
     return buffer.swap_in_of(layer)(torch.tensor(padded, dtype=torch.int32))
 
 
-def released(buffer: MLAHotBuffer, handle: int) -> tuple[int, int]:
-    buffer.release(handle)
+def released(buffer: MLAHotBuffer, first_hot_block_id: int) -> tuple[int, int]:
+    buffer.release(first_hot_block_id)
     [(name, hits, misses)] = buffer.counts.take_released()
-    assert name == handle
+    assert name == first_hot_block_id
     return hits, misses
 
 
@@ -72,7 +72,7 @@ def test_what_a_request_had_hot_is_forgotten() -> None:
     start(buffer, 41, [4])
     assert index_of(buffer, 41) == index
     start(buffer, 50, [5])
-    buffer.change_hot_tables({50: (1, [40])})  # a block of the request that ended
+    buffer.change_hot_block_tables({50: (1, [40])})  # a block of the request that ended
     for layer in range(NUM_LAYERS):
         assert hot(buffer, layer, 50, 40) == [-1] * (2 * ROWS_PER_BLOCK)
     assert released(buffer, 41) == (0, 0)
@@ -131,7 +131,7 @@ def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_to
     """Also where the blocks are more than the size that is guaranteed."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
-    buffer.change_hot_tables({40: (1, [50])})
+    buffer.change_hot_block_tables({40: (1, [50])})
     buffer.seed(0, buffer.seeds(tensor(40), num_tokens))
     assert hot(buffer, 0, 40, 50) == [slot if slot < num_tokens else -1 for slot in range(2 * ROWS_PER_BLOCK)]
     assert decode(buffer, 0, (40, num_tokens, [num_tokens - 1, 0])).num_misses[0] == 0
@@ -140,9 +140,9 @@ def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_to
 def test_a_prompt_that_does_not_fit_fills_what_it_has_been_lent() -> None:
     """Beside a request with more blocks and one with fewer, whose rows stay what they are."""
     buffer = make_buffer()
-    for handle in (40, 45, 55):
-        start(buffer, handle, [1, 2, 3, 4, 5])
-    buffer.change_hot_tables({40: (1, [50]), 55: (1, [56, 57])})
+    for first_hot_block_id in (40, 45, 55):
+        start(buffer, first_hot_block_id, [1, 2, 3, 4, 5])
+    buffer.change_hot_block_tables({40: (1, [50]), 55: (1, [56, 57])})
     for position in range(3):
         decode(buffer, 0, (45, position, []), (55, position, []))
     before = hot(buffer, 0, 45, 55, 56, 57)
@@ -162,7 +162,7 @@ def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_befor
     """A streaming session: its first turn went further than what it keeps."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
-    buffer.change_hot_tables({40: (1, [50])})
+    buffer.change_hot_block_tables({40: (1, [50])})
     for position in range(5):
         decode(buffer, 0, (40, position, []))
     seeds = buffer.seeds(tensor(40), 12)
@@ -174,24 +174,24 @@ def test_a_turn_that_computes_positions_again_leaves_none_of_their_rows_of_befor
 
 def test_rows_of_the_last_step_are_empty_when_the_first_block_goes() -> None:
     buffer = make_buffer(query_len=3)
-    buffer.extend_tables({40: (0, [1, 2, 3])})
-    buffer.change_hot_tables({40: (0, [40, 50, 55])})
+    buffer.extend_host_block_tables({40: (0, [1, 2, 3])})
+    buffer.change_hot_block_tables({40: (0, [40, 50, 55])})
     query_lens = torch.tensor([3], dtype=torch.int32)
     buffer.step.plan(tensor(40), query_lens + 8, query_lens)
     buffer.swap_in_of(0)(torch.full((1, 3 * TOP_K), -1, dtype=torch.int32))
     assert hot(buffer, 0, 50)[:4] == [-1, 8, 9, 10]
-    buffer.change_hot_tables({40: (0, [50, 55])})
+    buffer.change_hot_block_tables({40: (0, [50, 55])})
     assert hot(buffer, 0, 50)[:4] == [-1] * 4, "a position may be computed again, and not in this row"
 
 
 def test_a_turn_finds_no_row_of_the_token_that_it_drops_when_blocks_go() -> None:
     """A session's next turn begins at the last token of a step in flight, after which blocks were taken back."""
     buffer = make_buffer()
-    buffer.extend_tables({40: (0, [1, 2, 3, 4, 5])})
-    buffer.change_hot_tables({40: (0, [40, 50, 55])})
+    buffer.extend_host_block_tables({40: (0, [1, 2, 3, 4, 5])})
+    buffer.change_hot_block_tables({40: (0, [40, 50, 55])})
     decode(buffer, 0, (40, 15, [3]))
     assert hot(buffer, 0, 55)[1] == 15
-    buffer.change_hot_tables({40: (1, [55])})
+    buffer.change_hot_block_tables({40: (1, [55])})
     decode(buffer, 0, (40, 15, [3]))
     assert decode(buffer, 0, (40, 16, [15])).num_misses[0] == 1
 
@@ -199,12 +199,12 @@ def test_a_turn_finds_no_row_of_the_token_that_it_drops_when_blocks_go() -> None
 def test_rows_stay_hot_when_blocks_come_and_go() -> None:
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4, 5, 6, 7])
-    buffer.change_hot_tables({40: (1, [50, 51])})
+    buffer.change_hot_block_tables({40: (1, [50, 51])})
     decode(buffer, 0, (40, 20, [3, 9, 15]))
     assert hot(buffer, 0, 40, 50, 51) == [-1] * 3 + [3] + [-1] * 5 + [9] + [-1] * 5 + [15] + [-1] * 4 + [20]
-    buffer.change_hot_tables({40: (1, [51])})
+    buffer.change_hot_block_tables({40: (1, [51])})
     assert decode(buffer, 0, (40, 21, [3, 9, 15])).num_misses[0] == 1
-    buffer.change_hot_tables({40: (2, [50])})
+    buffer.change_hot_block_tables({40: (2, [50])})
     assert decode(buffer, 0, (40, 22, [3, 9, 15])).num_misses[0] == 0
     buffer.check_integrity()
 
@@ -232,20 +232,20 @@ def test_random_requests_never_share_or_lose_state(seed: int) -> None:
     lengths: dict[int, int] = {}
     for _ in range(30):
         if len(lengths) < NUM_REQUESTS and source.random() < 0.3:
-            handle = source.choice([h for h in range(20) if h not in lengths])
-            start(buffer, handle, [handle] * MAX_BLOCKS)
-            lengths[handle] = source.randint(0, 12)
+            first_hot_block_id = source.choice([h for h in range(20) if h not in lengths])
+            start(buffer, first_hot_block_id, [first_hot_block_id] * MAX_BLOCKS)
+            lengths[first_hot_block_id] = source.randint(0, 12)
         elif lengths and source.random() < 0.2:
-            handle = source.choice(list(lengths))
-            buffer.release(handle)
-            del lengths[handle]
+            first_hot_block_id = source.choice(list(lengths))
+            buffer.release(first_hot_block_id)
+            del lengths[first_hot_block_id]
         elif lengths:
-            handles = source.sample(list(lengths), source.randint(1, len(lengths)))
+            first_hot_block_ids = source.sample(list(lengths), source.randint(1, len(lengths)))
             requests = []
-            for handle in handles:
-                newest = lengths[handle]
-                requests.append((handle, newest, source.sample(range(newest + 1), min(newest + 1, TOP_K))))
-                lengths[handle] += 1
+            for first_hot_block_id in first_hot_block_ids:
+                newest = lengths[first_hot_block_id]
+                requests.append((first_hot_block_id, newest, source.sample(range(newest + 1), min(newest + 1, TOP_K))))
+                lengths[first_hot_block_id] += 1
             for layer in range(NUM_LAYERS):
                 decode(buffer, layer, *requests)
         buffer.check_integrity()
@@ -253,8 +253,8 @@ def test_random_requests_never_share_or_lose_state(seed: int) -> None:
 
 def test_a_step_may_be_padded_beyond_the_number_of_requests() -> None:
     buffer = make_buffer()
-    for handle in range(NUM_REQUESTS):
-        start(buffer, handle, [handle])
-    handles = (*range(NUM_REQUESTS), NUM_HANDLES - 1)  # the last is padding
-    resolved = decode(buffer, 0, *((handle, 3, [0, 2]) for handle in handles))
+    for first_hot_block_id in range(NUM_REQUESTS):
+        start(buffer, first_hot_block_id, [first_hot_block_id])
+    first_hot_block_ids = (*range(NUM_REQUESTS), NUM_DEVICE_BLOCKS - 1)  # the last is padding
+    resolved = decode(buffer, 0, *((first_hot_block_id, 3, [0, 2]) for first_hot_block_id in first_hot_block_ids))
     assert resolved.num_misses.tolist() == [2] * NUM_REQUESTS + [0]

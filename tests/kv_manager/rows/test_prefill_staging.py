@@ -13,7 +13,7 @@ from vllm_hisparse.ops.base import HotRows
 
 BLOCK_SIZE, MAX_BLOCKS, NUM_SLOTS, WIDTH = 4, 5, 6, 2
 NUM_ROWS = MAX_BLOCKS * BLOCK_SIZE
-HANDLE = 3
+FIRST_HOT_BLOCK_ID = 3
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,9 @@ def make_buffer(host_rows: torch.Tensor) -> MLAHotBuffer:
 def make_groups(buffer: MLAHotBuffer, *requests: tuple[int, int, int]) -> tuple[PrefillStaging, list[PrefillGroup]]:
     """Groups of a step with one (hot block, tokens before, tokens of the step) per request."""
     staging = PrefillStaging(buffer)
-    handles, before, num_tokens = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
+    first_hot_block_ids, before, num_tokens = (
+        torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True)
+    )
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), num_tokens.cumsum(0).int()))
     seq_lens = before + num_tokens
     common = CommonAttentionMetadata(
@@ -43,7 +45,7 @@ def make_groups(buffer: MLAHotBuffer, *requests: tuple[int, int, int]) -> tuple[
         num_actual_tokens=int(starts[-1]),
         max_query_len=int(num_tokens.max()),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=handles[:, None],
+        block_table_tensor=first_hot_block_ids[:, None],
         slot_mapping=torch.full((int(starts[-1]),), -1),
     )
     return staging, staging.groups(common, 0, lambda part: part)
@@ -66,7 +68,7 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
     """One slot per token and one block per block of tokens, none outside; nothing reaches the host."""
     host_rows = torch.zeros(64, WIDTH)
     buffer = make_buffer(host_rows)
-    staging, [group] = make_groups(buffer, (HANDLE, 0, num_tokens))
+    staging, [group] = make_groups(buffer, (FIRST_HOT_BLOCK_ID, 0, num_tokens))
     assert group.slots.tolist() == [min(token, NUM_ROWS - 1) for token in range(num_tokens)]
     table = group.metadata.block_table_tensor[0].tolist()
     assert table == [min(block, MAX_BLOCKS - 1) for block in range(-(-num_tokens // BLOCK_SIZE))]
@@ -81,10 +83,10 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
 def test_the_history_of_a_chunk_is_counted() -> None:
     host_rows = torch.arange(64.0 * WIDTH).view(64, WIDTH)
     buffer = make_buffer(host_rows)
-    staging, groups = make_groups(buffer, (1, 3, 4), (HANDLE, 5, 2))
-    for handle in (1, HANDLE):
-        buffer.extend_tables({handle: (0, [2 * handle, 2 * handle + 1])})
-        buffer.change_hot_tables({handle: (0, [handle])})
+    staging, groups = make_groups(buffer, (1, 3, 4), (FIRST_HOT_BLOCK_ID, 5, 2))
+    for first_hot_block_id in (1, FIRST_HOT_BLOCK_ID):
+        buffer.extend_host_block_tables({first_hot_block_id: (0, [2 * first_hot_block_id, 2 * first_hot_block_id + 1])})
+        buffer.change_hot_block_tables({first_hot_block_id: (0, [first_hot_block_id])})
     for group in groups:
         staging.plan(group)
         staging.load(group, host_rows)

@@ -1,4 +1,4 @@
-"""Requests by handle: indices, blocks, and what the device finds of them."""
+"""Requests by their first hot block: indices, blocks, and what the device finds of them."""
 
 import random
 
@@ -19,27 +19,29 @@ def table(request: pytest.FixtureRequest) -> RequestTable:
     return RequestTable(NUM_REQUESTS, *sizes, request.param, torch.device("cpu"), STATE_COLUMNS)
 
 
-def tensor(*handles: int) -> torch.Tensor:
-    return torch.tensor(handles, dtype=torch.int32)
+def tensor(*first_hot_block_ids: int) -> torch.Tensor:
+    return torch.tensor(first_hot_block_ids, dtype=torch.int32)
 
 
 def test_host_blocks_come_in_pieces(table: RequestTable) -> None:
-    for handle, first, ids in ((40, 0, [7, 3]), (41, 0, [5]), (40, 2, [8])):
+    for first_hot_block_id, first, ids in ((40, 0, [7, 3]), (41, 0, [5]), (40, 2, [8])):
         if first == 0:
-            table.add(handle)
-        table.extend({handle: (first, ids)})
+            table.add(first_hot_block_id)
+        table.extend({first_hot_block_id: (first, ids)})
     table.check_integrity()
-    assert table.host_table(table.index_of(40)).tolist() == [7, 3, 8] + [-1] * 6
-    assert table.host_table(table.find(tensor(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
+    assert table.host_block_table(table.index_of(40)).tolist() == [7, 3, 8] + [-1] * 6
+    assert table.host_block_table(table.find(tensor(41, 40))).tolist() == [[5] + [-1] * 8, [7, 3, 8] + [-1] * 6]
 
 
 def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
-    for handle in (9, 40):
-        table.add(handle)
-        table.extend({handle: (0, [7, 3])})
+    for first_hot_block_id in (9, 40):
+        table.add(first_hot_block_id)
+        table.extend({first_hot_block_id: (0, [7, 3])})
     states = table.find_seqs(tensor(40))
     num_heads = table.heads.num_heads
-    assert table.host_tables[states, :2].tolist() == [[7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)]
+    assert table.host_block_tables[states, :2].tolist() == [
+        [7 * num_heads + h, 3 * num_heads + h] for h in range(num_heads)
+    ]
 
 
 def test_hot_blocks_come_and_go(table: RequestTable) -> None:
@@ -51,8 +53,8 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     table.check_integrity()
     states = table.find_seqs(tensor(40))
     parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
-    assert table.hot_tables[states, :3].tolist() == parts
-    beyond = table.hot_tables[states, 3:] // table.heads.head_stride
+    assert table.hot_block_tables[states, :3].tolist() == parts
+    beyond = table.hot_block_tables[states, 3:] // table.heads.head_stride
     assert not beyond.any(), "blocks that it gave back are still in its table"
     assert table.num_hot_rows[states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
     assert table.hot_blocks[table.index_of(40)] == [40, 5, 8]
@@ -71,17 +73,20 @@ def test_state_blocks_have_their_places(table: RequestTable, monkeypatch: pytest
     assert len(copied) == 2
     table.extend_state({})
     table.check_integrity()
-    assert table.state_tables[[table.index_of(40), table.index_of(41)]].tolist() == [[7, 5, 3, 9, 0], [8, 0, 0, 0, 0]]
+    assert table.state_block_tables[[table.index_of(40), table.index_of(41)]].tolist() == [
+        [7, 5, 3, 9, 0],
+        [8, 0, 0, 0, 0],
+    ]
     table.remove(40)
     table.check_integrity()
-    assert table.state_tables.sum() == 8
-    assert not table.state_tables[NUM_REQUESTS].any()
+    assert table.state_block_tables.sum() == 8
+    assert not table.state_block_tables[NUM_REQUESTS].any()
 
 
 def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy per request takes longer than a decode step of hundreds of requests."""
-    for handle in (10, 20, 30):
-        table.add(handle)
+    for first_hot_block_id in (10, 20, 30):
+        table.add(first_hot_block_id)
     copied, to_device = [], table.to_device
     monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])
     table.extend({10: (0, [3, 4]), 30: (0, [5]), 20: (0, [6, 7, 8])})
@@ -90,18 +95,18 @@ def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, mo
     assert len(copied) == 3  # blocks, and how many
     table.extend({30: (1, [9]), 10: (2, [1, 2])})
     assert table.change_hot({30: (1, [4]), 10: (1, [50])}) == [50]
-    host_tables = table.host_table(table.find(tensor(10, 20, 30)))
-    assert host_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
-    for handle, blocks in {10: [10, 50], 20: [20, 2], 30: [30, 4]}.items():
-        for head, state in enumerate(table.find_seqs(tensor(handle)).tolist()):
+    host_block_tables = table.host_block_table(table.find(tensor(10, 20, 30)))
+    assert host_block_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
+    for first_hot_block_id, blocks in {10: [10, 50], 20: [20, 2], 30: [30, 4]}.items():
+        for head, state in enumerate(table.find_seqs(tensor(first_hot_block_id)).tolist()):
             parts = [block * table.heads.head_stride + head for block in blocks]
-            assert table.hot_tables[state, : len(blocks)].tolist() == parts
+            assert table.hot_block_tables[state, : len(blocks)].tolist() == parts
             assert table.num_hot_rows[state] == len(blocks) * ROWS_PER_HOT_BLOCK
 
 
 def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:
     nobody = table.find_seqs(tensor(39))
-    assert (table.hot_tables[nobody] == 0).all()
+    assert (table.hot_block_tables[nobody] == 0).all()
     assert (table.num_hot_rows[nobody] == MAX_HOT_BLOCKS * ROWS_PER_HOT_BLOCK).all()
 
 
@@ -109,11 +114,11 @@ def test_handles_of_no_request_share_an_index_without_blocks(table: RequestTable
     table.add(40)
     assert table.find(tensor(0, 40, 59))[::2].tolist() == [NUM_REQUESTS] * 2
     assert table.find_seqs(tensor(39)).tolist() == [table.num_seqs] * (table.heads.num_heads)
-    assert table.host_table(NUM_REQUESTS).tolist() == [-1] * MAX_BLOCKS
+    assert table.host_block_table(NUM_REQUESTS).tolist() == [-1] * MAX_BLOCKS
 
 
 def test_as_many_requests_as_indices_and_reuse(table: RequestTable) -> None:
-    indices = [table.add(handle) for handle in range(NUM_REQUESTS)]
+    indices = [table.add(first_hot_block_id) for first_hot_block_id in range(NUM_REQUESTS)]
     assert table.find(tensor(*range(NUM_REQUESTS))).tolist() == indices
     assert sorted(indices) == list(range(NUM_REQUESTS)) and len(table) == NUM_REQUESTS
     with pytest.raises(IndexError):
@@ -121,33 +126,35 @@ def test_as_many_requests_as_indices_and_reuse(table: RequestTable) -> None:
     table.extend({2: (0, [1, 2])})
     assert table.remove(2) == indices[2]
     assert table.add(50) == indices[2]
-    assert table.host_table(indices[2]).tolist() == [-1] * MAX_BLOCKS
+    assert table.host_block_table(indices[2]).tolist() == [-1] * MAX_BLOCKS
     table.check_integrity()
 
 
 def test_random_requests_keep_their_blocks(table: RequestTable) -> None:
     source, blocks = random.Random(0), {}
     for _ in range(200):
-        handle = source.randrange(NUM_DEVICE_BLOCKS)
-        if handle in blocks and source.random() < 0.5:
-            table.remove(handle)
-            del blocks[handle]
-        elif handle in blocks and len(blocks[handle]) < MAX_BLOCKS:
-            table.extend({handle: (len(blocks[handle]), [handle])})
-            blocks[handle].append(handle)
-        elif handle not in blocks and len(blocks) < NUM_REQUESTS:
-            table.add(handle)
-            table.extend({handle: (0, [handle + 1])})
-            blocks[handle] = [handle + 1]
+        first_hot_block_id = source.randrange(NUM_DEVICE_BLOCKS)
+        if first_hot_block_id in blocks and source.random() < 0.5:
+            table.remove(first_hot_block_id)
+            del blocks[first_hot_block_id]
+        elif first_hot_block_id in blocks and len(blocks[first_hot_block_id]) < MAX_BLOCKS:
+            table.extend({first_hot_block_id: (len(blocks[first_hot_block_id]), [first_hot_block_id])})
+            blocks[first_hot_block_id].append(first_hot_block_id)
+        elif first_hot_block_id not in blocks and len(blocks) < NUM_REQUESTS:
+            table.add(first_hot_block_id)
+            table.extend({first_hot_block_id: (0, [first_hot_block_id + 1])})
+            blocks[first_hot_block_id] = [first_hot_block_id + 1]
         table.check_integrity()
         for known, ids in blocks.items():
-            assert table.host_table(int(table.find(tensor(known)))).tolist() == ids + [-1] * (MAX_BLOCKS - len(ids))
+            assert table.host_block_table(int(table.find(tensor(known)))).tolist() == ids + [-1] * (
+                MAX_BLOCKS - len(ids)
+            )
 
 
 def test_a_prefilling_request_is_found_by_its_positions(table: RequestTable) -> None:
     """Once per step, and only if it is the only one with these."""
-    for handle in (40, 41, 42):
-        table.add(handle)
+    for first_hot_block_id in (40, 41, 42):
+        table.add(first_hot_block_id)
     table.expect_prefills([(41, 0, 7), (40, 16, 20), (42, 0, 7)])
     assert table.take_prefill(16, 20) == table.index_of(40)
     assert table.take_prefill(16, 20) is None

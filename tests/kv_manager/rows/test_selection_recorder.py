@@ -16,11 +16,11 @@ from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer,
 from vllm_hisparse.ops.base import HotRows
 from vllm_hisparse.trace import RequestTrace, Trace
 
-NUM_SLOTS, TOP_K, BLOCK_SIZE, NUM_HANDLES = 6, 4, 4, 20
+NUM_SLOTS, TOP_K, BLOCK_SIZE, NUM_DEVICE_BLOCKS = 6, 4, 4, 20
 LAYERS = ["model.layers.0.self_attn.attn", "model.layers.12.self_attn.attn"]
-SHAPE = HotBufferShape(4, 5, len(LAYERS), TOP_K, 9, BLOCK_SIZE, NUM_HANDLES, 1, NUM_SLOTS + 1)
+SHAPE = HotBufferShape(4, 5, len(LAYERS), TOP_K, 9, BLOCK_SIZE, NUM_DEVICE_BLOCKS, 1, NUM_SLOTS + 1)
 CPU = torch.device("cpu")
-NOBODY = 19  # a handle of no request
+NOBODY = 19  # first hot block of no request
 
 
 def make_recorder(directory: Path, rank: int = 0) -> SelectionRecorder:
@@ -38,18 +38,23 @@ def make_buffer(tmp_path: Path) -> Callable[[], RecordingHotBuffer]:
 
 
 def add_layers(buffer: MLAHotBuffer) -> None:
-    rows = HotRows(torch.zeros(NUM_HANDLES * (NUM_SLOTS + 1), 1), NUM_SLOTS + 1, NUM_SLOTS + 1)
+    rows = HotRows(torch.zeros(NUM_DEVICE_BLOCKS * (NUM_SLOTS + 1), 1), NUM_SLOTS + 1, NUM_SLOTS + 1)
     for _ in LAYERS:
         buffer.add_layer(rows, torch.zeros(200, 1))
 
 
-def start(buffer: MLAHotBuffer, handle: int, host_ids: list[int]) -> None:
-    buffer.extend_tables({handle: (0, host_ids)})
-    buffer.change_hot_tables({handle: (0, [handle])})
+def start(buffer: MLAHotBuffer, first_hot_block_id: int, host_ids: list[int]) -> None:
+    buffer.extend_host_block_tables({first_hot_block_id: (0, host_ids)})
+    buffer.change_hot_block_tables({first_hot_block_id: (0, [first_hot_block_id])})
 
 
 def step(buffer: MLAHotBuffer, newest: dict[int, int], selections: torch.Tensor) -> torch.Tensor:
-    """All layers of one step: newest position by handle, [layers, requests, TOP_K] selections; returns the misses."""
+    """Run all layers of one step; return each layer's misses.
+
+    Args:
+        newest: first hot block -> newest position.
+        selections: [layers, requests, TOP_K].
+    """
     buffer.step.plan(torch.tensor([*newest]).int(), torch.tensor([*newest.values()]).int() + 1)
     return torch.stack([buffer.swap_in_of(i)(part.clone()).num_misses.clone() for i, part in enumerate(selections)])
 
@@ -79,8 +84,8 @@ def read_all(directory: Path) -> list[RequestTrace]:
 
 
 def test_requests_that_come_and_go_are_recorded_apart(make_buffer, tmp_path: Path) -> None:
-    """Two requests side by side; one ends, another takes its handle and its index and begins where it ended; padding is
-    nobody's."""
+    """Two requests side by side; one ends, another takes its first hot block and its index and begins where it ended.
+    Padding is nobody's."""
     buffer, generator = make_buffer(), torch.Generator().manual_seed(0)
     plain = MLAHotBuffer(SHAPE, CPU)
     add_layers(plain)

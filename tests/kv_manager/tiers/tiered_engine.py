@@ -119,5 +119,5 @@ class TieredEngine(FakeEngine):
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, "no progress"
-            if not self.step().tables:
+            if not self.step().host_block_tables:
                 time.sleep(0.001)

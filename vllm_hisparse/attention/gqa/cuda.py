@@ -81,8 +81,11 @@ class HotGQAMetadataBuilder(HotMetadataBuilder):
         common = common_attn_metadata
         threshold = self._query_lens.max_query_len
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
-        handles, drafts = common.block_table_tensor[:num_decodes, 0], self._query_lens.find(common, num_decodes)
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], *drafts)
+        first_hot_block_ids, drafts = (
+            common.block_table_tensor[:num_decodes, 0],
+            self._query_lens.find(common, num_decodes),
+        )
+        self.impl.hot_buffer.step.plan(first_hot_block_ids, common.seq_lens[:num_decodes], *drafts)
         metadata = HotGQAMetadata(num_tokens)
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)

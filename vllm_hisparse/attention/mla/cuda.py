@@ -89,9 +89,9 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
         common, threshold = common_attn_metadata, self._max_query_len
         num_decodes, num_prefills, num_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         metadata = HotMLAMetadata(common.num_actual_tokens, num_decodes, num_tokens, num_prefills)
-        handles = common.block_table_tensor[:num_decodes, 0]
+        first_hot_block_ids = common.block_table_tensor[:num_decodes, 0]
         query_lens, query_indices = self._query_lens.find(common, num_decodes)
-        self.impl.hot_buffer.step.plan(handles, common.seq_lens[:num_decodes], query_lens, query_indices)
+        self.impl.hot_buffer.step.plan(first_hot_block_ids, common.seq_lens[:num_decodes], query_lens, query_indices)
         if num_decodes:
             metadata.decode = self._build_decode(common, slice(0, num_decodes))
         if num_prefills:

@@ -42,7 +42,7 @@ class AdmittedRequest:
     """A request that holds blocks. Its own hot blocks are in vLLM's table, its host blocks in the host pool.
 
     Attributes:
-        first_hot_block_id: the handle, which names the request on the worker.
+        first_hot_block_id: id of the request's first hot block, which names the request on the worker.
         num_matched_tokens: tokens that the host pool held when the request was admitted.
         lent: hot blocks beyond its own.
         state: blocks of an algorithm's state, in the order of `StateLayout.columns`.
@@ -543,7 +543,7 @@ class RequestTracker:
         host_ids = self.host_pool.block_ids(request_id)
         if len(host_ids) > admitted.num_sent_blocks:
             first, admitted.num_sent_blocks = admitted.num_sent_blocks, len(host_ids)
-            metadata.tables[admitted.first_hot_block_id] = (first, host_ids[first:])
+            metadata.host_block_tables[admitted.first_hot_block_id] = (first, host_ids[first:])
         self._tables_changed[request_id] = None
         num_written = request.num_computed_tokens + (0 if self.has_draft_layers else num_new_tokens)
         # NOTE: with drafts, only tokens that are known count, because the others may be rejected.
@@ -571,8 +571,8 @@ class RequestTracker:
             hot_ids = [block.block_id for block in self.hot_blocks(request_id)]
             state_ids = [block.block_id for block in admitted.state]
             for table, new, old in (
-                (metadata.hot_tables, hot_ids, admitted.sent_hot_ids),
-                (metadata.state_tables, state_ids, admitted.sent_state_ids),
+                (metadata.hot_block_tables, hot_ids, admitted.sent_hot_ids),
+                (metadata.state_block_tables, state_ids, admitted.sent_state_ids),
             ):
                 if new != old:
                     first = _first_difference(new, old)

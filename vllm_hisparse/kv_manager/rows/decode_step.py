@@ -83,7 +83,7 @@ class DecodeStep(ABC):
 
     def plan(
         self,
-        handles: torch.Tensor,
+        first_hot_block_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None = None,
         query_indices: torch.Tensor | None = None,
@@ -91,14 +91,14 @@ class DecodeStep(ABC):
         """Set the requests that decode in this step.
 
         Args:
-            handles: [batch] int32 handle of each request, graph padding included (`StepTables`).
+            first_hot_block_ids: [batch] int32 first hot block of each request, graph padding included (`StepTables`).
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each request; None: one each.
             query_indices: [tokens] int64 padded query of each token; None: every request has `max_query_len` tokens.
         """
         self._num_queries, self._query_indices = len(seq_lens) * self.shape.max_query_len, query_indices
         self._parts.clear()
-        self.tables = self._plan(handles, seq_lens, query_lens)
+        self.tables = self._plan(first_hot_block_ids, seq_lens, query_lens)
 
     def pad_queries(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
         """Turn a step's tokens into padded queries.
@@ -140,7 +140,9 @@ class DecodeStep(ABC):
             self._finish()
 
     @abstractmethod
-    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+    def _plan(
+        self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+    ) -> StepTables:
         """Make the step's tables; arguments as for `plan`."""
 
     @abstractmethod
@@ -152,16 +154,16 @@ class DecodeStep(ABC):
         """Do the work that a step needs once, after the last layer has attended."""
 
     def _make_tables(
-        self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+        self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
     ) -> StepTables:
         requests, shape = self.requests, self.shape
         return StepTables(
             requests.seq_indices,
-            handles,
+            first_hot_block_ids,
             seq_lens,
-            requests.hot_tables,
+            requests.hot_block_tables,
             requests.num_hot_rows,
-            requests.host_tables,
+            requests.host_block_tables,
             shape.block_size,
             query_lens,
             shape.max_query_len,
@@ -183,8 +185,10 @@ class MLADecodeStep(DecodeStep):
         num_columns = self.shape.max_query_len * selected_positions.shape[1]
         return self.pad_queries(selected_positions, -1).view(-1, num_columns)
 
-    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
-        return self._make_tables(handles, seq_lens, query_lens)
+    def _plan(
+        self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+    ) -> StepTables:
+        return self._make_tables(first_hot_block_ids, seq_lens, query_lens)
 
     def _begin(self) -> None:
         self._find_newest_rows()
@@ -243,11 +247,15 @@ class GQADecodeStep(DecodeStep):
         layer, first_units = self.layers[layer_index], self.first_units[layer_index]
         self.ops.write_tokens(key, value, self.units, self.tables, layer.hot, layer.host, first_units)
 
-    def _plan(self, handles: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None) -> StepTables:
+    def _plan(
+        self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
+    ) -> StepTables:
         units, by_head = self.units, slice(0, len(seq_lens) * self.requests.heads.num_heads)
-        self._by_request = handles, seq_lens, query_lens
+        self._by_request = first_hot_block_ids, seq_lens, query_lens
         # NOTE: the new tokens may lie in fewer units than there are tokens; slots are reserved for these units only.
-        return self._make_tables(units.handles[by_head], units.num_units[by_head], units.num_new_units[by_head])
+        return self._make_tables(
+            units.first_hot_block_ids[by_head], units.num_units[by_head], units.num_new_units[by_head]
+        )
 
     def _begin(self) -> None:
         assert self._by_request is not None

@@ -8,7 +8,7 @@ from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.kv_manager.rows.algorithm_state import AlgorithmState, KeySpan
 from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.kv_manager.rows.request_table import TableChanges
+from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.swap_in import SelectingSwapIn, SwapIn
 from vllm_hisparse.layout import StateLayout
@@ -40,7 +40,7 @@ class GQAHotBuffer(HotBuffer):
         self.algorithm = algorithm
         assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
         layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])
-        self.state = AlgorithmState(algorithm, layout, self.requests.state_tables, memory)
+        self.state = AlgorithmState(algorithm, layout, self.requests.state_block_tables, memory)
         self.step = GQADecodeStep(
             self.requests,
             self.layers,
@@ -51,10 +51,12 @@ class GQAHotBuffer(HotBuffer):
             finds_newest_rows=device.type == "cpu",
         )
 
-    def change_hot_tables(self, changes: TableChanges) -> None:
-        super().change_hot_tables(changes)
+    def change_hot_block_tables(self, changes: BlockTableChanges) -> None:
+        super().change_hot_block_tables(changes)
         if changes:
-            self.step.reload_newest_units([self.requests.index_of(handle) for handle in changes])
+            self.step.reload_newest_units(
+                [self.requests.index_of(first_hot_block_id) for first_hot_block_id in changes]
+            )
 
     def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Represent the decoding requests' new tokens and select for them, one token of each request after the other.
@@ -95,9 +97,9 @@ class GQAHotBuffer(HotBuffer):
         self.ops.resolve(residency, step.tables, selected_unit_ids, hot, self.counts.by_seq, step.resolved)
         return step.resolved
 
-    def begin_decoding(self, handle: int, position: int) -> tuple[KeySpan, ...]:
+    def begin_decoding(self, first_hot_block_id: int, position: int) -> tuple[KeySpan, ...]:
         """Keys to represent before a request decodes the token at `position`."""
-        return self.state.begin_decoding(self.requests.index_of(handle), position)
+        return self.state.begin_decoding(self.requests.index_of(first_hot_block_id), position)
 
     def begin_prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
         """Keys to represent when positions [first, last) of a prompt are on the host; called before any of them

@@ -55,10 +55,10 @@ class HitCounts:
         self._num_takes, self._takes_per_snapshot = 0, 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
         self._reported = (0, 0)
 
-    def release(self, handle: int, request_index: int) -> None:
+    def release(self, first_hot_block_id: int, request_index: int) -> None:
         """Record the counts of a request that ends."""
         counts = self.by_seq[self._heads.seqs(request_index)].sum(0)
-        self._released.append((handle, request_index, CountSnapshot(counts)))
+        self._released.append((first_hot_block_id, request_index, CountSnapshot(counts)))
 
     def take_released(self) -> list[tuple[int, int, int]]:
         """Handle, hits and misses of released requests, in order of release, up to the first whose counts have not yet
@@ -66,11 +66,11 @@ class HitCounts:
         """
         taken = []
         while self._released and self._released[0][2].ready:
-            handle, request_index, snapshot = self._released.pop(0)
+            first_hot_block_id, request_index, snapshot = self._released.pop(0)
             hits, misses = snapshot.values
             before = self._before[request_index]
             self._before[request_index] = (hits, misses)
-            taken.append((handle, hits - before[0], misses - before[1]))
+            taken.append((first_hot_block_id, hits - before[0], misses - before[1]))
         return taken
 
     def take(self) -> tuple[int, int]:

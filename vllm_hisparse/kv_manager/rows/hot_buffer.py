@@ -12,7 +12,7 @@ import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import DecodeStep, LayerRows, StepShape
 from vllm_hisparse.kv_manager.rows.hit_counts import HitCounts
-from vllm_hisparse.kv_manager.rows.request_table import RequestTable, TableChanges
+from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges, RequestTable
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
 from vllm_hisparse.ops.base import HotRows
@@ -142,26 +142,28 @@ class HotBuffer(ABC):
         """
         self.layers.append(LayerRows(hot, host))
 
-    def extend_tables(self, changes: TableChanges) -> None:
+    def extend_host_block_tables(self, changes: BlockTableChanges) -> None:
         """Append host blocks to requests' tables; a change from index 0 on starts a request without hot blocks."""
-        for handle, (first, _) in changes.items():
+        for first_hot_block_id, (first, _) in changes.items():
             if first == 0:
-                self._start(self.requests.add(handle))
+                self._start(self.requests.add(first_hot_block_id))
         self.requests.extend(changes)
 
-    def change_hot_tables(self, changes: TableChanges) -> None:
+    def change_hot_block_tables(self, changes: BlockTableChanges) -> None:
         """Set requests' hot blocks. Rows of blocks that a request did not have before become empty."""
-        blocks_of = [self.requests.hot_blocks[self.requests.index_of(handle)] for handle in changes]
+        blocks_of = [
+            self.requests.hot_blocks[self.requests.index_of(first_hot_block_id)] for first_hot_block_id in changes
+        ]
         moved = [blocks for blocks, (first, _) in zip(blocks_of, changes.values(), strict=True) if first < len(blocks)]
         if added := self.requests.change_hot(changes):
             self._empty_blocks(added)
         if moved:
             self._empty_latest(moved)
 
-    def release(self, handle: int) -> None:
+    def release(self, first_hot_block_id: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
-        request_index = self.requests.remove(handle)
-        self.counts.release(handle, request_index)
+        request_index = self.requests.remove(first_hot_block_id)
+        self.counts.release(first_hot_block_id, request_index)
 
     @abstractmethod
     def _start(self, request_index: int) -> None:
@@ -194,7 +196,7 @@ class HotBuffer(ABC):
     def swap_in_of(self, layer_index: int) -> SwapIn:
         """Choose the way in which a layer makes its selection hot."""
 
-    def seeds(self, handle: torch.Tensor, num_tokens: int) -> Seeds:
+    def seeds(self, first_hot_block_id: torch.Tensor, num_tokens: int) -> Seeds:
         """Choose the units that become hot when a chunk of a prompt is computed.
 
         If the next token would still fit into the request's hot blocks (`SwapInOps`), unit u goes to slot u. If not,
@@ -205,20 +207,20 @@ class HotBuffer(ABC):
         of hot blocks of any request.
 
         Args:
-            handle: [1] int32 handle of the request.
+            first_hot_block_id: [1] int32.
             num_tokens: tokens of the request, including the chunk.
         """
         hot, num_new = self.layers[0].hot, self.shape.max_query_len
         last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, max(map(len, self.requests.hot_blocks))
         first_unit = max(last_unit - max(most_blocks * hot.rows_per_block - num_new, 0), 0)
-        seqs = self.requests.find_seqs(handle)
-        tables, num_rows = self.requests.hot_tables[seqs], self.requests.num_hot_rows[seqs, None].long()
+        seqs = self.requests.find_seqs(first_hot_block_id)
+        tables, num_rows = self.requests.hot_block_tables[seqs], self.requests.num_hot_rows[seqs, None].long()
         num_slots = (num_rows - num_new).clamp_min(1)
-        units = torch.arange(first_unit, last_unit, device=handle.device)
+        units = torch.arange(first_unit, last_unit, device=first_hot_block_id.device)
         fits = -(-num_tokens // self.heads.tokens_per_unit) + num_new <= num_rows
         is_kept = fits | (units >= last_unit - num_slots)
         slots = units.where(fits, units % num_slots)
-        reserved = num_slots + torch.arange(num_new, device=handle.device)
+        reserved = num_slots + torch.arange(num_new, device=first_hot_block_id.device)
         return Seeds(  # units that are not kept go to row 0 and entry 0, which belong to the null block
             seqs,
             first_unit,

@@ -23,13 +23,13 @@ class PrefillRequest:
     Attributes:
         first, last: positions of its query tokens, half-open.
         first_block: staging block of its position 0.
-        handle: [1] int32 handle.
+        first_hot_block_id: [1] int32.
     """
 
     first: int
     last: int
     first_block: int
-    handle: torch.Tensor
+    first_hot_block_id: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class PrefillPlan:
 
     Attributes:
         request: the request.
-        host_table: [blocks] int32 host blocks, -1 beyond the request's blocks.
+        host_block_table: [blocks] int32 host blocks, -1 beyond the request's blocks.
         seeds: units that become hot.
         staged_seeds: [KV heads, units] int64 places of the seeds in the staging memory, in units of one KV head.
         key_spans: keys that a dense model's algorithm represents once the query tokens are on the host.
     """
 
     request: PrefillRequest
-    host_table: torch.Tensor
+    host_block_table: torch.Tensor
     seeds: Seeds
     staged_seeds: torch.Tensor
     key_spans: tuple[KeySpan, ...]
@@ -127,7 +127,7 @@ class PrefillStaging:
         """
         for plan in group.plans:
             history = self._rows_of(plan.request, 0, self._num_rows_to_load(plan.request))
-            self.hot_buffer.ops.stage_rows(host_rows, plan.host_table, self.block_size, history)
+            self.hot_buffer.ops.stage_rows(host_rows, plan.host_block_table, self.block_size, history)
             self.hot_buffer.staged_bytes += history.nbytes
 
     def store(self, group: PrefillGroup, layer_index: int, host_rows: torch.Tensor) -> None:
@@ -141,22 +141,24 @@ class PrefillStaging:
         for plan in group.plans:
             first, last = self._span_to_save(plan.request)
             rows = self._rows_of(plan.request, first, last)
-            self.hot_buffer.ops.save_rows(rows, first, host_rows, plan.host_table, self.block_size)
+            self.hot_buffer.ops.save_rows(rows, first, host_rows, plan.host_block_table, self.block_size)
             self._seed(plan, layer_index)
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:
         """Make the plan for a request of a DSA model."""
         requests = self.hot_buffer.requests
-        return self._make_plan(request, requests.host_table(requests.find(request.handle))[0], key_spans=())
+        return self._make_plan(
+            request, requests.host_block_table(requests.find(request.first_hot_block_id))[0], key_spans=()
+        )
 
     def _make_plan(
-        self, request: PrefillRequest, host_table: torch.Tensor, key_spans: tuple[KeySpan, ...]
+        self, request: PrefillRequest, host_block_table: torch.Tensor, key_spans: tuple[KeySpan, ...]
     ) -> PrefillPlan:
-        seeds, heads = self.hot_buffer.seeds(request.handle, request.last), self.hot_buffer.heads
+        seeds, heads = self.hot_buffer.seeds(request.first_hot_block_id, request.last), self.hot_buffer.heads
         units, units_per_block = seeds.units, self.block_size // heads.tokens_per_unit
         parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
         staged_seeds = parts * units_per_block + units % units_per_block
-        return PrefillPlan(request, host_table, seeds, staged_seeds, key_spans)
+        return PrefillPlan(request, host_block_table, seeds, staged_seeds, key_spans)
 
     def _seed(self, plan: PrefillPlan, layer_index: int) -> None:
         hot = self.hot_buffer.layers[layer_index].hot
@@ -189,8 +191,8 @@ class PrefillStaging:
             seq_len, first_row = seq_lens[index], num_blocks * self.block_size
             begin = seq_len - (starts[index + 1] - starts[index])
             slots.append(torch.arange(first_row + begin, first_row + seq_len, device=self.rows.device))
-            handle = common.block_table_tensor[index, :1]
-            requests.append(PrefillRequest(begin, min(seq_len, num_rows), num_blocks, handle))
+            first_hot_block_id = common.block_table_tensor[index, :1]
+            requests.append(PrefillRequest(begin, min(seq_len, num_rows), num_blocks, first_hot_block_id))
             num_blocks += cdiv(seq_len, self.block_size)
         block_table = self._block_table(requests, max(seq_lens[first:last]))
         part = slice_requests(common, first, last).replace(block_table_tensor=block_table)
@@ -226,9 +228,11 @@ class WholeBlockStaging(PrefillStaging):
             [blocks, block_size, row elements]; the first block contains position `span.first`.
         """
         first_block, last_block = span.first // self.block_size, cdiv(span.last, self.block_size)
-        host_table = self.hot_buffer.requests.host_table(span.request_index)[first_block:last_block].contiguous()
+        host_block_table = self.hot_buffer.requests.host_block_table(span.request_index)[
+            first_block:last_block
+        ].contiguous()
         staged = self.cache[: last_block - first_block]
-        self.hot_buffer.ops.stage_rows(host_rows, host_table, self.block_size, staged.flatten(0, 1))
+        self.hot_buffer.ops.stage_rows(host_rows, host_block_table, self.block_size, staged.flatten(0, 1))
         self.hot_buffer.staged_bytes += staged.nbytes
         return staged
 
@@ -237,9 +241,9 @@ class WholeBlockStaging(PrefillStaging):
         request_index = requests.take_prefill(request.first, request.last)
         if request_index is None:
             # NOTE: this waits for the device, but only if several requests prefill the same positions in this step.
-            request_index = int(requests.find(request.handle))
+            request_index = int(requests.find(request.first_hot_block_id))
         key_spans = self.hot_buffer.begin_prefill(request_index, request.first, request.last)
-        return self._make_plan(request, requests.host_table(request_index), key_spans)
+        return self._make_plan(request, requests.host_block_table(request_index), key_spans)
 
     def _num_rows_to_load(self, request: PrefillRequest) -> int:
         return cdiv(request.first, self.block_size) * self.block_size

@@ -8,14 +8,14 @@ import torch
 
 from vllm_hisparse.ops.kv_heads import KVHeads
 
-# handle -> index in the request's table of the first changed block, and the ids of the blocks from there on
-TableChanges = Mapping[int, tuple[int, Sequence[int]]]
+# id of the first hot block -> (index in the request's block table of the first changed block, block ids from there on)
+BlockTableChanges = Mapping[int, tuple[int, Sequence[int]]]
 
 NULL_BLOCK = 0  # block of vLLM's device pool that belongs to no request
 
 
 class RequestTable:
-    """Finds a request's index by its handle, the id of its first hot block, on the host and on the device.
+    """Finds a request's index by the id of its first hot block, on the host and on the device.
 
     Its tensors are static, so that a CUDA graph may read them; changes are enqueued on the current stream and never
     wait for the device.
@@ -28,20 +28,21 @@ class RequestTable:
         num_device_blocks: blocks of vLLM's device pool.
         heads: numbering of KV heads' sequences and of their parts of blocks.
         device: device that reads the tables.
-        state_columns: column in `state_tables` of each state block of the longest request.
+        state_columns: column in `state_block_tables` of each state block of the longest request.
 
     Attributes:
         num_requests: upper bound of request indices; as an index, it stands for no request.
         num_seqs: upper bound of sequence indices; as an index, it stands for no request.
-        seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a handle, -1 elsewhere.
-        hot_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks. Entries beyond a request's blocks, and the
-            entries for no request, name the null block.
+        seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a request's first hot block,
+            -1 elsewhere.
+        hot_block_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks. Entries beyond a request's blocks,
+            and the entries for no request, name the null block.
         num_hot_rows: [num_seqs + 1] int32 rows of these parts.
         hot_blocks: hot block ids by request index.
-        state_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state. Entries
-            beyond a request's blocks, and the entries for no request, name the null block.
-        host_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond a request's blocks. Steps that
-            vLLM runs without requests (profiling, padding) read the last row, which is for no request.
+        state_block_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state.
+            Entries beyond a request's blocks, and the entries for no request, name the null block.
+        host_block_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond a request's blocks. Steps
+            that vLLM runs without requests (profiling, padding) read the last row, which is for no request.
     """
 
     def __init__(
@@ -58,95 +59,97 @@ class RequestTable:
         self.heads, self.num_requests, self.num_seqs = heads, num_requests, num_requests * heads.num_heads
         num_parts = num_device_blocks * heads.head_stride
         self.seq_indices = torch.full((num_parts,), -1, dtype=torch.int32, device=device)
-        self.host_tables = torch.full((self.num_seqs + 1, max_blocks), -1, dtype=torch.int32, device=device)
-        self.hot_tables = torch.zeros((self.num_seqs + 1, max_hot_blocks), dtype=torch.int32, device=device)
+        self.host_block_tables = torch.full((self.num_seqs + 1, max_blocks), -1, dtype=torch.int32, device=device)
+        self.hot_block_tables = torch.zeros((self.num_seqs + 1, max_hot_blocks), dtype=torch.int32, device=device)
         self.num_hot_rows = torch.zeros(self.num_seqs + 1, dtype=torch.int32, device=device)
         self.hot_blocks: list[list[int]] = [[] for _ in range(num_requests)]
-        self.state_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
+        self.state_block_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
         self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
         self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
         self._rows_per_hot_block = rows_per_hot_block
         self._all_seqs = torch.arange(self.num_seqs, dtype=torch.int32, device=device)
         self._pin_memory = device.type != "cpu"
         self._free_indices = list(reversed(range(num_requests)))
-        self._index_by_handle: dict[int, int] = {}
+        self._index_by_first_hot_block: dict[int, int] = {}
         self._prefills: dict[tuple[int, int], list[int]] = {}  # first and last position -> request indices
 
     def __len__(self) -> int:
         """Number of running requests."""
-        return len(self._index_by_handle)
+        return len(self._index_by_first_hot_block)
 
-    def add(self, handle: int) -> int:
+    def add(self, first_hot_block_id: int) -> int:
         """Start a request without blocks; return its index.
 
         Raises:
             IndexError: `num_requests` requests run already.
         """
-        index = self._index_by_handle[handle] = self._free_indices.pop()
-        self.seq_indices[self.heads.device_parts(handle)] = self._all_seqs[self.heads.seqs(index)]
+        index = self._index_by_first_hot_block[first_hot_block_id] = self._free_indices.pop()
+        self.seq_indices[self.heads.device_parts(first_hot_block_id)] = self._all_seqs[self.heads.seqs(index)]
         return index
 
-    def extend(self, changes: TableChanges) -> None:
+    def extend(self, changes: BlockTableChanges) -> None:
         """Append host blocks to requests' tables."""
         if changes:
             indices, columns, host_ids = self._entries(changes)
-            places = self._places_by_head(self.host_tables, indices, columns)
-            self._write(self.host_tables, places, self.heads.host_parts(host_ids))
+            places = self._places_by_head(self.host_block_tables, indices, columns)
+            self._write(self.host_block_tables, places, self.heads.host_parts(host_ids))
 
-    def extend_state(self, changes: TableChanges) -> None:
+    def extend_state(self, changes: BlockTableChanges) -> None:
         """Append blocks of an algorithm's state to requests' tables."""
         if changes:
             indices, columns, block_ids = self._entries(changes)
-            places = indices * self.state_tables.shape[1] + self._state_columns[columns]
-            self._write(self.state_tables, places, block_ids)
+            places = indices * self.state_block_tables.shape[1] + self._state_columns[columns]
+            self._write(self.state_block_tables, places, block_ids)
 
-    def change_hot(self, changes: TableChanges) -> list[int]:
+    def change_hot(self, changes: BlockTableChanges) -> list[int]:
         """Set requests' hot blocks; return the blocks that a request did not have before."""
         if not changes:
             return []
         added, num_rows, runs = [], [], {}
-        for handle, (first, block_ids) in changes.items():
-            blocks = self.hot_blocks[self.index_of(handle)]
+        for first_hot_block_id, (first, block_ids) in changes.items():
+            blocks = self.hot_blocks[self.index_of(first_hot_block_id)]
             earlier = dict.fromkeys(blocks)
             blocks[first:] = block_ids
             added += [block_id for block_id in block_ids if block_id not in earlier]
             num_rows.append(len(blocks) * self._rows_per_hot_block)
-            runs[handle] = first, [*block_ids, *[NULL_BLOCK] * (len(earlier) - len(blocks))]
+            runs[first_hot_block_id] = first, [*block_ids, *[NULL_BLOCK] * (len(earlier) - len(blocks))]
         indices, columns, block_ids = self._entries(runs)
-        places = self._places_by_head(self.hot_tables, indices, columns)
-        self._write(self.hot_tables, places, self.heads.parts_of(block_ids).t())
-        seqs = self.heads.seq_indices(torch.tensor([self.index_of(handle) for handle in changes]))
+        places = self._places_by_head(self.hot_block_tables, indices, columns)
+        self._write(self.hot_block_tables, places, self.heads.parts_of(block_ids).t())
+        seqs = self.heads.seq_indices(
+            torch.tensor([self.index_of(first_hot_block_id) for first_hot_block_id in changes])
+        )
         self._write(self.num_hot_rows, seqs, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
         return added
 
-    def remove(self, handle: int) -> int:
+    def remove(self, first_hot_block_id: int) -> int:
         """Forget a request; return its former index."""
-        index = self._index_by_handle.pop(handle)
-        self.seq_indices[self.heads.device_parts(handle)] = -1
-        self.host_tables[self.heads.seqs(index)] = -1
-        self.hot_tables[self.heads.seqs(index)] = self.num_hot_rows[self.heads.seqs(index)] = 0
-        self.state_tables[index] = NULL_BLOCK
+        index = self._index_by_first_hot_block.pop(first_hot_block_id)
+        self.seq_indices[self.heads.device_parts(first_hot_block_id)] = -1
+        self.host_block_tables[self.heads.seqs(index)] = -1
+        self.hot_block_tables[self.heads.seqs(index)] = self.num_hot_rows[self.heads.seqs(index)] = 0
+        self.state_block_tables[index] = NULL_BLOCK
         self.hot_blocks[index] = []
         self._free_indices.append(index)
         return index
 
-    def index_of(self, handle: int) -> int:
+    def index_of(self, first_hot_block_id: int) -> int:
         """Index of a request, below `num_requests`.
 
         Raises:
             KeyError: no such request runs.
         """
-        return self._index_by_handle[handle]
+        return self._index_by_first_hot_block[first_hot_block_id]
 
     def expect_prefills(self, prefills: Collection[tuple[int, int, int]]) -> None:
         """Set the requests that prefill in the next step.
 
         Args:
-            prefills: (handle, first, last) of each request, which computes positions [first, last).
+            prefills: (first_hot_block_id, first, last) of each request, which computes positions [first, last).
         """
         self._prefills = {}
-        for handle, first, last in prefills:
-            self._prefills.setdefault((first, last), []).append(self._index_by_handle[handle])
+        for first_hot_block_id, first, last in prefills:
+            self._prefills.setdefault((first, last), []).append(self._index_by_first_hot_block[first_hot_block_id])
 
     def take_prefill(self, first: int, last: int) -> int | None:
         """Take the index of the request that prefills positions [first, last) in this step.
@@ -157,23 +160,23 @@ class RequestTable:
         found = self._prefills.pop((first, last), [])
         return found[0] if len(found) == 1 else None
 
-    def find(self, handles: torch.Tensor) -> torch.Tensor:
-        """Index of each request, [batch] int64; `num_requests` for an unknown handle.
+    def find(self, first_hot_block_ids: torch.Tensor) -> torch.Tensor:
+        """Index of each request, [batch] int64; `num_requests` for an unknown block.
 
         Args:
-            handles: [batch] int32.
+            first_hot_block_ids: [batch] int32.
         """
-        return self.heads.request_indices(self._find_seqs(self.heads.first_parts(handles)))
+        return self.heads.request_indices(self._find_seqs(self.heads.first_parts(first_hot_block_ids)))
 
-    def find_seqs(self, handle: torch.Tensor) -> torch.Tensor:
-        """Sequence index of each KV head of a request, [num_heads] int64; `num_seqs` for an unknown handle.
+    def find_seqs(self, first_hot_block_id: torch.Tensor) -> torch.Tensor:
+        """Sequence index of each KV head of a request, [num_heads] int64; `num_seqs` for an unknown block.
 
         Args:
-            handle: [1] int32.
+            first_hot_block_id: [1] int32.
         """
-        return self._find_seqs(self.heads.parts_of(handle)[0])
+        return self._find_seqs(self.heads.parts_of(first_hot_block_id)[0])
 
-    def host_table(self, request_index: int | torch.Tensor) -> torch.Tensor:
+    def host_block_table(self, request_index: int | torch.Tensor) -> torch.Tensor:
         """Host blocks of requests, -1 beyond a request's blocks.
 
         Args:
@@ -182,32 +185,34 @@ class RequestTable:
         Returns:
             [max_blocks] or [n, max_blocks] int32.
         """
-        return self.heads.host_blocks(self.host_tables[request_index * self.heads.num_heads])
+        return self.heads.host_blocks(self.host_block_tables[request_index * self.heads.num_heads])
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of the host to the device, without waiting."""
         return tensor.pin_memory().to(self.seq_indices.device, non_blocking=True) if self._pin_memory else tensor
 
     def check_integrity(self) -> None:
-        """Check that every index is free or owned, and found by its handle. Waits for the device.
+        """Check that every index is free or owned, and found by its first hot block. Waits for the device.
 
         Raises:
             AssertionError: the first violation.
         """
-        indices = [*self._index_by_handle.values(), *self._free_indices]
+        indices = [*self._index_by_first_hot_block.values(), *self._free_indices]
         assert sorted(indices) == list(range(self.num_requests)), "an index is lost or owned twice"
-        for handle, index in self._index_by_handle.items():
-            found = self.seq_indices[self.heads.device_parts(handle)]
+        for first_hot_block_id, index in self._index_by_first_hot_block.items():
+            found = self.seq_indices[self.heads.device_parts(first_hot_block_id)]
             assert torch.equal(found, self._all_seqs[self.heads.seqs(index)]), "a head has the sequence of another"
-        assert (self.seq_indices >= 0).sum() == len(self) * self.heads.num_heads, "a handle of no request is found"
+        assert (self.seq_indices >= 0).sum() == len(self) * self.heads.num_heads, (
+            "a first hot block of no request is found"
+        )
         for index in self._free_indices:
-            assert (self.host_tables[self.heads.seqs(index)] == -1).all(), "a free index has host blocks"
-            assert not self.hot_tables[self.heads.seqs(index)].any(), "a free index has hot blocks"
-            assert not self.state_tables[index].any(), "a free index has blocks of an algorithm's state"
+            assert (self.host_block_tables[self.heads.seqs(index)] == -1).all(), "a free index has host blocks"
+            assert not self.hot_block_tables[self.heads.seqs(index)].any(), "a free index has hot blocks"
+            assert not self.state_block_tables[index].any(), "a free index has blocks of an algorithm's state"
 
-    def _entries(self, changes: TableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _entries(self, changes: BlockTableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Flatten changes into each block's request index, its column in the table, and its id; all [blocks] int64."""
-        return _flatten([self.index_of(handle) for handle in changes], changes.values())
+        return _flatten([self.index_of(first_hot_block_id) for first_hot_block_id in changes], changes.values())
 
     def _places_by_head(self, table: torch.Tensor, indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Places of blocks in a flattened table that has a row per sequence: [num_heads, blocks] int64."""

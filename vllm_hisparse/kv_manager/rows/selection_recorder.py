@@ -144,13 +144,13 @@ class RecordingHotBuffer(MLAHotBuffer):
         self._selected[layer_index] = selected_positions.numpy()
         if layer_index == self.shape.num_layers - 1:
             tables = self.step.tables
-            requests, newest = self.requests.find(tables.handles), tables.seq_lens - 1
+            requests, newest = self.requests.find(tables.first_hot_block_ids), tables.seq_lens - 1
             known = requests < self.requests.num_requests
             self.recorder.add_step(requests[known].tolist(), newest[known].tolist(), self._selected[:, known.numpy()])
 
-    def release(self, handle: int) -> None:
-        self.recorder.end(self.requests.index_of(handle))
-        super().release(handle)
+    def release(self, first_hot_block_id: int) -> None:
+        self.recorder.end(self.requests.index_of(first_hot_block_id))
+        super().release(first_hot_block_id)
 
 
 @dataclass(frozen=True)
