@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from benchmarks.plan_calibration import (
@@ -291,14 +295,87 @@ def test_lengths_from_a_file_and_a_range(tmp_path: Path) -> None:
     assert "Prompts of 6000" in invoke(*words, "--context", "4000-8000").output
 
 
-def test_start_commands_are_accepted_by_the_product() -> None:
+def test_arrivals_that_are_too_many_are_named() -> None:
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--request-rate")
+    assert "requests queue up" in " ".join(invoke(*words, "20").output.split())
+    assert "requests queue up" not in " ".join(invoke(*words, "0.2").output.split())
+    assert planned(*words, "20")["wanted_tokens_per_s"] == 20 * 1024
+
+
+def test_ranges_are_planned_length_by_length() -> None:
+    """Short requests are hot as a whole, so that fewer rows are missed than with all requests of mean length."""
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--concurrency", "64")
+    mixed, same = (planned(*words, "--context", text)["systems"] for text in ("1000-59000", "30000"))
+    assert mixed["vllm_hisparse"]["hit_rate"] > same["vllm_hisparse"]["hit_rate"]
+    assert mixed["full KV"]["device_bytes_per_request"] == pytest.approx(
+        same["full KV"]["device_bytes_per_request"], rel=0.01
+    )
+
+
+def merged(base: Any, over: Any) -> Any:
+    """Return values with others over them, as helm does."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    return base | {key: merged(base.get(key), value) for key, value in over.items()}
+
+
+STARTED = {
+    "dsa": ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8"),
+    "drafts": ("GLM-5.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts", "2"),
+    "experts": ("GLM-5.3", "--data-parallel-size", "4", "--tensor-parallel-size", "4", "--kv-cache-dtype", "fp8"),
+    "dense": ("Llama-3.1-8B", "--device-kv-gib", "20", "--max-num-seqs", "8", "--top-k", "1024"),
+    "ranks": ("Qwen3-8B", "--data-parallel-size", "4", "--device-buffer-size", "6144"),
+    "moe": ("Qwen3-30B-A3B", "--tensor-parallel-size", "2"),
+    "refused": ("HY-V4", "--kv-cache-dtype", "fp8"),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_commands_are_taken_by_the_programs_that_get_them(name: str) -> None:
+    """The parsers of vLLM and of the router, and the schemas of the chart and of the Ray application."""
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm_hisparse_ray.config import AppConfig
+    from vllm_router.launch_router import parse_router_args
 
     from vllm_hisparse.config import HiSparseConfig
 
-    found = planned("GLM-5.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts", "1")
-    AppConfig(**found["ray_options"])
-    HiSparseConfig.from_extra_config(found["ray_options"]["decode"]["hisparse"])
+    found, drafts = planned(*STARTED[name]), name == "drafts"
+    for title, command in found["commands"].items():
+        words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+        if title == "router":
+            args = parse_router_args(words[1:])
+            assert args.vllm_pd_disaggregation and len(args.prefill_urls) == len(args.decode_urls) == 1
+            continue
+        assert words[:2] == ["vllm", "serve"]
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+        assert bool(args.speculative_config) == drafts
+        if title != "prefill" and name != "refused":
+            HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
+    if name in ("experts", "refused"):
+        assert found["helm_values"] is found["ray_options"] is None
+        return
+    chart = ROOT / "deploy" / "helm" / "vllm-hisparse"
+    values = merged(yaml.safe_load((chart / "values.yaml").read_text()), found["helm_values"])
+    jsonschema.validate(values, json.loads((chart / "values.schema.json").read_text()))
+    decode = found["helm_values"]["decode"]
+    assert decode["memoryGiB"] >= decode["hisparse"]["hostPoolGiB"] + decode["overheadGiB"]
+    assert decode["hisparse"]["hostPoolGiB"] * decode["replicas"] == 512
+    engine = found["helm_values"]["engine"]["extraArgs"]
+    assert ("--speculative-config" in engine) == drafts
+    make_arg_parser(FlexibleArgumentParser()).parse_args([*engine, *decode["extraArgs"]])
+    app = AppConfig.parse(found["ray_options"])
+    HiSparseConfig.from_extra_config(app.decode.hisparse)
+
+
+def test_both_sides_of_a_pair_have_gpus_and_ports_of_their_own() -> None:
+    """A rank of an engine listens on the port of its side channel plus its number."""
+    small = planned("Llama-3.3-70B", "--tensor-parallel-size", "4")["commands"]
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in small["prefill"] and "CUDA_VISIBLE_DEVICES=4,5,6,7 " in small["decode"]
+    ports = [int(re.search(r"SIDE_CHANNEL_PORT=(\d+)", small[side])[1]) for side in ("prefill", "decode")]
+    assert abs(ports[0] - ports[1]) >= 8
+    large = planned("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8")["commands"]
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=$PREFILL_HOST" in large["prefill"] and "$DECODE_HOST:8200" in large["router"]
 
 
 def test_rates_of_a_doctor(tmp_path: Path) -> None:
@@ -320,7 +397,12 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--concurrency", "4", "--request-rate", "2"), "they contradict each other"),
         (("no/such/model",), "expected a directory, a config.json or one of DeepSeek-V3.2"),
         (("Llama-3.1-8B", "--gpu", "H1000"), "expected one of H200"),
-        (("Llama-3.1-8B", "--drafts", "1"), "has no draft layer"),
+        (("Llama-3.1-8B", "--drafts", "1"), "has no draft layer that plan knows: dense models draft with EAGLE"),
+        (("Llama-3.1-8B", "--acceptance", "0.5"), "got 0.5, and no --drafts to accept"),
+        (("Llama-3.1-8B", "--device-kv-gib", "9", "--gpu-memory-utilization", "0.5"), "got 9.0, and 0.5 for --gpu-mem"),
+        (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected at least 2048"),
+        (("Llama-3.1-8B", "--tensor-parallel-size", "3"), "expected a divisor of the 32 attention heads"),
+        (("Llama-3.1-8B", "--context", "9000-400"), "expected tokens as a number"),
         (("Llama-3.1-8B", "--context", "0"), "expected tokens as a number"),
         (("Llama-3.1-8B", "--context", "200000"), "that Llama-3.1-8B takes"),
         (("DeepSeek-V3.2", "--top-k", "1024", "--tensor-parallel-size", "8"), "expected the model's index_topk, 2048"),

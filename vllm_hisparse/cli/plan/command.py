@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
-from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options
+from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options, replicas_refusal
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
-from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError
+from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 
 DENSE_TOP_K = 2048
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows in top-k
@@ -36,7 +36,9 @@ def plan_command(
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, with expert parallelism.")] = 1,
     kv_cache_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}.")] = "auto",
     weight_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}; auto: as config.json says.")] = "auto",
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.1, max=1.0, help="As in vLLM.")] = 0.92,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(min=0.1, max=1.0, help="As in vLLM. Default: 0.92.")
+    ] = None,
     device_kv_gib: Annotated[float | None, typer.Option(min=0.1, help="Device memory for KV on each GPU.")] = None,
     host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory for KV, of all ranks.")] = 512.0,
     context: Annotated[str, typer.Option(help="Prompt tokens: a number, LOW-HIGH, or a file of lengths.")] = "32768",
@@ -47,7 +49,9 @@ def plan_command(
     overlap: Annotated[float | None, typer.Option(min=0, max=1, help="Share kept from step to step.")] = None,
     trace: Annotated[Path | None, typer.Option(exists=True, help="Trace of selections (trace record).")] = None,
     drafts: Annotated[int, typer.Option(min=0, max=7, help="Drafts of a step (MTP).")] = 0,
-    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability that a draft is accepted.")] = 0.8,
+    acceptance: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Probability that a draft is accepted. Default: 0.8.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Of a dense model. Default: 2048.")] = None,
     device_buffer_size: Annotated[int | None, typer.Option(min=1, help="Hot rows per request and layer.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As in vLLM, per rank.")] = 1024,
@@ -65,12 +69,22 @@ def plan_command(
     _only_one("--hit-rate", hit_rate, "--overlap", overlap)
     _only_one("--trace", trace, "--hit-rate or --overlap", hit_rate if overlap is None else overlap)
     shape, found_gpu = _model(model, kv_cache_dtype, weight_dtype), _gpu(gpu)
+    _only_one("--device-kv-gib", device_kv_gib, "--gpu-memory-utilization", gpu_memory_utilization)
+    if acceptance is not None and not drafts:
+        raise typer.BadParameter(f"got {acceptance}, and no --drafts to accept: add them", param_hint="--acceptance")
     if drafts and not shape.has_draft_layer:
-        raise typer.BadParameter(f"got {drafts}, but {shape.name} has no draft layer", param_hint="--drafts")
+        known = "no draft layer" if shape.is_dsa else "no draft layer that plan knows: dense models draft with EAGLE"
+        raise typer.BadParameter(f"got {drafts}, but {shape.name} has {known}", param_hint="--drafts")
     if top_k is not None and shape.is_dsa and top_k != shape.top_k:
         message = f"got {top_k}, expected the model's index_topk, {shape.top_k}: leave the option out"
         raise typer.BadParameter(message, param_hint="--top-k")
     selected = shape.top_k or top_k or DENSE_TOP_K
+    least = selected * (1 + drafts)
+    if device_buffer_size is not None and device_buffer_size < least:
+        raise typer.BadParameter(
+            f"got {device_buffer_size}, expected at least {least}: {selected} selected rows for each token of a step",
+            param_hint="--device-buffer-size",
+        )
     prompts, answers = lengths(context, "--context"), lengths(output_tokens, "--output-tokens")
     longest = max(prompts) + max(answers)
     load = Load(quantiles(prompts), fmean(answers), longest, concurrency, request_rate)
@@ -88,8 +102,8 @@ def plan_command(
             tensor_parallel=tensor_parallel_size,
             data_parallel=data_parallel_size,
             drafts=drafts,
-            acceptance=acceptance,
-            gpu_memory_utilization=gpu_memory_utilization,
+            acceptance=0.8 if acceptance is None else acceptance,
+            gpu_memory_utilization=0.92 if gpu_memory_utilization is None else gpu_memory_utilization,
             device_kv_gib=device_kv_gib,
             max_num_seqs=max_num_seqs,
             full_kv_layers=0 if shape.is_dsa else QUEST_FULL_KV_LAYERS,
@@ -98,8 +112,8 @@ def plan_command(
         raise typer.BadParameter(str(error)) from None
     model = CHECKPOINTS.get(shape.name, model)
     starts = commands(plan, model, kv_cache_dtype)
-    deployments = {}
-    if not shape.refusal:
+    deployments: dict[str, Any] = {"helm_values": None, "ray_options": None}
+    if not replicas_refusal(plan):
         deployments["helm_values"] = helm_values(plan, model, kv_cache_dtype)
         deployments["ray_options"] = ray_options(plan, model, kv_cache_dtype)
     if as_json:
@@ -213,25 +227,30 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     console.print(verdict(plan))
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]\n")
     for title, command in starts.items():
-        console.print(f"[bold]{title}[/]\n", end="")
+        console.print(f"[bold]{title}[/]")
         console.print(command, markup=False)
     for title, options in deployments.items():
-        console.print(f"\n[bold]{title.replace('_', ' ')}[/]\n{yaml.safe_dump(options, sort_keys=False).rstrip()}")
+        console.print(f"\n[bold]{title.replace('_', ' ')}[/]")
+        text = yaml.safe_dump(options, sort_keys=False).rstrip() if options else f"none: {replicas_refusal(plan)}"
+        console.print(text, markup=False)
 
 
 def _summary(plan: Plan) -> Table:
     table = Table(
         title=f"{plan.concurrency} requests at once", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
-    for header in ("", "GPU MiB", "host MiB", "seats", "limited by", "running", "tokens/s", "ms/token", "hits"):
+    memory = ("GPU MiB", "host MiB", "host GiB in all")
+    for header in ("", *memory, "seats", "limited by", "running", "tokens/s", "ms/token", "hits"):
         table.add_column(header, justify="left" if header in ("", "limited by") else "right", no_wrap=True)
     for system in plan.systems:
         seats, point = plan.seats(system), plan.point(system, plan.concurrency)
         hits = "" if point.hit_rate is None else f"{point.hit_rate:.1%}"
         latency = f"{point.itl_ms:.1f}" if math.isfinite(point.itl_ms) else "-"
-        memory = (f"{seats.device_bytes / 2**20:.0f}", f"{seats.host_bytes / 2**20:.0f}" if seats.host_bytes else "")
+        sizes = [f"{seats.device_bytes / 2**20:.0f}", "", ""]
+        if seats.host_bytes:
+            sizes[1:] = f"{seats.host_bytes / 2**20:.0f}", f"{seats.host_bytes * point.running / 2**30:.0f}"
         table.add_row(
-            str(system), *memory, str(seats.running * plan.data_parallel), seats.bound, str(point.running),
+            str(system), *sizes, str(seats.running * plan.data_parallel), seats.bound, str(point.running),
             f"{point.tokens_per_s:.0f}", latency, hits,
         )  # fmt: skip
     return table
@@ -268,6 +287,15 @@ def verdict(plan: Plan) -> str:
     if not full.running:
         return "Full KV cannot run one such request on these GPUs; vllm_hisparse can."
     ratio = plugin.tokens_per_s / full.tokens_per_s
+    overload = ""
+    if plan.load.requests_per_s is not None and plan.wanted_tokens_per_s > plugin.tokens_per_s:
+        overload = (
+            f" The arrivals want {plan.wanted_tokens_per_s:.0f} tokens/s, more than these GPUs give: requests queue up."
+        )
+    return _comparison(plan, full, plugin, ratio) + overload
+
+
+def _comparison(plan: Plan, full: Point, plugin: Point, ratio: float) -> str:
     if plan.crossover is None:
         return (
             f"It does not pay: {ratio:.2f}x the tokens/s of full KV at {plan.concurrency} requests. Stock vLLM is as "

@@ -9,6 +9,8 @@ from typing import Any
 from vllm_hisparse.cli.plan.plan import Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+HOST_GPUS = 8  # of one host, at most
+PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL = 5600, 5700  # each rank takes the next port
 
 
 def connector_options(plan: Plan) -> dict[str, Any]:
@@ -28,8 +30,11 @@ def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
 
 
 def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
-    """Return the options of `vllm serve` that both sides have."""
-    flags = ["--max-model-len", str(-(-plan.load.longest // 64) * 64)]
+    """Return the options of `vllm serve` that both sides have.
+
+    With drafts, the prefill side computes the draft layer's KV of a prompt.
+    """
+    flags = ["--max-model-len", str(max_model_len(plan))]
     if kv_cache_dtype != "auto":
         flags += ["--kv-cache-dtype", kv_cache_dtype]
     if plan.tensor_parallel > 1:
@@ -37,15 +42,33 @@ def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
     if plan.data_parallel > 1:
         flags += ["--data-parallel-size", str(plan.data_parallel)]
         flags += ["--enable-expert-parallel"] if plan.model.num_experts else []
-    return flags
+    return flags + draft_flags(plan)
+
+
+def max_model_len(plan: Plan) -> int:
+    """Return the tokens of the longest request, rounded up to whole blocks as far as the model goes."""
+    return min(-(-plan.load.longest // 64) * 64, plan.model.max_model_len)
+
+
+def draft_flags(plan: Plan) -> list[str]:
+    """Return the option of drafts, the same on both sides."""
+    return ["--speculative-config", json.dumps(_drafts(plan))] if plan.drafts else []
+
+
+def _drafts(plan: Plan) -> dict[str, Any]:
+    return {"method": "mtp", "num_speculative_tokens": plan.drafts}
+
+
+def max_num_seqs(plan: Plan) -> int:
+    """Return the requests at once of a decode engine."""
+    return min(plan.max_num_seqs, max(1, -(-plan.concurrency // plan.data_parallel)))
 
 
 def decode_flags(plan: Plan) -> list[str]:
     """Return the options of the decode side alone."""
-    seqs = min(plan.max_num_seqs, max(1, -(-plan.concurrency // plan.data_parallel)))
-    flags = ["--max-num-seqs", str(seqs), "--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
-    if plan.drafts:
-        flags += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": plan.drafts})]
+    flags = ["--max-num-seqs", str(max_num_seqs(plan)), "--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
+    if plan.device_kv_gib is not None:
+        flags += ["--kv-cache-memory-bytes", str(int(plan.device_kv_gib * 2**30))]
     return flags
 
 
@@ -61,19 +84,44 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     def serve(*words: str, connector: dict[str, Any]) -> str:
         return shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", json.dumps(connector)])
 
+    num_gpus = plan.tensor_parallel * plan.data_parallel
+    if 2 * num_gpus <= HOST_GPUS:  # both sides on one host
+        hosts = "localhost", "localhost"
+        places = [
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + num_gpus)))}" for first in (0, num_gpus)
+        ]
+    else:
+        hosts = "$PREFILL_HOST", "$DECODE_HOST"
+        places = [f"VLLM_NIXL_SIDE_CHANNEL_HOST={host}" for host in hosts]
+    prefill, decode = (
+        f"{place} VLLM_NIXL_SIDE_CHANNEL_PORT={port} "
+        for place, port in zip(places, (PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL), strict=True)
+    )
     return {
         "one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both")),
-        "prefill": "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 " + serve("--port", "8100", *flags, connector=PREFILL),
-        "decode": "VLLM_NIXL_SIDE_CHANNEL_PORT=5601 "
+        "prefill": prefill + serve("--port", "8100", *flags, connector=PREFILL),
+        "decode": decode
         + serve("--port", "8200", *flags, *decode_flags(plan), connector=decode_connector(plan, "kv_consumer")),
         "router": "vllm-router --port 8000 --vllm-pd-disaggregation --kv-connector nixl "
-        "--prefill http://localhost:8100 --decode http://localhost:8200",
+        f"--prefill http://{hosts[0]}:8100 --decode http://{hosts[1]}:8200",
     }
 
 
+def replicas_refusal(plan: Plan) -> str:
+    """Say why neither the chart nor the Ray application can start a plan; empty: they can.
+
+    Each of their replicas is one engine, so ranks that share experts have no place there.
+    """
+    if plan.model.refusal:
+        return "they start the plugin, which does not host this model"
+    if plan.data_parallel > 1 and plan.model.num_experts:
+        return "each of their replicas is one engine, without data parallel ranks that share experts: use the commands"
+    return ""
+
+
 def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
-    """Return values of the Helm chart for one prefill and one decode replica."""
-    host_pool, overhead = round(plan.host_gib), 16
+    """Return values of the Helm chart: one prefill replica, as many decode replicas as ranks."""
+    host_pool, overhead = max(1, int(plan.host_gib / plan.data_parallel)), 16
     extra = {key: value for key, value in connector_options(plan).items() if key != "host_pool_gib"}
     extra.pop("device_buffer_size", None)
     hisparse: dict[str, Any] = {"hostPoolGiB": host_pool}
@@ -82,25 +130,33 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     if extra:
         hisparse["extraConfig"] = extra
     decode = {"gpus": plan.tensor_parallel, "memoryGiB": host_pool + overhead, "overheadGiB": overhead}
+    if plan.device_kv_gib is not None:
+        hisparse["deviceKvGiB"] = plan.device_kv_gib
+    extra_args = ["--max-num-seqs", str(max_num_seqs(plan))]
+    extra_args += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
+    engine = {"kvCacheDtype": kv_cache_dtype, "maxModelLen": max_model_len(plan), "extraArgs": draft_flags(plan)}
     return {
         "model": {"id": model},
-        "engine": {"kvCacheDtype": kv_cache_dtype, "maxModelLen": -(-plan.load.longest // 64) * 64},
+        "engine": engine,
         "prefill": {"replicas": 1, "gpus": plan.tensor_parallel},
-        "decode": decode | {"replicas": plan.data_parallel, "hisparse": hisparse, "extraArgs": decode_flags(plan)},
+        "decode": decode | {"replicas": plan.data_parallel, "hisparse": hisparse, "extraArgs": extra_args},
     }
 
 
 def ray_options(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     """Return the arguments of the Ray Serve application: one prefill replica, as many decode replicas as ranks."""
-    length = -(-plan.load.longest // 64) * 64
-    decode_kwargs: dict[str, Any] = {"max_num_seqs": max(1, -(-plan.concurrency // plan.data_parallel))}
+    engine_kwargs: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len(plan)}
     if plan.drafts:
-        decode_kwargs["speculative_config"] = {"method": "mtp", "num_speculative_tokens": plan.drafts}
+        engine_kwargs["speculative_config"] = _drafts(plan)
+    decode_kwargs: dict[str, Any] = {"max_num_seqs": max_num_seqs(plan)}
+    decode_kwargs["gpu_memory_utilization"] = plan.gpu_memory_utilization
+    if plan.device_kv_gib is not None:
+        decode_kwargs["kv_cache_memory_bytes"] = int(plan.device_kv_gib * 2**30)
     options = connector_options(plan)
     return {
         "model_id": plan.model.name,
         "model_source": model,
-        "engine_kwargs": {"kv_cache_dtype": kv_cache_dtype, "max_model_len": length},
+        "engine_kwargs": engine_kwargs,
         "prefill": {"gpus": plan.tensor_parallel},
         "decode": {
             "gpus": plan.tensor_parallel,

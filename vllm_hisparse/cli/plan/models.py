@@ -150,6 +150,7 @@ class ModelShape:
         top_k: positions that a DSA model selects; 0 for a dense model.
         row_bytes: main KV of one token in one layer.
         key_bytes: indexer key of one token in one layer; 0 for a dense model.
+        num_heads: attention heads.
         num_kv_heads: KV heads of a dense model; 1 for a DSA model.
         max_model_len: the longest sequence that the model takes.
         dense_weight_bytes: weights that every step reads once, whatever its size.
@@ -166,6 +167,7 @@ class ModelShape:
     top_k: int
     row_bytes: int
     key_bytes: int
+    num_heads: int
     num_kv_heads: int
     max_model_len: int
     dense_weight_bytes: float
@@ -223,6 +225,7 @@ class ModelShape:
         return cls(
             name=name,
             num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
             has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
             refusal=refusal(config, kv_dtype),

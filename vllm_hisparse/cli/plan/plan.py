@@ -121,11 +121,21 @@ class Plan:
                 f"{self.gpu.memory_gib:.0f} GiB: no memory is left for KV. Raise --tensor-parallel-size or "
                 "--data-parallel-size, or choose a larger --gpu"
             )
+        if self.model.num_heads % self.tensor_parallel:
+            raise PlanError(
+                f"--tensor-parallel-size: got {self.tensor_parallel}, expected a divisor of the {self.model.num_heads} "
+                f"attention heads of {self.model.name}"
+            )
         if self.load.longest > self.model.max_model_len:
             raise PlanError(
                 f"--context and --output-tokens: got {self.load.longest} tokens at most, expected up to the "
                 f"{self.model.max_model_len} that {self.model.name} takes"
             )
+
+    @property
+    def wanted_tokens_per_s(self) -> float:
+        """Tokens per second that the arrivals need; 0 where they are not given."""
+        return (self.load.requests_per_s or 0.0) * self.load.output
 
     @property
     def systems(self) -> tuple[System, ...]:
@@ -186,7 +196,8 @@ class Plan:
         step, hit_rate = self._step(system, running)
         parts = step.parts_ms()
         step_ms = sum(parts.values())
-        hidden = max(0.0, step.copy_ms - parts.get("copies", 0.0)) if system == System.plugin else 0.0
+        is_hidden = system == System.plugin and self.model.is_dsa
+        hidden = max(0.0, step.copy_ms - parts["copies"]) if is_hidden else 0.0
         total = min(running * self.data_parallel, concurrency)
         tokens_per_s = total * self.tokens_per_step / step_ms * 1e3
         return Point(concurrency, total, tokens_per_s, step_ms / self.tokens_per_step, hit_rate, parts, hidden)
@@ -271,6 +282,7 @@ class Plan:
             systems[str(system)] = {
                 "device_bytes_per_request": seats.device_bytes,
                 "host_bytes_per_request": seats.host_bytes,
+                "host_gib": round(seats.host_bytes * point.running / 2**30, 1),
                 "seats": seats.running * self.data_parallel,
                 "bound": seats.bound,
                 "running": point.running,
@@ -295,6 +307,7 @@ class Plan:
             "host_kv_gib": round(self.host_gib, 1),
             "locality": self.locality,
             "confidence": self.confidence,
+            "wanted_tokens_per_s": round(self.wanted_tokens_per_s, 1) or None,
             "not_hosted": self.model.refusal or None,
             "crossover": self.crossover,
             "systems": systems,

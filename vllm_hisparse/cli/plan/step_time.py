@@ -89,8 +89,9 @@ class Step:
             indexers = model.num_indexers / 61
             parts["indexer"] = {"indexers": indexers, "keys": keys, "keys of drafts": keys * self.drafts}
             parts["indexer"]["tokens"] = tokens * indexers
-        if ranks > 1:
-            kind = "expert parallel" if self.data_parallel > 1 else "tensor parallel"
+        shares_experts = self.data_parallel > 1 and model.num_experts > 0
+        if shares_experts or self.tensor_parallel > 1:
+            kind = "expert parallel" if shares_experts else "tensor parallel"
             parts["communication"] = {f"{kind} layers": layers, f"{kind} tokens": tokens * layers}
         if self.system == System.plugin and model.is_dsa:
             groups = model.num_indexers / 61
