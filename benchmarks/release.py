@@ -88,6 +88,7 @@ def run_part(part: str, folder: Path) -> dict[str, Any]:
     report.mkdir(parents=True, exist_ok=True)
     (report / "comparisons.jsonl").unlink(missing_ok=True)
     junit, environment = report / "junit.xml", {**os.environ, "HISPARSE_TEST_REPORT": str(report)}
+    environment.setdefault("OMP_NUM_THREADS", "8")  # references on the CPU
     arguments = ["-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o", "junit_family=xunit1"]
     arguments += PARTS[part].arguments
     start = time.monotonic()

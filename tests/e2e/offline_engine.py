@@ -1,4 +1,4 @@
-"""Runs one offline engine in a process of its own: `python offline_engine.py job.json result.json`, or `serve`.
+"""Runs one offline engine in a process of its own: `main` all at once, or `serve`.
 
 A job names engine arguments and phases; each phase is a batch of prompts run to completion, or a script of requests
 that are aborted on the way. The result holds tokens, logprobs and what the pools looked like after each phase. `serve`
@@ -8,7 +8,6 @@ gets its phases one by one, so that one may follow from the replies to another.
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import sys
 import time
@@ -348,8 +347,3 @@ def serve(job: dict[str, Any], log_path: str, pipe: Connection) -> None:
     while (phase := pipe.recv()) is not None:
         pipe.send(engine.run(phase))
     engine.llm.llm_engine.engine_core.shutdown()
-
-
-if __name__ == "__main__":
-    job_path, result_path = map(Path, sys.argv[1:])
-    result_path.write_text(json.dumps(main(json.loads(job_path.read_text()))))

@@ -1,18 +1,31 @@
-"""Engines on the GPU for the tests: each runs in a process of its own; several run side by side on one device."""
+"""Engines on the GPU for the tests: each runs in a process of its own; several run side by side on one device.
+
+The processes are forked from one that has imported vLLM, which takes longer than all the rest of their start.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
+import traceback
 from dataclasses import dataclass
 from itertools import takewhile
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-ENGINE = Path(__file__).parent.parent / "e2e" / "offline_engine.py"
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "e2e"), os.environ.get("PYTHONPATH", ""))),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is looked at
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled for minutes, and tokens are greedy
+    "HF_HUB_OFFLINE": "1",
+}
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["gpu_engine_imports"])
 VOCABULARY = range(3, 500)
 DEVICE_KV_BYTES = 2 << 30
 HOST_POOL_GIB = 2.0
@@ -44,6 +57,7 @@ def engine_args(model: Path, **overrides: Any) -> dict[str, Any]:
         "gpu_memory_utilization": 0.1,
         "hf_overrides": {"max_position_embeddings": 1 << 18},
         "seed": 0,
+        "kernel_config": {"enable_flashinfer_autotune": False},
         "attention_config": attention,
     }
     return {**args, **overrides}
@@ -64,7 +78,7 @@ def hot_args(model: Path, options: dict[str, Any] | None = None, **overrides: An
 class EngineRun:
     """An engine that works off its phases in the background."""
 
-    process: subprocess.Popen
+    process: BaseProcess
     log: Path
     result: Path
 
@@ -80,17 +94,33 @@ class EngineRun:
         """Start an engine; `job_options` as in tests/e2e/offline_engine.py."""
         job, result, log = (directory / f"{name}.{suffix}" for suffix in ("job.json", "result.json", "log"))
         job.write_text(json.dumps({"engine": engine, "phases": phases, **job_options}))
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-        with log.open("w") as stream:
-            command = [sys.executable, str(ENGINE), str(job), str(result)]
-            process = subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, **settings})
+        process = FORKS.Process(target=run_job, args=(job, result, log))
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            process.start()
         return cls(process, log, result)
 
     def phases(self) -> list[dict[str, Any]]:
         """Wait for the end; one record per phase."""
-        code = self.process.wait(START_TIMEOUT_S)
-        assert code == 0, "\n".join(self.log.read_text().splitlines()[-40:])
+        self.process.join(START_TIMEOUT_S)
+        if self.process.exitcode != 0:
+            self.process.kill()
+            reason = f"the engine's exit code is {self.process.exitcode} after {START_TIMEOUT_S} s at most"
+            raise AssertionError("\n".join([reason, *self.log.read_text(errors="replace").splitlines()[-40:]]))
         return json.loads(self.result.read_text())["phases"]
+
+
+def run_job(job: Path, result: Path, log: Path) -> None:
+    """Run an engine in a forked process, with a log of its own."""
+    with log.open("wb") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    from offline_engine import main
+
+    try:
+        result.write_text(json.dumps(main(json.loads(job.read_text()))))
+    except BaseException:
+        traceback.print_exc()
+        raise
 
 
 def differences(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import assert_same_but_ties, differences, make_prompt
+from engines import ENVIRONMENT, assert_same_but_ties, differences, make_prompt
 from servers import DO_PREFILL, Server, completion
 
 from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector
@@ -75,6 +75,7 @@ class Pair:
         self.name, self.case = name, CASES[name]
         args = ["--max-model-len", "33024", "--gpu-memory-utilization", "0.1", "--dtype", "bfloat16"]
         args += ["--hf-overrides", json.dumps({"max_position_embeddings": 1 << 18}), "--max-num-seqs", "8"]
+        args += ["--kernel-config", json.dumps({"enable_flashinfer_autotune": False})]
         args += ["--kv-cache-memory-bytes", str(1 << 30), "--tensor-parallel-size", str(self.case.num_ranks)]
         self.args = ["--model", str(model), *args, *self.case.args]
         options = {"host_pool_gib": 4.0, "device_buffer_size": 4096, **self.case.options}
@@ -87,6 +88,7 @@ class Pair:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", MODEL_NAME]
         command += ["--host", LOOPBACK, "--port", str(port), "--kv-transfer-config", json.dumps(connector), *self.args]
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+        env |= {name: ENVIRONMENT[name] for name in ("VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")}
         log = directory / f"{self.name}_{name}.log"
         url = f"http://{LOOPBACK}:{port}"
         process = EngineProcess(name, [*command, *args], log, env=env, health_url=f"{url}/health")
