@@ -31,7 +31,7 @@ def replace_batch(common: CommonAttentionMetadata, **changes: Any) -> CommonAtte
 
 
 def disable_dense_prefill(layer: MLAAttention) -> None:
-    """Let every query token of a sparse MLA layer take `forward_mqa`, because the dense path reads the full KV cache."""
+    """Let all query tokens of a sparse MLA layer take `forward_mqa`, because the dense path reads the full KV cache."""
     layer.prefill_backend = None
     layer._dense_mha_metadata_layer_name = ""
 
@@ -75,7 +75,7 @@ class SelectionHook:
 
 
 class ShortDecodes:
-    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has at most one query token and its drafts."""
+    """Mixin of vLLM's sparse MLA metadata builders: a request decodes if it has one query token and its drafts."""
 
     def request_of_token(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Return the batch index of each token's request, [tokens] int32. vLLM launches a kernel to find it."""

@@ -37,7 +37,7 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
 
 
 class PullHooks:
-    """Mixin of vLLM's `NixlPullConnectorWorker`: it asks before a pull, and keeps a peer's errors from `start_load_kv`."""
+    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and lets no error of a peer leave `start_load_kv`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

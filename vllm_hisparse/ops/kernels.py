@@ -1,4 +1,4 @@
-"""The CUDA kernels: the library of csrc/cuda, whose functions check the types of what they are given (TVM FFI)."""
+"""The CUDA kernels: the library of csrc/cuda. Its functions check the types of their arguments (TVM FFI)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOW_TO_BUILD = (
 
 @cache
 def kernels() -> tvm_ffi.Module:
-    """The library, loaded when first asked for. csrc/cuda/bindings.cc says what its functions take.
+    """Return the library; the first call loads it. csrc/cuda/bindings.cc documents the arguments of its functions.
 
     Raises:
-        RuntimeError: it was not built, or with other code than this.
+        RuntimeError: the library was not built, or was built from other code than this.
     """
-    import tvm_ffi  # NOTE: vLLM brings it on CUDA.
+    import tvm_ffi  # NOTE: vLLM depends on it on CUDA only.
 
     if not LIBRARY.exists():
         raise RuntimeError(
@@ -47,7 +47,7 @@ def kernels() -> tvm_ffi.Module:
 
 
 def current_stream() -> int:
-    """The stream that launches go to."""
+    """Return the stream of launches."""
     return torch.cuda.current_stream().cuda_stream
 
 

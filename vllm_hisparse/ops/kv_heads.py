@@ -1,4 +1,4 @@
-"""KV heads that select for themselves: how what belongs to each of them is numbered."""
+"""Numbering of sequences and blocks where every KV head selects for itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class KVHeads:
-    """To the swap-in operations every KV head of a request is a sequence of its own, and a unit of its tokens is a row.
+    """Numbers KV heads for the swap-in operations, to which every KV head of a request is a sequence, and a unit a row.
 
     Each request owns `num_heads` consecutive sequence indices. Each device block has `num_heads` consecutive parts, one
-    for each head, and the parts of the next block begin `head_stride` further on; host blocks have theirs without gaps.
-    Lengths, positions and sizes of a head count units. In an MLA model all heads share one selection: it has one head
-    here, and parts are blocks.
+    for each head; the parts of the next block begin `head_stride` parts later. Parts of host blocks have no gaps.
+    Lengths, positions and sizes of a head are in units. In an MLA model, all heads share one selection, so it counts as
+    one head, and a part is a block.
 
     Attributes:
         num_heads: KV heads that select for themselves.
@@ -31,11 +31,11 @@ class KVHeads:
         return slice(request_index * self.num_heads, (request_index + 1) * self.num_heads)
 
     def seq_indices(self, request_indices: torch.Tensor) -> torch.Tensor:
-        """Sequence indices of requests, head after head: [batch * num_heads] of [batch]."""
+        """Sequence indices of requests [batch], head after head: [batch * num_heads]."""
         return (request_indices[:, None] * self.num_heads + self._heads(request_indices)).flatten()
 
     def request_indices(self, seq_indices: torch.Tensor) -> torch.Tensor:
-        """Request index of each sequence index: [n] of [n], or any other shape."""
+        """Request index of each sequence index, in the same shape."""
         return seq_indices.div(self.num_heads, rounding_mode="floor")
 
     def device_parts(self, block: int) -> slice:
@@ -43,23 +43,23 @@ class KVHeads:
         return slice(block * self.head_stride, block * self.head_stride + self.num_heads)
 
     def parts_of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Parts of device blocks, one for each head: [n, num_heads] of [n]."""
+        """Parts of device blocks [n], one for each head: [n, num_heads]."""
         return blocks[:, None] * self.head_stride + self._heads(blocks)
 
     def first_parts(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Part of the first head in each device block: [n] of [n]."""
+        """Part of the first head in each device block [n]: [n]."""
         return blocks * self.head_stride
 
     def host_parts(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Parts of host blocks: [num_heads, blocks] of [blocks]."""
+        """Parts of host blocks [blocks]: [num_heads, blocks]."""
         return blocks * self.num_heads + self._heads(blocks)[:, None]
 
     def host_blocks(self, parts: torch.Tensor) -> torch.Tensor:
-        """Host block of each part, -1 for -1: [n] of [n], or any other shape."""
+        """Host block of each part, in the same shape; -1 for -1."""
         return parts.div(self.num_heads, rounding_mode="floor")
 
     def heads_of(self, parts: torch.Tensor) -> torch.Tensor:
-        """Head of each part of a host block: [n] of [n], or any other shape."""
+        """Head of each part of a host block, in the same shape."""
         return parts % self.num_heads
 
     def _heads(self, like: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""Limits of the operations. Each stands here alone: setup.py hands them to the compiler as `HISPARSE_<NAME>`.
+"""Limits of the operations, defined only here: setup.py hands them to the compiler as `HISPARSE_<NAME>`.
 
-A library that was built with others is refused when it is loaded (`ops/kernels.py`).
+A library that was built with other limits is refused when it is loaded (`ops/kernels.py`).
 """
 
-INTERFACE_VERSION = 3  # of the functions that the library exports; raised by whoever changes the meaning of one
-MAX_AGE = 1022  # tokens; what `resolve` tells apart
+INTERFACE_VERSION = 3  # version of the library's functions; raise it when the meaning of one changes
+MAX_AGE = 1022  # tokens; `resolve` treats older rows as equally old
 MAX_TOP_K = 4096  # positions of a selection
-MAX_QUERY_LEN = 8  # selections of a request
-MAX_COLUMNS = 8192  # of several selections
-MAX_HOT_ROWS = 1 << 19  # of a request, or of a KV head in units, the reserved ones included
-MAX_LAYERS = 128  # of one launch of `write_back`
-NUM_STREAMS = 4  # whose kernels run beside each other, the main one included
-VECTOR_BYTES = 16  # a lane's load or store: row sizes and head sizes are multiples
+MAX_QUERY_LEN = 8  # new tokens of a request, each with a selection
+MAX_COLUMNS = 8192  # positions of all selections of a request
+MAX_HOT_ROWS = 1 << 19  # hot rows of a request, or hot units of a KV head, reserved slots included
+MAX_LAYERS = 128  # layers of one launch of `write_back`
+NUM_STREAMS = 4  # streams whose kernels run side by side, the main one included
+VECTOR_BYTES = 16  # bytes of a lane's load or store; sizes of rows and heads are multiples

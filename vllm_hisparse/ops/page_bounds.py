@@ -1,6 +1,6 @@
-"""Elementwise minima and maxima of the keys of pages, on any device: updating them and scoring pages by them.
+"""Bounds of pages, which are the elementwise minima and maxima of their keys: update, and scores of pages.
 
-Quest (arXiv:2406.10774), algorithm 1.
+The operations run on any device. Source: Quest (arXiv:2406.10774), algorithm 1.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ def update(
     positions: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Take one new key per request into the bounds of its page; a page's first key starts them.
+    """Extend the bounds of a page by one new key per request; a page's first key begins them.
 
     Args:
         table: [num_requests, max_blocks] int32 blocks of each request.
         blocks: [num_blocks, pages_per_block, 2, num_kv_heads, head_size] minima and maxima of one float dtype, updated
             in place.
-        latest: [num_requests, num_latest, 2, num_kv_heads, head_size] bounds of a page after its key at a position, at
-            that modulo `num_latest`, updated in place: the new key comes after that at the position before its own,
-            whatever the page has taken in since. With `num_latest` 0, after all of the page.
-        request_indices: [batch] int64, distinct.
-        keys: [batch, num_kv_heads, head_size].
-        positions: [batch] int64 of the keys.
+        latest: [num_requests, num_latest, 2, num_kv_heads, head_size], updated in place: the bounds of its page after
+            each of the latest positions, at that position modulo `num_latest`. A new key extends the bounds after the
+            position before its own, so that later keys, which were rejected, do not count. With `num_latest` 0, it
+            extends the bounds in `blocks`.
+        request_indices: [batch] int64 index of each request, distinct.
+        keys: [batch, num_kv_heads, head_size] new keys.
+        positions: [batch] int64 position of each key.
         page_size: tokens per page.
 
     Raises:
@@ -64,19 +65,20 @@ def scores(
     page_size: int,
     max_pages: int,
 ) -> torch.Tensor:
-    """The largest upper bound that the queries of a KV head have of any key's score in each page.
+    """Score pages: for each KV head, the upper bound of the score of any key in the page with any of the head's
+    queries.
 
     Args:
         table: [num_requests, max_blocks] int32 blocks of each request.
         blocks: [num_blocks, pages_per_block, 2, num_kv_heads, head_size] minima and maxima of one float dtype.
-        request_indices: [batch] int64.
-        query: [batch, num_heads, head_size]; the heads of one KV head are neighbours.
+        request_indices: [batch] int64 index of each request.
+        query: [batch, num_heads, head_size]; the query heads of one KV head are neighbours.
         num_tokens: [batch] int64 tokens of each request.
         page_size: tokens per page.
-        max_pages: of the longest request.
+        max_pages: pages of the longest request.
 
     Returns:
-        [batch, num_kv_heads, max_pages] float32; anything beyond a request's tokens.
+        [batch, num_kv_heads, max_pages] float32; undefined beyond a request's tokens.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `update`, with `query` for the keys.

@@ -9,18 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class PagedField:
-    """Per-request tensor with one entry per n tokens, stored in blocks.
+    """A tensor with entries for every n tokens of each request, stored in blocks.
 
-    It is indexed like a tensor [num_requests, num_entries, *shape].
-
-    `field[requests]` reads all entries, `field[requests, entries]` reads some, `field[requests, entries] = values`
-    writes them. Requests are an int or int64, entries int64 of the same shape, or of any shape for one request.
+    It is indexed like a tensor [num_requests, num_entries, *shape]: `field[requests]` reads all entries,
+    `field[requests, entries]` reads some, `field[requests, entries] = values` writes them. `requests` is an int or an
+    int64 tensor. `entries` is an int64 tensor of the same shape, or of any shape if `requests` is an int.
 
     Attributes:
-        table: [num_requests, max_blocks] int32 blocks of each request. Where it has none, a block of nobody: that may
-            hold anything and be written.
+        table: [num_requests, max_blocks] int32 blocks of each request. Entries beyond its blocks name a block that
+            belongs to no request, holds anything, and may be written.
         blocks: [num_blocks, entries_per_block, *shape] of any dtype; entries are contiguous.
-        num_entries: of the longest request.
+        num_entries: entries of the longest request.
     """
 
     table: torch.Tensor
@@ -39,6 +38,6 @@ class PagedField:
         self.blocks[blocks, offsets] = values
 
     def _places(self, requests: int | torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it of entries, int64."""
+        """Return the block of each entry, and its place in the block; both int64."""
         per_block = self.blocks.shape[1]
         return self.table[requests, entries // per_block].long(), entries % per_block

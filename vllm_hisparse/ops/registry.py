@@ -1,4 +1,4 @@
-"""Which implementation of the swap-in operations serves a device."""
+"""Chooses the implementation of the swap-in operations for a device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vllm_hisparse.ops.base import SwapInOps
 
 
 def swap_in_ops(device: torch.device) -> SwapInOps:
-    """The operations for hot buffers on `device`.
+    """Return the operations for hot buffers on `device`.
 
     Args:
-        device: where hot rows and tables are.
+        device: device of hot rows and tables.
 
     Raises:
         RuntimeError: `device` is a CUDA device and the kernels were not built.

@@ -14,18 +14,18 @@ from vllm_hisparse.ops.kernels import current_stream, kernels
 def select_units(
     scores: torch.Tensor, num_tokens: torch.Tensor, tokens_per_unit: int, num_selected: int
 ) -> torch.Tensor:
-    """The newest token's unit and the best of those before it.
+    """Select the unit of the newest token, and the units with the best scores before it.
 
     Args:
-        scores: [batch, num_kv_heads, max_units] float32; minus infinity and NaN are never selected; anything from the
-            newest token's unit on.
-        num_tokens: [batch] int64; with 0 nothing is selected.
+        scores: [batch, num_kv_heads, max_units] float32. Units with minus infinity or NaN are never selected. Scores
+            from the newest token's unit on are ignored.
+        num_tokens: [batch] int64 tokens of each request; with 0, nothing is selected.
         tokens_per_unit: neighbouring tokens of a unit.
-        num_selected: units to select at most, from 1 to max_units.
+        num_selected: largest number of units to select, from 1 to max_units.
 
     Returns:
-        [batch, num_kv_heads, num_selected] int32 distinct units: valid ones first, in any order, the newest last of
-        them, then -1. Which of several units with the least selected score are taken is not defined.
+        [batch, num_kv_heads, num_selected] int32 distinct units: valid ones first, in any order, but the newest last,
+        then -1. If several units have the lowest selected score, any of them may be selected.
 
     Raises:
         TypeError, ValueError: on CUDA, `scores` or `num_tokens` is of another dtype or not contiguous.
