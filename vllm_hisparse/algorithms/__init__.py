@@ -1,1 +1,1 @@
-"""Sparse attention algorithms: what each keeps of the keys, and how it selects from them."""
+"""Sparse attention algorithms, one in each file: its state, and its way to select."""

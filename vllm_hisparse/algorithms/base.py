@@ -1,7 +1,7 @@
-"""The interface of a sparse attention algorithm: three duties over state in static tensors, and the facts it declares.
+"""The interface of a sparse attention algorithm: three operations on its state, and facts that it declares.
 
-Nothing here knows vLLM, paged memory or a device: an algorithm sees keys, queries and its own state, and answers with
-logical positions. The backend adaptors turn those into rows of the hot buffer.
+An algorithm knows neither vLLM nor paged memory nor a device. It gets keys and queries, keeps state in static tensors,
+and returns units of positions. The attention layers turn these into rows of the hot buffer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class AlgorithmOptions(BaseModel):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention layer.
+    """Sizes of an attention layer.
 
     Attributes:
-        num_heads, num_kv_heads: query and KV heads; query heads of one KV head are neighbours and share a selection.
+        num_heads, num_kv_heads: number of query heads and KV heads; the query heads of one KV head are neighbours and
+            share a selection.
         head_size: elements of a key.
         dtype: element type of keys and queries.
     """
@@ -48,10 +49,10 @@ class StateField:
     """One tensor of an algorithm's state, on the device of the hot buffer.
 
     Attributes:
-        shape: of a request, or of an entry.
+        shape: shape of one request's part, or of an entry if the field grows.
         dtype: element type.
-        tokens_per_entry: a request has an entry for every so many tokens, in memory that it gets as it grows
-            (`PagedField`). None: a request has one of fixed size, allocated for every request that can run.
+        tokens_per_entry: tokens for each entry of a field that grows with the request (`PagedField`). None: the field
+            has a fixed size, and is allocated for every request that can run.
     """
 
     shape: tuple[int, ...]
@@ -69,13 +70,13 @@ class StateField:
 
 
 class Selector:
-    """A selector of the positions that a decoding token attends to: the facts that the configuration needs.
+    """A selector of positions, as far as the configuration knows it.
 
     Attributes:
-        name: what users write in `algorithm`.
-        model_family: "mla" models have an indexer that selects; in "gqa" models a `SparseAlgorithm` does.
-        forgets_drafts: whether drafts may be verified: what they leave in a state is undone when they were rejected.
-        Options: what `algorithm_options` may hold.
+        name: value of the option `algorithm`.
+        model_family: "mla": the model's own indexer selects; "gqa": a `SparseAlgorithm` selects.
+        forgets_drafts: whether the state can forget rejected drafts, so that speculative decoding is possible.
+        Options: class of the `algorithm_options`.
     """
 
     name: ClassVar[str]
@@ -85,30 +86,31 @@ class Selector:
 
     @classmethod
     def unit_tokens(cls, options: AlgorithmOptions) -> int:
-        """Neighbouring positions that are selected, moved and evicted together."""
+        """Number of neighbouring positions that are selected, copied and evicted together."""
         return 1
 
 
 class SparseAlgorithm(Selector, ABC):
-    """Selects by keys and queries, units of neighbouring positions; one object serves all layers of one shape.
+    """Selects units of neighbouring positions by keys and queries. One object serves all layers of one shape.
 
-    Shapes are static: they depend on the constructor's arguments alone. `retrieve_topk` never waits for the device, so
+    Shapes are static: they depend only on the constructor's arguments. `retrieve_topk` never waits for the device, so
     that a `graph_capturable` algorithm can run inside a CUDA graph.
 
     Args:
         options: checked options.
-        shape: the layers it serves.
-        budget: tokens a query may attend to, at least `min_budget`, a multiple of `tokens_per_unit`.
+        shape: sizes of the layers.
+        budget: tokens that a query may attend to, at least `min_budget`, a multiple of `tokens_per_unit`.
         max_tokens: tokens of the longest request.
-        max_query_len: new tokens of a decode step: one, and those drafted.
+        max_query_len: new tokens of a request in a decode step: one and its drafts.
 
     Attributes:
-        graph_capturable: whether update and retrieval of a decode step may be captured in a CUDA graph.
-        needs_whole_prompt: representations are built once, from all keys of the prompt, not chunk by chunk.
-        num_full_kv_layers: leading layers that the paper leaves with full attention; the default of `full_kv_layers`.
+        graph_capturable: whether a CUDA graph may capture `update_representations` and `retrieve_topk`.
+        needs_whole_prompt: whether the keys of a prompt are represented all at once, not chunk by chunk.
+        num_full_kv_layers: number of leading layers that have full attention in the paper; they are the default of
+            `full_kv_layers`.
         tokens_per_unit: positions of a unit.
         max_units: units of the longest request.
-        num_selected: units of a selection, at most.
+        num_selected: largest number of units of a selection.
     """
 
     model_family = "gqa"
@@ -126,17 +128,20 @@ class SparseAlgorithm(Selector, ABC):
 
     @classmethod
     def min_budget(cls, options: AlgorithmOptions) -> int:
-        """Tokens that are selected whatever the query is."""
+        """Number of tokens that are selected for every query."""
         return cls.unit_tokens(options)
 
     @classmethod
     def refuse(cls, options: AlgorithmOptions, shape: AttentionShape) -> str | None:
-        """The values that the options would need for these layers; None if they fit."""
+        """Return the option values that these layers need, for an error message; None if the options fit."""
         return None
 
     def state_fields(self) -> dict[str, StateField]:
-        """The state of one request in one layer. A request's part, and each entry that it gets, holds anything until
-        the algorithm writes it; `construct_representations` starts a request at 0."""
+        """Return the fields of the state of one request in one layer.
+
+        A request's part, and each entry that it gets, holds anything until the algorithm writes it. A call of
+        `construct_representations` with `first` 0 starts a request.
+        """
         return {}
 
     @property
@@ -146,7 +151,7 @@ class SparseAlgorithm(Selector, ABC):
 
     @property
     def state_entries(self) -> tuple[tuple[int, int], ...]:
-        """Tokens and bytes of an entry of each field that grows."""
+        """Tokens and bytes of an entry, for each field that grows."""
         fields = self.state_fields().values()
         return tuple((field.tokens_per_entry, field.num_bytes) for field in fields if field.tokens_per_entry)
 
@@ -157,38 +162,39 @@ class SparseAlgorithm(Selector, ABC):
 
     @property
     def state_bytes_per_token(self) -> float:
-        """Device bytes of state per token and layer, of a request of `max_tokens`."""
+        """Device bytes of state per token and layer, for a request of `max_tokens`."""
         fields = self.state_fields().values()
         return sum(field.num_bytes * field.num_entries(self.max_tokens) for field in fields) / self.max_tokens
 
-    # An algorithm without state keeps the next two as they are.
+    # An algorithm without state does not override the next two methods.
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
-        """Represent keys that a prefill, an import or the host pool has brought.
+        """Represent keys of a request that come from a prefill, a transfer or the host pool.
 
-        Called with growing `first`, starting a request at 0, perhaps without keys; the result does not depend on where
-        chunks are cut.
+        The first call for a request has `first` 0, and perhaps no keys; later calls have growing `first`. The result
+        must not depend on how the keys are divided among calls.
 
         Args:
-            state: one layer's, updated in place.
-            request_index: of the request, in the first dimension of every field of `state`.
-            keys: [num_tokens, num_kv_heads, head_size] of `AttentionShape.dtype`; positions [first, first +
+            state: state of one layer, updated in place.
+            request_index: index of the request in the first dimension of every field of `state`.
+            keys: [num_tokens, num_kv_heads, head_size] in `AttentionShape.dtype`: positions [first, first +
                 num_tokens).
-            first: 0, or what an earlier call ended with.
+            first: 0, or the end of an earlier call's positions.
         """
 
     def update_representations(
         self, state: State, request_indices: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Represent one new token per request.
+        """Represent one new token of each request.
 
         Args:
-            state: one layer's, updated in place.
-            request_indices: [batch] int64, distinct but for padding, in the first dimension of every field of `state`.
-            keys: [batch, num_kv_heads, head_size] of `AttentionShape.dtype`.
-            positions: [batch] int64, the first position that is not represented yet. If the algorithm `forgets_drafts`,
-                it may be up to `max_query_len` positions earlier: what was represented from there on was rejected, and
-                counts for nothing.
+            state: state of one layer, updated in place.
+            request_indices: [batch] int64 index of each request in the first dimension of every field of `state`;
+                distinct, except for padding.
+            keys: [batch, num_kv_heads, head_size] in `AttentionShape.dtype`.
+            positions: [batch] int64 position of each new token: the first that is not represented yet. If the algorithm
+                `forgets_drafts`, it may be up to `max_query_len` positions earlier; the tokens that were represented
+                from there on were rejected and must be forgotten.
         """
 
     @abstractmethod
@@ -198,26 +204,27 @@ class SparseAlgorithm(Selector, ABC):
         """Select the units that a token attends to; the unit of the newest token is always among them.
 
         Args:
-            state: one layer's, read.
+            state: state of one layer, not changed.
             request_indices: [batch] int64, as in `update_representations`.
-            query: [batch, num_heads, head_size] of `AttentionShape.dtype`.
-            num_tokens: [batch] int64 represented tokens, the query's own included; 0: selects nothing.
+            query: [batch, num_heads, head_size] in `AttentionShape.dtype`.
+            num_tokens: [batch] int64 represented tokens, the query's own included; 0: nothing is selected.
 
         Returns:
-            [batch, num_kv_heads, num_selected] int32 distinct units; valid ones first, the newest token's last of them,
-            then -1.
+            [batch, num_kv_heads, num_selected] int32 distinct units: valid ones first, with the newest token's unit
+            last among them, then -1.
         """
 
     def select(self, scores: torch.Tensor, num_tokens: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """The best units by score, at most `num_selected`.
+        """Select the units with the best scores, at most `num_selected`.
 
         Args:
-            scores: [batch, num_kv_heads, max_units] of any float dtype; anything beyond a request's tokens.
-            num_tokens: [batch] int64.
-            keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool units to select in any case, or None.
+            scores: [batch, num_kv_heads, max_units] of any float dtype; scores beyond a request's tokens are ignored.
+            num_tokens: [batch] int64 tokens of each request.
+            keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool, True for units that are always selected;
+                None: no such units.
 
         Returns:
-            The same as `retrieve_topk`.
+            As in `retrieve_topk`.
         """
         scores = scores.float()
         if keep is not None:
@@ -225,7 +232,7 @@ class SparseAlgorithm(Selector, ABC):
         return select_units(scores.contiguous(), num_tokens, self.tokens_per_unit, self.num_selected)
 
     def group_queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Queries by KV head.
+        """Group queries by KV head.
 
         Args:
             query: [batch, num_heads, head_size].

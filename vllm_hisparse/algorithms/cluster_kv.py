@@ -13,7 +13,7 @@ UNCLUSTERED = -1
 
 
 class ClusterKVOptions(AlgorithmOptions):
-    """Defaults of the paper; the window, and the number of iterations, are ours."""
+    """Options, with the paper's defaults; the window and the number of iterations are not in the paper."""
 
     sink_tokens: int = Field(default=16, ge=0, le=1024)
     """First tokens, always attended and never clustered."""
@@ -33,10 +33,10 @@ class ClusterKV(SparseAlgorithm):
     """Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression", DAC 2025,
     arXiv:2412.03213.
 
-    Keys beyond the sinks are clustered by k-means under the distance D(i, j) = 1 - cos(k_i, k_j). A query
-    ranks clusters by q . c, where c is the mean of the cluster's keys, and takes whole clusters in that order until the
-    budget is full, the last one cut. Generated tokens are clustered among themselves, `update_interval` at a time. The
-    first two layers keep full KV. Query heads that share a KV head share a selection, by the largest of their scores.
+    Keys after the sinks are clustered by k-means with the distance D(i, j) = 1 - cos(k_i, k_j). A query ranks clusters
+    by q . c, where c is the mean of the cluster's keys. It takes whole clusters in that order until the budget is full,
+    and cuts the last one. Generated tokens are clustered separately, `update_interval` at a time. The first two layers
+    keep full KV. Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
     name = "cluster_kv"
@@ -51,13 +51,16 @@ class ClusterKV(SparseAlgorithm):
 
     @property
     def clusters_per_update(self) -> int:
-        """Clusters that an update adds; more than it has keys would be empty."""
+        """Number of clusters that an update adds, at most one for each of its keys, because others would be empty."""
         return min(self.options.clusters_per_update, self.options.update_interval)
 
     @property
     def tokens_per_centroid(self) -> int:
-        """A request has a centroid for every so many tokens, which suffices: neither its prompt nor an update has more
-        clusters for its tokens, but for a prompt's last one, which is rounded up here, too."""
+        """Tokens for each centroid in the state.
+
+        The entries suffice, because neither a prompt nor an update has more clusters for its tokens. A prompt's last
+        cluster may have fewer tokens; the number of entries is rounded up, too.
+        """
         return min(self.options.tokens_per_cluster, self.options.update_interval // self.clusters_per_update)
 
     def state_fields(self) -> dict[str, StateField]:
@@ -72,13 +75,15 @@ class ClusterKV(SparseAlgorithm):
 
     @property
     def num_kept_keys(self) -> int:
-        """Generated tokens' latest keys, each at its position modulo their number: those that are not clustered yet,
-        and with drafts those that will not be if what came after them is rejected."""
+        """Number of latest keys of generated tokens that the state keeps, each at its position modulo this number.
+
+        These keys are not clustered yet, or, with drafts, would no longer be clustered if later tokens were rejected.
+        """
         return self.options.update_interval + (self.max_query_len if self.max_query_len > 1 else 0)
 
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         positions, num_sinks = torch.arange(first, first + len(keys), device=keys.device), self.options.sink_tokens
-        if first > 0:  # the prompt came whole: these count as generated
+        if first > 0:  # the prompt came in the first call, so these keys count as generated
             requests = torch.full_like(positions, request_index)
             for token in zip(requests.split(1), keys.split(1), positions.split(1), strict=True):
                 self.update_representations(state, *token)
@@ -108,7 +113,7 @@ class ClusterKV(SparseAlgorithm):
         for request_index, position in zip(request_indices[full].tolist(), positions[full].tolist(), strict=True):
             first = position + 1 - interval
             if first != state["first_pending"][request_index]:
-                continue  # padding is several times in a batch
+                continue  # a batch may contain padding several times
             kept = torch.arange(first, position + 1, device=keys.device) % self.num_kept_keys
             pending_keys = state["pending_keys"][request_index, kept]
             self._add_clusters(state, request_index, pending_keys, first, self.clusters_per_update)
@@ -120,13 +125,15 @@ class ClusterKV(SparseAlgorithm):
         centroids = state["centroids"][request_indices].permute(0, 2, 3, 1)
         cluster_scores = (self.group_queries(query) @ centroids).amax(2)
         labels = state["labels"][request_indices].transpose(1, 2).long()
-        scores = cluster_scores.gather(2, labels.clamp(0, cluster_scores.shape[2] - 1))  # anything beyond the tokens
+        scores = cluster_scores.gather(
+            2, labels.clamp(0, cluster_scores.shape[2] - 1)
+        )  # labels beyond the tokens are undefined
         positions = torch.arange(self.max_tokens, device=query.device)
         recent = positions >= num_tokens[:, None] - self.options.window_tokens
         return self.select(scores, num_tokens, (labels == UNCLUSTERED) | recent[:, None])
 
     def _remove_clusters(self, state: State, request_index: int, position: int) -> None:
-        """Undo the updates of generated tokens that took in a key at `position` or later."""
+        """Undo the updates of generated tokens that included a key at `position` or later."""
         while position < state["first_pending"][request_index]:
             last = int(state["first_pending"][request_index])
             first = last - self.options.update_interval
@@ -151,17 +158,17 @@ class ClusterKV(SparseAlgorithm):
         state["num_clusters"][request_index] = start + num_clusters
 
     def _cluster(self, keys: torch.Tensor, num_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means of the clusters of some heads' keys, and the cluster of each key.
+        """Cluster keys; return the mean of each cluster, and the cluster of each key.
 
         Args:
             keys: [tokens, heads, head_size].
-            num_clusters: of each head.
+            num_clusters: clusters of each head.
 
         Returns:
             [num_clusters, heads, head_size] float32 and [tokens, heads] int64.
         """
         keys = keys.float().transpose(0, 1)
-        # NOTE: on the unit sphere |a - b|^2 = 2 (1 - cos): Euclidean k-means there ranks by the paper's distance.
+        # NOTE: on the unit sphere |a - b|^2 = 2 (1 - cos), so Euclidean k-means there ranks by the paper's distance.
         _, labels = kmeans(normalize(keys, dim=-1), num_clusters, self.options.num_iterations)
         sums = keys.new_zeros(len(keys), num_clusters, keys.shape[-1])
         sums.scatter_add_(1, labels[..., None].expand_as(keys), keys)

@@ -1,4 +1,4 @@
-"""Lloyd's k-means, batched, without random numbers, without waiting for the device and in memory of bounded size."""
+"""Lloyd's k-means, batched. It uses no random numbers, never waits for the device, and needs bounded memory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 import torch
 
-CHUNK_BYTES = 64 << 20  # of the points of a run, and of the distances that are compared together
+CHUNK_BYTES = 64 << 20  # bytes of the points of a run, and of the distances that are compared together
 
 
 def kmeans(points: torch.Tensor, num_clusters: int, num_iterations: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cluster by Euclidean distance, from points at even distances as first centroids.
+    """Cluster points by Euclidean distance. The first centroids are points at even intervals of the list.
 
-    An empty cluster keeps its centroid. The result is the same in every run on the CPU; on CUDA, sums of points differ
-    in their last bits from run to run. Beside the result, it takes `CHUNK_BYTES` for distances, whatever the number of
-    points.
+    An empty cluster keeps its centroid. On the CPU, the result is the same in every run; on CUDA, sums of points differ
+    in their last bits from run to run. Distances take `CHUNK_BYTES` of memory, however many points there are.
 
     Args:
-        points: [batch, num_points, dim] float32, at least one.
-        num_clusters: may exceed the number of points.
-        num_iterations: at least 1.
+        points: [batch, num_points, dim] float32; `num_points` is at least 1.
+        num_clusters: number of clusters; may exceed the number of points.
+        num_iterations: number of iterations, at least 1.
 
     Returns:
-        centroids [batch, num_clusters, dim] and labels [batch, num_points] int64, the nearest of these centroids.
+        Centroids, [batch, num_clusters, dim], and labels, [batch, num_points] int64: the nearest centroid of each
+        point.
     """
     batch, num_points, dim = points.shape
     starts = torch.arange(num_clusters, device=points.device) * num_points // num_clusters
@@ -37,16 +37,16 @@ def kmeans(points: torch.Tensor, num_clusters: int, num_iterations: int) -> tupl
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Label of each point's nearest centroid by Euclidean distance.
+    """Find the nearest centroid of each point by Euclidean distance.
 
     Args:
         points: [batch, num_points, dim] float32.
         centroids: [batch, num_clusters, dim] float32.
 
     Returns:
-        [batch, num_points] int64; of equal distances the first centroid.
+        [batch, num_points] int64 index of the centroid; the first one of equally near centroids.
     """
-    # |p - c|^2 without |p|^2, which is the same for all centroids.
+    # |p - c|^2 is compared without |p|^2, which is the same for all centroids.
     lengths, by_column = centroids.square().sum(-1)[:, None], centroids.transpose(1, 2)
     distance_bytes = len(points) * centroids.shape[1] * points.element_size()
     labels = [
@@ -57,7 +57,7 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
 
 
 def chunks(count: int, num_bytes: int) -> Iterator[slice]:
-    """Parts of `count` items of `num_bytes` each, of at most `CHUNK_BYTES` or one item."""
+    """Divide `count` items of `num_bytes` each into ranges of at most `CHUNK_BYTES`, but at least one item."""
     size = max(CHUNK_BYTES // max(num_bytes, 1), 1)
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))

@@ -8,9 +8,9 @@ from vllm_hisparse.algorithms.base import SparseAlgorithm, State, StateField
 
 
 class Oracle(SparseAlgorithm):
-    """Exact top-k: no selection of as many tokens holds more attention weight.
+    """Exact top-k: no other selection of equally many tokens has more attention weight.
 
-    Keeps every key on the device, so it saves no memory: it is the upper bound that the others are compared with. A
+    The oracle keeps every key on the device, so it saves no memory. It is the upper bound for the other algorithms. A
     token's score is its softmax weight, summed over the query heads that share a KV head.
     """
 

@@ -1,4 +1,4 @@
-"""PQCache: keys as product-quantised codes, scored through a table of centroid products."""
+"""PQCache: keys are product-quantised codes, and their scores are sums of entries of a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from vllm_hisparse.algorithms.kmeans import chunks, kmeans, nearest
 
 
 class PQCacheOptions(AlgorithmOptions):
-    """m = 2 and b = 6 as in the paper's evaluation; sinks and window as in its code; the number of iterations is ours,
-    the paper adapts it to the time that prefill leaves."""
+    """Options. m = 2 and b = 6 are from the paper's evaluation, sinks and window from its code.
+
+    The number of iterations is fixed here; the paper adapts it to the time that prefill leaves.
+    """
 
     num_subspaces: int = Field(default=2, ge=1, le=64)
     """m: parts that a key is cut into; divides the head size."""
@@ -35,11 +37,11 @@ class PQCache(SparseAlgorithm):
     """Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference", SIGMOD 2025,
     arXiv:2407.12820.
 
-    Section 3.2: after prefill, every head's keys are cut into m parts and each part is clustered into 2^b centroids by
-    k-means; a key becomes its m centroid numbers. A query is multiplied with all centroids once, and the score of a key
-    is the sum of its m table entries, sum_j q_j . c_j[code_j]. The best keys are attended beside the initial and the
-    local tokens. A generated token gets the codes of its nearest centroids. Query heads that share a KV head share a
-    selection, by the largest of their scores.
+    Section 3.2: after prefill, the keys of every head are cut into m parts. Each part is clustered into 2^b centroids
+    by k-means, and a key becomes m numbers of centroids (codes). A query is multiplied with all centroids once; the
+    score of a key is the sum of m of these products, sum_j q_j . c_j[code_j]. The query attends to the best keys, the
+    initial tokens (sinks) and the latest tokens (window). A generated token gets the codes of its nearest centroids.
+    Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
     name = "pq_cache"
@@ -73,7 +75,7 @@ class PQCache(SparseAlgorithm):
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         if not len(keys):
             if first == 0:
-                state["codebooks"][request_index] = 0  # a prompt of one token has nothing to learn from
+                state["codebooks"][request_index] = 0  # a prompt of one token has no keys to cluster
             return
         codebooks = state["codebooks"][request_index]  # a view
         codes = torch.empty(len(keys), *codebooks.shape[:2], dtype=torch.uint8, device=keys.device)
@@ -106,24 +108,26 @@ class PQCache(SparseAlgorithm):
         return self.select(scores, num_tokens, recent | (positions < self.options.sink_tokens))
 
     def approximate_scores(self, state: State, request_indices: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Scores of all tokens by query head.
+        """Score all tokens for each query head.
 
         Args:
             state, request_indices, query: as in `retrieve_topk`.
 
         Returns:
-            [batch, num_kv_heads, heads per KV head, max_tokens] float32; anything beyond a request's tokens.
+            [batch, num_kv_heads, heads per KV head, max_tokens] float32; undefined beyond a request's tokens.
         """
         query, parts = self.group_queries(query), self.options.num_subspaces
         query = query.unflatten(-1, (parts, -1)).transpose(2, 3)  # [batch, kv heads, parts, group, part size]
         table = query @ state["codebooks"][request_indices].transpose(
             3, 4
         )  # [batch, kv heads, parts, group, centroids]
-        codes = state["codes"][request_indices].clamp_max(self.num_centroids - 1)  # anything beyond the tokens
+        codes = state["codes"][request_indices].clamp_max(
+            self.num_centroids - 1
+        )  # codes beyond the tokens are undefined
         codes = codes.permute(0, 2, 3, 1).long()
         codes = codes[:, :, :, None]  # [batch, kv heads, parts, 1, tokens]
         return table.gather(4, codes.expand(-1, -1, -1, query.shape[3], -1)).sum(2)
 
     def _parts(self, keys: torch.Tensor) -> torch.Tensor:
-        """[tokens, kv heads, parts, part size] float32."""
+        """Cut keys into parts: [tokens, kv heads, parts, part size] float32."""
         return keys.float().unflatten(-1, (self.options.num_subspaces, -1))

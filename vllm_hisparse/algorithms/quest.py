@@ -1,4 +1,4 @@
-"""Quest: pages scored by an upper bound from their keys' elementwise minima and maxima."""
+"""Quest: pages are scored by an upper bound from the elementwise minima and maxima of their keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_hisparse.ops import page_bounds
 
 
 class QuestOptions(AlgorithmOptions):
-    """Defaults of the paper."""
+    """Options, with the paper's defaults."""
 
     page_size: int = Field(default=16, ge=1, le=128)
     """Tokens per page."""
@@ -19,13 +19,13 @@ class QuestOptions(AlgorithmOptions):
 class Quest(SparseAlgorithm):
     """Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024, arXiv:2406.10774.
 
-    Algorithm 1. Per page and channel i, m_i and M_i are the minimum and maximum of the keys. A query's score of the
-    page is the largest dot product that any key between them could have:
+    Algorithm 1: for each page and channel i, m_i and M_i are the minimum and maximum of the keys. The score of a page
+    is the largest dot product with the query that any key between them could have:
 
         U_i = max(q_i * m_i, q_i * M_i),   score = sum_i U_i >= q . k  for every k of the page.
 
-    The pages with the largest scores are attended, the page being written always; the first two layers keep full KV.
-    Query heads that share a KV head share a selection, by the largest of their scores.
+    The query attends to the pages with the largest scores, and always to the newest page. The first two layers keep
+    full KV. Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
     name = "quest"
@@ -39,8 +39,11 @@ class Quest(SparseAlgorithm):
         return options.page_size
 
     def state_fields(self) -> dict[str, StateField]:
-        """Minima and maxima of each page. With drafts, also those of their page as each of the latest tokens left them,
-        at its position modulo their number: bounds that a rejected key has widened cannot be narrowed again."""
+        """Return fields for the minima and maxima of each page.
+
+        With drafts, a second field keeps the bounds of its page after each of the latest tokens, at the token's
+        position modulo their number, because bounds that a rejected key has widened cannot be narrowed.
+        """
         bounds, dtype = (2, self.shape.num_kv_heads, self.shape.head_size), self.shape.dtype
         num_latest = self.max_query_len + 1 if self.max_query_len > 1 else 0
         return {
@@ -76,13 +79,13 @@ class Quest(SparseAlgorithm):
     def upper_bounds(
         self, state: State, request_indices: torch.Tensor, query: torch.Tensor, num_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Scores of all pages by KV head.
+        """Score all pages for each KV head.
 
         Args:
             state, request_indices, query, num_tokens: as in `retrieve_topk`.
 
         Returns:
-            [batch, num_kv_heads, max_units] float32; anything beyond a request's tokens.
+            [batch, num_kv_heads, max_units] float32; undefined beyond a request's tokens.
         """
         table, blocks = state["bounds"].table, state["bounds"].blocks
         sizes = self.tokens_per_unit, self.max_units

@@ -1,4 +1,4 @@
-"""Algorithms by name; one is imported when it is asked for."""
+"""Finds algorithms by name, and imports only the algorithm that is asked for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ALGORITHMS = {
 
 
 def find_algorithm(name: str) -> type[Selector]:
-    """The class of a known name, or of a dotted path `package.module.Class` outside this package.
+    """Return the algorithm of a known name, or of a dotted path `package.module.Class` outside this package.
 
     Raises:
-        LookupError: there is none; says what is known.
+        LookupError: there is no such algorithm; the message has the known names.
     """
     from vllm_hisparse.algorithms.base import Selector
 

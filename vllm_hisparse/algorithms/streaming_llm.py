@@ -9,7 +9,7 @@ from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, Sta
 
 
 class StreamingLLMOptions(AlgorithmOptions):
-    """Defaults of the paper; pages are ours."""
+    """Options, with the paper's defaults; pages are not in the paper."""
 
     sink_tokens: int = Field(default=4, ge=0, le=1024)
     """First tokens that are always attended; rounded up to whole pages."""
@@ -20,10 +20,9 @@ class StreamingLLMOptions(AlgorithmOptions):
 class StreamingLLM(SparseAlgorithm):
     """Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, arXiv:2309.17453.
 
-    Section 3.2: attend to the first `sink_tokens` and to the most recent tokens, as many as the budget holds. It looks
-    at no key and forgets what leaves the window. In whole pages, so that it moves pages like Quest. Keys keep the
-    rotary position of their token, where the paper renumbers positions inside the cache: that matters only beyond the
-    context length the model was trained for.
+    Section 3.2: a query attends to the first `sink_tokens` and to the latest tokens, as many as the budget holds. The
+    algorithm reads no keys, and selects whole pages. Keys keep the rotary position of their token. The paper renumbers
+    positions inside the cache, which matters only beyond the context length that the model was trained for.
     """
 
     name = "streaming_llm"

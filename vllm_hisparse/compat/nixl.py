@@ -37,7 +37,7 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
 
 
 class PullHooks:
-    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and lets no error of a peer leave `start_load_kv`."""
+    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
