@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, Selector, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-GRAPH_OPTIONS = ("algorithm", "full_kv_layers")  # that decide which layers write KV on their own
+GRAPH_OPTIONS = ("algorithm", "full_kv_layers")  # options that decide which layers write KV themselves
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
-DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition
+DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition to these
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
 _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
 _BLOCKS = "the model itself selects blocks for each KV head, in kernels of its own"
 _NO_CONNECTOR = "its attention backend takes no KV connector"
-# Models that select positions but cannot have hot buffers: class -> why not.
+# Models that select positions but cannot have hot buffers: class -> reason.
 REFUSED_MODELS = {
     "DeepseekV4ForCausalLM": _V4,
     "DeepseekV4ForConditionalGeneration": _V4,
@@ -55,9 +55,9 @@ REFUSED_MODELS = {
     "Step5ForConditionalGeneration": _WINDOWS,
 }
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
-DEFAULT_TOP_K = 2048  # of a dense model
+DEFAULT_TOP_K = 2048  # default top_k of a dense model, in tokens
 DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
-DSA_DRAFT_METHODS, DENSE_DRAFT_METHODS = ("mtp",), ("eagle", "eagle3")  # in addition: with layers that draft
+DSA_DRAFT_METHODS, DENSE_DRAFT_METHODS = ("mtp",), ("eagle", "eagle3")  # in addition; these have draft layers
 
 # Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
 NIXL_OPTIONS = frozenset(
@@ -73,8 +73,8 @@ NIXL_OPTIONS = frozenset(
 
 MIN_LEASE_S = 6  # vLLM sends a heartbeat every sixth of a lease, in whole seconds
 
-# By the id of the `VllmConfig`, for as long as that lives.
-# NOTE: not an attribute of it: vLLM copies configurations field by field and fails on one that it does not know.
+# Parsed options by the id of the `VllmConfig`, kept while the `VllmConfig` exists. NOTE: they cannot be an attribute of
+# it, because vLLM copies configurations field by field and fails on unknown ones.
 _PARSED: dict[int, HiSparseConfig] = {}
 
 
@@ -145,7 +145,7 @@ class HiSparseConfig(BaseModel):
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> HiSparseConfig:
-        """`parse` of a complete configuration, done once for each."""
+        """Return the result of `parse` for a complete configuration, which is parsed only once."""
         key = id(vllm_config)
         if key not in _PARSED:
             _PARSED[key] = cls.parse(vllm_config)
@@ -180,7 +180,7 @@ class HiSparseConfig(BaseModel):
 
     @property
     def tokens_per_unit(self) -> int:
-        """Consecutive rows that are selected, copied and evicted together."""
+        """Number of consecutive tokens that are selected, copied and evicted together."""
         return self.algorithm_class.unit_tokens(self.parsed_options)
 
     @property
@@ -196,7 +196,7 @@ class HiSparseConfig(BaseModel):
         """Create the algorithm; the defaults must be filled in.
 
         Args:
-            shape: the layers it serves.
+            shape: sizes of the layers.
             max_tokens: tokens of the longest request.
             max_query_len: tokens that a decoding request computes in a step.
 
@@ -236,7 +236,7 @@ class HiSparseConfig(BaseModel):
         NOTE: `deploy/helm` has the same formula in its template language.
 
         Args:
-            pool_bytes: of all host pools of the engine.
+            pool_bytes: bytes of all host pools of the engine together.
         """
         if not self.tiers:
             return 0
@@ -292,13 +292,13 @@ class HiSparseConfig(BaseModel):
 
 
 def max_query_len(vllm_config: VllmConfig) -> int:
-    """Tokens that a decoding request computes in a step at most: one, and those drafted."""
+    """Return the largest number of tokens that a decoding request computes in a step: one and its drafts."""
     drafts = vllm_config.speculative_config
     return 1 if drafts is None else 1 + drafts.num_speculative_tokens
 
 
 class _Hidden:
-    """Stands for a value in an error message: it may be a secret."""
+    """Takes the place of a value in an error message, because the value may be a secret."""
 
     def __repr__(self) -> str:
         return "a value that is not shown"
@@ -308,7 +308,7 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
     detail = error.errors()[0]
     option = ".".join(str(part) for part in detail["loc"])
     got = detail["input"]
-    # NOTE: a secret may stand under a wrong name, in a tier of a wrong type, or in what should be the list of tiers.
+    # NOTE: by mistake, a secret may have a wrong name, be in a tier of another type, or in place of the list of tiers.
     is_in_tiers = option.startswith("tiers")
     is_open_tier = is_in_tiers and len(detail["loc"]) > 2 and detail["loc"][2] != "obj"
     if is_open_tier and detail["type"] == "missing":
@@ -330,10 +330,10 @@ def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
 
     Args:
         top_k: tokens of a selection.
-        query_len: selections of a request in a step; the buffer holds all of them.
+        query_len: new tokens of a request in a step; the hot buffer must hold the selections of all of them.
 
     Raises:
-        HiSparseConfigError: it does not.
+        HiSparseConfigError: `device_buffer_size` is too small for these selections.
     """
     unit, default = config.tokens_per_unit, max(BUFFER_TOP_K_RATIO, query_len) * top_k
     rows = default if config.device_buffer_size is None else config.device_buffer_size
@@ -350,7 +350,7 @@ def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
 
 
 def _check_lease(seconds: object) -> None:
-    """Refuse a lease that vLLM cannot divide into heartbeats."""
+    """Refuse a `kv_lease_duration` that is too short for vLLM's heartbeats."""
     if type(seconds) is not int or seconds < MIN_LEASE_S:
         raise HiSparseConfigError(
             "kv_lease_duration",
@@ -386,7 +386,7 @@ def _check_tiers(config: HiSparseConfig) -> None:
 
 
 def _check_own_address(config: HiSparseConfig) -> None:
-    """Refuse an address of this instance that its peers cannot call back."""
+    """Refuse an address of this instance at which its peers cannot reach it."""
     for index, tier in enumerate(config.tiers):
         if not isinstance(tier, P2PTier):
             continue
@@ -402,7 +402,7 @@ def _check_own_address(config: HiSparseConfig) -> None:
 
 
 def _check_prefix_cache(vllm_config: VllmConfig) -> None:
-    """Refuse a prefix cache by whose hashes no later engine, and no other one, could find a block."""
+    """Refuse tiers without a prefix cache whose hashes are the same in every engine."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise HiSparseConfigError(
@@ -530,7 +530,7 @@ def _full_kv_layers(config: HiSparseConfig, model: ModelConfig) -> list[int]:
 
 
 def _check_trace(config: HiSparseConfig, device: str) -> None:
-    """Refuse to record selections where nothing can: by KV head, and in a CUDA graph."""
+    """Refuse to record the selections of KV heads, or of steps in a CUDA graph."""
     if config.selection_trace_dir is not None and (config.dense_unit is not None or device != "cpu"):
         raise HiSparseConfigError(
             "selection_trace_dir",
@@ -542,7 +542,11 @@ def _check_trace(config: HiSparseConfig, device: str) -> None:
 
 
 def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
-    """Whole blocks are pulled, so KV heads must be split as on this instance; DSA ranks all hold the same rows."""
+    """Return the prefill side's tensor parallel size, after a check.
+
+    A rank pulls whole blocks, so a dense model's KV heads must be divided among ranks in the same way on both sides.
+    All ranks of a DSA model hold the same rows.
+    """
     if config.prefill_tp_size is None:
         return tp_size
     larger, smaller = max(config.prefill_tp_size, tp_size), min(config.prefill_tp_size, tp_size)
@@ -557,7 +561,7 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
-    """Refuse a model by name, before its layers are built, and a loader that would hide it."""
+    """Refuse models by class, before their layers are built, and loaders that build the model themselves."""
     architecture = vllm_config.model_config.architecture
     if architecture in REFUSED_MODELS:
         raise HiSparseConfigError(
@@ -586,7 +590,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
 
 def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> None:
     """Refuse sizes that exceed the limits of the CUDA kernels."""
-    max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # with room for those that are reserved
+    max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # leaves room for reserved slots
     max_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
     for option, value, most in (
         ("top_k", top_k, MAX_TOP_K * unit),

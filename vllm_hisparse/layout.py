@@ -1,4 +1,4 @@
-"""Byte layouts of KV, defined once for the host pool, the kernels, the tests and the benchmarks."""
+"""Sizes and byte layouts of KV: the only definition for host pool, kernels, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attenti
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: FlashAttention's least; larger ones waste
 RESIDENCY_ENTRY_BYTES = 8  # position and last use
-MAX_UNUSED_SHARE = 0.25  # of a device block by hot rows, if that is more than half a unit
-MAX_UNUSED_UNITS = 0.75  # of hot rows, whatever the share
+MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
+MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:
@@ -53,15 +53,15 @@ def dense_block_size(num_hot: int, num_resident: int | Fraction, unit: int) -> i
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How device blocks hold what an algorithm's state has for every few tokens, its fields that grow.
+    """Layout of the growing fields of an algorithm's state in device blocks.
 
-    A block has entries of one field, as many as fit: those of the first layer, then those of the next. A request gets
-    blocks of all fields as its tokens need them, in one order for every request.
+    A block has as many entries of one field as fit: those of the first layer, then those of the next layer. A request
+    gets blocks of all fields when its tokens need them, in an order that is the same for every request.
 
     Args:
-        entries: of each field, tokens of an entry and bytes of an entry in one layer.
+        entries: for each field, tokens of an entry, and bytes of an entry in one layer.
         num_layers: layers with state.
-        block_bytes: of a device block.
+        block_bytes: bytes of a device block.
     """
 
     entries: tuple[tuple[int, int], ...]
@@ -75,21 +75,22 @@ class StateLayout:
 
     @cached_property
     def tokens_per_block(self) -> tuple[int, ...]:
-        """Tokens of each field in a block."""
+        """Tokens whose entries fit into a block, for each field."""
         return tuple(num * tokens for num, (tokens, _) in zip(self.entries_per_block, self.entries, strict=True))
 
     def field_blocks(self, num_tokens: int) -> list[int]:
-        """Blocks of each field of a request of `num_tokens`."""
+        """Blocks of each field for a request of `num_tokens`."""
         return [-(-num_tokens // tokens) for tokens in self.tokens_per_block]
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of a request of `num_tokens`."""
+        """Blocks of all fields for a request of `num_tokens`."""
         return sum(self.field_blocks(num_tokens))
 
     def columns(self, num_tokens: int) -> list[int]:
-        """Column of each block of a request of `num_tokens` in its table, in the order in which it gets the blocks.
+        """Column in the request's table of each block, in the order in which a request of `num_tokens` gets its blocks.
 
-        The table has the blocks of the first field, then those of the next."""
+        The table has the blocks of the first field, then those of the next field.
+        """
         first_tokens = [
             (index * tokens, field)
             for field, (tokens, num) in enumerate(
@@ -104,20 +105,20 @@ class StateLayout:
 class KVLayout:
     """Sizes of a model's KV on host and device.
 
-    Device-resident KV is what the device keeps of every token beside the hot rows: the indexer keys of a DSA model, the
-    KV of a dense model's `full_kv_layers`, and with both the KV of draft layers.
+    Device-resident KV is KV that the device keeps for every token, besides hot rows: the indexer keys of a DSA model,
+    the KV of a dense model's `full_kv_layers`, and the KV of draft layers of both.
 
     Args:
-        row_bytes: one token's main KV in one layer.
-        resident_row_bytes: one token's device-resident KV in one layer, draft layers aside.
+        row_bytes: bytes of one token's main KV in one layer.
+        resident_row_bytes: bytes of one token's device-resident KV in one layer, without draft layers.
         num_layers: layers with main KV.
-        num_resident_layers: layers with device-resident KV, draft layers aside; may be 0.
+        num_resident_layers: layers with device-resident KV, without draft layers; may be 0.
         block_size: tokens per host block and per device block of device-resident KV.
         tokens_per_unit: consecutive rows that are selected, copied and evicted together; divides `block_size`.
         num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
-        max_query_len: tokens that a decoding request computes in a step: one, and those drafted.
-        draft_row_bytes: one token's KV in all layers that draft.
-        state_entries: what an algorithm keeps for every few tokens (`StateLayout`).
+        max_query_len: tokens that a decoding request computes in a step: one and its drafts.
+        draft_row_bytes: bytes of one token's KV in all draft layers.
+        state_entries: growing fields of an algorithm's state, as in `StateLayout`.
     """
 
     row_bytes: int
@@ -133,11 +134,12 @@ class KVLayout:
 
     @cached_property
     def rows_per_hot_block(self) -> int:
-        """Hot rows in one device block: as many whole units as fit into the bytes of a block of device-resident KV, and
-        one more if the block is widened by little for that.
+        """Hot rows of a layer in one device block.
 
-        Both groups share vLLM's block pool, whose blocks are as wide as the widest group. A sequence that is hot as a
-        whole has several times as many blocks of hot rows as of the other group.
+        A block has as many whole units as fit into the bytes of a block of device-resident KV, and one more if the
+        block becomes only a little larger with it. Both groups share vLLM's block pool, whose blocks have the size of
+        the larger group. A sequence that is hot as a whole has several times as many hot blocks as blocks of
+        device-resident KV.
         """
         if not self.has_resident_kv:
             return self.block_size
@@ -163,12 +165,12 @@ class KVLayout:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes copied per miss."""
+        """Bytes that a miss copies."""
         return self.tokens_per_unit * self.row_bytes // (self.num_kv_heads or 1)
 
     @cached_property
     def device_block_bytes(self) -> int:
-        """Stride in bytes between blocks of vLLM's device pool."""
+        """Distance in bytes from one block of vLLM's device pool to the next."""
         hot = self.num_layers * self.rows_per_hot_block * self.row_bytes
         widest = max(hot, self.resident_block_bytes)
         return -(-widest // self.block_alignment_bytes) * self.block_alignment_bytes
@@ -186,12 +188,12 @@ class KVLayout:
 
     @cached_property
     def state(self) -> StateLayout:
-        """How device blocks hold an algorithm's state."""
+        """Layout of an algorithm's state in device blocks."""
         return StateLayout(self.state_entries, self.num_layers, self.device_block_bytes)
 
     @property
     def block_alignment_bytes(self) -> int:
-        """Device blocks are a multiple of this, because kernels number rows, or one KV head's rows of a block."""
+        """Divisor of the size of device blocks, because kernels number rows, or parts of a block by KV head."""
         if self.num_kv_heads is None:
             return self.row_bytes
         return self.rows_per_hot_block * self.row_bytes // self.num_kv_heads
@@ -224,20 +226,21 @@ class KVLayout:
         """Device blocks of a request's hot buffer.
 
         Args:
-            device_buffer_size: hot tokens of a long sequence, those of its newest units not counted.
-            num_tokens: of a sequence with which it grows, `block_size` tokens at a time. None: of a long one.
+            device_buffer_size: hot tokens of a long sequence, without those of its newest units.
+            num_tokens: tokens of the sequence, if the hot buffer grows with it, `block_size` tokens at a time. None:
+                the hot buffer of a long sequence.
         """
         unit, num_new = self.tokens_per_unit, self.max_query_len
         num_rows = device_buffer_size + num_new * unit
         if num_tokens is not None:
-            # NOTE: a draft's slot is reserved before it is known how many there are.
+            # NOTE: slots for drafts are reserved before their number is known.
             num_whole = ((num_tokens - 1) // unit + num_new) * unit
             num_rows = min(num_rows, self.num_blocks(num_whole) * self.block_size)
-        most_blocks = MAX_HOT_ROWS // (self.rows_per_hot_block // unit)  # the last block may be over the kernels' limit
+        most_blocks = MAX_HOT_ROWS // (self.rows_per_hot_block // unit)  # the last block may exceed the kernels' limit
         return min(-(-num_rows // self.rows_per_hot_block), most_blocks)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
-        """Device bytes of one long request of `num_tokens`, with a hot buffer."""
+        """Device bytes of one request of `num_tokens` with a full-grown hot buffer."""
         num_resident_blocks = self.num_blocks(num_tokens) if self.has_resident_kv else 0
         num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks + self.state.num_blocks(num_tokens)
         return num_blocks * self.device_block_bytes

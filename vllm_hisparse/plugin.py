@@ -1,4 +1,4 @@
-"""Entry points. Nothing here imports vLLM before vLLM asks."""
+"""Entry points that vLLM calls. The module imports vLLM only inside them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 
 def cpu_platform() -> str | None:
-    """`vllm.platform_plugins`: our platform where vLLM would pick its CPU platform, None elsewhere."""
+    """Entry point `vllm.platform_plugins`: return our platform if vLLM would choose its CPU platform; else None."""
     from vllm.platforms import cpu_platform_plugin
 
     from vllm_hisparse.compat.moved_modules import MovedModules
     from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
 
     MovedModules.install()
-    end_with_parent()  # on every platform: it is what vLLM calls first
+    end_with_parent()  # here for every platform, because vLLM calls this function first
     return "vllm_hisparse.cpu.platform.HiSparseCpuPlatform" if cpu_platform_plugin() else None
 
 
 def register() -> None:
-    """`vllm.general_plugins`: called in every process of every engine; registering twice is harmless."""
+    """Entry point `vllm.general_plugins`, called in every process of every engine. A second call is harmless."""
     from vllm_hisparse.releases import check_release
 
     check_release()
@@ -53,7 +53,7 @@ def _register_cpu_layers() -> None:
 
 
 def _check_options(vllm_config: Any) -> None:
-    """Refuse what the configuration alone can tell."""
+    """Refuse options that are wrong, before the model is built."""
     from vllm_hisparse.compat.engine import uses_host_connector
     from vllm_hisparse.config import HiSparseConfig
 
@@ -62,7 +62,7 @@ def _check_options(vllm_config: Any) -> None:
 
 
 def _attach_hot_buffers(model: Any, vllm_config: Any) -> None:
-    """NOTE: imported late: vLLM's layers, which not every process needs."""
+    """Give the model's layers hot buffers. NOTE: the import is here, because not every process needs vLLM's layers."""
     from vllm_hisparse.attention.attach import attach_hot_buffers
 
     attach_hot_buffers(model, vllm_config)

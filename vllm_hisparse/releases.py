@@ -1,4 +1,4 @@
-"""The releases of vLLM that this package serves."""
+"""The releases of vLLM that this package supports."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SUPPORTED = ">=0.32,<0.34"
 
 
 class UnsupportedVLLM(ImportError):
-    """The installed vLLM is none of the supported releases."""
+    """The installed release of vLLM is not supported."""
 
 
 def check_release() -> None:
-    """Refuse a vLLM that this package was not written for, before anything of it is imported.
+    """Refuse an unsupported release of vLLM, before any part of vLLM is imported.
 
     Raises:
-        UnsupportedVLLM: the version found, the versions supported and what to install.
+        UnsupportedVLLM: the message has the installed release, the supported ones and what to install.
     """
     found = _release()
     if not _is_among(found, SUPPORTED):
@@ -30,7 +30,7 @@ def check_release() -> None:
 
 
 def serves(releases: str) -> bool:
-    """Tell whether the installed vLLM is among releases, a version specifier such as ">=0.32,<0.33"."""
+    """Return True if the installed vLLM is among `releases`, a version specifier such as ">=0.32,<0.33"."""
     return _is_among(_release(), releases)
 
 

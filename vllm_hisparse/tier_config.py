@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-BUFFER_SHARE = 1 / 32  # of the host pool, for the transfer buffer by default
-MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**29, 4 * 2**30  # of it by default
+BUFFER_SHARE = 1 / 32  # default size of the transfer buffer, as a share of the host pool
+MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**29, 4 * 2**30  # bounds of this default
 PEER = r"^[^:\s]+:\d{1,5}$"
 
 
@@ -20,11 +20,11 @@ class TierOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def secondary_tier(self) -> dict[str, Any]:
-        """The entry of `secondary_tiers` in vLLM's tiering."""
+        """Entry of `secondary_tiers` in vLLM's tiering."""
         raise NotImplementedError
 
     def without_secrets(self, message: str) -> str:
-        """A message without what must not be shown of these options."""
+        """Return a message without the secrets among these options."""
         return message
 
 
@@ -65,7 +65,7 @@ class P2PTier(TierOptions):
 
     @property
     def own_host(self) -> str:
-        """Address that peers reach this instance at."""
+        """Address at which peers reach this instance."""
         return self.host or os.environ.get("VLLM_P2P_SIDE_CHANNEL_HOST", "localhost")
 
     def secondary_tier(self) -> dict[str, Any]:
@@ -115,14 +115,14 @@ class ObjTier(TierOptions):
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or address stands for the host itself, by its looks: nothing is looked up."""
+    """Return True if a name or address is one of the host itself by its form; names are not resolved."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
 
 
 def is_unspecified(host: str) -> bool:
-    """True if an address stands for all interfaces, at which nobody can call."""
+    """Return True if an address stands for all interfaces, so that peers cannot connect to it."""
     with suppress(ValueError):
         return ip_address(host).is_unspecified
     return host == "*"

@@ -1,21 +1,21 @@
-"""A trace: which positions the layers of a model selected, step by step; and its file format.
+"""A trace is the record of the positions that the layers of a model selected in each step. This is its file format.
 
 A file has three parts:
 
 1. a line of ASCII: `vllm-hisparse trace 1`;
-2. a line of JSON, the header: `model`, `top_k`, `row_bytes`, `layers` (a name each), `group_ends`, `delta_bytes` (2 or
-   4) and `requests`, each `{"first_position": ..., "num_steps": ...}`;
+2. a line of JSON, the header: `model`, `top_k`, `row_bytes`, `layers` (names), `group_ends`, `delta_bytes` (2 or 4) and
+`requests`, each `{"first_position": ..., "num_steps": ...}`;
 3. the selections of all requests, compressed as one zlib stream.
 
-**Groups.** The ranks of a step, best first, are cut into groups at `group_ends`, one of which is `top_k`: with
-`[256, 320, 512]` and a top-k of 256, the first group is the selection, the next one the 64 positions that missed it
-most closely, the last one the 192 after them. A trace of selections alone has the one group `[top_k]`. The order within
-a group is not kept: its positions are ascending.
+**Groups.** The positions of a step are ranked, best first, and the ranks are divided into groups that end at
+`group_ends`; `top_k` is one of these ends. With `[256, 320, 512]` and a top-k of 256, the first group is the selection,
+the next group has the 64 best positions that were not selected, and the last group has the 192 after them. A trace with
+selections only has one group, `[top_k]`. Ranks within a group are not kept: its positions are in ascending order.
 
-**Deltas.** A position is stored as its distance from the one before it in its group, the first one as its distance from
--1; so 0 stands for "no position", which comes last in a group. A request is a tensor [layers, steps, ranks] of unsigned
-little-endian integers of `delta_bytes` bytes: first the lowest byte of every element, then the next one of every
-element, and so on.
+**Deltas.** A position is stored as its distance from the position before it in its group; the first one is stored as
+its distance from -1. A 0 therefore means "no position"; such entries are at the end of a group. A request is a tensor
+[layers, steps, ranks] of unsigned integers of `delta_bytes` bytes: first the lowest byte of every element, then the
+next byte of every element, and so on.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 FIRST_LINE = b"vllm-hisparse trace 1\n"
-COMPRESSION = 6  # of zlib; 9 takes 8 times as long for 3% less
+COMPRESSION = 6  # level of zlib; level 9 takes 8 times as long for files that are 3% smaller
 MAX_HEADER_BYTES = 1 << 20
-MAX_POSITIONS = 1 << 31  # of a file; a larger number in a header is taken for damage
+MAX_POSITIONS = 1 << 31  # positions of a file; a header with a larger number counts as damaged
 
 
 class TraceError(ValueError):
-    """A trace, or its file, is not what it should be."""
+    """A trace, or its file, is not valid."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RequestTrace:
 
     Attributes:
         first_position: newest position in step 0; in step s it is `first_position + s`.
-        positions: [layers, steps, ranks] int32, ascending within a group; -1, at the end of a group, is none.
+        positions: [layers, steps, ranks] int32, ascending within a group; -1 for no position, at the end of a group.
     """
 
     first_position: int
@@ -58,12 +58,12 @@ class RequestTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """Selections of some requests; checked when made.
+    """Selections of some requests; the constructor checks them.
 
     Attributes:
         model: name of the model.
         top_k: positions of a selection.
-        row_bytes: of one position's KV in one layer.
+        row_bytes: bytes of one position's KV in one layer.
         layers: name of each layer.
         group_ends: ranks at which the groups of a step end, ascending; one of them is `top_k`.
         requests: steps of each request.
@@ -97,11 +97,12 @@ class Trace:
         group_ends: tuple[int, ...],
         ranked: list[tuple[int, np.ndarray]],
     ) -> Trace:
-        """A trace of ranked positions, whose order within a group is dropped.
+        """Make a trace from ranked positions; their order within a group is dropped.
 
         Args:
             model, top_k, row_bytes, layers, group_ends: as in `Trace`.
-            ranked: of each request, its `first_position` and [layers, steps, ranks] ints, best first, -1 for none.
+            ranked: for each request, its `first_position`, and its positions, [layers, steps, ranks] ints, best first,
+                -1 for none.
         """
         requests = []
         for first_position, positions in ranked:
@@ -114,10 +115,10 @@ class Trace:
 
     @classmethod
     def join(cls, traces: Sequence[Trace]) -> Trace:
-        """The requests of several traces of one model, in order.
+        """Join several traces of one model into one; the order of requests stays.
 
         Raises:
-            TraceError: there is none, or they are not of the same model, layers and groups.
+            TraceError: `traces` is empty, or models, layers or groups differ.
         """
         _require(bool(traces), "no trace", "at least one")
         first = traces[0]
@@ -131,7 +132,7 @@ class Trace:
         """Read a file.
 
         Raises:
-            TraceError: it is damaged, or no trace.
+            TraceError: the file is damaged, or is not a trace.
         """
         with path.open("rb") as file:
             _require(file.readline(len(FIRST_LINE)) == FIRST_LINE, str(path), f"to start with {FIRST_LINE!r}")
@@ -166,7 +167,7 @@ class Trace:
         )
 
     def levels(self) -> np.ndarray:
-        """[ranks] int8 group of each rank."""
+        """Group of each rank: [ranks] int8."""
         return np.repeat(np.arange(len(self.group_ends)), np.diff(self.group_ends, prepend=0)).astype(np.int8)
 
     def _check(self, request: RequestTrace) -> None:
@@ -217,7 +218,7 @@ def _parse_requests(header: dict[str, Any], body: bytes) -> tuple[RequestTrace, 
 
 
 def _decompress(body: bytes, num_bytes: int) -> bytes:
-    """Decompress exactly `num_bytes`; never more, whatever the stream holds."""
+    """Decompress exactly `num_bytes`, and never more, even if the stream has more."""
     stream = zlib.decompressobj()
     try:
         content = stream.decompress(body, num_bytes + 1)
@@ -228,13 +229,13 @@ def _decompress(body: bytes, num_bytes: int) -> bytes:
 
 
 def _deltas(positions: np.ndarray, group_ends: tuple[int, ...]) -> np.ndarray:
-    """[layers, steps, ranks] int64 distances of positions [layers, steps, ranks] within their groups."""
+    """Turn positions into distances within their groups: both [layers, steps, ranks], the result int64."""
     parts = [np.diff(part, axis=-1, prepend=-1) for part in np.split(positions.astype(np.int64), group_ends[:-1], -1)]
     return np.where(positions < 0, 0, np.concatenate(parts, axis=-1))
 
 
 def _positions(deltas: np.ndarray, group_ends: list[int]) -> np.ndarray:
-    """[layers, steps, ranks] int32 positions of distances [layers, steps, ranks] within their groups."""
+    """Turn distances within groups into positions: both [layers, steps, ranks], the result int32."""
     parts = [part.astype(np.int64).cumsum(-1) - 1 for part in np.split(deltas, group_ends[:-1], axis=-1)]
     positions = np.where(deltas == 0, -1, np.concatenate(parts, axis=-1))
     return np.minimum(positions, np.iinfo(np.int32).max).astype(np.int32)

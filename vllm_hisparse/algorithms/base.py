@@ -224,7 +224,7 @@ class SparseAlgorithm(Selector, ABC):
                 None: no such units.
 
         Returns:
-            As in `retrieve_topk`.
+            The same as `retrieve_topk`.
         """
         scores = scores.float()
         if keep is not None:

@@ -125,9 +125,7 @@ class ClusterKV(SparseAlgorithm):
         centroids = state["centroids"][request_indices].permute(0, 2, 3, 1)
         cluster_scores = (self.group_queries(query) @ centroids).amax(2)
         labels = state["labels"][request_indices].transpose(1, 2).long()
-        scores = cluster_scores.gather(
-            2, labels.clamp(0, cluster_scores.shape[2] - 1)
-        )  # labels beyond the tokens are undefined
+        scores = cluster_scores.gather(2, labels.clamp(0, cluster_scores.shape[2] - 1))  # undefined beyond the tokens
         positions = torch.arange(self.max_tokens, device=query.device)
         recent = positions >= num_tokens[:, None] - self.options.window_tokens
         return self.select(scores, num_tokens, (labels == UNCLUSTERED) | recent[:, None])

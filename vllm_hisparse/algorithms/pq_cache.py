@@ -121,9 +121,7 @@ class PQCache(SparseAlgorithm):
         table = query @ state["codebooks"][request_indices].transpose(
             3, 4
         )  # [batch, kv heads, parts, group, centroids]
-        codes = state["codes"][request_indices].clamp_max(
-            self.num_centroids - 1
-        )  # codes beyond the tokens are undefined
+        codes = state["codes"][request_indices].clamp_max(self.num_centroids - 1)  # undefined beyond the tokens
         codes = codes.permute(0, 2, 3, 1).long()
         codes = codes[:, :, :, None]  # [batch, kv heads, parts, 1, tokens]
         return table.gather(4, codes.expand(-1, -1, -1, query.shape[3], -1)).sum(2)
