@@ -1,4 +1,4 @@
-"""Swap-in operations: what they work on, and what every implementation of them provides."""
+"""Swap-in operations: their interface, and the data structures that they work on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_hisparse.ops.kv_heads import KVHeads
 
 @dataclass(frozen=True)
 class HotRows:
-    """The hot blocks of one layer as one list of rows. The index of a row in it is its flat row id.
+    """The hot blocks of one layer as one list of rows. A row's index in the list is its flat row id.
 
     Row `offset` of device block `block` has id `block * block_stride_rows + offset`; rows between two blocks belong to
     other layers.
@@ -36,10 +36,11 @@ class HotRows:
         """View a layer's cache as rows.
 
         Args:
-            cache: [num_blocks, rows_per_block, row elements] with contiguous rows; blocks a whole number of rows apart.
+            cache: [num_blocks, rows_per_block, row elements] with contiguous rows; the distance between two blocks is a
+                whole number of rows.
 
         Raises:
-            AssertionError: they are not.
+            AssertionError: `cache` has another memory layout.
         """
         num_blocks, rows_per_block, width = cache.shape
         stride, rest = divmod(cache.stride(0), width)
@@ -53,7 +54,7 @@ class HotRows:
         return kernels().hot_rows(self.rows, self.rows_per_block, self.block_stride_rows)
 
     def flat_row_ids(self, hot_block_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Flat row ids of slots of several requests.
+        """Return the flat row ids of slots of several requests.
 
         Args:
             hot_block_tables: [num_requests, hot blocks per request] int32 device blocks.
@@ -65,7 +66,7 @@ class HotRows:
         return self._ids(hot_block_tables, slots, self.block_stride_rows)
 
     def entries(self, hot_block_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Entries of a `Residency`, as `flat_row_ids`."""
+        """Return the entries of slots in a `Residency`; arguments and result as in `flat_row_ids`."""
         return self._ids(hot_block_tables, slots, self.rows_per_block)
 
     def _ids(self, hot_block_tables: torch.Tensor, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
@@ -75,17 +76,17 @@ class HotRows:
 
 @dataclass(frozen=True)
 class Residency:
-    """Which position each hot row of a layer holds, and when it was last used.
+    """The position that each hot row of a layer holds, and its last use.
 
-    Row `offset` of device block `block` has entry `block * rows_per_block + offset`, whoever owns the block. While a
-    sequence fits (`SwapInOps`), a position is looked for in the slot of its own number only, and nothing is evicted.
-    A reserved slot counts as empty. A row may hold a position that was drafted and rejected; it counts as empty until
-    that position has been computed again.
+    Row `offset` of device block `block` has entry `block * rows_per_block + offset`, no matter which request owns the
+    block. While a sequence fits (`SwapInOps`), position p can be in slot p only, and nothing is evicted. A reserved
+    slot counts as empty. A row that holds a rejected draft's position counts as empty until that position is computed
+    again.
 
     Attributes:
-        entries: [num_entries, 2] int32: position, or -1 where the row is empty; and last use, which is the first new
-            position of the request's step that last selected the row.
-        num_layers: layers that make the same selections and so have the same residency.
+        entries: [num_entries, 2] int32. First the position, -1 for an empty row; then the last use, which is the first
+            new position of the last step of the request that selected the row.
+        num_layers: number of layers that share the selections and therefore this residency.
     """
 
     entries: torch.Tensor
@@ -93,7 +94,7 @@ class Residency:
 
     @classmethod
     def allocate(cls, num_entries: int, device: torch.device) -> Residency:
-        """All rows are empty."""
+        """Make a residency whose rows are all empty."""
         return cls(torch.tensor([[-1, 0]], dtype=torch.int32, device=device).repeat(num_entries, 1))
 
     @cached_property
@@ -103,33 +104,33 @@ class Residency:
 
     @property
     def positions(self) -> torch.Tensor:
-        """[num_entries] int32."""
+        """Positions: [num_entries] int32."""
         return self.entries[:, 0]
 
     @property
     def last_uses(self) -> torch.Tensor:
-        """[num_entries] int32."""
+        """Last uses: [num_entries] int32."""
         return self.entries[:, 1]
 
 
 @dataclass(frozen=True)
 class StepTables:
-    """Where the decoding requests of a step keep their rows. Static device tensors: a CUDA graph may read them.
+    """Tables of the decoding requests of a step and their rows, in static device tensors that a CUDA graph may read.
 
     Attributes:
-        seq_indices: [num_device_blocks] int32 index of the request's sequence (first dimension of the tables by
-            sequence) at its first hot block; -1 elsewhere.
-        first_hot_block_ids: [batch] int32 first hot block of each request. One that is of no request is padding.
-        seq_lens: [batch] int32 tokens of each request, the new ones included. A request with less than 1 is padding,
-            too: vLLM pads a graph's batch so, and its first hot block may be stale.
+        seq_indices: [num_device_blocks] int32. At a request's first hot block, the index of its sequence in the tables
+        below; -1 at other blocks.
+        first_hot_block_ids: [batch] int32 first hot block of each request. An entry that belongs to no request is padding.
+        seq_lens: [batch] int32 tokens of each request, the new ones included. An entry with less than 1 is padding,
+            too, because vLLM pads the batch of a graph in this way, and leaves a stale first hot block there.
         hot_block_tables: [num_seqs, max hot blocks] int32 device blocks of each request; entries beyond `num_hot_rows`
             are not read.
-        num_hot_rows: [num_seqs] int32 rows of these blocks that the request may use; without any, it is padding.
-        host_block_tables: [num_seqs, max host blocks] int32 host blocks of each request, -1 beyond.
+        num_hot_rows: [num_seqs] int32 rows of these blocks that the request may use; a request with 0 is padding.
+        host_block_tables: [num_seqs, max host blocks] int32 host blocks of each request, -1 beyond its blocks.
         block_size: tokens of a host block.
-        query_lens: [batch] int32 new tokens of each request, 1 to `max_query_len`, any number for padding; None: one
-            each.
-        max_query_len: new tokens of a request in any step.
+        query_lens: [batch] int32 new tokens of each request, from 1 to `max_query_len`, any number for padding; None:
+            one each.
+        max_query_len: largest number of new tokens of a request in any step.
     """
 
     seq_indices: torch.Tensor
@@ -150,7 +151,7 @@ class StepTables:
         return kernels().step_tables(*by_request, *by_seq, self.block_size, self.query_lens, self.max_query_len)
 
     def part(self, requests: slice) -> StepTables:
-        """The tables of some of the requests."""
+        """Return the tables of a range of the requests."""
         query_lens = None if self.query_lens is None else self.query_lens[requests]
         return replace(
             self,
@@ -160,19 +161,19 @@ class StepTables:
         )
 
 
-READ_AHEAD = 31  # ids that vLLM's Triton kernel reads, and does not use, behind the last one of a table
+READ_AHEAD = 31  # ids behind the end of a table that vLLM's Triton kernel reads and does not use
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Output of `resolve`, in static buffers of the largest batch.
+    """Output of `resolve`, in static buffers for the largest batch.
 
-    Ids are flat: of hot rows as in `HotRows`, of host rows `host block * block_size + offset`.
+    Hot rows have the flat row ids of `HotRows`. The flat id of a host row is `host block * block_size + offset`.
 
     Attributes:
-        hot_row_ids: [max_batch, columns] int32 hot row of each selected position; -1 where there is none.
-        num_valid: [max_batch * max_query_len] int32 leading entries of each selection that contain every valid one.
-        miss_host_row_ids: [max_batch, columns] int64 host rows to copy; the first `num_misses` count.
+        hot_row_ids: [max_batch, columns] int32 hot row of each selected position; -1 for padding.
+        num_valid: [max_batch * max_query_len] int32; every valid entry of a selection is among so many leading ones.
+        miss_host_row_ids: [max_batch, columns] int64 host rows to copy; only the first `num_misses` entries are valid.
         miss_hot_row_ids: [max_batch, columns] int32 hot rows to copy them to.
         num_misses: [max_batch] int32 rows to copy.
     """
@@ -185,12 +186,12 @@ class Resolved:
 
     @classmethod
     def allocate(cls, max_batch: int, num_columns: int, device: torch.device, max_query_len: int = 1) -> Resolved:
-        """Buffers in which nothing is valid.
+        """Make buffers without valid entries.
 
         Args:
-            max_batch: requests of the largest batch, padding included; or their KV heads where each selects for itself.
+            max_batch: requests of the largest batch, padding included; or their KV heads if each selects for itself.
             num_columns: entries of the selections of all new tokens of a request.
-            device: where the hot rows are.
+            device: device of the hot rows.
             max_query_len: as in `StepTables`.
         """
         matrix, vector = (max_batch, num_columns), (max_batch,)
@@ -210,7 +211,7 @@ class Resolved:
         return kernels().resolved(self.hot_row_ids, self.num_valid, *misses)
 
     def part(self, requests: slice) -> Resolved:
-        """The results of some of a batch's requests, in the same memory."""
+        """Return the results of a range of a batch's requests, in the same memory."""
         query_len = len(self.num_valid) // len(self.num_misses)
         return Resolved(
             self.hot_row_ids[requests],
@@ -223,24 +224,25 @@ class Resolved:
 
 @dataclass(frozen=True)
 class UnitTables:
-    """Tables of a step's decoding requests where every KV head selects for itself and a row is a unit of tokens.
+    """Tables of a dense model's decoding requests: every KV head selects for itself, and a row is a unit of tokens.
 
-    Static buffers of the largest batch. States and blocks are those of KV heads (`KVHeads`). A request has a place for
-    each of `max_query_len` new tokens; without a request, or with fewer tokens, places are empty.
+    The tables are static buffers for the largest batch. Sequences and blocks are numbered by KV head (`KVHeads`). Each
+    request of the batch has `max_query_len` places for new tokens. Places beyond its tokens, and those of padding, are
+    empty.
 
     Attributes:
         request_indices: [max_query_len, max_batch] int64 index of each new token's request; `num_requests` in an empty
             place.
         positions: [max_query_len, max_batch] int64 position of each new token; 0 in an empty place.
         num_tokens: [max_query_len, max_batch] int64 tokens of the request up to this one; 0 in an empty place.
-        tails: [max_batch * num_heads, max_query_len] int32 tokens of the new token's unit up to this one, less those of
-            a whole unit; 0 in an empty place.
+        tails: [max_batch * num_heads, max_query_len] int32, at most 0: number of tokens from the start of the new
+            token's unit up to this token, minus the tokens of a whole unit; 0 in an empty place.
         first_hot_block_ids: [max_batch * num_heads] int32 part of each head in the request's first hot block; -1 for no
             request.
         num_units: [max_batch * num_heads] int32 units of each KV head, the newest included; 0 for no request.
         num_new_units: [max_batch * num_heads] int32 units with a new token, from 1 on.
-        num_requests: request indices are below it.
-        heads: how sequences and blocks of KV heads are numbered, and tokens of a unit.
+        num_requests: upper bound of request indices.
+        heads: numbering of KV heads' sequences and blocks, and number of tokens of a unit.
     """
 
     request_indices: torch.Tensor
@@ -257,14 +259,14 @@ class UnitTables:
     def allocate(
         cls, max_batch: int, num_requests: int, heads: KVHeads, device: torch.device, max_query_len: int = 1
     ) -> UnitTables:
-        """Empty buffers.
+        """Make buffers whose places are all empty.
 
         Args:
             max_batch: requests of a step.
             num_requests: requests that can run at once.
-            heads: of each.
-            device: where the buffers are.
-            max_query_len: new tokens of a request.
+            heads: KV heads of a request.
+            device: device of the buffers.
+            max_query_len: largest number of new tokens of a request.
         """
         by_token, by_head = (max_query_len, max_batch), max_batch * heads.num_heads
         return cls(
@@ -293,17 +295,17 @@ class UnitTables:
 
 
 class SwapInOps(ABC):
-    """Operations on hot rows and host rows. None allocates, waits for the device or reads a tensor's value.
+    """Operations on hot rows and host rows. None of them allocates, waits for the device or reads a tensor's value.
 
-    Where every KV head selects for itself, each counts as a request and each unit of tokens as a row. A flat row id
-    outside its tensor is never read or written. Sizes and dtypes are the caller's duty: implementations may raise
-    ValueError or TypeError for those they cannot take.
+    If every KV head selects for itself, a KV head counts as a request, and a unit of tokens as a row. Rows with a flat
+    row id outside the tensor are never read or written. The caller must pass correct sizes and dtypes; implementations
+    may raise ValueError or TypeError for others.
 
-    The slots of a request are the rows of its hot blocks, in order. Its new positions, from `seq_lens - query_lens` on,
-    are hot by construction: in the slots of their own numbers while the sequence fits, in the last `max_query_len`
-    slots, which are reserved for them, after that. They are never victims, and count neither as hits nor as misses. A
-    sequence fits while the slots are enough for its earlier tokens and `max_query_len` new ones. Between steps a
-    request's slots may become more, the new ones empty, or fewer.
+    The slots of a request are the rows of its hot blocks, in order. A sequence fits if it has slots for its earlier
+    tokens and for `max_query_len` new ones. New positions, from `seq_lens - query_lens` on, are always hot: position p
+    is in slot p if the sequence fits; if not, new positions are in the last `max_query_len` slots, which are reserved
+    for them. New positions are never victims, and are neither hits nor misses. Between two steps, a request may get
+    more slots, which are empty, or lose some.
     """
 
     @abstractmethod
@@ -318,20 +320,21 @@ class SwapInOps(ABC):
     ) -> None:
         """Find hits, choose victims for the misses, update the residency.
 
-        A position that is hot in several slots stays in the lowest; the others become empty. The victims are empty
-        rows, then those whose last use is longest ago, and among equals those in lower slots; never a hit of this step.
-        In the order of their slots, they take the misses in the order of `selected_positions`. Rows that were not used
-        for `MAX_AGE` tokens count as equally old. While the sequence fits, a miss takes the slot of its own number.
+        A position that is hot in several slots stays in the lowest; the other slots become empty. If the sequence fits,
+        a miss of position p takes slot p. If not, misses take the slots of victims: first empty slots, then those with
+        the oldest last use, and lower slots before higher ones with the same last use; never a hit of this step. Rows
+        that were not used for `MAX_AGE` tokens count as equally old. Victims, in the order of their slots, take misses
+        in the order of `selected_positions`.
 
         Args:
-            residency: of one layer, updated in place. A request that does not fit has at least as many slots that are
-                not reserved as `selected_positions` has columns.
-            tables: of the step.
-            selected_positions: [batch, columns] int32 selections of the new tokens of each request side by side, each
-                of distinct positions; -1 anywhere, and every other value outside [0, seq_len), is padding.
-            hot_rows: of the layer; only its sizes are used.
-            counts: [num_seqs, 2] int64 hits and misses of all layers, added to; a position that several tokens select
-                counts once.
+            residency: residency of one layer, updated in place. The slots, without the reserved ones, of a request that
+                does not fit must be at least as many as the columns of `selected_positions`.
+            tables: tables of the step.
+            selected_positions: [batch, columns] int32 selections of each request's new tokens, side by side. Positions
+                of one selection are distinct; a value outside [0, seq_len) is padding and may be anywhere.
+            hot_rows: hot rows of the layer; only their sizes are used.
+            counts: [num_seqs, 2] int64 hits and misses of all layers, which this call adds to; a position that several
+                tokens select counts once.
             out: written for the first `batch` requests; padding gets -1, 0 valid entries and no misses.
         """
 
@@ -350,7 +353,7 @@ class SwapInOps(ABC):
             host_rows: [num_host_rows, row elements] of the layer, contiguous; pinned on CUDA, where a row is a multiple
                 of 16 bytes.
             hot_rows, resolved, batch: as given to `resolve`.
-            shares_device: kernels of other streams run at the same time, and are left most of the device.
+            shares_device: whether kernels of other streams run at the same time and get most of the device.
         """
 
     @abstractmethod
@@ -365,7 +368,7 @@ class SwapInOps(ABC):
         out: Resolved,
         shares_device: bool = False,
     ) -> None:
-        """`resolve`, then `gather`.
+        """Run `resolve`, then `gather`.
 
         Args:
             residency, tables, selected_positions, hot_rows, counts, out: as in `resolve`.
@@ -374,22 +377,23 @@ class SwapInOps(ABC):
 
     @abstractmethod
     def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
-        """Move the valid ids of each selection to its front, in their order.
+        """Move the valid ids of each selection to its front, and keep their order.
 
         Args:
-            row_ids: [num_selections, columns] int32, contiguous; -1 where there is none. Updated in place.
-            num_valid: [num_selections] int32 leading ids that contain every valid one, contiguous; becomes the number
-                of valid ids. Leading ids behind these are -1 then.
+            row_ids: [num_selections, columns] int32, contiguous; -1 is not valid. Updated in place.
+            num_valid: [num_selections] int32, contiguous; every valid id is among so many leading ones. Becomes the
+                number of valid ids; the remaining ones of those leading ids become -1.
         """
 
     @abstractmethod
     def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
-        """Flat id of the hot row of each request's new positions: the slot mapping of a decode step.
+        """Find the hot row of each new position: the slot mapping of a decode step.
 
         Args:
-            tables: of the step.
-            hot_rows: of any layer.
-            out: [>= batch * max_query_len] int64, the first of these written, request by request; -1 for padding.
+            tables: tables of the step.
+            hot_rows: hot rows of any layer.
+            out: [>= batch * max_query_len] int64. The first `batch * max_query_len` become flat row ids, request by
+                request, -1 for padding.
         """
 
     @abstractmethod
@@ -398,21 +402,21 @@ class SwapInOps(ABC):
 
         Args:
             hot_rows, host_rows: one entry per layer, as in `gather`.
-            tables: of the step; nothing is written for padding.
+            tables: tables of the step; nothing is written for padding.
         """
 
     @abstractmethod
     def stage_rows(
         self, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int, staging: torch.Tensor
     ) -> None:
-        """Copy a request's first rows from the host, for queries of several tokens.
+        """Copy the first rows of a prefilling request from the host.
 
         Args:
             host_rows: as in `gather`.
             host_block_table: [blocks] int32 host blocks of the request, contiguous; rows of a negative block are
                 skipped.
             block_size: tokens of a host block.
-            staging: [num_rows, row elements] of `host_rows`' dtype, contiguous; positions [0, num_rows), written.
+            staging: [num_rows, row elements] in the dtype of `host_rows`, contiguous; gets positions [0, num_rows).
         """
 
     @abstractmethod
@@ -422,7 +426,7 @@ class SwapInOps(ABC):
         """Copy new rows of a request to the host.
 
         Args:
-            rows: [num_rows, row elements] of `host_rows`' dtype, contiguous; positions [first, first + num_rows).
+            rows: [num_rows, row elements] in the dtype of `host_rows`, contiguous: positions [first, first + num_rows).
             first: position of the first row.
             host_rows, host_block_table, block_size: as in `stage_rows`.
         """
@@ -436,14 +440,15 @@ class SwapInOps(ABC):
         seq_indices: torch.Tensor,
         out: UnitTables,
     ) -> None:
-        """Tables by KV head and in units, from those by request and in tokens.
+        """Make the tables by KV head and in units from tables by request and in tokens.
 
         Args:
-            first_hot_block_ids: [batch] int32 first hot block of each request. One that is of no request is padding.
+            first_hot_block_ids: [batch] int32 first hot block of each request; an entry that belongs to no request is
+                padding.
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
-            query_lens: [batch] int32 new tokens of each, as in `StepTables`.
+            query_lens: [batch] int32 new tokens of each request, as in `StepTables`.
             seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a device block, or -1.
-            out: written for the first `batch` requests.
+            out: tables, written for the first `batch` requests.
         """
 
     @abstractmethod
@@ -457,15 +462,15 @@ class SwapInOps(ABC):
         host_rows: torch.Tensor,
         first_units: torch.Tensor,
     ) -> None:
-        """Put each request's new tokens into their units, on the device and on the host.
+        """Write each request's new tokens into their units, on the device and on the host.
 
         Args:
-            key, value: [batch * max_query_len, num_heads, head_size] of the new tokens, request by request with all
-                places, in the rows' dtype; heads side by side, on CUDA of a multiple of 16 bytes.
-            units: of the step.
-            tables: of the step by KV head, over `units`.
+            key, value: [batch * max_query_len, num_heads, head_size] of the new tokens, request by request with empty
+                places, in the rows' dtype. Heads are contiguous; on CUDA, a head is a multiple of 16 bytes.
+            units: tables of the step.
+            tables: tables of the step by KV head, over `units`.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
-            first_units: [num_seqs] int32 unit of the first new token in the step before, whose tokens are in the slot
-                of a first new unit; -1: they are only on the host. Where the first new token continues another unit,
-                that unit's tokens are copied to the device first.
+            first_units: [num_seqs] int32 unit of the first new token in the step before. The slot of the first new
+                unit holds this unit's tokens; with -1, they are only on the host. If the first new token continues
+                another unit, that unit's earlier tokens are copied to the device first.
         """

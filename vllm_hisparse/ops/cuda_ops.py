@@ -13,13 +13,13 @@ from vllm_hisparse.ops.limits import MAX_LAYERS
 
 
 class CudaSwapInOps(SwapInOps):
-    """Launches on the current stream; capturable in CUDA graphs, no scratch memory.
+    """Launches kernels on the current stream. CUDA graphs can capture them, and they need no scratch memory.
 
-    The tensors' device must be the current one. Host rows are pinned memory, as a CPU tensor or as a device tensor
-    over the same bytes.
+    The device of the tensors must be the current one. Host rows are pinned memory, as a CPU tensor or as a device
+    tensor over the same bytes.
 
     Raises:
-        RuntimeError: the kernels were not built, or by a launch: CUDA refused it.
+        RuntimeError: the kernels were not built; or, from a launch, CUDA refused it.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class CudaSwapInOps(SwapInOps):
         out: UnitTables,
     ) -> None:
         requests = first_hot_block_ids, seq_lens, query_lens, seq_indices
-        num_seqs = out.num_requests * out.heads.num_heads + 1  # as host tables have: the last is of no request
+        num_seqs = out.num_requests * out.heads.num_heads + 1  # as in host tables, the last is for no request
         self._kernels.begin_units(*requests, num_seqs, out.native, current_stream())
 
     def write_tokens(
@@ -110,8 +110,7 @@ class CudaSwapInOps(SwapInOps):
         self._kernels.write_tokens(key, value, units.native, tables.native, *rows, current_stream())
 
     def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[Any]:
-        """Layers of each launch of `write_back`; those of the last call are kept, because a model has the same ones in
-        every step."""
+        """Return the layers of each launch of `write_back`, from a cache if they are the layers of the last call."""
         given, groups = self._layers
         is_known = len(given) == len(hot_rows) and all(map(lambda a, b: a is b, given, hot_rows))
         if not is_known:

@@ -1,4 +1,4 @@
-"""Swap-in operations in plain torch: the reference of every other implementation, and the CPU platform's own."""
+"""Swap-in operations in plain torch: the reference for other implementations, and the implementation for CPUs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NO_SLOT = torch.iinfo(torch.int32).max
 
 
 class _Choice(NamedTuple):
-    """Where the selected positions of some requests are after `resolve`.
+    """Slots of the selected positions of some requests after `resolve`.
 
     Attributes:
-        slots: [n, columns] int32 hot slot of each, -1 where there is none.
-        missed: [n, columns] bool, those that have yet to be copied there, each position once.
-        num_hits: [n] int64.
+        slots: [n, columns] int32 slot of each selected position, -1 for padding.
+        missed: [n, columns] bool, True for positions that have yet to be copied to their slots; once per position.
+        num_hits: [n] int64 hits of each request.
     """
 
     slots: torch.Tensor
@@ -28,7 +28,7 @@ class _Choice(NamedTuple):
 
 
 class TorchSwapInOps(SwapInOps):
-    """Works on tensors of any device. Unlike what `SwapInOps` promises, it allocates and waits for the device."""
+    """Works on tensors of any device. Against the rule of `SwapInOps`, it allocates and waits for the device."""
 
     def resolve(
         self,
@@ -190,10 +190,10 @@ class _Buffers(NamedTuple):
     """Hot buffers of some requests, and their new positions.
 
     Attributes:
-        entries: [n, max slots] int64 entry of the residency of each slot; of slots that are none, any.
-        num_slots: [n, 1] int32 slots of each, the reserved ones not counted.
-        first_new: [n, 1] int32 position.
-        new: [n, max_query_len] int32 positions, from `first_new` on; -1 beyond the last.
+        entries: [n, max slots] int64 entry of each slot in the residency; undefined beyond a request's slots.
+        num_slots: [n, 1] int32 slots of each request, without the reserved ones.
+        first_new: [n, 1] int32 first new position of each request.
+        new: [n, max_query_len] int32 new positions, from `first_new` on; -1 beyond the last.
     """
 
     entries: torch.Tensor
@@ -203,7 +203,7 @@ class _Buffers(NamedTuple):
 
     @classmethod
     def of(cls, tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> _Buffers:
-        """Buffers of the requests with these batch indices and sequence indices, [n] int64 each."""
+        """Make the buffers of the requests with these batch indices and sequence indices, [n] int64 each."""
         num_rows = tables.num_hot_rows[seqs]
         slots = torch.arange(int(num_rows.max()), device=seqs.device).expand(len(seqs), -1)
         entries = hot_rows.entries(tables.hot_block_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
@@ -212,7 +212,7 @@ class _Buffers(NamedTuple):
 
 
 def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Requests of the batch that are no padding: two [<= batch] int64, batch indices and sequence indices."""
+    """Find the requests of a batch that are not padding: batch indices and sequence indices, [<= batch] int64 each."""
     num_seqs = len(tables.host_block_tables)
     live, seqs = _find_live(tables.first_hot_block_ids[:batch], tables.seq_lens[:batch], tables.seq_indices, num_seqs)
     has_rows = tables.num_hot_rows[seqs] > 0
@@ -222,13 +222,13 @@ def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.
 def _find_live(
     first_blocks: torch.Tensor, seq_lens: torch.Tensor, seq_indices: torch.Tensor, num_seqs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `_live_requests`.
+    """Find the requests of a batch that are not padding; result as in `_live_requests`.
 
     Args:
-        first_blocks: [batch] the first hot block of each request, or any number.
-        seq_lens: [batch] int32.
+        first_blocks: [batch] first hot block of each request; any number for padding.
+        seq_lens: [batch] int32 tokens of each request.
         seq_indices: as in `StepTables`.
-        num_seqs: seqs beyond are of no request.
+        num_seqs: upper bound of sequence indices.
     """
     first_blocks, num_blocks = first_blocks.long(), len(seq_indices)
     seqs = seq_indices[first_blocks.clamp(0, num_blocks - 1)].long()
@@ -259,7 +259,7 @@ def _new_positions(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor) -> torch.Tensor:
-    """Which sequences fit into their buffers: [n] bool.
+    """Tell for each sequence whether it fits (`SwapInOps`): [n] bool.
 
     Args:
         tables: of the step.
@@ -278,7 +278,7 @@ def _choose_fitting(residency: Residency, buffers: _Buffers, selected: torch.Ten
     """
     entries, _, first_new, new = buffers
     wanted = (selected >= 0) & (selected < first_new)
-    own_slots = selected.where(wanted, first_new)  # a new position is hot in any case
+    own_slots = selected.where(wanted, first_new)  # a new position is always hot
     own_entries = entries.gather(1, own_slots.long())
     first_columns = _first_columns(selected, wanted, entries.shape[1])
     leads = wanted & (first_columns.gather(1, own_slots.long()) == _columns(selected))
@@ -299,7 +299,7 @@ def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Te
     """
     entries, num_slots, first_new, new = buffers
     slots = torch.arange(entries.shape[1], dtype=torch.int32, device=entries.device).expand_as(entries)
-    positions = residency.positions[entries]  # those from `first_new` on are drafts that were rejected
+    positions = residency.positions[entries]  # positions from `first_new` on are rejected drafts
     positions = positions.where((slots < num_slots) & (positions < first_new), -1)
     wanted = (selected >= 0) & (selected < first_new)
     num_positions = int(first_new.max())
@@ -310,13 +310,13 @@ def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Te
     found_columns = found.nonzero()[:, 0] * selected.shape[1] + columns[found]
     chosen.view(-1).scatter_reduce_(0, found_columns, slots[found], "amin")
     hits = found & (chosen.gather(1, columns.clamp_min(0).long()) == slots)
-    positions = positions.where(hits | ~found, -1)  # the others are hot twice
+    positions = positions.where(hits | ~found, -1)  # other slots hold a position that is hot twice
     lead_columns = first_columns.gather(1, selected.where(wanted, num_positions).long())
     leads = wanted & (lead_columns == _columns(selected))
     missed = leads & (chosen == _NO_SLOT)
     ages = (first_new - residency.last_uses[entries]).clamp(0, MAX_AGE).where(positions >= 0, MAX_AGE + 1)
     filled = _oldest(ages.where((slots < num_slots) & ~hits, -1), missed.sum(1, keepdim=True))
-    chosen[missed] = slots[filled]  # as many of each request, paired in order
+    chosen[missed] = slots[filled]  # equally many of each request, paired in order
     is_reserved = (slots >= num_slots) & (slots < num_slots + new.shape[1])
     residency.positions[entries[is_reserved | (found & ~hits)]] = -1
     residency.positions[entries[filled]] = selected[missed]
@@ -327,7 +327,7 @@ def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Te
 
 
 def _oldest(ages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The `counts` entries of each row with the highest ages, the first of equals: [n, entries] bool.
+    """Choose the `counts` entries of each row with the highest ages, and the first of equals: [n, entries] bool.
 
     Args:
         ages: [n, entries] int.
@@ -348,7 +348,7 @@ def _write_resolved(
     choice: _Choice,
     out: Resolved,
 ) -> None:
-    """Write flat row ids of selected positions and of the copies that bring the missed ones.
+    """Write the flat row ids of selected positions, and the copies of missed rows.
 
     Args:
         tables, hot_rows, out: as in `SwapInOps.resolve`.
@@ -376,7 +376,7 @@ def _columns(selected: torch.Tensor) -> torch.Tensor:
 
 
 def _first_columns(selected: torch.Tensor, wanted: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """First column that wants each position, or -1: [n, num_positions + 1] int32; the last one is of no position.
+    """First column that wants each position, or -1: [n, num_positions + 1] int32; the last entry is for no position.
 
     Args:
         selected: [n, columns] int32 positions.
@@ -394,7 +394,7 @@ def _first_columns(selected: torch.Tensor, wanted: torch.Tensor, num_positions: 
 def _flat_row_ids(
     tables: torch.Tensor, rows: torch.Tensor, rows_per_block: int, stride: int | None = None
 ) -> torch.Tensor:
-    """Flat ids of rows of paged tables: [n, rows] int64, -1 where the row or its block is none.
+    """Flat ids of rows of paged tables: [n, rows] int64, -1 where the row or its block is -1.
 
     Args:
         tables: [n, blocks] int32 block ids, or -1.
@@ -410,7 +410,7 @@ def _flat_row_ids(
 
 
 def _newest_row_ids(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> torch.Tensor:
-    """Flat ids of the hot rows of the new positions: [n, max_query_len] int64, -1 where there is none.
+    """Flat ids of the hot rows of the new positions: [n, max_query_len] int64, -1 beyond the last.
 
     Args:
         tables, hot_rows: as in `SwapInOps.newest_row_ids`.
@@ -433,5 +433,5 @@ def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Ten
     kept = (source_ids >= 0) & (source_ids < len(source)) & (target_ids >= 0) & (target_ids < len(target))
     if not kept.all():
         source_ids, target_ids = source_ids[kept], target_ids[kept]
-    rows = source.index_select(0, source_ids.to(source.device))  # copies whole rows, where indexing copies elements
+    rows = source.index_select(0, source_ids.to(source.device))  # it copies whole rows; indexing copies single elements
     target[target_ids.to(target.device)] = rows.to(target.device)
