@@ -119,8 +119,8 @@ class StepTables:
 
     Attributes:
         seq_indices: [num_device_blocks] int32. At a request's first hot block, the index of its sequence in the tables
-        below; -1 at other blocks.
-        first_hot_block_ids: [batch] int32 first hot block of each request. An entry that belongs to no request is padding.
+            below; -1 at other blocks.
+        first_hot_block_ids: [batch] int32 first hot block of each request; an entry of no request is padding.
         seq_lens: [batch] int32 tokens of each request, the new ones included. An entry with less than 1 is padding,
             too, because vLLM pads the batch of a graph in this way, and leaves a stale first hot block there.
         hot_block_tables: [num_seqs, max hot blocks] int32 device blocks of each request; entries beyond `num_hot_rows`
