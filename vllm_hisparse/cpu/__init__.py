@@ -1,1 +1,1 @@
-"""The CPU platform on which DSA models run."""
+"""Parts that only the CPU platform needs: attention, indexer, rejection sampler."""

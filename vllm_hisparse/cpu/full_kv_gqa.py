@@ -1,4 +1,4 @@
-"""vLLM's CPU attention for dense models under the connector: what every layer starts with, and full-KV layers keep."""
+"""vLLM's CPU attention for dense models under the connector. Every layer begins with it; full-KV layers keep it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FullKVGQACpuBackend(CPUAttentionBackend):
-    """The stock backend, in the block layout that hot rows need."""
+    """The stock backend with the block layout that hot rows need."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

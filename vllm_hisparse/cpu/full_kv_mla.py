@@ -1,4 +1,4 @@
-"""Sparse MLA on the CPU over vLLM's paged cache: the full-KV reference, and what prefill instances run."""
+"""Sparse MLA on the CPU over vLLM's paged cache: the full-KV reference, and the attention of prefill instances."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class SparseMLACpuMetadata(AttentionMetadata):
 
     Attributes:
         num_actual_tokens: tokens of the step.
-        block_table: [num_requests, blocks] int32.
-        single_requests: [requests with one token] int64 index of each.
-        single_tokens: int64 of the same shape, index of its token.
-        prompts: (index, its tokens in the step, position of the first) of each request with more tokens.
-        num_decodes, num_decode_tokens, num_prefills: read by `MLAAttention`; every token takes `forward_mqa`.
+        block_table: [num_requests, blocks] int32 blocks of each request.
+        single_requests: [n] int64 index of each request with one token in the step.
+        single_tokens: [n] int64 index of this token.
+        prompts: for each request with more tokens: its index, the range of its tokens in the step, and the position of
+            the first of them.
+        num_decodes, num_decode_tokens, num_prefills: for `MLAAttention`; every token takes `forward_mqa`.
     """
 
     num_actual_tokens: int
@@ -82,7 +83,7 @@ class SparseMLACpuBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        # NOTE: with and without hot buffers the same name: NIXL's handshake compares it between the two sides.
+        # NOTE: the name is the same with and without hot buffers, because NIXL's handshake compares it on both sides.
         return BACKEND_NAME
 
     @staticmethod
@@ -139,7 +140,7 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing to signal: the indexer ran on the same thread."""
+        """Do nothing: the indexer has run on the same thread."""
 
     def do_kv_cache_update(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any
@@ -147,9 +148,10 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         """Write the step's rows into the paged cache.
 
         Args:
-            kv_c: [tokens, kv_lora_rank]. k_pe: [tokens, 1, qk_rope_head_dim].
+            kv_c: [tokens, kv_lora_rank].
+            k_pe: [tokens, 1, qk_rope_head_dim].
             kv_cache: [num_blocks, block_size, row elements].
-            slot_mapping: [tokens]; -1 is padding.
+            slot_mapping: [tokens] slot of each token; -1 for padding.
         """
         if kv_cache.numel() == 0:
             return
@@ -185,14 +187,14 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         rows: torch.Tensor,
         row_ids: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Attend consecutive tokens of a request: over all of its rows while they are few, then over selected ones.
+        """Attend for consecutive tokens of a request: the first ones over all rows, later ones over selected rows.
 
         Args:
             query: [tokens, heads, row elements].
             selected: [tokens, k] int64 positions, -1 for none.
             first: position of the first token.
-            rows: [rows, row elements].
-            row_ids: positions of the request -> ids of their rows, -1 for -1.
+            rows: [rows, row elements] rows that `row_ids` refers to.
+            row_ids: function that turns positions of the request into row ids, and -1 into -1.
 
         Returns:
             [tokens, heads, kv_lora_rank].
@@ -207,12 +209,13 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         return out
 
     def attend(self, query: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
-        """Attend in chunks of tokens that keep the gathered rows small; returns [tokens, heads, kv_lora_rank].
+        """Attend in chunks of tokens, so that the gathered rows take little memory; return [tokens, heads,
+        kv_lora_rank].
 
         Args:
             query: [tokens, heads, row elements].
             rows: [rows, row elements].
-            row_ids: [tokens, k] int64 or int32 rows of each token, -1 for none.
+            row_ids: [tokens, k] int64 or int32 row ids of each token, -1 for none.
         """
         out = query.new_empty(len(query), self.num_heads, self.kv_lora_rank)
         valid, row_ids = row_ids >= 0, without_gaps(row_ids)
@@ -225,5 +228,5 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
 
     @staticmethod
     def concat_rows(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-        """KV rows of the step's tokens: [tokens, row elements]."""
+        """Join the parts of the KV rows of a step's tokens: [tokens, row elements]."""
         return torch.cat((kv_c, k_pe.reshape(len(kv_c), -1)), -1)

@@ -1,4 +1,4 @@
-"""Grouped-query attention on the CPU over hot units; the full KV is on the host, as vLLM's CPU kernels write it."""
+"""Grouped-query attention on the CPU over hot units. The full KV is on the host, as vLLM's CPU kernels write it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ kernels = cpu_kernels()
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """The requests that prefill in this step, as vLLM's kernel wants them.
+    """The requests that prefill in this step, in the form that vLLM's kernel takes.
 
     Attributes:
         tokens: [tokens] int64 indices of the tokens in the step's batch.
-        starts: [requests + 1] int32 where each request's tokens start in `tokens`.
-        seq_lens: [requests] int32.
-        host_block_tables: [requests, blocks] int32.
-        schedule: the kernel's own metadata.
+        starts: [requests + 1] int32 index in `tokens` of each request's first token; the last entry is the end.
+        seq_lens: [requests] int32 tokens of each request.
+        host_block_tables: [requests, blocks] int32 host blocks of each request.
+        schedule: metadata of the kernel.
     """
 
     tokens: torch.Tensor
@@ -50,10 +50,10 @@ class HotGQACpuMetadata(AttentionMetadata):
 
     Attributes:
         tokens: [tokens] int64 indices of the tokens in the step's batch that belong to a request.
-        host_slots: [tokens] int64 where their KV goes in the host pool.
-        key_spans: keys of prompts that the algorithm has yet to see, once the step's are on the host.
-        seeds: what becomes hot of the prompts then.
-        prefill: the requests with more query tokens than one that decodes can have, or None.
+        host_slots: [tokens] int64 slot in the host pool for the KV of each of them.
+        key_spans: keys of prompts for the algorithm to represent, when the step's KV is on the host.
+        seeds: units of prompts that become hot then.
+        prefill: the requests with more query tokens than a decoding request can have; None if there are none.
         decode_tokens: [tokens] int64 indices of the decoding requests' tokens in the step's batch.
     """
 
@@ -70,10 +70,10 @@ class _QuerySpan:
     """The query tokens of one request.
 
     Attributes:
-        batch_index: of the request.
-        request_index: of the request.
-        tokens: its tokens in the step's batch.
-        seq_len: tokens of the request, these included.
+        batch_index: index of the request in the step's batch.
+        request_index: index of the request in the `RequestTable`.
+        tokens: range of its tokens in the step's batch.
+        seq_len: tokens of the request, including these.
     """
 
     batch_index: int
@@ -125,7 +125,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         return self.impl.hot_buffer
 
     def _known_spans(self, common: CommonAttentionMetadata, first_hot_block_ids: torch.Tensor) -> list[_QuerySpan]:
-        """Spans of the requests that the worker knows and that have query tokens."""
+        """Return the spans of the requests that the worker knows and that have query tokens."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         seq_lens = common.seq_lens[: common.num_reqs].tolist()
         indices = self.hot_buffer.requests.find(first_hot_block_ids).tolist()
@@ -135,7 +135,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
         return [span for span in spans if span.request_index < num_requests and span.num_tokens > 0]
 
     def _host_slots(self, spans: list[_QuerySpan]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The spans' tokens, and where in the host pool their KV goes: two [tokens] int64."""
+        """Return the spans' tokens in the batch, and the slots in the host pool for their KV: [tokens] int64 each."""
         block_size, tokens, slots = self.kv_cache_spec.block_size, [torch.empty(0).long()], [torch.empty(0).long()]
         for span in spans:
             positions = torch.arange(span.first, span.seq_len)
@@ -171,9 +171,9 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
 
 
 class HotGQACpuBackend(CPUAttentionBackend):
-    """NOTE: the stock backend's name: NIXL's handshake compares it between the two sides."""
+    """NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides."""
 
-    forward_includes_kv_cache_update = True  # into the host pool, whose slots only our metadata knows
+    forward_includes_kv_cache_update = True  # `forward` writes KV to the host pool
 
     @staticmethod
     def get_impl_cls() -> type[HotGQACpuImpl]:
@@ -191,12 +191,13 @@ class HotGQACpuBackend(CPUAttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        # NOTE: hot rows and the KV of full-KV layers share vLLM's blocks, which only a block-outermost layout allows.
+        # NOTE: hot rows and the KV of full-KV layers share vLLM's blocks; only a layout with the block outermost allows
+        # that.
         return (KVCacheLayout.BLHNC,)
 
 
 class HotGQACpuImpl(CPUAttentionBackendImpl):
-    """Attends over hot units when a request decodes, with vLLM's kernel over host blocks when it prefills.
+    """Attends over hot units for a request that decodes, and with vLLM's kernel over host blocks for one that prefills.
 
     `bind` is called once, when the connector has allocated the host pool.
 
@@ -211,8 +212,8 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """Attach storage.
 
         Args:
-            hot_buffer: state shared by all layers.
-            layer_index: this layer's index in it.
+            hot_buffer: hot buffer shared by all layers.
+            layer_index: index of this layer in the hot buffer.
             host_rows: [num_host_blocks, block_size, row elements].
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
@@ -225,7 +226,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         self.isa = cpu_attention_isa(host_rows.dtype, self.block_size, self.head_size)
         self.host_blocks = CpuBlocks.view(blocks, self.isa)
         halves = blocks.view(num_blocks, self.num_kv_heads, 2 * self.block_size, self.head_size).chunk(2, 2)
-        self.host_keys, self.host_values = halves  # as the kernels take them
+        self.host_keys, self.host_values = halves  # in the form that vLLM's kernels take
         self._group_shape = self.algorithm.shape.num_heads // self.num_kv_heads, self.head_size
 
     def forward(
@@ -262,7 +263,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         return output
 
     def represent(self, span: KeySpan) -> None:
-        """Let the algorithm see keys that are on the host."""
+        """Add keys that are on the host to the algorithm's state."""
         keys = self._load_host_keys(span)
         self.algorithm.construct_representations(self.state, span.request_index, keys, span.first)
 
@@ -287,14 +288,14 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         return out
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Represent the new tokens, select, swap in what is missing, attend over hot rows only.
+        """Represent the new tokens, select, swap in the missing units, and attend over hot units only.
 
         Args:
             query: [batch * max_query_len, num_heads, head_size], padded.
-            key, value: [batch * max_query_len, num_kv_heads, head_size].
+            key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
 
         Returns:
-            The same shape as `query`.
+            Output, in the shape of `query`.
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
@@ -311,8 +312,8 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
 
         Args:
             query: [batch * max_query_len, num_heads, head_size].
-            units: [batch * num_kv_heads, max_query_len * num_selected] int32 which they are.
-            resolved: where they are.
+            units: [batch * num_kv_heads, max_query_len * num_selected] int32 selected units.
+            resolved: places of these units on the device.
         """
         per_unit, (max_query_len, _) = self.algorithm.tokens_per_unit, self.hot_buffer.step.units.num_tokens.shape
         by_request = query.view(-1, max_query_len, self.num_kv_heads, *self._group_shape)
@@ -329,7 +330,8 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         )
 
     def _write_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the new tokens into their units; the first one's first gets its earlier tokens if its slot lacks them.
+        """Write the new tokens into their units. If the slot of the first unit lacks its earlier tokens, load them
+        first.
 
         Args:
             key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
@@ -353,7 +355,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             tokens[rows, offsets[i, exists]] = new_tokens[:, i].flatten(0, 1)[exists]
 
     def _host_units(self, seq_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-        """Flat host unit of units of KV heads; int64, the two broadcast."""
+        """Return the flat host units of units of KV heads, int64; the arguments are broadcast."""
         per_block = self.hot_buffer.step.shape.block_size
         parts = self.hot_buffer.requests.host_block_tables[seq_indices, units // per_block].long()
         return parts * per_block + units % per_block
@@ -367,7 +369,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             )
 
     def _load_units(self, host_units: torch.Tensor) -> torch.Tensor:
-        """Units from the host pool: [n, unit elements], tokens one after the other, key and value side by side.
+        """Load units from the host pool: [n, unit elements], token after token, a token's key and value side by side.
 
         Args:
             host_units: [n] int64 flat host units.
@@ -381,7 +383,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         return rows.view(-1, self.hot.rows.shape[1])
 
     def _load_host_keys(self, span: KeySpan) -> torch.Tensor:
-        """[last - first, num_kv_heads, head_size]."""
+        """Load keys from the host pool: [last - first, num_kv_heads, head_size]."""
         positions = torch.arange(span.first, span.last)
         host_block_table = self.hot_buffer.requests.host_block_table(span.request_index)
         blocks, heads = host_block_table[positions // self.block_size].long(), torch.arange(self.num_kv_heads)

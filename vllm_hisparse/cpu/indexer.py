@@ -1,4 +1,4 @@
-"""The DSA indexer on the CPU: backend, cache layer, op and module, all registered out of tree."""
+"""The DSA indexer on the CPU: backend, cache layer, op and module, registered with vLLM as out-of-tree classes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from vllm_hisparse.layout import BLOCK_SIZE
 
 @dataclass
 class IndexerCpuMetadata:
-    """One step's batch: single-token queries together, longer ones one by one.
+    """One step's batch: requests with one query token together, requests with more tokens one by one.
 
     Attributes:
         num_actual_tokens: tokens of the step.
-        slot_mapping: [num_actual_tokens] int64; -1 is padding.
-        decode_tokens: [decodes] int64 index of each one's token in the step's batch.
-        decode_positions: [decodes, 1] int64.
-        decode_blocks: [decodes, blocks] int64, padded with block 0.
-        prefills: (tokens, [1, queries] positions, [1, blocks] blocks) per request.
+        slot_mapping: [num_actual_tokens] int64 slot of each token; -1 for padding.
+        decode_tokens: [decodes] int64 index in the step's batch of each request's only token.
+        decode_positions: [decodes, 1] int64 position of this token.
+        decode_blocks: [decodes, blocks] int64 blocks of the request, padded with block 0.
+        prefills: for each other request: its tokens in the batch, their positions [1, queries], and its blocks
+            [1, blocks].
     """
 
     num_actual_tokens: int
@@ -106,7 +107,7 @@ class SparseAttnIndexerCpu(SparseAttnIndexer):
 
     def __init__(self, k_cache: DeepseekV32IndexerCache, *args: Any, **kwargs: Any):
         super().__init__(k_cache, *args, **kwargs)
-        k_cache.__class__ = IndexerCpuCache  # vLLM has built it without our backend
+        k_cache.__class__ = IndexerCpuCache  # vLLM has built it with another backend
 
     def forward_cpu(
         self, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
@@ -116,7 +117,8 @@ class SparseAttnIndexerCpu(SparseAttnIndexer):
         Args:
             hidden_states: unused.
             q_quant: [tokens, heads, head_dim] fp8.
-            k: [tokens, head_dim]. weights: [tokens, heads] float32, query scales included.
+            k: [tokens, head_dim] keys.
+            weights: [tokens, heads] float32, query scales included.
         """
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):

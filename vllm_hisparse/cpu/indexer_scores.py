@@ -1,4 +1,4 @@
-"""Lightning indexer: quantised keys in CUDA's byte layout, scores and top-k (torch reference).
+"""Lightning indexer in torch: quantised keys in the byte layout of the CUDA kernels, scores, and top-k.
 
 DeepSeek-V3.2-Exp technical report, equation 1: I[t, s] = sum over heads j of w[t, j] * relu(q[t, j] . k[s]).
 """
@@ -10,15 +10,16 @@ import torch
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 MAX_SCORE_ELEMENTS = 1 << 24  # scores per head held at once
-QUERIES_PER_CHUNK = 64  # at most: few keys that a chunk's last query sees, and its first does not, are scored
+QUERIES_PER_CHUNK = 64  # at most, because every query of a chunk scores the keys of the chunk's last query
 
 
 def ue8m0_scale(amax: torch.Tensor, floor: float) -> torch.Tensor:
-    """Power-of-two scale that maps `amax` into fp8's range (UE8M0, as vLLM's `indexer_k_quant_and_cache`).
+    """Return the power-of-two scale that maps `amax` into fp8's range (UE8M0, as in vLLM's
+    `indexer_k_quant_and_cache`).
 
     Args:
         amax: float32 of any shape, the largest absolute values.
-        floor: least value that is taken for them.
+        floor: smaller values of `amax` count as this value.
 
     Returns:
         float32 of the same shape.
@@ -27,23 +28,24 @@ def ue8m0_scale(amax: torch.Tensor, floor: float) -> torch.Tensor:
 
 
 def quantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """fp8 of `values / scale`, saturating.
+    """Return `values / scale` in fp8; values beyond its range saturate.
 
     Args:
         values: float32 of any shape.
         scale: float32 that broadcasts to it.
 
     Returns:
-        float8_e4m3fn of the shape of `values`.
+        float8_e4m3fn in the shape of `values`.
     """
     return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def key_views(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scales of an indexer cache, in place. A block holds all its elements, then all its scales.
+    """Return views of the elements and scales of an indexer cache. A block has all its elements first, then all its
+    scales.
 
     Args:
-        cache: [num_blocks, block_size, head_dim + 4] uint8 with contiguous blocks, any block stride.
+        cache: [num_blocks, block_size, head_dim + 4] uint8; a block is contiguous, and blocks may lie apart.
         head_dim: elements of a key.
 
     Returns:
@@ -61,7 +63,7 @@ def insert_keys(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
     Args:
         cache: as in `key_views`.
         keys: [tokens, head_dim] of any float dtype.
-        slots: [tokens] int64 `block * block_size + offset`; -1 is skipped.
+        slots: [tokens] int64 `block * block_size + offset`; tokens with -1 are skipped.
     """
     keys, slots = keys[slots >= 0].float(), slots[slots >= 0]
     scale = ue8m0_scale(keys.abs().amax(-1), 1e-4)
@@ -72,7 +74,7 @@ def insert_keys(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
 
 
 def load_keys(cache: torch.Tensor, head_dim: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Dequantised keys of whole blocks.
+    """Return the dequantised keys of whole blocks.
 
     Args:
         cache: as in `key_views`.
@@ -89,17 +91,18 @@ def load_keys(cache: torch.Tensor, head_dim: int, blocks: torch.Tensor) -> torch
 def select_top_k(
     query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Positions of the best-scored keys at or before each query; all of them, in order, if there are no more.
+    """Select the keys with the best scores at or before each query; all of them, in order, if there are at most
+    `top_k`.
 
     Args:
         query: [batch, queries, heads, head_dim] of any float dtype.
-        keys: [batch, context, head_dim] float32; anything beyond the queries' positions.
+        keys: [batch, context, head_dim] float32; keys beyond the queries' positions are ignored.
         weights: [batch, queries, heads] float32, w of equation 1.
         positions: [batch, queries] int64 position of each query.
         top_k: entries per query.
 
     Returns:
-        [batch, queries, top_k] int32, -1 where there are fewer valid keys.
+        [batch, queries, top_k] int32 positions, then -1 if there are fewer keys.
     """
     order = torch.arange(top_k, dtype=torch.int32)
     selected = order.where(order <= positions[..., None], -1)
@@ -117,7 +120,7 @@ def select_top_k(
 
 
 def score_keys(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scores of all keys (equation 1).
+    """Return the scores of all keys (equation 1).
 
     Args:
         query: [batch, queries, heads, head_dim] of any float dtype.

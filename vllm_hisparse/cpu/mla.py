@@ -18,11 +18,11 @@ from vllm_hisparse.cpu.take_rows import PagedRows, take_rows
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """A request with more query tokens in this step than one that decodes can have.
+    """A request that prefills: it has more query tokens in this step than a decoding request can have.
 
     Attributes:
-        tokens: its tokens in the step's batch.
-        first: position of its first token.
+        tokens: range of its tokens in the step's batch.
+        first: position of the first of these tokens.
         first_hot_block_id: [1] int32.
         host_block_table: [blocks] int32 host block ids.
     """
@@ -101,12 +101,12 @@ class HotMLACpuBackend(SparseMLACpuBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # NOTE: hot rows and indexer keys share vLLM's blocks, which only block-outermost layouts allow.
+        # NOTE: hot rows and indexer keys share vLLM's blocks; only layouts with the block outermost allow that.
         return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 
 
 class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
-    """Attends over hot rows when a request decodes, over host rows when it prefills.
+    """Attends over hot rows for a request that decodes, and over host rows for one that prefills.
 
     Attributes:
         vllm_class, runs_own_class: as in `derive_hot_class`.
@@ -133,12 +133,12 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return out, None
 
     def _decode(self, query: torch.Tensor, new_rows: torch.Tensor, selected_positions: torch.Tensor) -> torch.Tensor:
-        """Write the new rows, swap in what is missing, attend over hot rows only.
+        """Write the new rows, swap in the missing rows, and attend over hot rows only.
 
         Args:
             query: [tokens, heads, row elements] of the decoding requests.
-            new_rows: [tokens, row elements].
-            selected_positions: [tokens, top_k] int32.
+            new_rows: [tokens, row elements] rows of these tokens.
+            selected_positions: [tokens, top_k] int32 selections of these tokens.
 
         Returns:
             [tokens, heads, kv_lora_rank].
@@ -152,7 +152,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return out
 
     def _prefill(self, query: torch.Tensor, new_rows: torch.Tensor, chunk: PrefillChunk) -> torch.Tensor:
-        """Write the chunk's rows to the host, seed the hot buffer, attend over host rows."""
+        """Write the chunk's rows to the host, make the latest ones hot, and attend over host rows."""
         block_size = self.hot_buffer.shape.block_size
         self.hot_buffer.ops.save_rows(new_rows, chunk.first, self.host_rows, chunk.host_block_table, block_size)
         self._seed(chunk, chunk.first + len(new_rows))
@@ -165,10 +165,11 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         self.hot_buffer.seed(self.layer_index, seeds)
 
     def _host_row_ids(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of a request in the host pool: int64, -1 where `positions` is.
+        """Return the ids of a request's rows in the host pool: int64, in the shape of `positions`.
 
         Args:
-            positions: int64, any shape; -1 is none.
+            chunk: the request.
+            positions: int64 positions, in any shape; -1 gives -1.
         """
         blocks = self.host_rows.unflatten(0, (-1, self.hot_buffer.shape.block_size))
         return PagedRows(blocks).ids(chunk.host_block_table, positions)

@@ -1,4 +1,4 @@
-"""CPU platform with sparse MLA: vLLM's CPU platform plus what DSA models need."""
+"""CPU platform: vLLM's CPU platform with sparse MLA for DSA models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HiSparseCpuPlatform(CpuPlatform):
 
         has_hot_buffers = uses_host_connector(get_current_vllm_config())
         if attn_selector_config.use_sparse and attn_selector_config.use_mla:
-            return FULL_KV_BACKEND  # layers with hot buffers get theirs when they are built (attach.py)
+            return FULL_KV_BACKEND  # `attach.py` gives layers with hot buffers another one
         if has_hot_buffers and not attn_selector_config.use_mla:
             return DENSE_MODEL_BACKEND
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
@@ -42,16 +42,16 @@ class HiSparseCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         if uses_host_connector(vllm_config) and vllm_config.model_config is not None:
-            HiSparseConfig.parse(vllm_config)  # NOTE: vLLM may change its configuration after this: nothing is kept.
+            HiSparseConfig.parse(vllm_config)  # NOTE: nothing is kept, because vLLM may change it yet.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         saved = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         super().check_and_update_config(vllm_config)
         if not is_dsa_model(vllm_config):
             return
-        # NOTE: vLLM forces block size 16 and neither chunked prefill nor prefix caching on MLA models on the CPU, for
-        # its own dense kernels.
+        # NOTE: for its own dense kernels, vLLM sets block size 16 for MLA models on the CPU, and switches chunked
+        # prefill and prefix caching off.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = saved
-        cache.block_size = BLOCK_SIZE  # also kept from `update_block_size_for_backend`
+        cache.block_size = BLOCK_SIZE  # `update_block_size_for_backend` keeps it
         avoid_rotary_kernel(vllm_config)
 
     @classmethod
@@ -66,6 +66,6 @@ class HiSparseCpuPlatform(CpuPlatform):
 
     @classmethod
     def discover_numa_topology(cls) -> list[list[int]]:
-        # NOTE: vLLM's NIXL worker moves its main thread to the last core of every node listed here, away from the cores
-        # it was given: with few cores all engines would compute on the same one.
+        # NOTE: vLLM's NIXL worker moves its main thread to the last core of a node listed here, even if the process may
+        # use other cores only. With few cores, all engines would compute on the same one.
         return []

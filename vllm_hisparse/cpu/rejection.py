@@ -1,7 +1,7 @@
 """Kernels of vLLM's rejection sampler on the CPU, where there is no Triton.
 
-NOTE: vLLM 0.32's own versions in C++ neither write the sampling parameters of drafts, which are garbage then, nor
-reject the placeholders (-1) that its scheduler drafts. Arguments are those of the Triton kernels in
+NOTE: vLLM 0.32's own versions in C++ leave the sampling parameters of drafts unwritten, and do not reject the
+placeholders (-1) that its scheduler uses as drafts. Arguments are those of the Triton kernels in
 `vllm/v1/sample/rejection_sampler.py`.
 """
 
@@ -17,9 +17,9 @@ def expand(
 
     Args:
         output: [num_tokens] of any dtype, written.
-        values: [batch] of that dtype.
-        cu_num_tokens: [batch] int32, tokens of the requests up to each.
-        replace_from, replace_to: a value, and what it becomes.
+        values: [batch] in the same dtype.
+        cu_num_tokens: [batch] int32 cumulative number of tokens of the requests.
+        replace_from, replace_to: a value, and the value that replaces it.
     """
     values = values.where(values != replace_from, torch.tensor(replace_to, dtype=values.dtype))
     output.copy_(values[_requests(cu_num_tokens)])
@@ -40,14 +40,15 @@ def reject(
     """Accept drafts of requests that sample, up to the first one that is rejected (Leviathan et al., arXiv:2211.17192).
 
     Args:
-        output: [batch, most drafts + 1] int32, written: drafts, then the recovered or the bonus token.
-        cu_num_drafts: [batch] int32, drafts of the requests up to each.
+        output: [batch, most drafts + 1] int32, written: accepted drafts, then the recovered or the bonus token.
+        cu_num_drafts: [batch] int32 cumulative number of drafts of the requests.
         drafts: [num_drafts] int32; -1 is a placeholder, which is rejected.
-        draft_probs: [num_drafts, vocabulary] float32; None: each draft was certain.
+        draft_probs: [num_drafts, vocabulary] float32; None: each draft has probability 1.
         target_probs: [num_drafts, vocabulary] float32.
-        bonus: [batch] or [batch, 1] int32. recovered: [num_drafts] int32.
-        uniform_probs: [num_drafts] float64.
-        is_greedy: [batch] bool, requests that are left alone.
+        bonus: [batch] or [batch, 1] int32 token that follows if all drafts are accepted.
+        recovered: [num_drafts] int32 token that replaces each draft if it is rejected.
+        uniform_probs: [num_drafts] float64 random numbers.
+        is_greedy: [batch] bool, True for requests that are skipped.
     """
     columns = drafts.clamp_min(0)[:, None].long()
     probs = target_probs.gather(1, columns)[:, 0]
@@ -76,7 +77,7 @@ def recover(
     inv_q: torch.Tensor,
     *_: object,
 ) -> None:
-    """Sample what takes the place of each draft, should it be rejected.
+    """Sample the token that replaces each draft if it is rejected.
 
     Args:
         output: [num_drafts] int32, written.
@@ -93,6 +94,6 @@ def recover(
 
 
 def _requests(cu_num_tokens: torch.Tensor) -> torch.Tensor:
-    """Which request each token is of: [num_tokens] int64."""
+    """Return the request of each token: [num_tokens] int64."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     return torch.arange(len(counts)).repeat_interleave(counts)

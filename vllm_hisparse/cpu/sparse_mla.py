@@ -1,18 +1,18 @@
-"""Sparse multi-query MLA attention (torch reference): over given rows of each token, or over all rows, masked."""
+"""Sparse multi-query MLA attention in torch: over given rows of each token, or over all rows with a mask."""
 
 from __future__ import annotations
 
 import torch
 
-MAX_GATHERED_ELEMENTS = 1 << 20  # rows attended at once, in elements: what a core's caches hold
-QUERIES_PER_CHUNK = 64  # few rows that a chunk's last token sees, and its first does not, are masked
-MASKED_CONTEXTS = 4  # rows that a token attends over at once, in selections: more take longer than copies
-MIN_MASKED = 16  # tokens that attend over all rows; more than a step with drafts has
+MAX_GATHERED_ELEMENTS = 1 << 20  # elements of the rows that are attended at once; they fit into a core's caches
+QUERIES_PER_CHUNK = 64  # at most, because every token of a chunk computes with the rows of the chunk's last token
+MASKED_CONTEXTS = 4  # in selections: with more rows than this, masked attention takes longer than copies
+MIN_MASKED = 16  # least number of tokens that attend over all rows; more than a step with drafts has
 MASKED = torch.finfo(torch.float32).min
 
 
 def tokens_per_chunk(top_k: int, row_elements: int) -> int:
-    """Query tokens whose selected rows are gathered together, at least one.
+    """Return the number of query tokens whose selected rows are gathered together, at least one.
 
     Args:
         top_k: rows of a token.
@@ -22,15 +22,17 @@ def tokens_per_chunk(top_k: int, row_elements: int) -> int:
 
 
 def num_masked(top_k: int, first: int, num_tokens: int) -> int:
-    """How many of a request's tokens had better attend over all rows: while they are few, products of large
-    matrices take less time than copies of each token's own rows.
+    """Return the number of leading tokens that should attend over all rows.
 
-    NOTE: none of a few tokens, which may be drafts: rows of those that are rejected may hold anything, NaN too.
+    While there are few rows, products of large matrices take less time than copies of each token's selected rows.
+
+    NOTE: the number is 0 if there are few tokens, because they may be drafts, and rows of rejected drafts may hold
+    anything, even NaN.
 
     Args:
-        top_k: rows of a token.
+        top_k: selected rows of a token.
         first: position of the first token.
-        num_tokens: consecutive ones, from there on.
+        num_tokens: number of consecutive tokens.
     """
     return min(max(MASKED_CONTEXTS * top_k - first, 0), num_tokens) if num_tokens >= MIN_MASKED else 0
 
@@ -38,14 +40,15 @@ def num_masked(top_k: int, first: int, num_tokens: int) -> int:
 def sparse_mla(
     query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale: float, kv_lora_rank: int, out: torch.Tensor
 ) -> None:
-    """Attend each query token over its own rows (DeepSeek-V2, arXiv:2405.04434, in the absorbed form).
+    """Attend for each query token over its own rows (DeepSeek-V2, arXiv:2405.04434, in the absorbed form).
 
     Args:
         query: [tokens, heads, row elements] of any float dtype.
-        rows: [tokens, k, row elements] of any float dtype; finite for a token with a valid row, else anything.
-        valid: [tokens, k] bool; False rows do not count. A token without any gives zeros.
+        rows: [tokens, k, row elements] of any float dtype. All rows of a token with a valid row must be finite; the
+            rows of other tokens may hold anything.
+        valid: [tokens, k] bool; rows with False do not count. A token without valid rows gets zeros.
         scale: softmax scale.
-        kv_lora_rank: leading elements of a row that are its value.
+        kv_lora_rank: number of leading elements of a row that are its value.
         out: [tokens, heads, kv_lora_rank] of any float dtype, written.
     """
     rows = rows.float()
@@ -58,13 +61,13 @@ def sparse_mla(
 def masked_mla(
     query: torch.Tensor, rows: torch.Tensor, selected: torch.Tensor, scale: float, kv_lora_rank: int, out: torch.Tensor
 ) -> None:
-    """Attend the last tokens of a sequence over its rows, those that a token has not selected masked.
+    """Attend for the last tokens of a sequence over all its rows, with a mask for rows that a token has not selected.
 
     Args:
         query: [tokens, heads, row elements] of any float dtype.
         rows: [positions, row elements] of any float dtype; finite.
-        selected: [tokens, k] int64 positions, none after its token's; -1 is none. A token without any gives zeros.
-        scale, kv_lora_rank: as of `sparse_mla`.
+        selected: [tokens, k] int64 positions up to the token's own; -1 for none. A token without positions gets zeros.
+        scale, kv_lora_rank: as in `sparse_mla`.
         out: [tokens, heads, kv_lora_rank] of any float dtype, written.
     """
     rows, first = rows.float(), len(rows) - len(query)

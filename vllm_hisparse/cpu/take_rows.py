@@ -1,4 +1,4 @@
-"""Rows by their ids, on the CPU."""
+"""Takes rows by their ids, on the CPU."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 def take_rows(rows: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
-    """Rows by their ids: [*row_ids.shape, row elements].
+    """Return rows by their ids: [*row_ids.shape, row elements].
 
-    NOTE: `index_select` copies whole rows, indexing copies elements.
+    NOTE: `index_select` is used, because it copies whole rows; indexing copies single elements.
 
     Args:
         rows: [num_rows, row elements] of any dtype.
-        row_ids: int64 or int32, any shape.
+        row_ids: int64 or int32, in any shape.
     """
     return rows.index_select(0, row_ids.flatten()).view(*row_ids.shape, -1)
 
 
 def without_gaps(ids: torch.Tensor) -> torch.Tensor:
-    """Ids that can all be taken: where one is -1, the largest of the same line; 0 in a line without any.
+    """Replace each -1 by the largest id of the same line, or by 0 in a line of only -1, so that all ids can be taken.
 
-    NOTE: what a line's attention weighs with 0 has to be finite, as its other rows are.
+    NOTE: a row with attention weight 0 must be finite, and the other rows of the line are.
 
     Args:
         ids: [..., k] of any integer dtype.
@@ -34,7 +34,7 @@ class PagedRows:
     """A paged cache as one list of rows.
 
     Attributes:
-        rows: [rows, row elements]; they may overlap, those of the cache do not.
+        rows: [rows, row elements]; rows of this view may overlap, but rows of the cache do not.
     """
 
     def __init__(self, cache: torch.Tensor):
@@ -51,11 +51,11 @@ class PagedRows:
         self._block_step, self._row_step = block_stride // stride, row_stride // stride
 
     def ids(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ids of rows in `rows`: int64, of the shape of `positions`, -1 where this is -1.
+        """Return the ids in `rows` of positions: int64, in the shape of `positions`; -1 for -1.
 
         Args:
-            tables: [..., blocks] block ids of any integer dtype; of `positions`' dimensions, or of one.
-            positions: [..., k] int64 positions of a line's table; -1 is none.
+            tables: [..., blocks] block ids of any integer dtype, a table for each line of `positions`; or [blocks].
+            positions: [..., k] int64 positions in the line's table; -1 for none.
         """
         known = positions.clamp_min(0)
         blocks = known // self.block_size
