@@ -548,11 +548,24 @@ def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, An
     check_parts(message, "algorithm", "'quest'", kind, "Serve another model")
 
 
-def test_refuses_quantised_kv_of_dense_models() -> None:
-    message = dense_refusal({"algorithm": "quest"}, device_config__device_type="cuda", cache_config__cache_dtype="fp8")
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cpu", "fp8", "one of auto, bfloat16, float16 with algorithm 'quest' on cpu"),
+        ("cuda", "fp8_e5m2", "one of auto, bfloat16, fp8, fp8_e4m3 with algorithm 'quest' on cuda"),
+        ("cuda", "int8_per_token_head", "one of auto, bfloat16, fp8, fp8_e4m3"),
+    ],
+)
+def test_refuses_other_quantised_kv_of_dense_models(device: str, dtype: str, expected: str) -> None:
+    changes = {"device_config__device_type": device, "cache_config__cache_dtype": dtype}
     check_parts(
-        message, "--kv-cache-dtype", "'fp8'", "one of auto, bfloat16 with algorithm 'quest' on cuda", "Remove it"
+        dense_refusal({"algorithm": "quest"}, **changes), "--kv-cache-dtype", repr(dtype), expected, "Remove it"
     )
+
+
+def test_dense_models_keep_kv_in_fp8_on_cuda() -> None:
+    changes = {"device_config__device_type": "cuda", "cache_config__cache_dtype": "fp8"}
+    assert HiSparseConfig.from_vllm_config(dense_engine({"algorithm": "quest"}, **changes)).top_k
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

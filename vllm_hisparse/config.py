@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 CONNECTOR_NAME = "HiSparseHostConnector"
 GRAPH_OPTIONS = ("algorithm", "full_kv_layers")  # options that decide which layers write KV themselves
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
-DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}  # in addition to these
+# In addition to these: of DSA models, and of dense models.
+DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}
+DENSE_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_e4m3")}
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
 _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
@@ -190,7 +192,8 @@ class HiSparseConfig(BaseModel):
 
     def kv_cache_dtypes(self, device: str) -> tuple[str, ...]:
         """Supported values of `--kv-cache-dtype` on a device ("cpu" or "cuda")."""
-        return KV_CACHE_DTYPES[device] + (DSA_KV_CACHE_DTYPES[device] if self.dense_unit is None else ())
+        quantised = DSA_KV_CACHE_DTYPES if self.dense_unit is None else DENSE_KV_CACHE_DTYPES
+        return KV_CACHE_DTYPES[device] + quantised[device]
 
     def make_algorithm(self, shape: AttentionShape, max_tokens: int, max_query_len: int = 1) -> SparseAlgorithm:
         """Create the algorithm; the defaults must be filled in.

@@ -130,7 +130,7 @@ def test_an_mla_backend_without_hot_buffers_is_refused(cuda_modules: dict[str, M
 def gqa_layer(index: int, impl_class: type, backend: str = "FLASH_ATTN", **changes: Any) -> Attention:
     """A plain layer; `changes` are of the layer, or of its implementation with a prefix `impl__`."""
     own = {name.removeprefix("impl__"): value for name, value in changes.items() if name.startswith("impl__")}
-    impl = {"alibi_slopes": None, "logits_soft_cap": 0, "vllm_flash_attn_version": 3}
+    impl = {"alibi_slopes": None, "logits_soft_cap": 0, "vllm_flash_attn_version": 3, "kv_cache_dtype": "auto"}
     plain = {
         "layer_name": f"model.layers.{index}.self_attn.attn",
         "attn_backend": Backend(backend),

@@ -75,7 +75,7 @@ def test_one_plain_layer_each_is_accepted() -> None:
         (plain(ChunkedLocalAttention), r"ChunkedLocalAttention \(.*its own way to attend"),
         (make(MambaMixer), r"MambaMixer \(.*its own way to attend"),
         (make(MLAAttention), r"MLAAttention \(.*its own way to attend"),
-        (plain(num_kv_heads=4), r"with \(KV heads, head size\) \(4, 64\)"),
+        (plain(num_kv_heads=4), r"with \(KV heads, head size, dtype\) \(4, 64, 'auto'\)"),
     ],
 )
 def test_other_layers_are_refused(layer: Any, what: str) -> None:

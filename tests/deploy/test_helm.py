@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.models import ATTENTION
 from vllm_hisparse.cli.tiny_model import VARIANTS
-from vllm_hisparse.config import DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES, HiSparseConfig
+from vllm_hisparse.config import DENSE_KV_CACHE_DTYPES, DSA_KV_CACHE_DTYPES, KV_CACHE_DTYPES, HiSparseConfig
 from vllm_hisparse.tier_config import FsTier, ObjTier, P2PTier, Tier
 
 HELM = Path(__file__).parent.parent.parent / "deploy" / "helm"
@@ -130,12 +130,14 @@ def test_schema_refuses(bad: dict):
 def test_chart_knows_the_kv_dtypes():
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["engine"]["properties"]["kvCacheDtype"]["enum"]
-    assert set(known) == set().union(*KV_CACHE_DTYPES.values(), *DSA_KV_CACHE_DTYPES.values())
+    dtypes = KV_CACHE_DTYPES, DSA_KV_CACHE_DTYPES, DENSE_KV_CACHE_DTYPES
+    assert set(known) == {dtype for by_device in dtypes for names in by_device.values() for dtype in names}
     checks = (CHART / "templates" / "_checks.tpl").read_text()
-    for device, dtypes in KV_CACHE_DTYPES.items():
-        assert f'"{device}" (list {" ".join(map(json.dumps, dtypes))})' in checks
-    assert f"concat $known (list {' '.join(map(json.dumps, DSA_KV_CACHE_DTYPES['cuda']))})" in checks
-    assert not DSA_KV_CACHE_DTYPES["cpu"]
+    for device, names in KV_CACHE_DTYPES.items():
+        assert f'"{device}" (list {" ".join(map(json.dumps, names))})' in checks
+    dsa, dense = (" ".join(map(json.dumps, by_device["cuda"])) for by_device in dtypes[1:])
+    assert f'concat $known (ternary (list {dsa}) (list {dense}) (eq "dsa" $algorithm))' in checks
+    assert not DSA_KV_CACHE_DTYPES["cpu"] and not DENSE_KV_CACHE_DTYPES["cpu"]
 
 
 def test_chart_knows_the_tiny_models():
@@ -364,7 +366,7 @@ def test_renderings_are_current(name: str):
         ("device=cpu", "prefill.gpus: got 1"),
         ("decode.gpus=2,decode.hisparse.extraConfig.algorithm=quest", "prefill.gpus: got 1, expected 2"),
         ("engine.kvCacheDtype=float16", "engine.kvCacheDtype: got float16"),
-        ("engine.kvCacheDtype=fp8,decode.hisparse.extraConfig.algorithm=quest", "engine.kvCacheDtype: got fp8"),
+        ("engine.kvCacheDtype=fp8_ds_mla,decode.hisparse.extraConfig.algorithm=quest", "engine.kvCacheDtype: got fp8"),
         ("nixl.rdma.resource=rdma/hca", "nixl.rdma.count: got 0"),
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
         ("decode.hisparse.extraConfig.tiers=none", "decode.hisparse.extraConfig: got tiers"),

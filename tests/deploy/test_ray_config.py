@@ -68,10 +68,10 @@ def test_shipped_configs_parse(path: Path):
         ({"engine_kwargs": {"kv_cache_dtype": "float16"}}, "engine_kwargs.kv_cache_dtype: got 'float16'"),
         (
             {
-                "engine_kwargs": {"kv_cache_dtype": "fp8"},
+                "engine_kwargs": {"kv_cache_dtype": "fp8_ds_mla"},
                 "decode": {"hisparse": {"host_pool_gib": 4, "algorithm": "quest"}},
             },
-            "got 'fp8', expected one of auto, bfloat16 with algorithm 'quest' and device: gpu",
+            "got 'fp8_ds_mla', expected one of auto, bfloat16, fp8, fp8_e4m3 with algorithm 'quest' and device: gpu",
         ),
         ({"decode": {"engine_kwargs": {"model": "other"}}}, "decode.engine_kwargs.model: got 'other'"),
         ({"engine_kwargs": {"tensor_parallel_size": 8}}, "engine_kwargs.tensor_parallel_size: got 8"),

@@ -22,7 +22,7 @@ PLAIN = "causal attention over all earlier tokens in every layer, with KV of one
 NEAREST = f"Serve a model with such layers (Llama, Qwen3, Qwen3-MoE, Mixtral), or remove {CONNECTOR_NAME}."
 NEAREST_OF = {
     "sliding_window": "Add --disable-sliding-window, which limits sequences to the window, or serve another model.",
-    "kv_cache_dtype": "Set --kv-cache-dtype bfloat16: the checkpoint asks for quantised KV.",
+    "kv_cache_dtype": "Set --kv-cache-dtype bfloat16 or fp8: the checkpoint asks for KV of another kind.",
 }
 
 
@@ -54,7 +54,9 @@ def check_dense_layers(layers: Mapping[str, AttentionLayerBase], vllm_config: Vl
     first, *others = layers.items()
     for name, layer in others:
         if _kv_size(layer) != _kv_size(first[1]):
-            raise _refusal(name, layer, f"(KV heads, head size) {_kv_size(layer)}; {first[0]} has {_kv_size(first[1])}")
+            raise _refusal(
+                name, layer, f"(KV heads, head size, dtype) {_kv_size(layer)}; {first[0]} has {_kv_size(first[1])}"
+            )
 
 
 def check_mla_layers(layers: Mapping[str, AttentionLayerBase], hot_layers: Mapping[type, type]) -> None:
@@ -93,8 +95,8 @@ def _additions(layer: Attention, vllm_config: VllmConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _kv_size(layer: Attention) -> tuple[int, int]:
-    return layer.num_kv_heads, layer.head_size
+def _kv_size(layer: Attention) -> tuple[int, int, str]:
+    return layer.num_kv_heads, layer.head_size, layer.kv_cache_dtype
 
 
 def _index(name: str, layer: AttentionLayerBase) -> int:

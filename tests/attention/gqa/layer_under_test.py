@@ -14,6 +14,7 @@ import torch
 from algorithm_states import poisoned_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
 from vllm_hisparse.cpu.gqa import HotGQACpuImpl, HotGQACpuMetadataBuilder
@@ -25,10 +26,15 @@ from vllm_hisparse.layout import StateLayout
 def attend_paged(**call: Any) -> None:
     """`flash_attn_varlen_func` and `unified_attention` for one query token per request."""
     block_table, page_size = call["block_table"], call["k"].shape[1]
+    scales = [call.get(f"{name}_descale") for name in "qkv"]
+    query, *caches = (rows.float() for rows in (call["q"], call["k"], call["v"]))
     for i, num_tokens in enumerate(call["seqused_k"].tolist()):
         pages = block_table[i, : -(-num_tokens // page_size)].long()
-        keys, values = (cache[pages].flatten(0, 1)[:num_tokens, 0] for cache in (call["k"], call["v"]))
-        weights = (call["q"][i] @ keys.T * call["softmax_scale"]).softmax(-1)
+        of_query, *others = (1 if scale is None else scale if scale.dim() == 0 else scale[i] for scale in scales)
+        keys, values = (
+            cache[pages].flatten(0, 1)[:num_tokens, 0] * scale for cache, scale in zip(caches, others, strict=True)
+        )
+        weights = (query[i] * of_query @ keys.T * call["softmax_scale"]).softmax(-1)
         call["out"][i] = weights @ values
 
 
@@ -45,6 +51,10 @@ BUDGET, BUFFER = 32, 48
 NUM_STATE_BLOCKS, STATE_BLOCK_BYTES = 400, 3 * 2 * NUM_KV_HEADS * HEAD_SIZE * 4  # bounds of three of Quest's pages
 
 
+FP8, FP8_NAN = torch.float8_e4m3fn, 0x7F
+SCALES = {"_q_scale": torch.tensor(0.5), "_k_scale": torch.tensor(2.0), "_v_scale": torch.tensor(0.25)}
+
+
 class Request:
     """Random queries, keys and values of all positions, and where its blocks are."""
 
@@ -53,6 +63,15 @@ class Request:
         self.query = torch.randn(MAX_TOKENS, NUM_HEADS, HEAD_SIZE, generator=generator)
         self.key, self.value = torch.randn(2, MAX_TOKENS, NUM_KV_HEADS, HEAD_SIZE, generator=generator)
         self.first_hot_block_id, self.host_ids, self.num_computed = first_hot_block_id, host_ids, 0
+
+
+class RoundedRequest(Request):
+    """A request whose rows lose nothing in fp8 with `SCALES`."""
+
+    def __init__(self, handle: int, host_ids: list[int], seed: int):
+        super().__init__(handle, host_ids, seed)
+        rows = zip((self.query, self.key, self.value), SCALES.values(), strict=True)
+        self.query, self.key, self.value = ((each / scale).to(FP8).float() * scale for each, scale in rows)
 
 
 class LayerUnderTest(ABC):
@@ -65,6 +84,7 @@ class LayerUnderTest(ABC):
 
     impl_class: type
     builder_class: type
+    stores_fp8 = False
 
     def __init__(self, algorithm_class: type[SparseAlgorithm], max_query_len: int = 1):
         self.max_query_len, buffer = max_query_len, max(BUFFER, max_query_len * BUDGET)
@@ -77,15 +97,20 @@ class LayerUnderTest(ABC):
         shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, max_query_len, columns)
         stride = LAYERS_IN_A_BLOCK * NUM_KV_HEADS
         size = (NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK, NUM_KV_HEADS, ROWS_PER_BLOCK, 2 * HEAD_SIZE)
-        self.device = torch.full(size, float("nan"))
+        self.device = (
+            torch.full(size, FP8_NAN, dtype=torch.uint8) if self.stores_fp8 else torch.full(size, float("nan"))
+        )
         memory = torch.full((NUM_STATE_BLOCKS, STATE_BLOCK_BYTES // 4), float("nan")).view(torch.uint8)
         self.buffer = GQAHotBuffer(self.algorithm, shape, stride, memory)
         self.state_blocks: dict[int, int] = {}  # by first hot block
         self.free_state_blocks = (torch.randperm(NUM_STATE_BLOCKS - 1) + 1).tolist()
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)
+        if self.stores_fp8:
+            self.host = torch.full(self.host.shape, FP8_NAN, dtype=torch.uint8)
         self.started: list[Request] = []
         self.impl = object.__new__(self.impl_class)
         self.impl.num_kv_heads, self.impl.head_size, self.impl.scale = NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5
+        self.impl.kv_cache_dtype = "fp8" if self.stores_fp8 else "auto"
         self.impl.bind(self.buffer, 0, self.host, self.device[:, 1])
         model = SimpleNamespace(get_num_attention_heads=lambda _: NUM_HEADS, dtype=torch.float32)
         self.builder = object.__new__(self.builder_class)
@@ -162,7 +187,8 @@ class LayerUnderTest(ABC):
         starts = torch.tensor([0, *(num for _, num in batch)]).cumsum(0)
         seq_lens = torch.tensor([span.stop for span in spans])
         out = self.forward(batch, starts, seq_lens, tables, (query, key, value))
-        assert self.device[:, [0, 2]].isnan().all(), "wrote to another layer"
+        others = self.device[:, [0, 2]]
+        assert (others.eq(FP8_NAN) if self.stores_fp8 else others.isnan()).all(), "wrote to another layer"
         self.buffer.check_integrity()
         for (request, _), span in zip(batch, spans, strict=True):
             request.num_computed = span.stop
@@ -224,14 +250,20 @@ def attention(request: Request, position: int, chosen: list) -> torch.Tensor:
     return torch.stack(out)
 
 
-def update_cache(_impl: Any, _layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots) -> None:
+def update_cache(_impl: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots) -> None:
     """`FlashAttentionImpl.do_kv_cache_update`."""
+    if cache.dtype == torch.uint8:
+        rows = (key, layer._k_scale), (value, layer._v_scale)
+        key, value = ((each / scale).to(FP8).view(torch.uint8) for each, scale in rows)
     cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat((key, value), -1)
 
 
-def attend_staged(_impl: Any, _layer: Any, query: torch.Tensor, _key, _value, cache, metadata, output) -> torch.Tensor:
+def attend_staged(_impl: Any, layer: Any, query: torch.Tensor, _key, _value, cache, metadata, output) -> torch.Tensor:
     """`FlashAttentionImpl.forward` over whole histories."""
     common = metadata.common
+    if cache.dtype == torch.uint8:
+        query, (keys, values) = query.float() * layer._q_scale, cache.view(FP8).float().chunk(2, -1)
+        cache = torch.cat((keys * layer._k_scale, values * layer._v_scale), -1)
     for i, seq_len in enumerate(common.seq_lens.tolist()):
         rows = cache[common.block_table_tensor[i].long()].transpose(1, 2).flatten(0, 1)[:seq_len]
         keys, values = (part.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, 1) for part in rows.chunk(2, -1))
@@ -278,6 +310,7 @@ class CudaLayer(LayerUnderTest):
         super().__init__(algorithm_class, max_query_len)
         self.builder.device = torch.device("cpu")
         self.builder.allocate(max_query_len, 6)
+        self.impl._kv_quant_mode = KVQuantMode.FP8_PER_TENSOR if self.stores_fp8 else KVQuantMode.NONE
         self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
 
     def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:
@@ -306,7 +339,11 @@ class CudaLayer(LayerUnderTest):
         ]
         self.buffer.requests.expect_prefills(prefills)
         out = torch.full_like(rows[0], float("nan"))
-        self.impl.forward(None, *(part[tokens] for part in rows), self.device[:, 1], metadata, out)
+        query, key, value = (part[tokens] for part in rows)
+        layer = SimpleNamespace(**SCALES) if self.stores_fp8 else None
+        if self.stores_fp8:
+            query = (query / layer._q_scale).to(FP8)
+        self.impl.forward(layer, query, key, value, self.device[:, 1], metadata, out)
         return torch.empty_like(out).index_copy_(0, tokens, out)
 
 
@@ -318,3 +355,11 @@ class FlashAttnLayer(CudaLayer):
 class TritonLayer(CudaLayer):
     impl_class, builder_class = triton_cuda.HotTritonImpl, triton_cuda.HotTritonMetadataBuilder
     module, kernel = triton_cuda, "unified_attention"
+
+
+class Fp8FlashAttnLayer(FlashAttnLayer):
+    stores_fp8 = True
+
+
+class Fp8TritonLayer(TritonLayer):
+    stores_fp8 = True

@@ -19,8 +19,11 @@ from layer_under_test import (
     CpuLayer,
     CudaLayer,
     FlashAttnLayer,
+    Fp8FlashAttnLayer,
+    Fp8TritonLayer,
     LayerUnderTest,
     Request,
+    RoundedRequest,
     TritonLayer,
 )
 
@@ -30,6 +33,7 @@ from vllm_hisparse.algorithms.oracle import Oracle
 from vllm_hisparse.algorithms.pq_cache import PQCache
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+from vllm_hisparse.attention.gqa.cuda import to_fp8
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable
 
 
@@ -72,6 +76,29 @@ def test_prefill_in_chunks_beside_decodes(layer: LayerUnderTest) -> None:
         layer.step([(second, 1), (first, 1), (third, 1)])
     hits, misses = layer.buffer.counts.take()
     assert hits > misses > 0
+
+
+@pytest.mark.parametrize("layer_class", [Fp8FlashAttnLayer, Fp8TritonLayer])
+@pytest.mark.parametrize("algorithm_class", [Quest, Oracle])
+@pytest.mark.parametrize("max_query_len", [1, 4])
+def test_kv_in_fp8(layer_class: type[CudaLayer], algorithm_class: type[SparseAlgorithm], max_query_len: int) -> None:
+    """Rows that lose nothing in fp8 give the formula's answers; the scales of query, keys and values differ."""
+    layer = layer_class(algorithm_class, max_query_len)
+    try:
+        first = RoundedRequest(1, [5, 9, 2, 7, 11, 30, 31], 0)
+        second = RoundedRequest(21, [1, 3, 4, 6, 8, 10, 12], 1)
+        layer.start(first)
+        for num in (20, 37, 30):
+            layer.step([(first, num)])
+        layer.start(second)
+        layer.step([(second, 64), (first, 1)])
+        for _ in range(30):
+            layer.step([(second, max_query_len), (first, 1)])
+        hits, misses = layer.buffer.counts.take()
+        assert hits > misses > 0
+        assert layer.host[5].view(torch.float8_e4m3fn).float().isfinite().all()
+    finally:
+        layer.undo()
 
 
 def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
@@ -163,9 +190,23 @@ def test_layers_without_storage_get_no_metadata(layer_class: type[CudaLayer]) ->
     ],
 )
 def test_units_that_each_version_of_flash_attention_reads(version: int, unit: int, reason: str | None) -> None:
-    impl = SimpleNamespace(vllm_flash_attn_version=version)
+    impl = SimpleNamespace(vllm_flash_attn_version=version, kv_cache_dtype="auto")
     found = FlashAttnLayer.impl_class.unsupported(impl, unit)
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(("version", "reads"), [(2, False), (3, True), (4, False)])
+def test_version_3_of_flash_attention_reads_fp8(version: int, reads: bool) -> None:
+    impl = SimpleNamespace(vllm_flash_attn_version=version, kv_cache_dtype="fp8")
+    assert (FlashAttnLayer.impl_class.unsupported(impl, 16) is None) == reads
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.037])
+def test_rows_are_quantised_like_vllms(scale: float) -> None:
+    """Saturated beyond the largest number of fp8."""
+    rows = torch.tensor([[0.0, 1.3, -17.01, 448.0 * scale, -1e6, 1e6]])
+    found = to_fp8(rows, torch.tensor(scale)).view(torch.float8_e4m3fn).float()
+    assert found.tolist() == [[*(rows[0, :4] / scale).to(torch.float8_e4m3fn).float().tolist(), -448.0, 448.0]]
 
 
 @pytest.mark.parametrize(("version", "num_splits"), [(2, 0), (3, 32), (4, 0)])
@@ -208,10 +249,11 @@ def test_triton_divides_rows_of_small_batches(monkeypatch: pytest.MonkeyPatch, n
         hot_values=None,
         query_starts=torch.arange(200),
         scale=1.0,
+        stores_fp8=False,
         algorithm=SimpleNamespace(tokens_per_unit=16),
     )
     query = torch.zeros(num_rows, 3, 80)
-    TritonLayer.impl_class._run_kernel(impl, query, torch.zeros(num_rows, 4), torch.ones(num_rows), query)
+    TritonLayer.impl_class._run_kernel(impl, None, query, torch.zeros(num_rows, 4), torch.ones(num_rows), query)
     (call,) = calls
     assert ("softmax_segm_output" in call) == splits and len(call["cu_seqlens_q"]) == num_rows + 1
     if splits:

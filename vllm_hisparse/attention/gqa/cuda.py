@@ -3,6 +3,9 @@
 A decoding request attends over hot units: the kernel gets every KV head of every new token as a request of its own,
 whose block table names the selected units. A request with more query tokens than a decoding one attends over a staged
 copy of its history, through vLLM's unchanged backend.
+
+KV in fp8 is stored as vLLM stores it: divided by the layer's scale for keys or values. The algorithm's state holds the
+keys as they are stored, and the query by which it selects takes the scale of the keys.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ from vllm_hisparse.ops.base import Resolved
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+FP8_DTYPES = ("fp8", "fp8_e4m3")  # of `--kv-cache-dtype`: one scale per layer for keys, one for values
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass
@@ -125,6 +132,7 @@ class HotGQAImpl:
 
     Attributes:
         hot_buffer: state shared by all layers; None before `bind`.
+        stores_fp8: whether KV is in fp8.
         vllm_class, runs_own_class: as in `derive_hot_class`.
     """
 
@@ -155,7 +163,9 @@ class HotGQAImpl:
         self.swap_in = hot_buffer.swap_in_of(layer_index)
         self.staging = WholeBlockStaging(hot_buffer)
         # Units are pages with one KV head: keys and values are [num_units, tokens per unit, 1, head_size].
+        self.stores_fp8 = self.kv_cache_dtype in FP8_DTYPES
         pages = self.hot.rows.view(-1, per_unit, 1, width)
+        pages = pages.view(FP8) if self.stores_fp8 else pages
         self.hot_keys, self.hot_values = pages.split(self.head_size, -1)
         max_queries = hot_buffer.step.units.tails.numel()
         self.query_starts = torch.arange(max_queries + 1, dtype=torch.int32, device=cache.device)
@@ -176,7 +186,7 @@ class HotGQAImpl:
             return output.zero_()
         if attn_metadata.num_decode_tokens:
             tokens = slice(0, attn_metadata.num_decode_tokens)
-            self._decode(query[tokens], key[tokens], value[tokens], output[tokens])
+            self._decode(layer, query[tokens], key[tokens], value[tokens], output[tokens])
         for group in attn_metadata.prefill_groups:
             tokens = group.tokens
             self._prefill(layer, query[tokens], key[tokens], value[tokens], group, output[tokens])
@@ -187,28 +197,58 @@ class HotGQAImpl:
         block_size = self.staging.block_size
         self._represent(self.staging.load_span(span, self.host_rows), span, span.first // block_size * block_size)
 
-    def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+    def _decode(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
         """Represent the new tokens, select, swap in the missing units, and attend over hot units only.
 
         Args:
-            query, output: [tokens, num_heads, head_size].
+            layer: vLLM's layer, which has the scales of KV in fp8.
+            query, output: [tokens, num_heads, head_size]; vLLM has quantised the query where KV is in fp8.
             key, value: [tokens, num_kv_heads, head_size].
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        query, key, value = (step.pad_queries(rows) for rows in (query, key, value))
-        selected_unit_ids = self.hot_buffer.select(self.layer_index, key, query)
+        # NOTE: torch has no `index_copy` of fp8.
+        bytes_of_query = query.view(torch.uint8) if query.dtype == FP8 else query
+        padded, key, value = (step.pad_queries(rows) for rows in (bytes_of_query, key, value))
+        query = padded.view(query.dtype)
+        if self.stores_fp8:
+            key, value = to_fp8(key, layer._k_scale), to_fp8(value, layer._v_scale)
+        query_of_selection = self._query_of_selection(layer, query)
+        selected_unit_ids = self.hot_buffer.select(self.layer_index, self._keys(key), query_of_selection)
         step.write_tokens(self.layer_index, key, value)
         resolved = self.swap_in(selected_unit_ids)
         if self.max_query_len == 1:
-            self._attend(self._by_head(query), resolved, self._by_head(output))  # a view, because the order is the same
+            self._attend(layer, self._by_head(query), resolved, self._by_head(output))  # a view: the order is the same
         else:
             by_head = self._by_head(query)
-            out = torch.empty_like(by_head)
-            self._attend(by_head, resolved, out)
+            out = output.new_empty(by_head.shape)
+            self._attend(layer, by_head, resolved, out)
             out = out.view(-1, self.num_kv_heads, self.max_query_len, *out.shape[1:]).transpose(1, 2)
             output.copy_(step.unpad_queries(out.reshape(query.shape), len(output)))
         step.finish(self.layer_index)
+
+    def _keys(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored keys in the dtype of the algorithm's state, without their scale."""
+        return stored.view(FP8).to(self.algorithm.shape.dtype) if self.stores_fp8 else stored
+
+    def _query_of_selection(self, layer: torch.nn.Module, query: torch.Tensor) -> torch.Tensor:
+        """Return queries whose product with stored keys is the product of queries and keys.
+
+        Args:
+            layer: vLLM's layer.
+            query: [batch * max_query_len, num_heads, head_size].
+        """
+        if not self.stores_fp8:
+            return query
+        scale = layer._k_scale * layer._q_scale if query.dtype == FP8 else layer._k_scale
+        return (query.float() * scale).to(self.algorithm.shape.dtype)
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """Order queries or outputs by KV head, as the kernel takes them.
@@ -222,10 +262,11 @@ class HotGQAImpl:
         by_request = rows.unflatten(0, (-1, self.max_query_len)).unflatten(2, (self.num_kv_heads, -1))
         return by_request.transpose(1, 2).flatten(0, 2)
 
-    def _attend(self, query: torch.Tensor, resolved: Resolved, output: torch.Tensor) -> None:
+    def _attend(self, layer: torch.nn.Module, query: torch.Tensor, resolved: Resolved, output: torch.Tensor) -> None:
         """Attend over hot units. The last unit of a selection contains the new token, and only it may be partial.
 
         Args:
+            layer: vLLM's layer.
             query, output: [batch * num_kv_heads * max_query_len, heads per KV head, head_size].
             resolved: hot rows of the selections.
         """
@@ -233,14 +274,20 @@ class HotGQAImpl:
         tails = self.hot_buffer.step.units.tails.view(-1)[:num_rows]
         num_tokens = torch.add(tails, resolved.num_valid[:num_rows], alpha=algorithm.tokens_per_unit)
         units = resolved.hot_row_ids.view(-1, algorithm.num_selected)[:num_rows]
-        self._run_kernel(query, units, num_tokens, output)
+        self._run_kernel(layer, query, units, num_tokens, output)
 
     def _run_kernel(
-        self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        units: torch.Tensor,
+        num_tokens: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         """Attend with the backend's kernel, to which each row is a request of one token with one KV head.
 
         Args:
+            layer: vLLM's layer.
             query, output: [rows, heads per KV head, head_size].
             units: [rows, num_selected] int32 pages of `hot_keys` and `hot_values`.
             num_tokens: [rows] int32, over the leading units of each row; 0 for padding.
@@ -279,9 +326,23 @@ class HotGQAImpl:
         block_size = self.staging.block_size
         first, last = span.first - first_position, span.last - first_position
         staged = self._staged_blocks(blocks[: -(-last // block_size)])[..., : self.head_size]
-        keys = staged.transpose(1, 2).flatten(0, 1)[first:last]
+        keys = self._keys(staged.transpose(1, 2).flatten(0, 1)[first:last])
         self.algorithm.construct_representations(self.state, span.request_index, keys, span.first)
 
     def _staged_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """View staged blocks as the backend's cache: [blocks, num_kv_heads, block_size, 2 * head_size]."""
         return blocks.view(len(blocks), self.num_kv_heads, self.staging.block_size, 2 * self.head_size)
+
+
+def to_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantise keys or values as vLLM's kernel does that writes them to a KV cache.
+
+    Args:
+        rows: [..., head_size], of any float dtype.
+        scale: by which they are divided.
+
+    Returns:
+        The bytes of the quantised rows: [..., head_size] uint8.
+    """
+    most = torch.finfo(FP8).max
+    return (rows.float() / scale).clamp(-most, most).to(FP8).view(torch.uint8)

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_hisparse.attention.gqa.cuda import HotGQABackend, HotGQAImpl, HotGQAMetadataBuilder
+from vllm_hisparse.attention.gqa.cuda import FP8_DTYPES, HotGQABackend, HotGQAImpl, HotGQAMetadataBuilder
 
 MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
 MAX_SPLIT_REQUESTS = 992  # of which the kernel decides how many splits each needs; with more, it would take all of them
@@ -38,13 +38,24 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
         multiple = UNIT_MULTIPLES.get(version)
         if multiple is None:
             return f"FlashAttention {version} is unknown"
+        if self.kv_cache_dtype in FP8_DTYPES and version != 3:
+            return f"FlashAttention {version} does not read KV in fp8 from such pages; version 3 does, on Hopper"
         if tokens_per_unit % multiple:
             return f"FlashAttention {version} reads pages of a multiple of {multiple} tokens"
         return None
 
     def _run_kernel(
-        self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        units: torch.Tensor,
+        num_tokens: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
+        scales, by_row = {}, (len(query), 1)
+        if self.stores_fp8:
+            given = {"q_descale": layer._q_scale, "k_descale": layer._k_scale, "v_descale": layer._v_scale}
+            scales = {name: scale.expand(by_row) for name, scale in given.items()}
         num_splits = 0  # versions 2 and 4 choose by the shapes of the batch, which a CUDA graph fixes
         if self.vllm_flash_attn_version == 3:  # it would choose by the lengths
             num_splits = MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1
@@ -62,6 +73,7 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
             block_table=units,
             fa_version=self.vllm_flash_attn_version,
             num_splits=num_splits,
+            **scales,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
@@ -12,7 +14,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-from vllm_hisparse.attention.gqa.cuda import HotGQABackend, HotGQAImpl, HotGQAMetadata, HotGQAMetadataBuilder
+from vllm_hisparse.attention.gqa.cuda import FP8, HotGQABackend, HotGQAImpl, HotGQAMetadata, HotGQAMetadataBuilder
 
 MAX_SPLIT_ROWS = 128  # as many fill the device; a row of fewer is divided over thread blocks
 NUM_SPLITS = 16  # vLLM's
@@ -30,8 +32,22 @@ class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
         return "its tensor descriptors (VLLM_TRITON_USE_TD) read tiles within one page" if self.use_td else None
 
     def _run_kernel(
-        self, query: torch.Tensor, units: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        units: torch.Tensor,
+        num_tokens: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
+        scales: dict[str, Any] = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+        if self.stores_fp8:
+            by_row = len(query), 1
+            scales = {
+                "q_descale": layer._q_scale if query.dtype == FP8 else None,
+                "k_descale": layer._k_scale.expand(by_row),
+                "v_descale": layer._v_scale.expand(by_row),
+                "kv_quant_mode": self._kv_quant_mode,
+            }
         num_rows, splits = len(query), len(query) <= MAX_SPLIT_ROWS
         unified_attention(
             q=query,
@@ -47,9 +63,7 @@ class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
             window_size=(-1, -1),
             block_table=units,
             softcap=0,
-            q_descale=None,
-            k_descale=None,
-            v_descale=None,
+            **scales,
             **(_split_memory(query) if splits else {}),
         )
         if splits:  # the kernel divides 0 by 0 for padding, and a NaN there may spread in what scales a whole batch

@@ -31,7 +31,8 @@ def make_algorithm(config: HiSparseConfig, spec: AttentionSpec, vllm_config: Vll
     """
     model = vllm_config.model_config
     num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, spec.dtype)
+    dtype = spec.dtype if spec.dtype.is_floating_point else model.dtype  # bytes of KV in fp8 are no keys
+    shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, dtype)
     return config.make_algorithm(shape, model.max_model_len, max_query_len(vllm_config))
 
 

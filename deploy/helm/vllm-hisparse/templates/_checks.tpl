@@ -21,8 +21,8 @@
 {{- $algorithm := .Values.decode.hisparse.extraConfig.algorithm | default "dsa" -}}
 {{- $dtypes := dict "cpu" (list "auto" "bfloat16" "float16") "cuda" (list "auto" "bfloat16") -}}
 {{- $known := index $dtypes .Values.device -}}
-{{- if and (eq "cuda" .Values.device) (eq "dsa" $algorithm) -}}
-{{- $known = concat $known (list "fp8" "fp8_ds_mla") -}}
+{{- if eq "cuda" .Values.device -}}
+{{- $known = concat $known (ternary (list "fp8" "fp8_ds_mla") (list "fp8" "fp8_e4m3") (eq "dsa" $algorithm)) -}}
 {{- end -}}
 {{- if not (has .Values.engine.kvCacheDtype $known) -}}
 {{- include "hisparse.refuse" (dict "option" "engine.kvCacheDtype" "got" .Values.engine.kvCacheDtype "expected" (printf "one of %s with algorithm %s and device: %s" ($known | join ", ") $algorithm .Values.device) "fix" "Set auto to keep the KV in the model's dtype.") -}}
