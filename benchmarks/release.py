@@ -66,6 +66,7 @@ PARTS: dict[str, Part] = {
     "shared": Part((PARITY,), "test_shared_indexers_with_cuda_graphs and fp8", 2),
     "moe": Part((DENSE,), "test_models_with_experts", 2),
     "backends": Part((DENSE,), "test_other_backends", 4),
+    "dense_fp8": Part((DENSE,), "test_kv_in_fp8", 4),
     "generic": Part((PARITY,), "test_parity_with_cuda_graphs and fp8_generic", 3),
     "memory": Part((MEMORY,), "test_vllm_sizes and (dense or fused)", 2, is_alone=True),
     "memory_llama_8b": Part((MEMORY,), "llama_8b", 1, is_alone=True),

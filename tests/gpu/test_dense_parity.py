@@ -109,24 +109,44 @@ def test_other_backends(models: dict[str, Path], tmp_path: Path, backend: str) -
     version = OTHER_BACKENDS[backend].get("flash_attn_version")
     if version is not None and (reason := fa_version_unsupported_reason(version)):
         pytest.skip(reason)
-    shared = {"enable_prefix_caching": True, "attention_config": OTHER_BACKENDS[backend]}
+    compare_with_stock(models["llama"], tmp_path, BACKEND_ENGINES[backend], attention_config=OTHER_BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_kv_in_fp8(models: dict[str, Path], tmp_path: Path, backend: str) -> None:
+    """Give stock vLLM's tokens over KV in fp8: pages, single tokens, drafts, CUDA graphs, a second turn."""
+    options = {"attention_config": {"backend": backend}, "kv_cache_dtype": "fp8"}
+    compare_with_stock(models["llama"], tmp_path, ("quest", "oracle", "quest_drafts"), **options)
+
+
+def compare_with_stock(model: Path, folder: Path, engines: tuple[str, ...], **options: Any) -> None:
+    """Compare engines with a budget of everything with a stock engine.
+
+    Args:
+        model, folder: of all engines.
+        engines: names of algorithms, with `_drafts` where the engine drafts.
+        options: engine arguments of all.
+    """
+    shared = {"enable_prefix_caching": True, **options}
     lengths = LENGTHS["page"][:-1]
-    started = {"full": EngineRun.start(tmp_path, "full", arguments_of(models["llama"], **shared), two_turns(lengths))}
+    started = {"full": EngineRun.start(folder, "full", arguments_of(model, **shared), two_turns(lengths))}
     fitting = {}
-    for name in BACKEND_ENGINES[backend]:
-        algorithm, _, drafts = name.partition("_")
-        kind, options = ALGORITHMS[algorithm]
-        size, drafting = EVERYTHING[kind], DRAFTS if drafts else {}
+    for name in engines:
+        is_drafting = name.endswith("_drafts")
+        algorithm = name.removesuffix("_drafts")
+        kind, algorithm_options = ALGORITHMS[algorithm]
+        size, drafting = EVERYTHING[kind], DRAFTS if is_drafting else {}
         fitting[name] = [length for length in lengths if length < size - 2 * MAX_TOKENS - 41]
-        extra = {"algorithm": algorithm, "top_k": size, "device_buffer_size": (4 if drafts else 1) * size, **options}
-        engine = hot_args(models["llama"], extra, **arguments(**shared, **drafting))
-        started[name] = EngineRun.start(tmp_path, name, engine, two_turns(fitting[name]))
+        buffer = (4 if is_drafting else 1) * size
+        extra = {"algorithm": algorithm, "top_k": size, "device_buffer_size": buffer, **algorithm_options}
+        engine = hot_args(model, extra, **arguments(**shared, **drafting))
+        started[name] = EngineRun.start(folder, name, engine, two_turns(fitting[name]))
     full = started["full"].phases()
     for name, lengths_of in fitting.items():
         for expected, record in zip(full, started[name].phases(), strict=True):
             assert_same_but_ties(record["completions"], expected["completions"][: len(lengths_of)])
             assert_pools_empty(record)
-            assert not name.endswith("drafts") or record["drafts"]["accepted"] > 0
+            assert not name.endswith("_drafts") or record["drafts"]["accepted"] > 0
         assert sum(done["num_cached_tokens"] for done in record["completions"]) > 0
 
 

@@ -111,8 +111,8 @@ def _hot_gqa_backend(layer: Attention, tokens_per_unit: int) -> type:
             "--attention-backend",
             layer.attn_backend.get_name(),
             f"one that reads units of {tokens_per_unit} tokens: {reason}",
-            f"Set it to {HotTritonBackend.get_name()}, which reads units of any size on every GPU from SM80, in fp8 from "
-            "SM89, or choose an algorithm with other units.",
+            f"Set it to {HotTritonBackend.get_name()}, which reads units of any size on every GPU from SM80 (KV in fp8 "
+            "from SM89), or choose an algorithm with other units.",
         )
     return backend
 

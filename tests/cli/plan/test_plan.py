@@ -81,6 +81,15 @@ def test_weights_of_dense_models(preset: str, billions: float) -> None:
     assert ModelShape.load(preset).weight_bytes + embedding == pytest.approx(2e9 * billions, rel=0.02)
 
 
+def test_bounds_stay_in_bf16() -> None:
+    """Quest's bounds take as much of a page of KV in fp8 as of one in bf16."""
+    of_dtype = [
+        KVMemory(ModelShape.load("Llama-3.1-8B", dtype), 0, 0, 1, 4096, 2048).layout for dtype in ("bfloat16", "fp8")
+    ]
+    assert of_dtype[0].state_entries == of_dtype[1].state_entries
+    assert of_dtype[0].row_bytes == 2 * of_dtype[1].row_bytes
+
+
 def test_bytes_of_the_table_of_models() -> None:
     """Rows of docs/models.md about presets: full KV, device-resident KV or Quest's bounds, and KV on the host."""
     page = (ROOT / "docs" / "models.md").read_text()

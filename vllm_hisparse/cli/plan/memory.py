@@ -80,7 +80,7 @@ class KVMemory:
             )
         heads = max(1, model.num_kv_heads // self.tensor_parallel)
         row_bytes = model.row_bytes * heads // model.num_kv_heads
-        bounds = ((QUEST_PAGE, row_bytes),)  # Quest's lower and upper bound of each page of keys
+        bounds = ((QUEST_PAGE, model.bounds_bytes * heads // model.num_kv_heads),)
         num_full = self.full_kv_layers
         return KVLayout(
             row_bytes=row_bytes,

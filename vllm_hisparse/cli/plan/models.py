@@ -151,6 +151,7 @@ class ModelShape:
         row_bytes: main KV of one token in one layer.
         key_bytes: indexer key of one token in one layer; 0 for a dense model.
         num_heads: attention heads.
+        bounds_bytes: Quest's bounds of one page in one layer, in bf16 whatever the dtype of the KV; 0 for MLA.
         num_kv_heads: KV heads of a dense model; 1 for a DSA model.
         max_model_len: the longest sequence that the model takes.
         dense_weight_bytes: weights that every step reads once, whatever its size.
@@ -168,6 +169,7 @@ class ModelShape:
     row_bytes: int
     key_bytes: int
     num_heads: int
+    bounds_bytes: int
     num_kv_heads: int
     max_model_len: int
     dense_weight_bytes: float
@@ -290,6 +292,7 @@ def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
         "top_k": config.get("index_topk") or 0,
         "row_bytes": mla_row_bytes(latent, rope, BF16),
         "key_bytes": 0,
+        "bounds_bytes": 0,
         "num_kv_heads": 1,
         "row_flops": 2.0 * layers * heads * (2 * latent + rope),
     }
@@ -315,6 +318,7 @@ def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
             "top_k": 0,
             "row_bytes": 2 * kv_heads * size * element,
             "key_bytes": 0,
+            "bounds_bytes": 2 * kv_heads * size * BF16,
             "num_kv_heads": kv_heads,
             "row_flops": 4.0 * config["num_hidden_layers"] * heads * size,
         },

@@ -98,7 +98,7 @@ class Step:
             parts["resolve"] = {"resolves": groups, "microbatches": groups * self.decodes_in_microbatches}
         elif self.system == System.plugin:
             hot = self.hot_layers / 61
-            scored = self.requests * self.num_tokens / QUEST_PAGE * self.hot_layers * model.row_bytes
+            scored = self.requests * self.num_tokens / QUEST_PAGE * self.hot_layers * model.bounds_bytes
             parts["resolve"] = {"dense layers": hot, "dense tokens": tokens * hot}
             parts["resolve"]["page bounds"] = scored / self.tensor_parallel / bytes_per_ms
             # Units of several tokens are copied at a share of the rate of a large copy; nothing hides them.
