@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_hisparse.cli.doctor import checks
 from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
-from vllm_hisparse.cli.doctor.nixl_peer import check_peer, check_two_processes, serve
+from vllm_hisparse.cli.doctor.nixl_peer import check_peer, check_two_processes, serve, transport_of
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.cli.main import app
 
@@ -75,18 +75,69 @@ def make_sysfs(root: Path, gpu_node: int) -> Path:
         directory = root / f"devices/system/node/node{node}"
         directory.mkdir(parents=True)
         (directory / "cpulist").write_text(cpulist + "\n")
+        free = f"Node {node} MemFree:  {4 << 20} kB\nNode {node} Inactive(file): {1 << 20} kB\n"
+        (directory / "meminfo").write_text(free)
     gpu = root / "bus/pci/drivers/nvidia/0000:01:00.0"
     gpu.mkdir(parents=True)
     (gpu / "numa_node").write_text(f"{gpu_node}\n")
     return root
 
 
-@pytest.mark.parametrize(("gpu_node", "status"), [(0, "ok"), (1, "warning"), (-1, "note")])
-def test_numa_nodes(report: Report, tmp_path: Path, gpu_node: int, status: str) -> None:
-    check_numa(report, make_sysfs(tmp_path, gpu_node))
-    assert found(report) == {"NUMA": status}
+def make_proc(root: Path, nodes: str) -> Path:
+    (root / "self").mkdir(parents=True)
+    (root / "self/status").write_text(f"Name:\tpython\nMems_allowed_list:\t{nodes}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("gpu_node", "memory", "status"), [(0, "0-1", "ok"), (1, "0-1", "warning"), (0, "1", "warning"), (-1, "0", "note")]
+)
+def test_numa_nodes(report: Report, tmp_path: Path, gpu_node: int, memory: str, status: str) -> None:
+    check_numa(report, 4, make_sysfs(tmp_path / "sys", gpu_node), make_proc(tmp_path / "proc", memory))
+    assert found(report)["NUMA"] == status
     if status == "warning":
-        assert "--cpunodebind=1" in report.findings[0].advice
+        assert f"--cpunodebind={gpu_node}" in report.findings[0].advice
+
+
+@pytest.mark.parametrize(("host_pool_gib", "status"), [(5, "ok"), (6, "warning")])
+def test_memory_of_the_gpus_node(report: Report, tmp_path: Path, host_pool_gib: float, status: str) -> None:
+    check_numa(report, host_pool_gib, make_sysfs(tmp_path / "sys", 0), make_proc(tmp_path / "proc", "0-1"))
+    assert found(report) == {"NUMA": "ok", "free memory on node 0": status}
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "status"),
+    [("580.65.06", "13.0", "ok"), ("570.1", "13.0", "error"), ("535.2", "12.8", "ok"), (None, "13.0", "note")],
+)
+def test_the_driver_fits_torch(report: Report, driver: str | None, cuda: str, status: str) -> None:
+    checks._check_driver(report, driver, cuda)
+    assert found(report) == {"driver": status}
+
+
+UCX_LOG = """\
+[1.0] [vm:1 :0]   | a self cfg#0 remote memory write by ucp_put* from host |
+[1.0] [vm:1 :0]   | 0..inf | zero-copy   | cma/memory                     |
+[1.0] [vm:1 :0]   +--------+-------------+--------------------------------+
+[1.0] [vm:1 :0]   | remote memory read by ucp_get*(multi) into host memory |
+[1.0] [vm:1 :0]   | Range    | Description         | Config                |
+[1.0] [vm:1 :0]   | 0..4000  | copy-out            | rc_mlx5/mlx5_1:1      |
+[1.0] [vm:1 :0]   | 4001..inf| zero-copy           | rc_mlx5/mlx5_0:1      |
+[1.0] [vm:1 :0]   | active message by ucp_am_send* from host memory        |
+[1.0] [vm:1 :0]   | 0..inf   | short               | tcp/lo                |
+"""
+
+
+def test_the_transport_is_that_of_large_reads() -> None:
+    assert transport_of(UCX_LOG) == "rc_mlx5/mlx5_0:1"
+    assert transport_of("") == "unknown transport"
+
+
+def test_reads_over_tcp_are_a_warning(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    check_two_processes(report, "cpu")
+    (finding,) = report.findings
+    assert finding.status == Status.warning and "tcp/" in finding.found and "fell back to TCP" in finding.advice
+    assert "UCX_PROTO_INFO" not in os.environ
 
 
 def test_ports_and_rdma(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -20,7 +21,15 @@ NIXL_RELEASES = SpecifierSet(">=1.5.0")
 TRIED_CAPABILITY = (9, 0)
 GIB = 2**30
 PROCESS_GIB = 8  # of a rank's processes beside the host pool
-PORTS = {5600: "NIXL's side channel (VLLM_NIXL_SIDE_CHANNEL_PORT)", 5710: "the p2p tier", 8000: "the API"}
+LEAST_DRIVERS = {12: 525, 13: 580}  # CUDA of torch -> major version of the driver
+PORTS = {
+    5600: "NIXL's side channel (VLLM_NIXL_SIDE_CHANNEL_PORT)",
+    5700: "NIXL's side channel on the decode side",
+    5710: "the p2p tier",
+    8000: "the API",
+    8100: "the API of a prefill instance",
+    8200: "the API of a decode instance",
+}
 
 
 def check_versions(report: Report) -> None:
@@ -77,9 +86,18 @@ def check_gpu(report: Report) -> bool:
         report.add("GPU", Status.warning, found, "The kernels are built for it, but no such GPU was ever tried.")
     else:
         report.add("GPU", Status.error, found, "Use a GPU of compute capability 8.0 or newer; Hopper is tested.")
-    driver = _driver()
-    report.add("driver", Status.ok if driver else Status.note, driver or "unknown: nvidia-smi does not answer")
+    _check_driver(report, _driver(), torch.version.cuda or "")
     return _check_kernels(report)
+
+
+def _check_driver(report: Report, driver: str | None, cuda: str) -> None:
+    if driver is None:
+        report.add("driver", Status.note, "unknown: nvidia-smi does not answer")
+        return
+    least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
+    fits = int(driver.partition(".")[0]) >= least
+    advice = "" if fits else f"Install {least} or newer, which CUDA {cuda} of torch needs."
+    report.add("driver", Status.ok if fits else Status.error, f"{driver}, for CUDA {cuda}", advice)
 
 
 def _driver() -> str | None:
@@ -130,24 +148,47 @@ def check_memory(report: Report, host_pool_gib: float) -> None:
         report.add("huge pages of shared memory", Status.ok if huge else Status.note, chosen, "" if huge else advice)
 
 
-def check_numa(report: Report, sysfs: Path = Path("/sys")) -> None:
-    """Compare the NUMA node of the GPU with the cores that this process may use."""
+def check_numa(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> None:
+    """Compare the NUMA node of the GPU with the cores and the memory that this process may use."""
     nodes = sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
         report.add("NUMA", Status.ok, "one node")
         return
     gpu_nodes = {int(path.read_text()) for path in sysfs.glob("bus/pci/drivers/nvidia/*/numa_node")} - {-1}
-    cores = os.sched_getaffinity(0)
-    own = {int(node.name[4:]) for node in nodes if cores & _cores((node / "cpulist").read_text())}
-    found = f"GPUs on {_names(gpu_nodes)}, cores of this process on {_names(own)}"
+    cores, own = os.sched_getaffinity(0), set()
+    for node in nodes:
+        if cores & _cores((node / "cpulist").read_text()):
+            own.add(int(node.name[4:]))
+    allowed = _allowed_nodes(proc / "self/status")
+    found = f"GPUs on {_names(gpu_nodes)}, cores of this process on {_names(own)}, memory on {_names(allowed)}"
     if not gpu_nodes:
         report.add("NUMA", Status.note, found)
-    elif own == gpu_nodes:
-        report.add("NUMA", Status.ok, found)
-    else:
-        node = min(gpu_nodes)
+        return
+    node = min(gpu_nodes)
+    if own != gpu_nodes or not gpu_nodes <= allowed:
         advice = f"Start the server with numactl --cpunodebind={node} --membind={node}: the pool is then near the GPU."
         report.add("NUMA", Status.warning, found, advice)
+    else:
+        report.add("NUMA", Status.ok, found)
+    free_gib = sum(_free_gib(sysfs / f"devices/system/node/node{each}/meminfo") for each in gpu_nodes)
+    fits = free_gib >= host_pool_gib
+    advice = (
+        "" if fits else f"A part of {host_pool_gib:g} GiB would be on another node: lower the pool, or free memory."
+    )
+    name = f"free memory on {_names(gpu_nodes)}"
+    report.add(name, Status.ok if fits else Status.warning, f"{free_gib:.0f} GiB", advice)
+
+
+def _allowed_nodes(status: Path) -> set[int]:
+    """Return the NUMA nodes from which this process may get memory."""
+    lines = status.read_text().splitlines()
+    return next((_cores(line.split(":")[1]) for line in lines if line.startswith("Mems_allowed_list")), set())
+
+
+def _free_gib(meminfo: Path) -> float:
+    """Return the memory of a NUMA node that is free, or holds files that can be read again."""
+    kib = dict(re.findall(r"(\w+(?:\(\w+\))?):\s+(\d+) kB", meminfo.read_text()))
+    return sum(int(kib.get(name, 0)) for name in ("MemFree", "Inactive(file)")) * 1024 / GIB
 
 
 def _cores(text: str) -> set[int]:

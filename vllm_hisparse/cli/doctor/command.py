@@ -41,7 +41,7 @@ def doctor_command(
         serve_peers(serve, device)
         return
     check_memory(report, host_pool_gib)
-    check_numa(report)
+    check_numa(report, host_pool_gib)
     check_network(report)
     if has_kernels and rates:
         from vllm_hisparse.cli.doctor.rates import measure_rates

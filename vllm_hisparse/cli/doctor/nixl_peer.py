@@ -6,18 +6,30 @@ The side that has the data listens on a TCP port and hands out its agent's metad
 from __future__ import annotations
 
 import multiprocessing
+import os
+import re
 import socket
 import struct
+import tempfile
 import time
 from contextlib import suppress
-from typing import Any
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from vllm_hisparse.cli.doctor.report import Report, Status
 
 TRANSFER_BYTES = 256 << 20
 NUM_PIECES = 64
 TCP_GB_S = 2.0  # a rate below it is that of TCP
-TIMEOUT_S = 60.0
+TIMEOUT_S, EXIT_S = 60.0, 10.0
+
+
+class Transfer(NamedTuple):
+    """How a peer's memory was read: GB/s, and UCX's transport and device, such as `rc_mlx5/mlx5_0:1` or `tcp/eth0`."""
+
+    gb_s: float
+    transport: str
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
@@ -79,13 +91,59 @@ def serve(port: int, device: str, host: str = "", once: bool = False, ready: Any
                 return
 
 
-def read_from(host: str, port: int) -> float:
-    """Read a peer's memory into host memory and return GB/s.
+def read_from(host: str, port: int) -> Transfer:
+    """Read a peer's memory into host memory, in a process of its own: UCX says only when it is loaded what it uses.
 
     Raises:
-        OSError: the peer does not answer.
-        RuntimeError: the transfer fails, or brings other bytes.
+        RuntimeError: the peer does not answer, or the transfer fails or brings other bytes.
     """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as directory:
+        process = context.Process(target=_report_read, args=(host, port, sender), daemon=True)
+        log = Path(directory) / "ucx.log"
+        before = {name: os.environ.get(name) for name in ("UCX_PROTO_INFO", "UCX_LOG_FILE")}
+        os.environ |= {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)}
+        try:
+            process.start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        sender.close()
+        try:
+            answer = receiver.recv() if receiver.poll(3 * TIMEOUT_S) else "the reading process does not answer"
+            process.join(EXIT_S)  # which writes the rest of the log
+        except EOFError:
+            answer = "the reading process has ended"
+        finally:
+            process.kill()
+            process.join()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return Transfer(answer, transport_of(log.read_text() if log.is_file() else ""))
+
+
+def transport_of(log: str) -> str:
+    """Return the transport of large reads, from the tables of protocols that UCX logs (`UCX_PROTO_INFO`)."""
+    found, in_table = "unknown transport", False
+    for line in log.splitlines():
+        if "remote memory" in line or "active message" in line or "tagged message" in line:
+            in_table = "remote memory read" in line
+        columns = [column.strip() for column in line.partition("|")[2].split("|")]
+        if in_table and len(columns) == 4 and re.match(r"\d+", columns[0]):
+            found = columns[2]  # of the last, largest range
+    return found
+
+
+def _report_read(host: str, port: int, sender: Connection) -> None:
+    try:
+        sender.send(_read(host, port))
+    except Exception as error:  # NIXL raises classes of its own, UCX among them
+        sender.send(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _read(host: str, port: int) -> float:
+    """Read a peer's memory into this process's host memory and return GB/s."""
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -130,7 +188,7 @@ def check_two_processes(report: Report, device: str) -> None:
         if not receiver.poll(TIMEOUT_S):
             raise RuntimeError("the other process does not answer")
         _add_rate(report, name, "nixl_local_gb_s", read_from("127.0.0.1", receiver.recv()))
-    except Exception as error:  # NIXL raises classes of its own, UCX among them
+    except Exception as error:  # of the other process, too
         advice = "A prefill/decode pair would not work here. Try UCX_TLS=tcp,shm,self (cuda_copy with a GPU)."
         report.add(name, Status.error, " ".join(str(error).split()), advice)
     finally:
@@ -149,8 +207,15 @@ def check_peer(report: Report, peer: str) -> None:
         report.add(name, Status.error, " ".join(str(error).split()), advice)
 
 
-def _add_rate(report: Report, name: str, key: str, rate: float) -> None:
-    report.rates[key] = rate
-    slow = rate < TCP_GB_S
-    advice = f"As over TCP: 32K tokens of DeepSeek-V3.2 take {32768 * 61 * 656 / rate / 1e9:.1f} s. RDMA helps."
-    report.add(name, Status.warning if slow else Status.ok, f"{rate:.2f} GB/s", advice if slow else "")
+def _add_rate(report: Report, name: str, key: str, transfer: Transfer) -> None:
+    rate = report.rates[key] = transfer.gb_s
+    is_tcp, slow = transfer.transport.startswith("tcp"), rate < TCP_GB_S
+    advice = f"32K tokens of DeepSeek-V3.2 take {32768 * 61 * 656 / rate / 1e9:.1f} s."
+    if is_tcp:
+        advice = f"It fell back to TCP: {advice} RDMA, or on one host CUDA IPC, is faster."
+    elif slow:
+        advice = f"As slow as TCP: {advice}"
+    bad = is_tcp or slow
+    report.add(
+        name, Status.warning if bad else Status.ok, f"{rate:.2f} GB/s, {transfer.transport}", advice if bad else ""
+    )
