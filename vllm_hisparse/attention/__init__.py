@@ -1,1 +1,1 @@
-"""Attention backends: full-KV reference and hot buffer."""
+"""Attention layers over hot buffers on CUDA: `mla/` for DSA models, `gqa/` for dense models."""

@@ -1,8 +1,8 @@
-"""Attention layers that vLLM has built get classes of the plugin here, on both devices.
+"""Gives attention layers that vLLM has built the classes of the plugin, on CUDA and on the CPU.
 
-NOTE: objects get another class after vLLM has built them, because vLLM builds attention layers deep inside its model
-classes and wrappers, and no function has to be patched then. Modules of one device are imported only by the functions
-for that device.
+NOTE: the objects get another class after vLLM has built them. In this way, no function of vLLM is patched, although
+vLLM builds attention layers deep inside its model classes and wrappers. Modules for one device are imported only by
+the functions for that device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """Give the layers of a model hot buffers in place of their KV caches, if the engine runs the connector.
 
     Args:
-        model: as vLLM has built it, without weights.
-        vllm_config: of the engine.
+        model: the model as vLLM has built it, without weights.
+        vllm_config: configuration of the engine.
 
     Raises:
         HiSparseConfigError: an option is refused, or a layer or its attention backend has no version for hot buffers.
@@ -88,14 +88,14 @@ def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def _hot_gqa_backend(layer: Attention, tokens_per_unit: int) -> type:
-    """The version for hot buffers of the backend of a dense model's layer.
+    """Return the hot-buffer version of the backend of a dense model's layer.
 
     Args:
-        layer: as vLLM built it.
-        tokens_per_unit: of the algorithm's units, which are pages to the kernel.
+        layer: the layer as vLLM has built it.
+        tokens_per_unit: tokens of the algorithm's units; a unit is a page to the kernel.
 
     Raises:
-        HiSparseConfigError: the backend has none, or its kernel cannot read such units on this GPU.
+        HiSparseConfigError: the backend has no such version, or its kernel cannot read such units on this GPU.
     """
     if current_platform.is_cpu():
         from vllm_hisparse.cpu.gqa import HotGQACpuBackend
@@ -123,11 +123,11 @@ def _attach(layer: Attention | MLAAttention, layer_class: type, backend: type) -
 
 
 def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:
-    """Return the version of a layer's backend that works on hot buffers.
+    """Return the hot-buffer version of a layer's backend.
 
     Args:
-        layer: a layer as vLLM built it.
-        hot_backends: name of vLLM's backend -> version for hot buffers.
+        layer: a layer as vLLM has built it.
+        hot_backends: name of vLLM's backend -> hot-buffer version.
 
     Raises:
         HiSparseConfigError: the backend has no such version.
@@ -140,15 +140,15 @@ def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type])
 
 @cache
 def derive_hot_class(hot_class: type, own_class: type) -> type:
-    """A layer's own implementation class over a hot buffer: nothing that the class adds is lost.
+    """Return a hot-buffer version of a layer's own implementation class, which keeps everything that the class adds.
 
     Args:
-        hot_class: version for hot buffers of vLLM's class `hot_class.vllm_class`. It has `runs_own_class`: whether all
-            its tokens attend by methods of the layer's own class.
-        own_class: of the layer's implementation.
+        hot_class: hot-buffer version of vLLM's class `hot_class.vllm_class`. `hot_class.runs_own_class` is True if all
+            tokens attend by methods of the layer's own class.
+        own_class: class of the layer's implementation.
 
     Raises:
-        HiSparseConfigError: `own_class` is another one than vLLM's, and its changes would be lost.
+        HiSparseConfigError: `own_class` differs from vLLM's class, and its changes would be lost.
     """
     vllm_class = hot_class.vllm_class
     if own_class is vllm_class:
@@ -165,7 +165,7 @@ def derive_hot_class(hot_class: type, own_class: type) -> type:
 
 
 def _added_names(cls: type, base: type) -> set[str]:
-    """Names that a class and its bases define, without those that `base` and its bases define."""
+    """Return the names that a class and its bases define, without those that `base` and its bases define."""
     names = (name for each in cls.__mro__ if each not in base.__mro__ for name in vars(each))
     return {name for name in names if not name.startswith(("__", "_abc_"))}
 

@@ -15,7 +15,7 @@ Metadata = TypeVar("Metadata")
 
 
 class CpuMetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Metadata builder without CUDA graphs; vLLM leaves the constructor to each backend."""
+    """Metadata builder without CUDA graphs. It has a constructor, because vLLM's base class has none."""
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -48,7 +48,7 @@ class QueryLens:
     def find(
         self, common: CommonAttentionMetadata, num_decodes: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return `query_lens` and `query_indices` for `DecodeStep.plan`, of the first `num_decodes` requests."""
+        """Return `query_lens` and `query_indices` of the first `num_decodes` requests for `DecodeStep.plan`."""
         if self.max_query_len == 1:
             return None, None
         query_lens, starts = self._lens[:num_decodes], common.query_start_loc

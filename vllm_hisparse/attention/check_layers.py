@@ -1,4 +1,4 @@
-"""Which models get hot buffers: decided by what their layers are, before vLLM loads weights."""
+"""Checks the layers of a model, before vLLM loads weights, and refuses models that hot buffers cannot serve."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NEAREST_OF = {
 
 
 def kv_layers(model: torch.nn.Module) -> dict[str, AttentionLayerBase]:
-    """Layers of a model that keep KV or another state of a request, by name."""
+    """Return the layers of a model that keep KV or another state of a request, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, AttentionLayerBase)}
 
 
 def check_dense_layers(layers: Mapping[str, AttentionLayerBase], vllm_config: VllmConfig) -> None:
-    """Refuse a model whose layers are not one plain `Attention` each.
+    """Refuse a dense model unless each of its layers has one plain `Attention`.
 
     Args:
-        layers: all that keep KV or another state, by name.
-        vllm_config: of the engine.
+        layers: all layers that keep KV or another state, by name.
+        vllm_config: configuration of the engine.
 
     Raises:
-        HiSparseConfigError: the first reason.
+        HiSparseConfigError: the model is refused; the message has the first reason.
     """
     for name, layer in layers.items():
         if type(layer) is not Attention:
@@ -63,11 +63,11 @@ def check_mla_layers(layers: Mapping[str, AttentionLayerBase], hot_layers: Mappi
     """Refuse a DSA model with layers that are neither sparse MLA, full MLA nor indexer keys.
 
     Args:
-        layers: all that keep KV or another state, by name.
+        layers: all layers that keep KV or another state, by name.
         hot_layers: classes of sparse layers that get hot buffers.
 
     Raises:
-        HiSparseConfigError: the first such layer.
+        HiSparseConfigError: the model is refused; the message has the first such layer.
     """
     for name, layer in layers.items():
         is_sparse = isinstance(layer, MLAAttention) and layer.use_sparse
@@ -77,7 +77,7 @@ def check_mla_layers(layers: Mapping[str, AttentionLayerBase], hot_layers: Mappi
 
 
 def _additions(layer: Attention, vllm_config: VllmConfig) -> dict[str, Any]:
-    """Properties of an attention layer that plain causal attention lacks: vLLM's name -> value."""
+    """Return the properties of an attention layer that plain causal attention does not have: vLLM's name -> value."""
     impl, device = layer.impl, vllm_config.device_config.device_type
     dtypes = HiSparseConfig.from_vllm_config(vllm_config).kv_cache_dtypes(device)
     found = {

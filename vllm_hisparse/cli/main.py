@@ -1,4 +1,4 @@
-"""The `vllm-hisparse` command; sub-commands import what they need when they run."""
+"""The `vllm-hisparse` command. Each sub-command imports its modules only when it runs."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 
 def forward(ctx: typer.Context, command: Callable[..., None]) -> None:
-    """Pass the arguments of `ctx` to a lazily imported command, which has its own options and help."""
+    """Pass the arguments of `ctx` to a sub-command, which has its own options and help."""
     target = typer.Typer(add_completion=False)
     target.command()(command)
     target(args=ctx.args, prog_name=ctx.command_path)
@@ -21,7 +21,7 @@ def forward(ctx: typer.Context, command: Callable[..., None]) -> None:
 
 @app.callback()
 def main() -> None:
-    """Keeps `vllm-hisparse` a group of sub-commands."""
+    """Do nothing: this callback makes `vllm-hisparse` a group of sub-commands."""
 
 
 @app.command(context_settings=FORWARDED)

@@ -1,4 +1,4 @@
-"""`vllm-hisparse replay`: hit rates of hot buffers over a trace, and what the link to host memory has to carry."""
+"""`vllm-hisparse replay`: hit rates of hot buffers over a trace, and the load of the link to host memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def replay_command(
 
 
 def replays(trace: Trace, policies: list[str], sizes: list[float], scopes: list[str]) -> list[Replay]:
-    """Every policy with every size and scope; sizes are in top-k."""
+    """Replay every policy with every size and scope; sizes are multiples of top-k."""
     traced, cases = sequences(trace), list(product(scopes, policies, sizes))
     return [
         Replay.run(trace, traced, policy, scope, round(size * trace.top_k))
@@ -70,11 +70,11 @@ def replays(trace: Trace, policies: list[str], sizes: list[float], scopes: list[
 
 
 def describe(replay: Replay, trace: Trace, first_step: int, scale: int, link_gb_s: float) -> dict[str, Any]:
-    """One line of the table.
+    """Return one line of the table.
 
     Args:
-        replay: what to describe.
-        trace: of its selections.
+        replay: the replay.
+        trace: the trace that was replayed.
         first_step: steps before it are not counted.
         scale: bytes of a row times layers times requests.
         link_gb_s: bandwidth of the link.
@@ -95,7 +95,7 @@ def describe(replay: Replay, trace: Trace, first_step: int, scale: int, link_gb_
 
 
 def result_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """All lines."""
+    """Return the table of all lines."""
     table = Table(title=title, box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left", pad_edge=False)
     for header in ("", "policy", "hot rows", "hits", "worst layer", "missed", "MB", "ms"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -107,7 +107,7 @@ def result_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def plot_rows(rows: list[dict[str, Any]], output: Path) -> None:
-    """Plot hit rate and link time by size; a pool has dashed lines."""
+    """Plot hit rate and link time over size; dashed lines are for a pool."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Simulates hot buffers over a trace: which selected rows are hot, which have to be copied."""
+"""Simulates hot buffers over a trace, and counts the selected rows that are hot and those that are copied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_hisparse.trace import Trace
 
 
 class Buffer:
-    """Rows in slots; a step copies the selected rows that are missing to the slots of a policy's victims.
+    """Rows in slots. A step copies missing selected rows to the slots of the victims that a policy chooses.
 
     Attributes:
         rows: [num_slots] int64 row id in each slot, -1 in an empty one.
@@ -24,7 +24,7 @@ class Buffer:
         self.rows, self.slot_of = np.full(num_slots, -1), np.full(num_rows, -1)
 
     def select(self, selection: Selection) -> np.ndarray:
-        """Make a selection hot; returns the row ids that were missing: [misses] int64."""
+        """Make a selection hot; return the row ids that were missing: [misses] int64."""
         slots = self.slot_of[selection.rows]
         missed, hits = selection.rows[slots < 0], slots[slots >= 0]
         self.policy.begin(selection)
@@ -34,7 +34,7 @@ class Buffer:
         return missed
 
     def place(self, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Put rows into slots, whose rows are lost: [n] int64 each."""
+        """Put rows into slots, [n] int64 each; the rows that were there are lost."""
         old = self.rows[slots]
         self.slot_of[old[old >= 0]] = -1
         self.rows[slots], self.slot_of[rows] = rows, slots
@@ -43,12 +43,12 @@ class Buffer:
 class PrivateBuffer(Buffer):
     """The hot buffer of one request in one layer, as the plugin keeps it; a row id is a position.
 
-    While the sequence fits, position p has slot p and nothing is evicted; the newest row may have a slot beyond the
-    buffer's. At first, as many of the prompt's last rows as fit are hot (`HotBuffer.seeds`).
+    While the sequence fits, position p is in slot p, and nothing is evicted; the newest row may have a slot beyond
+    those of the buffer. At the start, as many of the prompt's last rows as fit are hot (`HotBuffer.seeds`).
     """
 
     def seed(self, prompt_tokens: int) -> None:
-        """Start with a prompt of so many tokens."""
+        """Make the last rows of a prompt of `prompt_tokens` hot."""
         num_slots = len(self.rows)
         positions = np.arange(max(prompt_tokens - num_slots, 0), prompt_tokens)
         self.place(positions, positions % num_slots)
@@ -68,8 +68,10 @@ class PrivateBuffer(Buffer):
 
 
 def sequences(trace: Trace) -> list[list[Selection]]:
-    """Steps of every layer of every request; that of a layer has number `request * num_layers + layer`, and positions
-    are its row ids."""
+    """Return the steps of every layer of every request.
+
+    The sequence of a request's layer has number `request * num_layers + layer`. Its row ids are positions.
+    """
     found: list[list[Selection]] = []
     for request in trace.requests:
         for positions in request.positions:
@@ -78,10 +80,10 @@ def sequences(trace: Trace) -> list[list[Selection]]:
 
 
 def _selections(trace: Trace, positions: np.ndarray, first_position: int, sequence: int) -> list[Selection]:
-    """Steps of one layer of one request.
+    """Return the steps of one layer of one request.
 
     Args:
-        positions: [steps, ranks] int32.
+        positions: [steps, ranks] int32 positions, best first.
         first_position, sequence: as in `RequestTrace` and `Selection`.
     """
     levels, next_use = trace.levels(), np.full(first_position + len(positions), NEVER)
@@ -97,11 +99,11 @@ def _selections(trace: Trace, positions: np.ndarray, first_position: int, sequen
 
 
 def first_uses(steps: list[Selection], num_rows: int) -> np.ndarray:
-    """[num_rows + 1] int64 time at which each row is first selected, or `NEVER`; the last entry is of no row.
+    """Return the time at which each row is first selected, or `NEVER`: [num_rows + 1] int64; the last is for no row.
 
     Args:
-        steps: times are their numbers.
-        num_rows: more than any row id.
+        steps: steps of a sequence; a time is the index of a step.
+        num_rows: upper bound of row ids.
     """
     found = np.full(num_rows + 1, NEVER)
     for time in reversed(range(len(steps))):
@@ -112,13 +114,13 @@ def first_uses(steps: list[Selection], num_rows: int) -> np.ndarray:
 def private_misses(
     traced: list[list[Selection]], policy: type[Policy], num_slots: int, num_levels: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Sequence, step and missed row ids of every step, if every sequence has a buffer of its own.
+    """Yield sequence, step and missed row ids of every step, if every sequence has a buffer of its own.
 
     Args:
-        traced: from `sequences`.
-        policy: of the buffers.
-        num_slots: of each buffer.
-        num_levels: groups of ranks.
+        traced: result of `sequences`.
+        policy: policy of the buffers.
+        num_slots: slots of each buffer.
+        num_levels: number of groups of ranks.
     """
     for sequence, steps in enumerate(traced):
         num_rows = max(steps[-1].newest + 1, num_slots)
@@ -131,9 +133,9 @@ def private_misses(
 def pooled_misses(
     traced: list[list[Selection]], policy: type[Policy], num_slots: int, num_levels: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Like `private_misses`, if all sequences share one pool of the same memory: `num_slots` for each of them.
+    """Yield the same as `private_misses`, if all sequences share one pool with `num_slots` slots for each of them.
 
-    In a step, the sequences take turns. At first, the last rows of each prompt are hot, the same number of each.
+    In a step, the sequences take turns. At the start, the last rows of each prompt are hot, equally many of each.
     """
     num_positions = max(steps[-1].newest for steps in traced) + 1
     num_rows, pool_slots = num_positions * len(traced), num_slots * len(traced)
@@ -157,12 +159,12 @@ def pooled_misses(
 
 
 def _shift(selection: Selection, offset: int) -> Selection:
-    """The same selection with other row ids."""
+    """Return the selection with `offset` added to its row ids."""
     return replace(selection, rows=selection.rows + offset, ranked=selection.ranked + offset)
 
 
 def _next_turns(turns: list[Selection], num_rows: int) -> list[np.ndarray]:
-    """For each turn, the next turn in which each of its rows is selected, or `NEVER`."""
+    """Return for each turn the next turn in which each of its rows is selected, or `NEVER`."""
     next_use, found = np.full(num_rows, NEVER), []
     for turn in reversed(range(len(turns))):
         found.append(next_use[turns[turn].rows])
@@ -179,9 +181,9 @@ class Replay:
 
     Attributes:
         policy: name of the policy.
-        scope: `buffers`: one per request and layer; `pool`: one of the same memory for all.
+        scope: `buffers`: one for each request and layer; `pool`: one for all, with the same memory in total.
         num_slots: hot rows per request and layer.
-        selected, missed: [requests, layers, steps] int64 rows; 0 where a request has no such step.
+        selected, missed: [requests, layers, steps] int64 number of rows; 0 if a request has no such step.
     """
 
     policy: str
@@ -192,11 +194,11 @@ class Replay:
 
     @classmethod
     def run(cls, trace: Trace, traced: list[list[Selection]], policy: str, scope: str, num_slots: int) -> Replay:
-        """Simulate.
+        """Simulate buffers over a trace.
 
         Args:
             trace: selections.
-            traced: `sequences(trace)`.
+            traced: result of `sequences(trace)`.
             policy, scope, num_slots: as in the attributes.
         """
         selected = np.zeros((len(traced), max(map(len, traced))), np.int64)
@@ -208,11 +210,11 @@ class Replay:
         return cls(policy, scope, num_slots, selected.reshape(size), missed.reshape(size))
 
     def hit_rates(self, first_step: int) -> np.ndarray:
-        """[layers] float64 share of the selected rows that are hot, from a step on; 1 if nothing is selected."""
+        """Return the share of selected rows that are hot, from a step on: [layers] float64; 1 without selections."""
         selected, missed = (part[:, :, first_step:].sum((0, 2)) for part in (self.selected, self.missed))
         return 1 - missed / np.maximum(selected, 1)
 
     def missed_per_step(self, first_step: int) -> float:
-        """Mean number of rows that one request misses in one layer in one step, from a step on."""
+        """Return the mean number of rows that a request misses in one layer and step, from a step on."""
         ran = self.selected[:, :, first_step:] > 0
         return float(self.missed[:, :, first_step:].sum() / max(ran.sum(), 1))

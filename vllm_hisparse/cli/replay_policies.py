@@ -1,4 +1,4 @@
-"""Eviction policies for `replay`: which slots of a buffer are filled next."""
+"""Eviction policies for `replay`: they choose the slots of a buffer that are filled next."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 from vllm_hisparse.ops.limits import MAX_AGE
 
-NEVER = np.iinfo(np.int64).max  # time of a use that does not come
+NEVER = np.iinfo(np.int64).max  # time of the next use of a row that is not used again
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of one layer of one request in a step. A row id stands for one position in it.
+    """The selection of one layer of one request in a step. A row id names one position of this request and layer.
 
     Attributes:
         sequence: number of the layer of the request.
-        newest: newest position; its row is hot in any case and in none of the following.
+        newest: newest position. Its row is always hot, and is in none of the attributes below.
         rows: [n] int64 row ids of the selection.
-        ranked: [m] int64 row ids of every rank that is known, the selection included.
-        levels: [m] int8 group of each in `ranked`.
-        next_uses: [n] int64 time at which each in `rows` is selected again, or `NEVER`.
+        ranked: [m] int64 row ids of all known ranks, the selection included.
+        levels: [m] int8 group of each row in `ranked`.
+        next_uses: [n] int64 time at which each row in `rows` is selected again, or `NEVER`.
     """
 
     sequence: int
@@ -37,12 +37,12 @@ class Policy(ABC):
     """Chooses victims in one buffer.
 
     Args:
-        num_slots: of the buffer. Slots are empty at first.
-        first_uses: [num_rows + 1] int64 time of each row's first use, or `NEVER`; the last entry is of an empty slot.
-        num_levels: groups of ranks.
+        num_slots: slots of the buffer; they are empty at the start.
+        first_uses: [num_rows + 1] int64 time of each row's first use, or `NEVER`; the last entry is for empty slots.
+        num_levels: number of groups of ranks.
 
     Attributes:
-        num_sequences: that share the buffer and take turns in a step.
+        num_sequences: number of sequences that share the buffer and take turns in a step.
     """
 
     num_sequences = 1
@@ -51,27 +51,27 @@ class Policy(ABC):
         self.num_slots, self.num_rows = num_slots, len(first_uses) - 1
 
     def seed(self, slots: np.ndarray) -> None:  # noqa: B027 (see `begin`)
-        """Slots that are filled before the first step, in this order: [n] int64."""
+        """Record the slots that are filled before the first step, in their order: [n] int64."""
 
     def begin(self, selection: Selection) -> None:  # noqa: B027 (few policies look at a selection)
-        """Called once per step and layer, before `victims`."""
+        """Prepare for a selection; called once per step and layer, before `victims`."""
 
     @abstractmethod
     def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
-        """Slots to fill, in the order in which they are filled.
+        """Choose slots to fill, in the order in which they are filled.
 
         Args:
-            rows: [num_slots] int64 row id in each slot, -1 in an empty one.
-            hits: [n] int64 slots that this step uses, which must stay.
-            num_victims: slots to choose; at least so many are not in `hits`.
+            rows: [num_slots] int64 row id in each slot, -1 in an empty slot.
+            hits: [n] int64 slots that this step uses; they must not be chosen.
+            num_victims: number of slots to choose, at most the number of slots that are not in `hits`.
         """
 
     def touch(self, hits: np.ndarray, filled: np.ndarray) -> None:  # noqa: B027 (see `begin`)
-        """Slots used and slots filled in this step, the latter as `victims` gave them: [n] int64 each."""
+        """Record the slots that this step used, and those that it filled, in the order of `victims`: [n] int64 each."""
 
 
 def smallest(keys: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
-    """[num_victims] int64 slots of the smallest keys, ascending, except hits.
+    """Return the slots with the smallest keys, ascending, without hits: [num_victims] int64.
 
     Args:
         keys: [num_slots] int64, below `NEVER`; overwritten.
@@ -83,7 +83,7 @@ def smallest(keys: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray
 
 
 class FIFO(Policy):
-    """Evicts what was filled first."""
+    """Evicts the row whose slot was filled first."""
 
     name = "fifo"
 
@@ -106,8 +106,10 @@ class FIFO(Policy):
 
 
 class LRU(Policy):
-    """Evicts what was used least recently, as the plugin does (`SwapInOps.resolve`): empty slots first, then by the
-    step of the last use, steps beyond `MAX_AGE` alike, then by number. Slots are filled in the order of their numbers.
+    """Evicts the least recently used row, as the plugin does (`SwapInOps.resolve`).
+
+    Empty slots come first, then slots in the order of their last use (uses more than `MAX_AGE` steps ago are equal),
+    then in the order of their numbers. Slots are filled in the order of their numbers.
     """
 
     name = "lru"
@@ -132,7 +134,7 @@ class LRU(Policy):
 
 
 class Clock(Policy):
-    """A hand goes round the slots, spares the one it meets if it was used since, and evicts it the next time."""
+    """A hand goes round the slots. It spares a slot that was used since its last visit, and evicts any other."""
 
     name = "clock"
 
@@ -149,7 +151,7 @@ class Clock(Policy):
         if len(unused) >= num_victims:
             chosen = order[unused[:num_victims]]
             self.was_used[order[: unused[num_victims - 1]]] = False
-        else:  # the hand goes round once more
+        else:  # the hand goes round again
             spared = order[self.was_used[order]]
             self.was_used[order] = False
             chosen = np.concatenate((order[unused], spared[: num_victims - len(unused)]))
@@ -162,14 +164,17 @@ class Clock(Policy):
 
 
 class Score(FIFO):
-    """Evicts what the indexer now ranks lowest, as far as the trace knows ranks; among equals, what was used least
-    recently, and of one step's rows those that were filled before hits."""
+    """Evicts the row that the indexer ranks lowest in this step, as far as the trace has ranks.
+
+    Among rows of equal rank, the least recently used one is evicted; among rows of the same step, filled ones before
+    hits.
+    """
 
     name = "score"
 
     def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
         super().__init__(num_slots, first_uses, num_levels)
-        self.levels = np.full(self.num_rows + 1, num_levels, np.int64)  # by row id; lowest ranks have the highest level
+        self.levels = np.full(self.num_rows + 1, num_levels, np.int64)  # by row id; a lower rank has a higher level
         self.levels[-1] = num_levels + 1  # an empty slot goes first
         self.worst = num_levels
         self.ranked: dict[int, np.ndarray] = {}  # rows that have a better level, by sequence
@@ -188,7 +193,7 @@ class Score(FIFO):
 
 
 class Belady(Policy):
-    """Evicts what is used again last, which no policy can beat; it knows the future."""
+    """Evicts the row whose next use is farthest in the future. No policy can be better."""
 
     name = "belady"
 

@@ -1,4 +1,4 @@
-"""Writes tiny models: random weights of useful scale, the KV row of the real DSA models, a real tokenizer."""
+"""Writes tiny models. They have random weights of useful scale, KV rows like real DSA models, and a real tokenizer."""
 
 import hashlib
 import json
@@ -19,7 +19,8 @@ SPECIAL_TOKENS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</t
 VOCAB_SIZE = 512
 # Attention scores get this standard deviation, so that a head reads a handful of rows instead of averaging them all.
 SCORE_STD = 3.0
-# Scale of a layer's addition to the residual stream, so that a rounding that changes a selection has a small effect.
+# Scale of a layer's addition to the residual stream. It is small, so that a selection changed by rounding matters
+# little.
 RESIDUAL_GAIN = 0.3
 EXPERT_GAIN = 0.03
 # Logits get this standard deviation: the best token stands out, but with a probability well below 1.
@@ -162,7 +163,7 @@ VARIANTS["ernie45_moe"] = {
     "use_bias": False,
 }
 DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
-HEADS_PER_KV_HEAD = 4  # of the dense variants
+HEADS_PER_KV_HEAD = 4  # query heads per KV head in dense variants
 
 Variant = StrEnum("Variant", list(VARIANTS))  # type: ignore[misc]
 Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
@@ -224,7 +225,7 @@ def model_config(
         "dtype": dtype,
     }
     if variant == "qwen2_moe":
-        config["head_dim"] = config["hidden_size"] // num_heads  # vLLM's class has no other
+        config["head_dim"] = config["hidden_size"] // num_heads  # vLLM's class supports no other value
     if variant in DENSE_VARIANTS:
         return {**config, "num_key_value_heads": max(num_heads // HEADS_PER_KV_HEAD, 1)}
     sizes = {
@@ -237,7 +238,7 @@ def model_config(
 
 
 def model_key(config: dict[str, Any], seed: int) -> str:
-    """Changes with the parameters and with this file, so that an edited recipe is never mistaken for the old one."""
+    """Return a key of the parameters and of this file, so that a model of an older recipe is not used."""
     recipe = json.dumps([config, seed], sort_keys=True).encode() + Path(__file__).read_bytes()
     return hashlib.sha256(recipe).hexdigest()
 
@@ -252,7 +253,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_tokenizer(out_dir: Path, max_length: int) -> "Tokenizer":
-    """A byte-level BPE: every text survives encode and decode, common English words take one token."""
+    """Write a byte-level BPE. Encoding and decoding keep every text; common English words are one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -283,7 +284,7 @@ def write_tokenizer(out_dir: Path, max_length: int) -> "Tokenizer":
 
 
 def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
-    """Names and shapes of the checkpoint, in a fixed order."""
+    """Yield the names and weights of the checkpoint, in a fixed order."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
     num_layers = config["num_hidden_layers"]
@@ -305,7 +306,7 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
 
 
 def feed_forward_weights(config: dict[str, Any], prefix: str, layer: int) -> Iterator[tuple[str, Weight]]:
-    """Weights of a layer's MLP or experts, under the names of the model's class."""
+    """Yield the weights of a layer's MLP or experts, under the names of the model's class."""
     hidden, model_type = config["hidden_size"], config["model_type"]
     first_with_experts = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
     if model_type in ("llama", "qwen3") or layer < first_with_experts:
@@ -317,7 +318,7 @@ def feed_forward_weights(config: dict[str, Any], prefix: str, layer: int) -> Ite
 
 
 def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
-    """Weights that a draft layer has in addition to those of a layer of the model (vLLM's deepseek_mtp.py)."""
+    """Yield the weights that a draft layer has and other layers do not (vLLM's deepseek_mtp.py)."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield f"{prefix}.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
     yield f"{prefix}.enorm.weight", Weight((hidden,), constant=1.0)
@@ -328,7 +329,7 @@ def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, We
 
 
 def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
-    """True if a layer selects for itself; others take the selection of the layer before (vLLM's deepseek_v2.py)."""
+    """Return True if a layer selects for itself, not with the selection of the layer before (vLLM's deepseek_v2.py)."""
     if pattern := config.get("index_topk_pattern"):
         return layer >= len(pattern) or pattern[layer] != "S"
     return max(layer - 1, 0) % config.get("index_topk_freq", 1) == 0
@@ -350,7 +351,7 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
 def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
     hidden, size = config["hidden_size"], config["head_dim"]
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # Unit queries and keys: the gain goes where the norm cannot undo it.
+    # If queries and keys are normalized, the gain is in the weights of the norm.
     has_norm = config["model_type"].startswith("qwen3") or config.get("use_qk_norm", False)
     yield f"{prefix}.q_proj.weight", Weight((num_heads * size, hidden), gain=1.0 if has_norm else SCORE_STD)
     yield f"{prefix}.k_proj.weight", Weight((num_kv_heads * size, hidden))
@@ -433,7 +434,9 @@ def draw(weight: Weight, generator: "torch.Generator") -> "torch.Tensor":
 
 
 def unprintable_ids(tokenizer: "Tokenizer") -> list[int]:
-    """Special tokens and bytes outside printable ASCII: with logit 0 they are never the greedy choice."""
+    """Return special tokens and bytes outside printable ASCII. Their logits are 0, so greedy decoding never chooses
+    them.
+    """
     texts = ((token_id, tokenizer.decode([token_id])) for token_id in range(VOCAB_SIZE))
     return [token_id for token_id, text in texts if not text.isascii() or not text.isprintable() or not text]
 

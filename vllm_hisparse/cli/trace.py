@@ -1,4 +1,4 @@
-"""`vllm-hisparse trace record`: what a DSA model selects while it continues some texts, as one trace."""
+"""`vllm-hisparse trace record`: records the selections of a DSA model that continues texts, as one trace."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def record_command(
 
 
 def start_engine(model: str, seed: int, **options: Any) -> LLM:
-    """An engine with the connector.
+    """Start an engine with the connector.
 
-    NOTE: vLLM's CPU platform fails on a seed of a request whose prompt is computed in chunks; the engine has one.
+    NOTE: the seed is an option of the engine, because vLLM's CPU platform fails if a request with a seed of its own has
+    a prompt that is computed in chunks.
     """
     from vllm import LLM
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 DEFAULT_LEASE_S = 30  # the default of vLLM's NIXL connector
-MARGIN_S = 1.0  # at most: a renewal takes time to reach the prefill instance, and two clocks differ
+MARGIN_S = 1.0  # largest margin for the way of a renewal to the prefill instance, and for differences of clocks
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class NixlSchedulerTransport:
         self._has_warned_of_leases = False
 
     def accept(self, request: Request) -> bool:
-        """Take the transfer that came with a new request if it belongs to the request; False if it is refused.
+        """Accept the transfer that came with a new request if it belongs to the request; return False if it is refused.
 
         When vLLM's API refuses a request, vLLM sends a request that ends at once (`abort_immediately`) as a notice, so
         that the prefill instance frees the KV. The notice has no prompt, and it also comes for requests that have been
@@ -133,7 +133,7 @@ class NixlSchedulerTransport:
         return metadata, {request_id: self._lease_terms(request_id, now) for request_id in pulls}
 
     def warn_expired(self, request_id: str) -> None:
-        """Warn of KV whose lease may have ended, the first time only; a counter has the other cases."""
+        """Warn of KV whose lease may have ended, but only once; a counter counts all cases."""
         if not self._has_warned_of_leases:
             self._has_warned_of_leases = True
             logger.warning(
@@ -214,7 +214,7 @@ class NixlSchedulerTransport:
         return seen
 
     def _warn(self, request: Request, refusal: TransferRefused) -> None:
-        """Warn of a parameter, the first time only; a counter has the other cases."""
+        """Warn of a parameter, but only once; a counter counts all cases."""
         parameter = refusal.name.split(".")[0]
         if parameter not in self._warned:
             self._warned.add(parameter)

@@ -35,14 +35,14 @@ CALLS_PER_REPORT = 16  # vLLM asks for statistics in every step, and each report
 
 
 class HiSparseSchedulerConnector:
-    """Decides what the host pool already holds, and turns changes of the pools into worker metadata.
+    """Finds the KV that the host pool already holds, and turns changes of the pools into messages to the workers.
 
     Args:
         config: checked options.
         groups: the device KV cache groups.
-        kv_cache_manager: vLLM's manager; from now on, its managers of single groups ask here for hot blocks.
+        kv_cache_manager: vLLM's manager; its manager of hot blocks asks this object for them.
         num_host_blocks: size of the host pool.
-        enable_caching: whether finished requests' blocks may serve later ones.
+        enable_caching: whether later requests may use blocks of finished ones.
         transport: P/D transport, or None for a single instance.
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.
@@ -81,11 +81,11 @@ class HiSparseSchedulerConnector:
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.tiers: Tiers | None = None  # none before `connect_workers`
         self._make_tiers, self._calls_to_report = make_tiers, 0
-        self._hit_tokens: dict[CacheHitSource, int] = {}  # tokens that the last admitted request got from elsewhere
+        self._hit_tokens: dict[CacheHitSource, int] = {}  # tokens that the last admitted request did not compute
         self.request_log = RequestLog() if config.log_request_stats else None
 
     def connect_workers(self, metadata: Mapping[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
-        """Take what the workers report, by rank; called once, before the first step, unless they report nothing."""
+        """Take the workers' reports, by rank; called once before the first step, unless there are no reports."""
         if self.transport:
             self.transport.set_handshake_metadata({rank: each.transport for rank, each in metadata.items()})
         files = [metadata[rank].host_pool for rank in sorted(metadata) if metadata[rank].host_pool is not None]
@@ -133,9 +133,10 @@ class HiSparseSchedulerConnector:
             self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
     def cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Say where the external tokens of the request that was admitted last come from, by vLLM's names.
+        """Return the sources, by vLLM's names, of the external tokens of the request that was admitted last.
 
-        Tokens that were in the host pool when the request arrived count as the host's, wherever they were before.
+        Tokens that were in the host pool when the request arrived count as the host's, even if they came from a tier
+        before.
         """
         sources, num_left = Counter(), num_external_tokens
         for source, num_tokens in self._hit_tokens.items():
@@ -249,7 +250,7 @@ class HiSparseSchedulerConnector:
         return left
 
     def _log_started(self, metadata: HiSparseMetadata, num_scheduled: Mapping[str, int]) -> None:
-        """Tell the log which requests the workers learn of in this step, for the first time or again."""
+        """Tell the log which requests the workers start in this step, for the first time or again."""
         started = {block_id for block_id, (first, _) in metadata.host_block_tables.items() if first == 0}
         for request_id in num_scheduled if started else ():
             if (block_id := self.tracker.admitted[request_id].first_hot_block_id) in started:

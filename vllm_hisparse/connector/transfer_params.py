@@ -30,7 +30,7 @@ class TransferRefused(ValueError):
 
 
 class TransferParams(BaseModel):
-    """A prompt's KV, as vLLM's prefill side describes it, without the parameters that a decode side does not read."""
+    """A prompt's KV, as vLLM's prefill side describes it. Parameters that a decode side does not read are left out."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 

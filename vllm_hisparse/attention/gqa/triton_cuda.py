@@ -16,13 +16,13 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 from vllm_hisparse.attention.gqa.cuda import FP8, HotGQABackend, HotGQAImpl, HotGQAMetadata, HotGQAMetadataBuilder
 
-MAX_SPLIT_ROWS = 128  # as many fill the device; a row of fewer is divided over thread blocks
-NUM_SPLITS = 16  # vLLM's
+MAX_SPLIT_ROWS = 128  # so many rows fill the device; with fewer, each row is divided among thread blocks
+NUM_SPLITS = 16  # vLLM's number
 
 
 class HotTritonMetadataBuilder(HotGQAMetadataBuilder, TritonAttentionMetadataBuilder):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> HotGQAMetadata | None:
-        return self.build(0, common_attn_metadata)  # NOTE: vLLM changes lengths that only its metadata has
+        return self.build(0, common_attn_metadata)  # NOTE: vLLM's method needs lengths of its own metadata
 
 
 class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
@@ -66,12 +66,12 @@ class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
             **scales,
             **(_split_memory(query) if splits else {}),
         )
-        if splits:  # the kernel divides 0 by 0 for padding, and a NaN there may spread in what scales a whole batch
+        if splits:  # the kernel divides 0 by 0 for padding, and a NaN may spread where a whole batch is scaled
             output.masked_fill_(num_tokens.eq(0)[:, None, None], 0)
 
 
 def _split_memory(query: torch.Tensor) -> dict[str, int | torch.Tensor]:
-    """Arguments with which the kernel divides a row over thread blocks.
+    """Return the arguments with which the kernel divides a row among thread blocks.
 
     Args:
         query: [rows, heads, head_size].

@@ -123,7 +123,7 @@ class HotMLAImpl:
         self.swap_in = hot_buffer.swap_in_of(layer_index)
 
     def locate_selection(self, selected_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the selections of the decoding requests' tokens hot; only of `requests` if it is set.
+        """Make the selections of the decoding requests' tokens hot; if `requests` is set, of these requests only.
 
         Args:
             selected_positions: [tokens, top_k] int32, -1 for none.
@@ -138,7 +138,8 @@ class HotMLAImpl:
 
     @contextmanager
     def writing(self, new_rows: NewRows | None) -> Iterator[None]:
-        """Let `forward_mqa`, called inside this context, write these rows: it knows which requests they belong to.
+        """Let `forward_mqa`, called inside this context, write these rows, because it knows the requests they belong
+        to.
 
         NOTE: vLLM's layers call `forward_mqa` with arguments that have no place for the rows.
         """

@@ -1,8 +1,8 @@
 """Sparse MLA on CUDA over hot buffers, with vLLM's own kernels: FlashMLA and FlashAttention.
 
 A decoding request attends over hot rows: `swap_in` replaces the step in which vLLM turns selected positions into cache
-rows. A request with more query tokens than a decoding one attends over a staged copy of its history, through vLLM's
-unchanged backend.
+rows. A prefilling request, which has more query tokens than a decoding request can have, attends over a staged copy of
+its history, through vLLM's unchanged backend.
 """
 
 from __future__ import annotations

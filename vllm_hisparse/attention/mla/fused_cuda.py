@@ -66,7 +66,7 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         self.impl.hot_buffer.step.finish(self.impl.layer_index)
 
     def _kernel_writes_rows(self, num_tokens: int) -> bool:
-        """Return True if the fused kernel writes the rows of a step: if all of its `num_tokens` tokens decode.
+        """Return True if the fused kernel writes the rows of a step, because all its `num_tokens` tokens decode.
 
         NOTE: it never writes them in a piecewise graph, which replays the kernel as captured for any batch of its size.
         """

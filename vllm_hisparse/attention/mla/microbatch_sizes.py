@@ -1,4 +1,4 @@
-"""The steps that decode in microbatches; the planner knows them without vLLM."""
+"""Sizes of the steps that decode in microbatches. They are in a module of their own, so that `plan` needs no vLLM."""
 
 MIN_MICROBATCH_REQUESTS = 12  # requests of a microbatch; smaller ones were slower with recorded selections
-MAX_REQUESTS = 128  # larger steps are not divided: their sequences are short and mostly hot, so it would only cost time
+MAX_REQUESTS = 128  # larger steps are not divided, because their sequences are short and mostly hot

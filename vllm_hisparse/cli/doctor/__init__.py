@@ -1,1 +1,1 @@
-"""`vllm-hisparse doctor`: checks the machine that a server will run on, and measures what decides its speed."""
+"""`vllm-hisparse doctor`: checks the machine on which a server will run, and measures rates that decide its speed."""

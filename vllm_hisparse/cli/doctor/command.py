@@ -14,7 +14,7 @@ from rich.table import Table
 from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
 from vllm_hisparse.cli.doctor.report import Report, Status
 
-MIN_WIDTH = 120  # of the table
+MIN_WIDTH = 120  # columns of the table
 COLOURS = {Status.ok: "green", Status.note: "dim", Status.warning: "yellow", Status.error: "bold red"}
 
 

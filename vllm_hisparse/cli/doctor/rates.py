@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 COPY_BYTES = 1 << 30
-ROW_BYTES = 656  # of a DSA model's fp8 row, the smallest that is copied
+ROW_BYTES = 656  # a DSA model's fp8 row, the smallest row that is copied
 NUM_ROWS = 1 << 17
 SLOW_ROWS_GB_S = 20.0
 GIB = 2**30
@@ -49,7 +49,7 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
 
 
 def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median seconds of some work on the GPU, after one run to warm up."""
+    """Return the median seconds of some work on the GPU, after one run for warm-up."""
     import torch
 
     work()

@@ -8,12 +8,12 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     ok = "ok"
-    note = "note"  # not looked at, or of no consequence
+    note = "note"  # not checked, or without consequences
     warning = "warning"  # works, but slowly or with a limit
-    error = "error"  # a server would not start, or fail
+    error = "error"  # a server would not start, or would fail
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        status: how bad it is.
-        found: what was found.
-        advice: what to do about it; empty if nothing.
+        name: name of the check.
+        status: severity.
+        found: result of the check.
+        advice: what to do; empty if there is nothing to do.
     """
 
     name: str
@@ -35,12 +35,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """Everything that the doctor has found.
+    """All findings of the doctor.
 
     Attributes:
-        findings: in the order in which they were made.
+        findings: findings in the order of the checks.
         gpu: name, memory and capability of the GPU, if there is one; `vllm-hisparse plan` reads it.
-        rates: measured rates by name, in GB/s or seconds as the name says; `vllm-hisparse plan` reads them.
+        rates: measured rates and times by name; the name has the unit, GB/s or seconds. `vllm-hisparse plan` reads
+            them.
     """
 
     findings: list[Finding] = field(default_factory=list)

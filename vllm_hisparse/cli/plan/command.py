@@ -23,9 +23,9 @@ from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, Mode
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 
 DENSE_TOP_K = 2048
-REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows in top-k
-RANGE_STEPS = 33  # lengths that stand for a range or a file
-MIN_WIDTH = 120  # of the tables
+REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in multiples of top-k
+RANGE_STEPS = 33  # number of lengths that represent a range or a file
+MIN_WIDTH = 120  # columns of the tables
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 
 
@@ -146,10 +146,14 @@ def _gpu(gpu: str) -> Gpu:
 
 
 def lengths(text: str, option: str) -> list[int]:
-    """Parse tokens of equally frequent requests: a number, a range LOW-HIGH, or a file with one number per line.
+    """Parse the lengths, in tokens, of equally frequent requests.
+
+    Args:
+        text: a number, a range LOW-HIGH, or the path of a file with one number per line.
+        option: name of the option, for the error message.
 
     Raises:
-        BadParameter: it is none of them, or a number is not positive.
+        BadParameter: `text` is none of these, or a number is not positive.
     """
     low, _, high = text.partition("-")
     try:
@@ -171,7 +175,7 @@ def lengths(text: str, option: str) -> list[int]:
 
 
 def quantiles(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the means of equal shares of many values, in ascending order: a plan looks at each length apart."""
+    """Return the means of equal shares of values, in ascending order, because a plan computes each length apart."""
     ordered, count = sorted(values), min(len(values), RANGE_STEPS)
     edges = [len(ordered) * index // count for index in range(count + 1)]
     return tuple(round(fmean(ordered[low:high])) for low, high in pairwise(edges))
@@ -190,7 +194,7 @@ def _locality(hit_rate: float | None, overlap: float | None, trace: Path | None,
 
 
 def replayed_hit_rates(path: Path) -> HitRate:
-    """Replay a trace with LRU buffers of several sizes and interpolate between them, in top-k of the trace."""
+    """Replay a trace with LRU buffers of several sizes, in multiples of its top-k, and interpolate between them."""
     import numpy as np
 
     from vllm_hisparse.cli.replay import WARM_UP_STEPS, replays
@@ -206,7 +210,7 @@ def replayed_hit_rates(path: Path) -> HitRate:
         rates.append(1 - missed / max(selected, 1))
 
     def hit_rate(rows: int, num_tokens: int) -> float:
-        # The trace's requests are shorter than those planned for: a buffer counts in selections, not in tokens.
+        # Sizes are multiples of a selection, because requests of the trace are shorter than those of the plan.
         size = rows / trace.top_k if trace.top_k >= 1024 else rows / 2048
         return float(np.interp(size, REPLAYED_SIZES, rates))
 
@@ -276,7 +280,7 @@ def _step_table(plan: Plan) -> Table:
 
 
 def verdict(plan: Plan) -> str:
-    """Say in a sentence whether the plugin pays."""
+    """Return a sentence that says whether the plugin pays."""
     full = plan.point(System.full, plan.concurrency)
     if plan.model.refusal:
         served = "Full KV serves it" if full.running else "Not one request fits with full KV on these GPUs"

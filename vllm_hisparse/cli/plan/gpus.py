@@ -1,4 +1,4 @@
-"""GPUs that a plan can be made for: what is measured on one, and what a datasheet says of the others."""
+"""GPUs that `plan` knows, with their rates: measured on one, and from datasheets for the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gpu:
         bf16_tflops: dense bf16 rate in TFLOP/s, by the datasheet.
         link_gb_s: rate of a large copy from pinned host memory, in GB/s.
         rows_gb_s: rate of scattered rows from a large host pool, in GB/s. None: not measured.
-        source: where the figures come from.
+        source: source of the numbers, in words.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Gpu:
 
     @property
     def scattered_gb_s(self) -> float:
-        """Rate of scattered rows: measured, or the share of the link that an H200 reaches."""
+        """Rate of scattered rows in GB/s: measured, or the share of the link's rate that an H200 reaches."""
         if self.rows_gb_s is not None:
             return self.rows_gb_s
         return self.link_gb_s * SCATTERED_SHARE
 
     @classmethod
     def find(cls, name: str) -> Gpu:
-        """Return the GPU of a name, or of a JSON file that `vllm-hisparse doctor` wrote.
+        """Return a GPU by its name, or by a JSON file that `vllm-hisparse doctor` has written.
 
         Raises:
-            ValueError: neither is known; the text names those that are.
+            ValueError: there is no such name or file; the message has the known names.
         """
         if name.upper() in GPUS:
             return GPUS[name.upper()]
@@ -60,10 +60,10 @@ class Gpu:
 
     @classmethod
     def from_doctor(cls, report: dict) -> Gpu:
-        """Take the rates that a doctor's report has, and the rest from the datasheet of the nearest known GPU.
+        """Make a GPU from the rates of a doctor's report, and from the datasheet of the most similar known GPU.
 
         Raises:
-            ValueError: the report has no GPU, or one that is not known.
+            ValueError: the report has no GPU, or an unknown one.
         """
         found = (report.get("gpu") or {}).get("name", "")
         known = next((gpu for name, gpu in GPUS.items() if name in found.upper().replace("-", " ").split()), None)
@@ -80,7 +80,8 @@ class Gpu:
         )
 
 
-# The H200's link rates are measured; its other figures, and all figures of the other GPUs, are the vendor's.
+# The H200's link rates are measured. Its other numbers, and all numbers of other GPUs, are from the vendor's
+# datasheets.
 GPUS = {
     gpu.name: gpu
     for gpu in (

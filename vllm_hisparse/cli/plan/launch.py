@@ -1,4 +1,4 @@
-"""Commands, Helm values and Ray options that start what was planned."""
+"""Commands, Helm values and Ray options that start the planned deployment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from vllm_hisparse.cli.plan.plan import Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-HOST_GPUS = 8  # of one host, at most
+HOST_GPUS = 8  # largest number of GPUs of one host
 PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL = 5600, 5700  # each rank takes the next port
 
 
@@ -60,12 +60,12 @@ def _drafts(plan: Plan) -> dict[str, Any]:
 
 
 def max_num_seqs(plan: Plan) -> int:
-    """Return the requests at once of a decode engine."""
+    """Return `--max-num-seqs` of a decode engine."""
     return min(plan.max_num_seqs, max(1, -(-plan.concurrency // plan.data_parallel)))
 
 
 def decode_flags(plan: Plan) -> list[str]:
-    """Return the options of the decode side alone."""
+    """Return the options that only the decode side has."""
     flags = ["--max-num-seqs", str(max_num_seqs(plan)), "--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
     if plan.device_kv_gib is not None:
         flags += ["--kv-cache-memory-bytes", str(int(plan.device_kv_gib * 2**30))]
@@ -108,9 +108,9 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
 
 
 def replicas_refusal(plan: Plan) -> str:
-    """Say why neither the chart nor the Ray application can start a plan; empty: they can.
+    """Return why neither the chart nor the Ray application can start a plan; empty if they can.
 
-    Each of their replicas is one engine, so ranks that share experts have no place there.
+    Each of their replicas is one engine, so data parallel ranks that share experts are impossible.
     """
     if plan.model.refusal:
         return "they start the plugin, which does not host this model"

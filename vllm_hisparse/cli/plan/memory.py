@@ -1,4 +1,4 @@
-"""Where KV is and how many requests run at once: full KV, vLLM's native HiSparse and the plugin."""
+"""Memory for KV, and the number of requests at once, of full KV, vLLM's own HiSparse and the plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_
 
 
 class System(StrEnum):
-    """A system that decodes."""
+    """A way to keep KV, whose decoding is predicted."""
 
     full = "full KV"
     native = "native HiSparse"
@@ -27,10 +27,10 @@ class Seats:
     """Memory of the requests of one engine rank.
 
     Attributes:
-        device_bytes: KV of a mean request on each GPU, at least.
-        host_bytes: KV of a mean request in host memory.
-        running: requests at once, as far as device and host memory allow.
-        bound: what limits them: `device memory`, `host memory` or `--max-num-seqs`.
+        device_bytes: least bytes of a mean request's KV on each GPU.
+        host_bytes: bytes of a mean request's KV in host memory.
+        running: number of requests that device and host memory allow at once.
+        bound: limit of this number: `device memory`, `host memory` or `--max-num-seqs`.
     """
 
     device_bytes: int
@@ -44,14 +44,14 @@ class KVMemory:
     """KV memory of one engine rank.
 
     Attributes:
-        model: its sizes.
-        device_bytes: device memory for KV on each GPU.
-        host_bytes: host memory for KV of the rank.
+        model: sizes of the model.
+        device_bytes: bytes of device memory for KV on each GPU.
+        host_bytes: bytes of host memory for KV of the rank.
         tensor_parallel: GPUs of the rank.
         device_buffer_size: hot rows of a long request.
         top_k: positions selected per query token.
         drafts: drafts of a step.
-        max_num_seqs: vLLM's limit.
+        max_num_seqs: value of `--max-num-seqs`.
         full_kv_layers: layers of a dense model that keep full KV on the device.
     """
 
@@ -67,7 +67,9 @@ class KVMemory:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the KV of one GPU. Ranks of a DSA model hold the same rows, those of a dense model a share."""
+        """Layout of the KV of one GPU. All ranks of a DSA model hold the same rows; a rank of a dense model holds a
+        share.
+        """
         model = self.model
         if model.is_dsa:
             return KVLayout(
@@ -98,8 +100,8 @@ class KVMemory:
         """Count the requests that run at once.
 
         Args:
-            system: what decodes.
-            lengths: tokens of requests that are equally frequent.
+            system: way to keep KV.
+            lengths: lengths in tokens of equally frequent requests.
         """
         device, host = zip(*(self.request_bytes(system, num_tokens) for num_tokens in lengths), strict=True)
         limits = {"device memory": _fitting(self.device_bytes, device), "--max-num-seqs": self.max_num_seqs}
@@ -130,14 +132,14 @@ class KVMemory:
         return min(num_tokens, self.top_k + max(self.device_buffer_size, self.top_k * (1 + self.drafts)))
 
     def hot_rows(self, system: System, lengths: Sequence[int], running: int) -> list[int]:
-        """Return the hot rows in each layer of requests that share the device memory.
+        """Return the hot rows per layer of each of the requests that share the device memory.
 
-        The plugin lends free blocks to all requests alike, up to those that hold a sequence as a whole.
+        The plugin lends free blocks to all requests equally, until a request is hot as a whole.
 
         Args:
-            system: what decodes.
-            lengths: tokens of requests that are equally frequent.
-            running: requests at once.
+            system: way to keep KV.
+            lengths: lengths in tokens of equally frequent requests.
+            running: number of requests at once.
         """
         if system == System.full:
             return list(lengths)
@@ -152,7 +154,7 @@ class KVMemory:
         needed = fmean(self.request_bytes(System.plugin, num_tokens)[0] for num_tokens in lengths)
         free = max(0.0, self.device_bytes / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
         lent, still = 0, sorted(wanted)
-        for index, blocks in enumerate(still):  # the least wish first: all get as much, or as they want
+        for index, blocks in enumerate(still):  # smallest wishes first: each gets its wish or an equal share
             share = int(free // (len(still) - index))
             lent = max(lent, min(blocks, share))
             free -= min(blocks, share)
@@ -163,10 +165,10 @@ class KVMemory:
 
 
 def _fitting(capacity: int, sizes: Sequence[int]) -> int:
-    """Return how many requests fit that are taken in the order of their arrival.
+    """Return the number of requests that fit if they start in the order of their arrival.
 
-    The first one that waits leaves memory unused: with equal sizes what one more request lacks, otherwise on average
-    half of its size; a large request waits longer, so that its size counts by itself.
+    The first request that waits leaves memory unused. If all sizes are equal, this is the remainder; otherwise it is on
+    average half of the waiting request's size. Large requests wait longer, so sizes are weighted by themselves.
     """
     mean = fmean(sizes)
     if min(sizes) == max(sizes):
@@ -176,10 +178,10 @@ def _fitting(capacity: int, sizes: Sequence[int]) -> int:
 
 
 def independent_hit_rate(overlap: float, top_k: int, hot_rows: int, num_tokens: int) -> float:
-    """Return the share of selected rows that are hot, if a share `overlap` of the selection stays from step to step.
+    """Return the share of selected rows that are hot, if a share `overlap` of a selection is selected again next.
 
-    The rest moves to positions that are independent of all before; a buffer beyond the selection then hits the share of
-    the sequence that it holds.
+    The other positions are independent of earlier selections. Hot rows beyond one selection are therefore hit with a
+    probability equal to their share of the sequence.
     """
     if hot_rows >= num_tokens or top_k >= num_tokens:
         return 1.0

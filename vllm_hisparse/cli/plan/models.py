@@ -116,7 +116,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
     | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
 }
-CHECKPOINTS = {  # of presets, by which vLLM loads them
+CHECKPOINTS = {  # names by which vLLM loads the presets
     "DeepSeek-V3.2": "deepseek-ai/DeepSeek-V3.2",
     "GLM-5": "zai-org/GLM-5",
     "GLM-5.2": "zai-org/GLM-5.2",
@@ -132,33 +132,33 @@ CHECKPOINTS = {  # of presets, by which vLLM loads them
     "GLM-4.5": "zai-org/GLM-4.5",
     "ERNIE-4.5-21B-A3B": "baidu/ERNIE-4.5-21B-A3B-PT",
 }
-PLAIN_LAYERS = ("full_attention", "deepseek_sparse_attention")  # kinds in `layer_types` that hot buffers can serve
+PLAIN_LAYERS = ("full_attention", "deepseek_sparse_attention")  # values in `layer_types` that hot buffers can serve
 
 
 class ModelError(ValueError):
-    """A configuration that no plan can be made for; the text names what is missing."""
+    """No plan is possible for a configuration; the message names the missing size."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model that a plan needs. Bytes and FLOPs are of the whole model, without parallelism.
+    """Sizes of a model that a plan needs. Bytes and FLOPs are for the whole model, without parallelism.
 
     Attributes:
-        name: shown to the user.
+        name: name of the model in the output.
         num_layers: attention layers.
         num_indexers: layers with an indexer of their own; 0 for a dense model.
         top_k: positions that a DSA model selects; 0 for a dense model.
-        row_bytes: main KV of one token in one layer.
-        key_bytes: indexer key of one token in one layer; 0 for a dense model.
+        row_bytes: bytes of one token's main KV in one layer.
+        key_bytes: bytes of one token's indexer key in one layer; 0 for a dense model.
         num_heads: attention heads.
         bounds_bytes: Quest's bounds of one page in one layer, in bf16 whatever the dtype of the KV; 0 for MLA.
         num_kv_heads: KV heads of a dense model; 1 for a DSA model.
-        max_model_len: the longest sequence that the model takes.
-        dense_weight_bytes: weights that every step reads once, whatever its size.
-        expert_bytes: one routed expert in all layers that have experts.
-        num_experts, experts_per_token: routed experts of a layer; 0 for a model without.
-        token_flops: multiplications and additions per token, attention aside.
-        row_flops: the same per attended row, in all layers.
+        max_model_len: tokens of the longest sequence that the model supports.
+        dense_weight_bytes: bytes of the weights that every step reads once, whatever its size.
+        expert_bytes: bytes of one routed expert in all layers that have experts.
+        num_experts, experts_per_token: routed experts of a layer, and those that a token uses; 0 without experts.
+        token_flops: multiplications and additions per token, without attention.
+        row_flops: multiplications and additions per attended row, in all layers.
         has_draft_layer: whether the checkpoint of a DSA model has an MTP layer.
     """
 
@@ -192,7 +192,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Full KV of one token in all layers, indexer keys included."""
+        """Bytes of one token's full KV in all layers, indexer keys included."""
         return self.num_layers * self.row_bytes + self.num_indexers * self.key_bytes
 
     @classmethod
@@ -205,7 +205,7 @@ class ModelShape:
             weight_dtype: `auto` (what the configuration says), `bfloat16` or `fp8`.
 
         Raises:
-            ModelError: there is no such model, or its configuration lacks a size.
+            ModelError: there is no such model, or a size is missing from its configuration.
         """
         name, config = _read(model)
         return cls.from_config(name, config, kv_dtype, weight_dtype)
@@ -237,7 +237,7 @@ class ModelShape:
 
 
 def refusal(config: dict[str, Any], kv_dtype: str) -> str:
-    """Say why hot buffers cannot serve a model, as far as its config.json tells; empty: they can."""
+    """Return why hot buffers cannot serve a model, as far as its config.json tells; empty if they can."""
     architecture = next(iter(config.get("architectures") or []), "")
     if architecture in REFUSED_MODELS:
         return REFUSED_MODELS[architecture]
@@ -333,7 +333,7 @@ def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> 
     first_with_experts = _first(config, "first_k_dense_replace", "moe_layer_start_index")
     dense_layers = min(first_with_experts, layers) if experts else layers
     moe_layers = layers - dense_layers
-    head = hidden * config.get("vocab_size", 0)  # the embedding is looked up, not read
+    head = hidden * config.get("vocab_size", 0)  # a step does not read the whole embedding
     dense = attention_parameters + dense_layers * 3 * hidden * config.get("intermediate_size", 0)
     shared = size * _first(config, "n_shared_experts", "moe_num_shared_experts")
     dense += moe_layers * 3 * hidden * (shared or config.get("shared_expert_intermediate_size", 0))
@@ -349,5 +349,5 @@ def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> 
 
 
 def _first(config: dict[str, Any], *names: str) -> int:
-    """The first of these values that a configuration has; model classes call the same thing by different names."""
+    """Return the first of these values that a configuration has, because model classes use different names for it."""
     return next((config[name] for name in names if config.get(name)), 0)

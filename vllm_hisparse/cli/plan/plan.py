@@ -1,4 +1,4 @@
-"""A plan: how full KV, vLLM's native HiSparse and the plugin would serve a load on given GPUs."""
+"""A plan: the predicted memory and speed of full KV, vLLM's own HiSparse and the plugin for a load on given GPUs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from vllm_hisparse.cli.plan.models import ModelShape
 from vllm_hisparse.cli.plan.step_time import Step
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
-WORTH_IT = 1.02  # less than 2% more tokens/s is not worth another system
+WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
 
 
 class PlanError(ValueError):
-    """Options that contradict each other or the model; the text names them."""
+    """Options contradict each other or the model; the message names them."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are to be served.
+    """The load: requests to serve.
 
     Attributes:
-        prompts: tokens of prompts that are equally frequent.
+        prompts: lengths in tokens of equally frequent prompts.
         output: mean tokens of an answer.
         longest: tokens of the longest prompt with its answer.
-        concurrency: requests at once on all ranks. None: it follows from `requests_per_s`.
-        requests_per_s: arrivals.
+        concurrency: requests at once on all ranks. None: it is computed from `requests_per_s`.
+        requests_per_s: requests that arrive per second.
     """
 
     prompts: tuple[int, ...]
@@ -58,16 +58,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Point:
-    """How a system decodes at one concurrency.
+    """Prediction of decoding at one concurrency.
 
     Attributes:
-        concurrency: requests that want to run, on all ranks.
+        concurrency: requests on all ranks, running and waiting.
         running: requests that run; the others wait.
-        tokens_per_s: of all ranks.
+        tokens_per_s: tokens per second of all ranks.
         itl_ms: mean time between two tokens of a request.
         hit_rate: share of selected rows that are hot.
-        parts_ms: the step by part; the copies are those that it waits for.
-        hidden_copy_ms: copies that run beside other work.
+        parts_ms: milliseconds of each part of a step; copies count only as far as the step waits for them.
+        hidden_copy_ms: milliseconds of copies that run beside other work.
     """
 
     concurrency: int
@@ -84,15 +84,15 @@ class Plan:
     """Prediction of a load on given GPUs.
 
     Attributes:
-        model, gpu, load: what is planned for.
-        hit_rate: locality of the selections.
-        locality: where the hit rate comes from, in words.
+        model, gpu, load: model, GPU and load of the plan.
+        hit_rate: hit rate by hot rows and tokens of a request.
+        locality: source of the hit rate, in words.
         host_gib: host memory for KV of all ranks of one host.
-        top_k, device_buffer_size: options of both HiSparse.
-        tensor_parallel, data_parallel: GPUs of a rank, and ranks.
-        drafts, acceptance: drafts of a step, and the probability of each.
+        top_k, device_buffer_size: options of the plugin and of vLLM's own HiSparse.
+        tensor_parallel, data_parallel: number of GPUs of a rank, and number of ranks.
+        drafts, acceptance: drafts of a step, and the probability that a draft is accepted.
         gpu_memory_utilization: vLLM's option.
-        device_kv_gib: device memory for KV of each GPU. None: what the weights leave.
+        device_kv_gib: device memory for KV of each GPU. None: the memory beside the weights.
         max_num_seqs: vLLM's option, per rank.
         full_kv_layers: layers of a dense model in which the plugin keeps full KV.
     """
@@ -134,12 +134,12 @@ class Plan:
 
     @property
     def wanted_tokens_per_s(self) -> float:
-        """Tokens per second that the arrivals need; 0 where they are not given."""
+        """Tokens per second that the arriving requests need; 0 if `requests_per_s` is not given."""
         return (self.load.requests_per_s or 0.0) * self.load.output
 
     @property
     def systems(self) -> tuple[System, ...]:
-        """Return what can serve the model."""
+        """Return the systems that can serve the model."""
         if self.model.refusal:
             return (System.full,)
         return tuple(System) if self.model.is_dsa else (System.full, System.plugin)
@@ -151,21 +151,21 @@ class Plan:
 
     @property
     def weights_gib(self) -> float:
-        """Weights on each GPU: everything divided by tensor parallelism, experts by all GPUs."""
+        """Weights on each GPU in GiB: experts are divided among all GPUs, other weights among the GPUs of a rank."""
         dense = self.model.dense_weight_bytes / self.tensor_parallel
         experts = self.model.num_experts * self.model.expert_bytes / (self.tensor_parallel * self.data_parallel)
         return (dense + experts) / 2**30
 
     @property
     def kv_gib(self) -> float:
-        """Device memory for KV on each GPU."""
+        """Device memory for KV on each GPU, in GiB."""
         if self.device_kv_gib is not None:
             return self.device_kv_gib
         return self.gpu.memory_gib * self.gpu_memory_utilization - self.weights_gib - ACTIVATIONS_GIB
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens that a request gets in a step: one, and the drafts that are accepted in a row."""
+        """Mean tokens that a request gets in a step: one, and the drafts accepted before the first rejection."""
         return sum(self.acceptance**index for index in range(self.drafts + 1))
 
     @cached_property
@@ -221,14 +221,16 @@ class Plan:
 
     @property
     def concurrency(self) -> int:
-        """Requests at once that are planned for: as given, by the arrivals, or as many as the plugin runs."""
+        """Planned number of requests at once: as given, computed from arrivals, or the largest number that the plugin
+        runs.
+        """
         if self.load.concurrency is not None:
             return self.load.concurrency
         most = max(self.seats(system).running for system in self.systems) * self.data_parallel
         if self.load.requests_per_s is None:
             return max(1, most)
         concurrency = 1
-        while concurrency < most:  # Little's law: requests in the system = arrivals x time in it
+        while concurrency < most:  # Little's law: requests in the system = arrivals per second x seconds in the system
             itl_ms = self.point(self.best_system, concurrency).itl_ms
             needed = self.load.requests_per_s * self.load.output * itl_ms / 1e3
             if needed <= concurrency:
@@ -237,7 +239,7 @@ class Plan:
         return concurrency
 
     def curve(self, system: System) -> list[Point]:
-        """Predict concurrencies up to beyond what is planned for and what runs."""
+        """Predict points of growing concurrency, up to more than is planned and more than can run."""
         most = max(self.concurrency, *(self.seats(each).running * self.data_parallel for each in self.systems))
         count = min(most, 40)
         steps = sorted({max(1, round(most * index / count)) for index in range(1, count + 1)} | {1, self.concurrency})
@@ -245,7 +247,7 @@ class Plan:
 
     @cached_property
     def crossover(self) -> int | None:
-        """The least concurrency from which on the plugin pays, up to the one planned for. None: there is none."""
+        """Return the lowest concurrency from which on the plugin pays, up to the planned one; None if there is none."""
         if self.model.refusal:
             return None
         found = None
@@ -258,7 +260,7 @@ class Plan:
 
     @property
     def confidence(self) -> str:
-        """How sure the prediction is, in a sentence."""
+        """Return a sentence about the accuracy of the prediction."""
         if self.model.refusal:
             return "Rough: no such model was measured. KV of windows and states of linear layers is counted as full KV."
         if not self.model.is_dsa:
@@ -275,7 +277,7 @@ class Plan:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything that was predicted."""
+        """Return the whole prediction."""
         systems: dict[str, Any] = {}
         for system in self.systems:
             seats, point = self.seats(system), self.point(system, self.concurrency)

@@ -1,4 +1,4 @@
-"""Time of a decode step, as a sum of parts: each is what a datasheet would take, times a calibrated factor."""
+"""Time of a decode step, as a sum of parts: each is its time at the GPU's rates, multiplied by a calibrated factor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System
 from vllm_hisparse.cli.plan.models import ModelShape
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
-# Parts of a step of every system, by the kinds of kernels that `benchmarks.full_depth` profiles.
+# Parts that a step has in every system: the kinds of kernels that `benchmarks.full_depth` profiles.
 STOCK_PARTS = ("matrix products", "experts", "attention", "indexer", "communication", "other")
 
 
@@ -24,9 +24,9 @@ class Step:
     """One decode step of one engine rank.
 
     Attributes:
-        model: sizes.
-        gpu: rates.
-        system: what decodes.
+        model: sizes of the model.
+        gpu: rates of the GPU.
+        system: way to keep KV.
         requests: requests of the rank.
         num_tokens: mean tokens of a request.
         top_k: positions that a query token selects; with full KV, a dense model reads all of them.
@@ -56,14 +56,14 @@ class Step:
     def costs(self) -> dict[str, dict[str, float]]:
         """Return the costs of each part by name: milliseconds at the datasheet's rates, or counts.
 
-        Layers count as shares of 61, because that is the depth of the models that were measured.
+        A cost per layer counts 1/61 for each layer, because the measured models have 61 layers.
         """
         model, gpu = self.model, self.gpu
         tokens = self.requests * (1 + self.drafts)
         bytes_per_ms, flops_per_ms = gpu.memory_tb_s * 1e9, gpu.bf16_tflops * 1e9
         ranks = self.tensor_parallel * self.data_parallel
         layers = model.num_layers / 61
-        kind = "layers" if model.is_dsa else "dense layers"  # which have fewer and larger matrix products
+        kind = "layers" if model.is_dsa else "dense layers"  # dense layers have fewer and larger matrix products
         parts: dict[str, dict[str, float]] = {
             "matrix products": {
                 kind: layers,
@@ -79,7 +79,7 @@ class Step:
             "other": {"layers": layers, "tokens": tokens * layers},
         }
         if model.is_dsa:
-            # A DSA kernel reads as many rows as are selected at most, also of a shorter sequence.
+            # A DSA kernel reads `top_k` rows even if the sequence is shorter.
             rows = model.row_flops * tokens * self.top_k / self.tensor_parallel / flops_per_ms
             parts["attention"] = {"layers": layers, "selected rows": rows}
         else:
@@ -101,7 +101,7 @@ class Step:
             scored = self.requests * self.num_tokens / QUEST_PAGE * self.hot_layers * model.bounds_bytes
             parts["resolve"] = {"dense layers": hot, "dense tokens": tokens * hot}
             parts["resolve"]["page bounds"] = scored / self.tensor_parallel / bytes_per_ms
-            # Units of several tokens are copied at a share of the rate of a large copy; nothing hides them.
+            # Units of several tokens are copied at a share of the rate of a large copy. No other work hides them.
             parts["copies"] = {"units": self.copied_bytes / (gpu.link_gb_s * 1e6)}
         elif self.system == System.native:
             table = "resolves with room" if self.drafts else "resolves of a full table"
@@ -110,7 +110,7 @@ class Step:
 
     @property
     def _read_rows(self) -> float:
-        """Rows that the attention of a dense model reads, in all layers of all requests."""
+        """Return the number of rows that the attention of a dense model reads, in all layers of all requests."""
         if self.system == System.full:
             return self.requests * self.num_tokens * self.model.num_layers
         selected = min(self.top_k, self.num_tokens)
@@ -132,14 +132,14 @@ class Step:
 
     @property
     def copy_ms(self) -> float:
-        """Milliseconds of the link for these bytes, hidden or not."""
+        """Milliseconds that the link needs for these bytes, hidden or not."""
         return self.copied_bytes / (self.gpu.scattered_gb_s * 1e6)
 
     @property
     def decodes_in_microbatches(self) -> bool:
         """True if the plugin decodes the step in microbatches, which copy rows while others compute."""
         is_divided = 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
-        return self.model.is_dsa and is_divided and self.missed_rows > 0  # where all rows are hot, it is not
+        return self.model.is_dsa and is_divided and self.missed_rows > 0  # not if all rows are hot
 
     def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
         """Return the milliseconds of copies that the plugin's step waits for with a DSA model.
@@ -147,8 +147,8 @@ class Step:
         Layers that share an indexer have their rows copied ahead, and microbatches copy while others compute.
 
         Args:
-            stock_ms: the step's parts that every system has.
-            factors: of the part `copies`.
+            stock_ms: milliseconds of the parts that every system has.
+            factors: factors of the part `copies`.
         """
         own = self.model.num_indexers / self.model.num_layers
         waited = self.copy_ms * (own + factors["share of copies ahead"] * (1 - own))
@@ -160,7 +160,7 @@ class Step:
         """Return the milliseconds of each part; they add up to the step.
 
         Args:
-            factors: of each part's costs. None: the calibration that is installed.
+            factors: factors of each part's costs. None: the installed calibration.
         """
         factors = calibration()["factors"] if factors is None else factors
         parts = {

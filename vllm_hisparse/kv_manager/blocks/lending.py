@@ -37,8 +37,8 @@ def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int)
 
     Requests that are hot as a whole come first, then the ones that want the fewest blocks. Each gets all that it wants
     as long as there are enough blocks; the rest is divided equally among the remaining requests. A small change is left
-    out, unless it gives a request all that it wants, or lent blocks are needed. At most `num_available` blocks are lent
-    in addition to the present ones.
+    out, unless it gives a request all that it wants, or lent blocks are needed for something else. At most
+    `num_available` blocks are lent in addition to the present ones.
 
     Args:
         borrowers: request id -> request.
@@ -91,7 +91,7 @@ def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[
     for number, name in enumerate(order):
         given[name] = wanted[name] if wanted[name] <= num_left else num_left // (len(wanted) - number)
         num_left -= given[name]
-    for name in order:  # a request that comes first may have left blocks for others, which do not want them
+    for name in order:  # an earlier request may have left blocks for later ones that do not want them
         more = min(wanted[name] - given[name], num_left)
         given[name] += more
         num_left -= more

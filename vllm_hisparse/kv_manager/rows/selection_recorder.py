@@ -93,7 +93,7 @@ class SelectionRecorder:
             self._writer.submit(self._write, recording, path)
 
     def close(self) -> None:
-        """Write what is left, and wait until everything is written."""
+        """Write the remaining traces, and wait until all are written."""
         for request_index in list(self._recordings):
             self.end(request_index)
         self._writer.shutdown()
