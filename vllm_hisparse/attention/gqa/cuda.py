@@ -1,11 +1,11 @@
-"""Grouped-query attention on CUDA over hot units: what the backends share.
+"""Grouped-query attention on CUDA over hot units: the parts that the backends share.
 
 A decoding request attends over hot units: the kernel gets every KV head of every new token as a request of its own,
-whose block table names the selected units. A request with more query tokens than a decoding one attends over a staged
-copy of its history, through vLLM's unchanged backend.
+whose block table names the selected units. A prefilling request, which has more query tokens than a decoding request
+can have, attends over a staged copy of its history, through vLLM's unchanged backend.
 
-KV in fp8 is stored as vLLM stores it: divided by the layer's scale for keys or values. The algorithm's state holds the
-keys as they are stored, and the query by which it selects takes the scale of the keys.
+KV in fp8 is stored as in vLLM: divided by the layer's scale for keys or values. The algorithm's state holds keys
+without their scale; instead, the query that the algorithm gets is multiplied by it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-FP8_DTYPES = ("fp8", "fp8_e4m3")  # of `--kv-cache-dtype`: one scale per layer for keys, one for values
+FP8_DTYPES = ("fp8", "fp8_e4m3")  # values of `--kv-cache-dtype` with one scale per layer for keys, and one for values
 FP8 = torch.float8_e4m3fn
 
 
@@ -99,22 +99,22 @@ class HotGQAMetadataBuilder(HotMetadataBuilder):
         return metadata
 
     def _build_staged(self, common: CommonAttentionMetadata) -> Any:
-        """vLLM's metadata of prefilling requests whose block tables name staging blocks."""
+        """Build vLLM's metadata of prefilling requests, whose block tables name staging blocks."""
         return super().build(0, common)
 
 
 class HotGQABackend:
     """Mixin of a backend of vLLM.
 
-    NOTE: keeps the stock backend's name: NIXL's handshake compares it between the two sides.
+    NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides.
     """
 
     forward_includes_kv_cache_update = True  # `forward` writes new rows to the host pool and the hot buffer
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        # NOTE: this is how the plugin chooses the block size: vLLM takes it from the supported sizes, but takes a
-        # backend's preferred size only if there is no other backend.
+        # NOTE: only one size is supported, so that vLLM chooses it. vLLM would take a preferred size only if there were
+        # no other backend.
         vllm_config = get_current_vllm_config_or_none()
         uses_hot_units = vllm_config is not None and uses_host_connector(vllm_config)
         return [MultipleOf(preferred_block_size(vllm_config) if uses_hot_units else MIN_BLOCK_SIZE)]
@@ -126,7 +126,7 @@ class HotGQABackend:
 
 
 class HotGQAImpl:
-    """Mixin of an implementation of vLLM: over hot units when a request decodes, over staged blocks when it prefills.
+    """Mixin of an implementation of vLLM. It attends over hot units for decoding requests, else over staged blocks.
 
     `bind` is called once, when the connector has allocated the host pool.
 
@@ -141,7 +141,7 @@ class HotGQAImpl:
     runs_own_class: ClassVar[bool] = False
 
     def unsupported(self, tokens_per_unit: int) -> str | None:
-        """Why the backend's kernel cannot attend over units of so many tokens here, or None."""
+        """Return why the backend's kernel cannot attend over units of so many tokens on this GPU; None if it can."""
         raise NotImplementedError
 
     def bind(self, hot_buffer: GQAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
@@ -209,7 +209,7 @@ class HotGQAImpl:
 
         Args:
             layer: vLLM's layer, which has the scales of KV in fp8.
-            query, output: [tokens, num_heads, head_size]; vLLM has quantised the query where KV is in fp8.
+            query, output: [tokens, num_heads, head_size]; if KV is in fp8, vLLM has quantised the query.
             key, value: [tokens, num_kv_heads, head_size].
         """
         step = self.hot_buffer.step
@@ -339,7 +339,7 @@ def to_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: [..., head_size], of any float dtype.
-        scale: by which they are divided.
+        scale: divisor of the rows.
 
     Returns:
         The bytes of the quantised rows: [..., head_size] uint8.

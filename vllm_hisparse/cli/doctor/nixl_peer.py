@@ -1,6 +1,6 @@
-"""Transfers over NIXL between two processes, on one host or two, as a prefill/decode pair makes them.
+"""Transfers over NIXL between two processes, on one host or two, like those of a prefill/decode pair.
 
-The side that has the data listens on a TCP port and hands out its agent's metadata; the other one reads.
+The side with the data listens on a TCP port and sends its NIXL agent's metadata; the other side reads the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_hisparse.cli.doctor.report import Report, Status
 
 TRANSFER_BYTES = 256 << 20
 NUM_PIECES = 64
-TCP_GB_S = 2.0  # a rate below it is that of TCP
+TCP_GB_S = 2.0  # a lower rate means that NIXL uses TCP
 TIMEOUT_S, EXIT_S = 60.0, 10.0
 
 
@@ -53,7 +53,7 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 class Source:
-    """A process's memory, registered with NIXL for others to read.
+    """Memory of this process, registered with NIXL so that other processes can read it.
 
     Args:
         device: `cuda` or `cpu`.
@@ -70,21 +70,21 @@ class Source:
         self.descriptors = self.agent.get_serialized_descs(self.agent.get_xfer_descs(pieces))
 
     def answer(self, connection: socket.socket) -> None:
-        """Hand out the metadata and wait until the reader is done."""
+        """Send the metadata, and wait until the reader is done."""
         _send(connection, self.agent.get_agent_metadata())
         _send(connection, self.descriptors)
         _receive(connection)
 
 
 def serve(port: int, device: str, host: str = "", once: bool = False, ready: Any = None) -> None:
-    """Let peers read from this process until it is interrupted, or once."""
+    """Let peers read from this process, once or until it is interrupted."""
     source = Source(device)
     with socket.create_server((host, port)) as listener:
         if ready is not None:
             ready.send(listener.getsockname()[1])
         while True:
             connection, _ = listener.accept()
-            with connection, suppress(OSError):  # a reader that leaves or hangs costs nobody else the service
+            with connection, suppress(OSError):  # a reader that leaves or hangs must not end the service
                 connection.settimeout(TIMEOUT_S)
                 source.answer(connection)
             if once:
@@ -92,10 +92,10 @@ def serve(port: int, device: str, host: str = "", once: bool = False, ready: Any
 
 
 def read_from(host: str, port: int) -> Transfer:
-    """Read a peer's memory into host memory, in a process of its own: UCX says only when it is loaded what it uses.
+    """Read a peer's memory into host memory, in a new process, because UCX reads its logging options when it is loaded.
 
     Raises:
-        RuntimeError: the peer does not answer, or the transfer fails or brings other bytes.
+        RuntimeError: the peer does not answer, the transfer fails, or the bytes that arrive are wrong.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -112,7 +112,7 @@ def read_from(host: str, port: int) -> Transfer:
         sender.close()
         try:
             answer = receiver.recv() if receiver.poll(3 * TIMEOUT_S) else "the reading process does not answer"
-            process.join(EXIT_S)  # which writes the rest of the log
+            process.join(EXIT_S)  # at its end, it writes the rest of the log
         except EOFError:
             answer = "the reading process has ended"
         finally:
@@ -131,14 +131,14 @@ def transport_of(log: str) -> str:
             in_table = "remote memory read" in line
         columns = [column.strip() for column in line.partition("|")[2].split("|")]
         if in_table and len(columns) == 4 and re.match(r"\d+", columns[0]):
-            found = columns[2]  # of the last, largest range
+            found = columns[2]  # the last range is the largest
     return found
 
 
 def _report_read(host: str, port: int, sender: Connection) -> None:
     try:
         sender.send(_read(host, port))
-    except Exception as error:  # NIXL raises classes of its own, UCX among them
+    except Exception as error:  # NIXL has exception classes of its own
         sender.send(" ".join(str(error).split()) or type(error).__name__)
 
 
