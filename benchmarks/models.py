@@ -203,12 +203,13 @@ def long_request(case: Case) -> dict[str, int]:
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new process.
+    """Call a function in a new process, forked from one that has imported vLLM and nothing else.
 
     Raises:
         RuntimeError: the process has failed.
     """
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "vllm.v1.engine.llm_engine"])
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(send, function, arguments))
     process.start()

@@ -134,7 +134,9 @@ def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type])
     """
     name = layer.attn_backend.get_name()
     if name not in hot_backends:
-        raise HiSparseConfigError("--attention-backend", name, " or ".join(hot_backends), "Choose a supported backend.")
+        fitting = " or ".join(hot_backends)
+        fix = f"Set --attention-backend to {fitting}: if it is not set, vLLM takes its own first choice for the GPU."
+        raise HiSparseConfigError("--attention-backend", name, fitting, fix)
     return hot_backends[name]
 
 
