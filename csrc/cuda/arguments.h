@@ -1,5 +1,5 @@
-// What the launchers take: limits, structs, declarations. The structs are filled in bindings.cc alone, from the tensors of
-// the classes of vllm_hisparse/ops/base.py that have their names; these say what the fields mean.
+// Arguments of the launchers: limits, structs, declarations. Only bindings.cc fills the structs, from the tensors of
+// the classes of the same names in vllm_hisparse/ops/base.py, which document the fields.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace hisparse {
 
-// From vllm_hisparse/ops/limits.py, by setup.py.
+// setup.py defines these macros from vllm_hisparse/ops/limits.py.
 constexpr int kInterfaceVersion = HISPARSE_INTERFACE_VERSION;
 constexpr int kMaxAge = HISPARSE_MAX_AGE;
 constexpr int kMaxTopK = HISPARSE_MAX_TOP_K;
@@ -18,8 +18,8 @@ constexpr int kMaxLayers = HISPARSE_MAX_LAYERS;
 constexpr int kNumStreams = HISPARSE_NUM_STREAMS;
 constexpr int kVectorBytes = HISPARSE_VECTOR_BYTES;
 
-// In structs and in the launchers' arguments no pointer is null unless its comment allows it, and tensors are contiguous
-// and on the device unless it says otherwise.
+// In structs and arguments of launchers, a pointer is not null unless its comment allows it. Tensors are contiguous and
+// on the device unless their comment says otherwise.
 
 // Hot rows of one layer: row `offset` of device block `block` has flat id `block * block_stride_rows + offset`.
 struct HotRows {
@@ -40,17 +40,17 @@ struct HostRows {
 // Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
 struct Residency {
     int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
-    int32_t num_layers;  // that have this residency
+    int32_t num_layers;  // number of layers that share this residency
 };
 
 struct StepTables {
-    const int32_t* seq_indices;  // [num_device_blocks], -1 where a block is no request's first
+    const int32_t* seq_indices;  // [num_device_blocks]; -1 for a block that is not the first of a request
     const int32_t* first_hot_block_ids;  // [batch], first_hot_block_stride elements apart
     const int32_t* seq_lens;  // [batch]
     const int32_t* hot_block_tables;  // [num_seqs, num_hot_blocks], requests hot_block_table_stride elements apart
-    const int32_t* num_hot_rows;  // [num_seqs]; null where no hot rows are looked for
+    const int32_t* num_hot_rows;  // [num_seqs]; null if the launch does not use hot rows
     const int32_t* host_block_tables;  // [num_seqs, num_host_blocks], requests host_block_table_stride elements apart
-    const int32_t* query_lens;  // [batch]; null: one each
+    const int32_t* query_lens;  // [batch]; null: one new token each
     int64_t first_hot_block_stride;
     int64_t hot_block_table_stride;
     int64_t host_block_table_stride;
@@ -88,13 +88,13 @@ struct UnitTables {
     int32_t tokens_per_unit;
 };
 
-// New keys and values of the decoding requests, and where they belong.
+// New keys and values of the decoding requests, and their places.
 struct NewTokens {
     const uint8_t* keys;  // [batch, max_query_len, num_heads, head_bytes], tokens key_stride bytes apart
     const uint8_t* values;  // [batch, max_query_len, num_heads, head_bytes], tokens value_stride bytes apart
     int64_t key_stride;
     int64_t value_stride;
-    const int64_t* num_tokens;  // [max_query_len, max_batch] of each new token's request up to it; 0: there is none
+    const int64_t* num_tokens;  // [max_query_len, max_batch] tokens of the request up to each new one; 0: empty
     int32_t max_batch;
     int32_t max_query_len;
     int32_t num_heads;
@@ -102,37 +102,39 @@ struct NewTokens {
     int32_t tokens_per_unit;
 };
 
-// Bounds of pages, one layer; elements are bfloat16 or float16.
+// Bounds of pages of one layer; elements are bfloat16 or float16.
 struct PageBounds {
     void* blocks;  // [num_blocks, pages_per_block, 2, num_heads, head_size]: minima, then maxima of a page
     const int32_t* table;  // [num_requests, max_blocks]: each request's blocks
     int64_t block_stride;  // elements from one block to the next, multiple of kLaneElements
     int64_t table_stride;  // entries from one request to the next
     int32_t pages_per_block;
-    int32_t max_pages;  // of a request
+    int32_t max_pages;  // pages of the longest request
     int32_t num_heads;
     int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
     int32_t page_size;
 };
 
-// Bounds of a page after its key at a position, at that modulo `count`.
+// Bounds of its page after each of the latest positions, at that position modulo `count`.
 struct LatestBounds {
-    void* bounds;  // [num_requests, count, 2, num_heads, head_size]; null where the count is 0
-    int32_t count;  // 0: a new key comes after all keys of its page
+    void* bounds;  // [num_requests, count, 2, num_heads, head_size]; null if the count is 0
+    int32_t count;  // 0: a new key extends the bounds of all keys of its page
 };
 
-// Rows of each layer, of the sizes that a launch gives beside it. Pointers beyond its layers may be null.
+// Rows of each layer of a launch. The launch has their sizes in other arguments. Pointers beyond its layers may be
+// null.
 struct LayerRows {
     const uint8_t* hot[kMaxLayers];  // [hot.num_rows, hot.row_bytes]
     uint8_t* host[kMaxLayers];  // [num_host_rows, hot.row_bytes] in pinned host memory
 };
 
-// Every launcher enqueues on the stream and returns what CUDA says; cudaErrorInvalidValue beyond the limits.
+// Every launcher enqueues on the stream and returns CUDA's error code, cudaErrorInvalidValue for sizes beyond the
+// limits.
 
 // Find hits, choose victims and update the residency: `SwapInOps.resolve`.
 //
-// selected_positions: [batch, out.num_columns], requests selected_stride elements apart. hot: hot.rows is not read and may be null.
-// counts: [num_seqs, 2]. shares_device: kernels of other streams run at the same time, and are left most
+// selected_positions: [batch, out.num_columns], requests selected_stride elements apart. hot: hot.rows is not read and
+// may be null. counts: [num_seqs, 2]. shares_device: whether kernels of other streams run at the same time and get most
 // multiprocessors.
 cudaError_t launch_resolve(
     const Residency& residency,
@@ -148,7 +150,8 @@ cudaError_t launch_resolve(
 
 // Copy missed rows to their hot slots: `SwapInOps.gather`.
 //
-// after_resolve: the launch before on this stream is that of `launch_resolve`; do not wait for its end to start.
+// after_resolve: whether the last launch on this stream was `launch_resolve`; the copy then starts before that has
+// ended.
 cudaError_t launch_gather(
     const HostRows& host,
     const HotRows& hot,
@@ -159,7 +162,8 @@ cudaError_t launch_gather(
     cudaStream_t stream
 );
 
-// Resolve, then gather, whose launch overlaps the resolution: `SwapInOps.swap_in`. Arguments as of these two.
+// Resolve, then gather, whose launch overlaps with the resolution: `SwapInOps.swap_in`. Arguments are those of these
+// two.
 cudaError_t launch_swap_in(
     const Residency& residency,
     const StepTables& tables,
@@ -180,9 +184,9 @@ cudaError_t launch_compact_rows(
     int32_t* row_ids, int32_t* num_valid, int32_t num_selections, int32_t num_columns, cudaStream_t stream
 );
 
-// Flat id of the hot row of each request's new positions: `SwapInOps.newest_row_ids`.
+// Find the hot row of each new position: `SwapInOps.newest_row_ids`.
 //
-// hot: of any layer; hot.rows is not read and may be null. out: [>= batch, max_query_len].
+// hot: hot rows of any layer; hot.rows is not read and may be null. out: [>= batch, max_query_len].
 cudaError_t launch_newest_row_ids(const StepTables& tables, const HotRows& hot, int64_t* out, cudaStream_t stream);
 
 // Copy each request's new rows of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
@@ -197,7 +201,7 @@ cudaError_t launch_write_back(
     cudaStream_t stream
 );
 
-// Copy a request's first rows from the host: `SwapInOps.stage_rows`.
+// Copy the first rows of a prefilling request from the host: `SwapInOps.stage_rows`.
 //
 // host_block_table: [num_host_blocks]. staging: [num_rows, row_bytes]; rows of a block that is -1 keep what they hold.
 cudaError_t launch_stage_rows(
@@ -213,7 +217,7 @@ cudaError_t launch_stage_rows(
 
 // Copy new rows of a request to the host: `SwapInOps.save_rows`.
 //
-// rows: [num_rows, row_bytes], of the positions from `first` on. host_block_table: [num_host_blocks].
+// rows: [num_rows, row_bytes] rows of the positions from `first` on. host_block_table: [num_host_blocks].
 cudaError_t launch_save_rows(
     const uint8_t* rows,
     int32_t first,
@@ -226,14 +230,14 @@ cudaError_t launch_save_rows(
     cudaStream_t stream
 );
 
-// Tables by KV head of the decoding requests: `SwapInOps.begin_units`.
+// Make the tables by KV head of the decoding requests: `SwapInOps.begin_units`.
 //
-// tables: by request, without blocks; num_device_blocks and num_seqs count parts and sequences of KV heads.
+// tables: tables by request, without blocks; num_device_blocks and num_seqs count parts and sequences of KV heads.
 cudaError_t launch_begin_units(const StepTables& tables, const UnitTables& out, cudaStream_t stream);
 
-// Put new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
+// Write new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
 //
-// tables: by KV head, tables.batch = batch * num_heads. first_units: [num_seqs].
+// tables: tables by KV head, with tables.batch = batch * num_heads. first_units: [num_seqs].
 cudaError_t launch_write_tokens(
     const NewTokens& tokens,
     const StepTables& tables,
@@ -243,7 +247,7 @@ cudaError_t launch_write_tokens(
     cudaStream_t stream
 );
 
-// The best units of each KV head, the newest last: `ops/select_units.py`.
+// Select the best units of each KV head, the newest unit last: `ops/select_units.py`.
 //
 // scores: [batch, num_heads, max_units]. num_tokens: [batch]. units: [batch, num_heads, num_selected].
 cudaError_t launch_select_units(
@@ -258,10 +262,10 @@ cudaError_t launch_select_units(
     cudaStream_t stream
 );
 
-// Take one new key per request into its page's bounds: `page_bounds.update`.
+// Extend the bounds of a page by one new key per request: `page_bounds.update`.
 //
 // request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride
-// elements apart. is_bfloat16: else the type is float16.
+// elements apart. is_bfloat16: false: the type is float16.
 cudaError_t launch_update_page_bounds(
     const PageBounds& bounds,
     const LatestBounds& latest,
@@ -274,10 +278,10 @@ cudaError_t launch_update_page_bounds(
     cudaStream_t stream
 );
 
-// Upper bounds of the pages' scores: `page_bounds.scores`.
+// Compute upper bounds of the scores of pages: `page_bounds.scores`.
 //
 // request_indices, num_tokens: [batch]. query: [batch, num_heads * group, head_size] of the bounds' type, requests
-// query_stride elements apart. scores: [batch, num_heads, max_pages], written where a request has a page.
+// query_stride elements apart. scores: [batch, num_heads, max_pages], written only for pages that a request has.
 cudaError_t launch_page_scores(
     const PageBounds& bounds,
     const int64_t* request_indices,

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
     for (int i = threadIdx.x; i < out.max_query_len; i += kUnitThreads) {
         const bool exists = first_seq >= 0 && first + i <= newest;
         const int64_t place = static_cast<int64_t>(i) * out.max_batch + batch_index;
-        // NOTE: there is one sequence more than KV heads of requests: the last is of no request.
+        // NOTE: there is one sequence more than KV heads of requests, because the last one is for no request.
         out.request_indices[place] = (exists ? first_seq : tables.num_seqs - 1) / out.num_heads;
         out.positions[place] = exists ? first + i : 0;
         out.num_tokens[place] = exists ? first + i + 1 : 0;

@@ -1,5 +1,5 @@
-// What Python calls, over TVM FFI: the structs that kernels take are made here from tensors, which are checked once, and
-// passed on as objects.
+// The library's interface for Python, over TVM FFI. It makes the kernels' structs from tensors, and hands them out as
+// objects, so that the tensors are checked only once.
 #include <algorithm>
 #include <type_traits>
 
@@ -14,7 +14,7 @@ namespace ffi = tvm::ffi;
 using ffi::Optional;
 using ffi::TensorView;
 
-// A struct of arguments as an object of Python.
+// A struct of arguments as a Python object.
 template <typename T>
 struct TypeKey;
 
@@ -35,7 +35,7 @@ public:
     TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(Arguments, ffi::ObjectRef, ArgumentsObj<T>);
 };
 
-// Layers of one launch of `write_back`: their rows, the sizes that all of them have, host rows of the smallest.
+// Layers of one launch of `write_back`: their rows, their common sizes, and the smallest of their numbers of host rows.
 struct LayerGroup {
     LayerRows rows;
     int32_t num_layers;
@@ -89,21 +89,21 @@ bool has_type(const TensorView& tensor) {
     return type.code == code && type.bits == 8 * sizeof(T) && type.lanes == 1;
 }
 
-// Elements of a tensor whose type is checked.
+// Return a pointer to the elements of a tensor, after a check of their type.
 template <typename T>
 T* elements(const TensorView& tensor, const char* name) {
     if (!has_type<T>(tensor)) TVM_FFI_THROW(TypeError) << name << " is of another dtype: " << tensor.dtype();
     return static_cast<T*>(tensor.data_ptr());
 }
 
-// The same of a contiguous tensor.
+// The same for a tensor that must be contiguous.
 template <typename T>
 T* contiguous(const TensorView& tensor, const char* name) {
     if (!tensor.IsContiguous()) TVM_FFI_THROW(ValueError) << name << " is not contiguous";
     return elements<T>(tensor, name);
 }
 
-// The same of a matrix with contiguous rows.
+// The same for a matrix whose rows must be contiguous.
 template <typename T>
 T* matrix(const TensorView& tensor, const char* name) {
     const bool has_rows = tensor.ndim() == 2 && (tensor.stride(1) == 1 || tensor.size(1) == 1);
@@ -360,7 +360,7 @@ void save_rows(
     ));
 }
 
-// num_seqs: of the tables by KV head, that of no request included.
+// num_seqs: sequences of the tables by KV head, including the one for no request.
 void begin_units(
     TensorView first_hot_block_ids,
     TensorView seq_lens,
@@ -375,7 +375,7 @@ void begin_units(
     check(launch_begin_units(tables, *out, stream_of(stream)));
 }
 
-// Bytes from one token's heads to the next; the heads of a token lie side by side.
+// Return the distance in bytes from one token's heads to the next token's; the heads of a token lie side by side.
 int64_t token_stride(const TensorView& tokens, int64_t head_bytes) {
     check(tokens.ndim() == 3 && tokens.stride(2) == 1, "tokens must be [tokens, heads, elements]");
     check(tokens.size(1) == 1 || tokens.stride(1) == tokens.size(2), "heads must lie side by side");
@@ -498,7 +498,7 @@ void page_scores(
     ));
 }
 
-// The limits that the library was built with, by their names in vllm_hisparse/ops/limits.py.
+// Return the limits that the library was built with, by their names in vllm_hisparse/ops/limits.py.
 ffi::Map<ffi::String, int64_t> limits() {
     return {
         {"INTERFACE_VERSION", kInterfaceVersion},

@@ -8,10 +8,10 @@ namespace hisparse {
 
 constexpr int kMaxClusterSize = 4;
 
-// The cluster of this thread block; alone where there is none. What it does not ask of others costs nothing then.
+// The cluster of this thread block. Without clusters, it has one block, and its barriers cost nothing.
 template <bool kIsCluster>
 struct Cluster {
-    int rank;  // of this thread block
+    int rank;  // rank of this thread block in the cluster
     int size;
 
     __device__ Cluster() : rank(0), size(1) {
@@ -22,8 +22,8 @@ struct Cluster {
         }
 #endif
     }
-    // What a block wrote to its shared memory before it arrives, all see once they have waited.
-    // NOTE: `arrive.release` would wait for its writes to global memory, too.
+    // All blocks that have waited see everything that a block wrote to its shared memory before it arrived.
+    // NOTE: `arrive.release` is not used, because it would wait for writes to global memory, too.
     __device__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
         if constexpr (kIsCluster) {
@@ -41,8 +41,9 @@ struct Cluster {
         arrive();
         wait();
     }
-    // What the block of each rank has where this one has `own`, 32 bits of shared memory; 0 where there is no block.
-    // NOTE: all loads are under way at the same time.
+    // Read the 32 bits of shared memory of each block that are at the address of `own` in this block; 0 if there is no
+    // block.
+    // NOTE: all loads are in flight at the same time.
     template <typename T>
     __device__ void read(const T* own, T (&values)[kMaxClusterSize]) const {
         static_assert(sizeof(T) == sizeof(uint32_t));

@@ -1,4 +1,4 @@
-// Shared by the kernels: tables, row copies.
+// Functions that the kernels share: tables, row copies.
 #pragma once
 
 #include "arguments.h"
@@ -9,9 +9,9 @@ constexpr int kNumThreads = 1024;
 constexpr int kWarpSize = 32;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr uint32_t kAllLanes = 0xffffffff;
-constexpr int kLineBytes = 128;   // what one read over the link fetches at most
+constexpr int kLineBytes = 128;   // largest read over the link
 
-// Divides non-negative numbers by the same divisor without a division.
+// Divides non-negative numbers by a fixed divisor, without a division instruction.
 struct Divisor {
     int32_t divisor;
     uint32_t multiplier;  // ceil(2^(31 + shift) / divisor)
@@ -35,7 +35,7 @@ __device__ inline int lane_index() {
     return threadIdx.x % kWarpSize;
 }
 
-// Sequence index of the request of a part of a device block; -1 for padding, and for one without hot rows.
+// Return the sequence index of a part of a device block; -1 for padding, and for a request without hot rows.
 __device__ inline int32_t find_seq_of(const StepTables& tables, int32_t part, int32_t seq_len) {
     const bool known = part >= 0 && part < tables.num_device_blocks && seq_len > 0;
     const int32_t seq_index = known ? tables.seq_indices[part] : -1;
@@ -43,13 +43,14 @@ __device__ inline int32_t find_seq_of(const StepTables& tables, int32_t part, in
     return tables.num_hot_rows == nullptr || __ldg(tables.num_hot_rows + seq_index) > 0 ? seq_index : -1;
 }
 
-// Sequence index of a request of the batch. head_stride: parts of device blocks from one to the next (`KVHeads`).
+// Return the sequence index of a request of the batch. head_stride: parts from one device block to the next
+// (`KVHeads`).
 __device__ inline int32_t find_seq(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
     const int32_t part = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride] * head_stride;
     return find_seq_of(tables, part, tables.seq_lens[batch_index]);
 }
 
-// Flat id of row `row` of a paged table; -1 where its block is -1 or lies beyond the table.
+// Return the flat id of row `row` of a paged table; -1 if its block is -1 or lies beyond the table.
 //
 // table: [num_blocks] on the device. rows_per_block: an integer or a `Divisor`.
 template <typename T>
@@ -61,7 +62,7 @@ __device__ inline int64_t flat_row_id(
     return block < 0 ? -1 : block * block_stride_rows + row % rows_per_block;
 }
 
-// Flat id of the hot row in a slot. slot: >= 0.
+// Return the flat id of the hot row in a slot. slot: >= 0.
 template <typename T>
 __device__ inline int64_t flat_hot_row_id(
     const StepTables& tables, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot
@@ -70,7 +71,7 @@ __device__ inline int64_t flat_hot_row_id(
     return flat_row_id(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
-// Flat id of the host row of a position. position: >= 0.
+// Return the flat id of the host row of a position. position: >= 0.
 template <typename T>
 __device__ inline int64_t flat_host_row_id(
     const StepTables& tables, const T& block_size, int32_t seq_index, int32_t position
@@ -83,8 +84,8 @@ __device__ inline int32_t query_len_of(const StepTables& tables, int batch_index
     return tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index];
 }
 
-// The new positions of a request, [first, end), and their hot slots: of their own numbers while the sequence fits, else
-// the last ones, which are reserved.
+// The new positions of a request, [first, end), and their slots: position p is in slot p if the sequence fits; if not,
+// new positions are in the last slots, which are reserved.
 struct NewPositions {
     int32_t first;
     int32_t end;
@@ -115,8 +116,8 @@ __device__ inline uint4 load_once(const uint4* source) {
     return value;
 }
 
-// Copy one row with a warp. The host side, `kHostIsSource` says which, is accessed line by line: a line that two
-// instructions share would cross the link twice.
+// Copy one row with a warp. The side in host memory (`kHostIsSource`: the source) is accessed in whole lines, because a
+// line that two instructions share would cross the link twice.
 template <bool kHostIsSource>
 __device__ inline void copy_row(uint8_t* target, const uint8_t* source, int64_t row_bytes, int lane) {
     constexpr int kUnroll = 4;
@@ -140,7 +141,8 @@ __device__ inline void copy_row(uint8_t* target, const uint8_t* source, int64_t 
     }
 }
 
-// Programmatic dependent launch: the next kernel may start, and wait for this one's results where it needs them.
+// Programmatic dependent launch: the next kernel may start early, and waits for this kernel's results when it needs
+// them.
 __device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

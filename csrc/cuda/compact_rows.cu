@@ -6,8 +6,8 @@ namespace {
 constexpr int kCompactThreads = 256;
 constexpr int kCompactWarps = kCompactThreads / kWarpSize;
 
-// One thread block per selection, which moves ids round by round: what a round reads is never in front of what the
-// rounds before have written.
+// One thread block per selection moves ids in rounds. A round only reads ids behind those that earlier rounds have
+// written.
 __global__ void __launch_bounds__(kCompactThreads) compact_rows_kernel(
     int32_t* row_ids,    // [num_selections, num_columns]
     int32_t* num_valid,  // [num_selections]
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kCompactThreads) compact_rows_kernel(
         const int32_t id = index < num_leading ? own[index] : -1;
         const uint32_t valid = __ballot_sync(kAllLanes, id >= 0);
         if (lane == 0) warp_counts[warp] = __popc(valid);
-        __syncthreads();  // every id of the round has been read, too
+        __syncthreads();  // all ids of the round have been read by now
         const int32_t counted = lane < kCompactWarps ? warp_counts[lane] : 0;
         const int32_t before = __reduce_add_sync(kAllLanes, lane < warp ? counted : 0);
         const int32_t place = num_kept + before + __popc(valid & ((1u << lane) - 1));

@@ -3,10 +3,10 @@
 namespace hisparse {
 namespace {
 
-// Beside other kernels, 64 thread blocks would take multiprocessors from them.
+// Beside other kernels, fewer thread blocks run, because 64 would take multiprocessors from the other kernels.
 constexpr int kBlocksAlone = 64, kBlocksShared = 8;
 
-// Prefix sums of the misses: starts[i] is the first miss of request i, starts[batch] the number of all.
+// Compute prefix sums: starts[i] is the first miss of request i, and starts[batch] the number of all misses.
 // num_misses: [batch]. starts: [batch + 1] in shared memory. batch <= kNumThreads.
 __device__ inline void scan_misses(const int32_t* num_misses, int batch, int32_t* starts) {
     __shared__ int32_t warp_sums[kNumWarps];
@@ -26,7 +26,7 @@ __device__ inline void scan_misses(const int32_t* num_misses, int batch, int32_t
     __syncthreads();
 }
 
-// Request of a miss: the last one that starts at or before it.
+// Return the request of a miss: the last request whose first miss is not after it.
 __device__ inline int request_of(const int32_t* starts, int batch, int miss) {
     int low = 0, high = batch - 1;
     while (low < high) {
@@ -37,7 +37,8 @@ __device__ inline int request_of(const int32_t* starts, int batch, int miss) {
     return low;
 }
 
-// One warp per row. Neighbouring misses go to different thread blocks, so that few misses use many multiprocessors.
+// One warp copies one row. Neighbouring misses go to different thread blocks, so that few misses use many
+// multiprocessors.
 __global__ void __launch_bounds__(kNumThreads, 2) gather_kernel(
     const HostRows host, const HotRows hot, const Resolved resolved, const int32_t batch
 ) {
@@ -78,7 +79,7 @@ cudaError_t hisparse::launch_gather(
     config.attrs = &attribute;
     Resolved part = resolved;
     for (int32_t first = 0; first < batch; first += kNumThreads) {
-        // NOTE: only the first launch may start early: what it waits for is the resolution.
+        // NOTE: only the first launch may start early, because it waits for the resolution.
         config.numAttrs = after_resolve && first == 0 ? 1 : 0;
         const int32_t size = batch - first < kNumThreads ? batch - first : kNumThreads;
         if (const cudaError_t error = cudaLaunchKernelEx(&config, gather_kernel, host, hot, part, size)) return error;

@@ -25,7 +25,7 @@ union Vector {
     T elements[kLaneElements];
 };
 
-// Where the bounds of a request's page begin, in elements.
+// Return the offset of the bounds of a request's page, in elements.
 __device__ inline int64_t page_start(const PageBounds& bounds, int64_t request_index, int32_t page) {
     const int64_t block = bounds.table[request_index * bounds.table_stride + page / bounds.pages_per_block];
     const int64_t page_elements = int64_t{2} * bounds.num_heads * bounds.head_size;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const int batch_index = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
     if (batch_index >= batch || first >= bounds.head_size) return;
     const int64_t position = positions[batch_index], request_index = request_indices[batch_index];
-    // From the minima of a page to its maxima, and of this lane's elements in either.
+    // Distance from the minima of a page to its maxima, and offset of this lane's elements in both.
     const int64_t kind_stride = static_cast<int64_t>(bounds.num_heads) * bounds.head_size;
     const int64_t offset = head * bounds.head_size + first;
     const auto vector = [](void* base, int64_t at) { return reinterpret_cast<uint4*>(static_cast<T*>(base) + at); };
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     Vector<T> key, low, high;
     key.bits = *reinterpret_cast<const uint4*>(keys + batch_index * key_stride + offset);
     low.bits = high.bits = key.bits;
-    // Where the minima after a position are kept.
+    // Place of the minima after a position.
     const auto kept_at = [&](int64_t after) {
         return (request_index * latest.count + after % latest.count) * 2 * kind_stride + offset;
     };

@@ -7,10 +7,10 @@
 namespace hisparse {
 namespace {
 
-constexpr int kLeastSlotsPerBlock = 4096;  // from which on another thread block is worth it
+constexpr int kLeastSlotsPerBlock = 4096;  // slots of a thread block from which on another block pays
 constexpr int32_t kMaxKeptAges = 65536;    // slots whose ages are kept in shared memory, if there is room
 
-// Padding: nothing is valid, nothing is missed.
+// Write the output of padding: no valid entries and no misses.
 __device__ __forceinline__ void resolve_padding(const Resolved& out, int batch_index, int max_query_len) {
     for (int column = threadIdx.x; column < out.num_columns; column += kNumThreads) {
         out.hot_row_ids[static_cast<int64_t>(batch_index) * out.num_columns + column] = -1;
@@ -19,8 +19,8 @@ __device__ __forceinline__ void resolve_padding(const Resolved& out, int batch_i
     if (threadIdx.x == 0) out.num_misses[batch_index] = 0;
 }
 
-// One thread block per request, or a cluster of them. Each warp takes a run of columns and, where victims are chosen, a
-// run of slots, so that ballots and sums give every order: nothing is sorted.
+// One thread block or one cluster of blocks per request. Each warp takes a run of columns and, if victims are chosen, a
+// run of slots. In this way, ballots and prefix sums give every order, and nothing is sorted.
 template <int kColumnRounds, bool kHasDrafts, bool kIsCluster>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     load_selection(selected_positions + batch_index * selected_stride, columns, selected);
     const int32_t first_hot_block_id = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride];
     const int32_t seq_len = tables.seq_lens[batch_index], query_len = query_len_of(tables, batch_index);
-    scratch.clear();  // while these loads are under way
+    scratch.clear();  // while these loads are in flight
     if (threadIdx.x < kMaxQueryLen) shared.num_valid[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.cut = {-1, 0, 0, 0};
     if (threadIdx.x == 0) shared.num_found = 0;
     const int32_t seq_index = find_seq_of(tables, first_hot_block_id, seq_len);
-    // Padding and what fits needs no more than one thread block.
+    // Padding and requests that fit need only one thread block.
     if (seq_index < 0) {
         if (cluster.rank == 0) resolve_padding(out, batch_index, tables.max_query_len);
         return;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
 
     const NewPositions added(seq_len, query_len, tables.max_query_len, __ldg(tables.num_hot_rows + seq_index));
     const int32_t* hot_block_table = tables.hot_block_tables + seq_index * tables.hot_block_table_stride;
-    asm("" : "+l"(hot_block_table));  // NOTE: or the compiler would compute it again for every slot
+    asm("" : "+l"(hot_block_table));  // NOTE: without this, the compiler computes it for every slot
     const Request request{tables, hot, hot_block_table, rows_per_block, block_size, batch_index, seq_index, added};
     if (added.fits) {
         if (cluster.rank != 0) return;
@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     );
 }
 
-// What a launch needs to know of the current device.
+// Properties of the current device that a launch needs.
 struct Device {
-    int max_shared_bytes;  // dynamic shared memory that a thread block can have
+    int max_shared_bytes;  // largest dynamic shared memory of a thread block
     int num_multiprocessors;
     int has_clusters;
 
@@ -100,7 +100,7 @@ struct Device {
 struct Variant {
     decltype(&resolve_kernel<2, false, false>) kernel;
     decltype(kernel) cluster_kernel;
-    int column_rounds;  // 0 where there is none
+    int column_rounds;  // 0: there is no such kernel
 
     template <int kColumnRounds, bool kHasDrafts>
     static Variant of() {
@@ -109,7 +109,7 @@ struct Variant {
     }
 };
 
-// The smallest that there is.
+// Return the smallest such kernel.
 Variant choose_variant(int num_columns, int max_query_len) {
     constexpr Variant kNone{};
     if (max_query_len < 1 || max_query_len > kMaxQueryLen || num_columns % max_query_len != 0) return kNone;
@@ -120,8 +120,8 @@ Variant choose_variant(int num_columns, int max_query_len) {
     return Variant::of<kMaxColumns / kNumThreads, true>();
 }
 
-// Thread blocks of a request: as many as have enough slots each, while every block of the launch has a multiprocessor
-// to itself. num_multiprocessors: that the launch may take.
+// Return the number of thread blocks of a request: as many as get enough slots each, if every block of the launch has a
+// multiprocessor to itself. num_multiprocessors: number of multiprocessors that the launch may use.
 int choose_cluster_size(int batch, int64_t num_hot_rows, int num_multiprocessors) {
     int size = kMaxClusterSize;
     while (size > 1 && (num_hot_rows < size * kLeastSlotsPerBlock || batch * size > num_multiprocessors)) size /= 2;
@@ -167,7 +167,8 @@ cudaError_t launch_resolve(
     while (true) {
         const bool is_cluster = size > 1;
         const auto kernel = is_cluster ? variant.cluster_kernel : variant.kernel;
-        // NOTE: the limit is always the same: a graph keeps its launches, but reads this attribute of the kernel.
+        // NOTE: the limit must always be the same, because a graph keeps its launches, but reads this attribute when it
+        // runs.
         const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
         if (const cudaError_t error = cudaFuncSetAttribute(kernel, limit, device.max_shared_bytes)) return error;
         const int64_t num_slots = std::min<int64_t>({num_hot_rows / size + kSlotsPerLoad, room, kMaxKeptAges});
@@ -176,7 +177,7 @@ cudaError_t launch_resolve(
         config.numAttrs = is_cluster ? 1 : 0;
         config.gridDim = tables.batch * size;
         config.dynamicSmemBytes = num_bytes + num_kept_ages * sizeof(uint16_t);
-        int num_clusters = tables.batch;  // that can run at the same time
+        int num_clusters = tables.batch;  // clusters that can run at the same time
         if (is_cluster) {
             if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config)) return error;
         }

@@ -1,4 +1,4 @@
-// Requests whose sequence has outgrown their hot rows.
+// Resolution of requests that do not fit: they have more tokens than slots.
 #pragma once
 
 #include "cluster.cuh"
@@ -9,7 +9,7 @@ namespace hisparse {
 
 constexpr int kRoundsAhead = 4;
 
-// host_blocks: of the thread's misses; -1 for other columns.
+// Load the host blocks of the thread's misses. host_blocks: -1 for other columns.
 template <int kColumnRounds>
 __device__ __forceinline__ void load_host_blocks(
     const Request& request,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_host_blocks(
     }
 }
 
-// Fill the hash table: each wanted position with its column.
+// Fill the hash table with the column of each wanted position.
 template <int kColumnRounds>
 __device__ __forceinline__ void map_columns(
     const Scratch<kColumnRounds>& scratch,
@@ -41,11 +41,11 @@ __device__ __forceinline__ void map_columns(
     }
 }
 
-// Columns of a thread as the hash table has them.
+// The entry in the hash table of each of a thread's columns.
 template <int kColumnRounds>
 struct Found {
-    int32_t columns[kColumnRounds];  // that stands for all of the same position; below 0 where none is wanted
-    uint32_t lead_bits;              // of the rounds whose column is the first of the same position
+    int32_t columns[kColumnRounds];  // column that represents all of the same position; below 0: not wanted
+    uint32_t lead_bits;              // rounds whose column is the lowest of the same position, as bits
 };
 
 template <int kColumnRounds, bool kHasDrafts>
@@ -71,7 +71,7 @@ __device__ __forceinline__ Found<kColumnRounds> find_columns(
     return found;
 }
 
-// Slots of a thread block, [first, end): its cluster's blocks take those of a request in order.
+// Slots of a thread block, [first, end). The blocks of a cluster share a request's slots, in order.
 struct SlotRun {
     int32_t first;
     int32_t end;
@@ -87,19 +87,19 @@ struct SlotRun {
     __device__ int32_t size() const { return end - first; }
 };
 
-// Age of a row that is no hit: higher ages are evicted first.
+// Return the age of a row that is not a hit. Higher ages are evicted first.
 __device__ __forceinline__ int32_t age_of(const Request& request, int32_t position, int32_t last_use) {
     return request.wants(position) ? max(0, min(request.added.first - last_use, kMaxAge)) : kNumAges - 1;
 }
 
-// The slots that a thread looks at together, so that their loads are under way at the same time; a warp looks at
-// neighbouring ones.
+// Slots that a thread reads together, so that their loads are in flight at the same time. Lanes of a warp read
+// neighbouring slots.
 struct HeldSlots {
-    int32_t entries[kRoundsAhead];  // in the residency
-    int2 held[kRoundsAhead];        // what is there
+    int32_t entries[kRoundsAhead];  // entries of the slots in the residency
+    int2 held[kRoundsAhead];        // contents of these entries
 
-    // first: slot of the first round. From `end` on there are no slots.
-    // NOTE: without a branch, and with a load more instead, all loads come before the first wait.
+    // first: slot of the first round. end: end of the slots.
+    // NOTE: beyond the end, a slot is loaded again, because without a branch all loads begin before the first wait.
     __device__ __forceinline__ void load(
         const Residency& residency, const Request& request, int32_t first, int32_t end
     ) {
@@ -112,8 +112,9 @@ struct HeldSlots {
     }
 };
 
-// Find the hits of the run, which are used now, and the ages of the others. Of slots with the same position, the lowest
-// is chosen. ahead: of the first rounds. Returns how many of the thread's slots hold a wanted position.
+// Find the hits among the run's slots and set their last use; note the ages of the other slots. If several slots hold
+// the same position, the lowest is chosen. ahead: slots of the first rounds. Returns the number of the thread's slots
+// that hold a wanted position.
 template <int kColumnRounds>
 __device__ __forceinline__ int find_hits(
     const Residency& residency,
@@ -160,7 +161,7 @@ __device__ __forceinline__ int find_hits(
     return num_found;
 }
 
-// Rounds of the thread whose position is a hit of this thread block, as bits.
+// Return the rounds of the thread whose position is a hit of this thread block, as bits.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t
 find_own_hits(const Scratch<kColumnRounds>& scratch, const Found<kColumnRounds>& found) {
@@ -175,12 +176,13 @@ find_own_hits(const Scratch<kColumnRounds>& scratch, const Found<kColumnRounds>&
 
 // Hits of a thread's rounds, as bits.
 struct Hits {
-    uint32_t of_any;    // thread block
-    uint32_t of_lower;  // of those before this one
-    int32_t num_slots;  // of all blocks with a wanted position: more than hits where slots hold the same one
+    uint32_t of_any;  // hits of any thread block
+    uint32_t of_lower;  // hits of thread blocks before this one
+    int32_t num_slots;  // slots of all blocks that hold a wanted position; more than hits if several hold the same one
 };
 
-// Put the hits of all thread blocks together. own: of this one. What a block counted before is there to be read after.
+// Collect the hits of all thread blocks. own: hits of this one. Counts of other blocks from before the call can be read
+// after it.
 template <int kColumnRounds, bool kIsCluster>
 __device__ __forceinline__ Hits share_hits(const Cluster<kIsCluster>& cluster, Shared& shared, uint32_t own) {
     if constexpr (!kIsCluster) return {own, 0, shared.num_found};
@@ -207,8 +209,8 @@ __device__ __forceinline__ Hits share_hits(const Cluster<kIsCluster>& cluster, S
     return hits;
 }
 
-// Empty the slots whose position a lower slot holds, too, which is rare. own: hits of this thread block. Returns those
-// that are left.
+// Empty each slot whose position a lower slot holds, too, which is rare. own: hits of this thread block. Returns its
+// remaining hits.
 template <int kColumnRounds, bool kIsCluster>
 __device__ __forceinline__ uint32_t empty_doubles(
     const Cluster<kIsCluster>& cluster,
@@ -220,7 +222,7 @@ __device__ __forceinline__ uint32_t empty_doubles(
     const Hits& hits,
     uint32_t own
 ) {
-    cluster.sync();  // nobody reads any more what changes now
+    cluster.sync();  // other blocks no longer read the values that change now
     const uint32_t lost = own & hits.of_lower;
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
@@ -239,11 +241,11 @@ __device__ __forceinline__ uint32_t empty_doubles(
     return own & ~lost;
 }
 
-// Slots of the age of a thread that are no hits. The first thread has the highest age.
+// The slots of one age that are not hits. Each thread has one age, the first thread the highest.
 struct Aged {
     int32_t age;
     int32_t count;
-    int32_t count_before;  // in the thread blocks before this one
+    int32_t count_before;  // slots in thread blocks before this one
 };
 
 template <int kColumnRounds, bool kIsCluster>
@@ -264,7 +266,7 @@ count_aged(const Cluster<kIsCluster>& cluster, const Scratch<kColumnRounds>& scr
     return aged;
 }
 
-// Number the misses in the order of the selected positions. misses_before: of the warps before.
+// Number the misses in the order of the selected positions. misses_before: misses of earlier warps.
 template <int kColumnRounds>
 __device__ __forceinline__ void number_misses(
     const Scratch<kColumnRounds>& scratch, const Found<kColumnRounds>& found, uint32_t miss_bits, int misses_before
@@ -277,7 +279,7 @@ __device__ __forceinline__ void number_misses(
     }
 }
 
-// Find the cut for a number of victims; it is written before the next barrier.
+// Find the cut for a number of victims, and write it before the next barrier.
 template <bool kIsCluster>
 __device__ __forceinline__ void find_cut(const Aged& aged, int32_t num_victims, Shared& shared) {
     int32_t older = sum_before(shared.aged);
@@ -293,7 +295,7 @@ __device__ __forceinline__ void find_cut(const Aged& aged, int32_t num_victims, 
     if (is_cut) shared.cut = {aged.age, num_victims - older, older_before, aged.count_before};
 }
 
-// One more than the age of what a slot holds; 0 for a hit.
+// Return the age of a slot's row plus one; 0 for a hit.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t
 find_age(const Scratch<kColumnRounds>& scratch, const Request& request, int32_t slot, const int2& held) {
@@ -301,7 +303,8 @@ find_age(const Scratch<kColumnRounds>& scratch, const Request& request, int32_t 
     return column >= 0 && scratch.chosen[column] == slot ? 0 : age_of(request, held.x, held.y) + 1;
 }
 
-// Ages of kSlotsPerLoad slots as `Scratch` has them, two in a word; 0 where there is no slot. first: within the run.
+// Return the ages of kSlotsPerLoad slots in the form of `Scratch`, two in each word; 0 beyond the run. first: first
+// slot, counted from the start of the run.
 template <int kColumnRounds>
 __device__ __forceinline__ uint4 load_ages(
     const Residency& residency,
@@ -327,9 +330,9 @@ __device__ __forceinline__ uint4 load_ages(
     return {words[0], words[1], words[2], words[3]};
 }
 
-// Which of the slots have at least an age, as bits. least: one more than this age.
+// Return the slots that have at least a given age, as bits. least: this age plus one.
 __device__ __forceinline__ uint32_t find_aged(const uint4& ages, int32_t least) {
-    // A bit above those of an age is set where adding this carries into it.
+    // The bit above an age's bits is set if this addition carries into it.
     const uint32_t added = (0x8000 - least) * 0x10001u;
     const uint32_t low = __byte_perm(ages.x + added, ages.y + added, 0x7531) & 0x80808080;
     const uint32_t high = __byte_perm(ages.z + added, ages.w + added, 0x7531) & 0x80808080;
@@ -338,14 +341,14 @@ __device__ __forceinline__ uint32_t find_aged(const uint4& ages, int32_t least) 
 
 // Slots that may be victims, as bits.
 struct Candidates {
-    uint32_t older;  // than the cut
+    uint32_t older;  // older than the cut's age; `equal`: of this age
     uint32_t equal;
 
     __device__ __forceinline__ Candidates(const uint4& ages, const Cut& cut)
         : older(find_aged(ages, cut.age + 2)), equal(find_aged(ages, cut.age + 1) & ~older) {}
 };
 
-// Choose victims in the order of their slots. A warp has a run of slots, a thread kSlotsPerLoad at a time.
+// Choose victims in the order of their slots. A warp handles a run of slots, a thread kSlotsPerLoad of them at a time.
 template <int kColumnRounds>
 __device__ __forceinline__ void choose_victims(
     const Residency& residency,
@@ -390,14 +393,15 @@ __device__ __forceinline__ void choose_victims(
     }
 }
 
-// Where a thread block puts one of its columns.
+// The place of one of a thread block's columns.
 struct Target {
     Place place;
-    int32_t miss;   // its number; below 0 where the column is no miss
-    bool is_other;  // of another thread block
+    int32_t miss;  // number of the miss; below 0 if the column is not a miss
+    bool is_other;  // whether another thread block writes the column
 };
 
-// column: that stands for the selected position; below 0 where it is not wanted. first_victim: of this thread block.
+// Find the place of a column. column: column that represents the selected position; below 0 if that is not wanted.
+// first_victim: first victim of this thread block.
 template <int kColumnRounds, bool kIsCluster>
 __device__ __forceinline__ Target find_target(
     const Cluster<kIsCluster>& cluster,
@@ -418,13 +422,14 @@ __device__ __forceinline__ Target find_target(
         is_other = is_wanted ? slot == scratch.kNone || (slot < 0 && !takes_rest) : cluster.rank != 0;
     }
     const bool has_place = slot >= 0 && !is_other;
-    const Place place = request.place(has_place ? slot : 0);  // NOTE: not in a branch, so that loads do not wait
+    const Place place = request.place(has_place ? slot : 0);  // NOTE: outside of a branch, so that loads do not wait
     return {has_place ? place : Place{-1, -1}, miss, is_other};
 }
 
-// Write where each selected row of this thread block's slots is, and the misses that take some, both in the order of
-// the selected positions; put the misses there. The last block writes the columns without a slot.
-// NOTE: there are at least as many slots as columns (`HiSparseConfig`), so every miss has a victim.
+// Write the places of selected rows in this thread block's slots, and the misses that take these slots, both in the
+// order of the selected positions; record the misses in the residency. The last block writes the columns without a
+// slot.
+// NOTE: every miss has a victim, because there are at least as many slots as columns (`HiSparseConfig`).
 template <int kColumnRounds, bool kIsCluster>
 __device__ __forceinline__ void write_columns(
     const Cluster<kIsCluster>& cluster,
@@ -464,8 +469,8 @@ __device__ __forceinline__ void write_columns(
     }
 }
 
-// A sequence that has outgrown its buffer: hits by hash table, victims by age. The thread blocks of a cluster have all
-// columns each, and a run of the slots; what they write belongs to these.
+// Resolve a request that does not fit: a hash table finds hits, and ages choose victims. Each thread block of a cluster
+// has all columns and a run of the slots, and writes the columns whose rows are in these slots.
 template <int kColumnRounds, bool kHasDrafts, bool kIsCluster>
 __device__ __forceinline__ void resolve_evicting(
     const Cluster<kIsCluster>& cluster,
@@ -514,7 +519,7 @@ __device__ __forceinline__ void resolve_evicting(
         own = empty_doubles(cluster, residency, scratch, request, run, found, hits, own);
         count();
     }
-    cluster.arrive();  // has read all that it reads of others
+    cluster.arrive();  // this block reads nothing more from other blocks
     const Tally before{sum_before(shared.tallies)};
     const uint32_t miss_bits = found.lead_bits & ~hits.of_any;
     int32_t host_blocks[kColumnRounds];
@@ -529,13 +534,13 @@ __device__ __forceinline__ void resolve_evicting(
     const int32_t first_victim = shared.cut.num_older_before + min(shared.cut.num_equal_before, shared.cut.num_of_age);
     write_columns(cluster, residency, out, scratch, request, columns, selected, host_blocks, found, first_victim);
     if (cluster.rank == 0) {
-        // The new rows take the places of what the reserved slots held.
+        // New rows overwrite the rows in the reserved slots.
         if (threadIdx.x < request.tables.max_query_len) {
             residency.entries[request.place(num_slots + threadIdx.x).entry].x = -1;
         }
         report(counts, residency.num_layers, request, total, shared.num_valid, out);
     }
-    cluster.wait();  // others may read what this block has until they arrive
+    cluster.wait();  // until other blocks arrive, they may read this block's memory
 }
 
 }  // namespace hisparse

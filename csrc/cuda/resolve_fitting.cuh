@@ -1,11 +1,11 @@
-// Requests whose sequence fits into their hot rows.
+// Resolution of requests that fit: they have a slot for every token.
 #pragma once
 
 #include "resolve_request.cuh"
 
 namespace hisparse {
 
-constexpr int32_t kClaim = 1 << 30;  // a last use below 0: the column that claims the row, less this
+constexpr int32_t kClaim = 1 << 30;  // a column claims a row by a negative last use: the column minus this
 
 // Find the place of each selected position of a sequence that fits. Returns the thread's rounds with a hit as bits.
 template <int kColumnRounds>
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t find_fitting_hits(
     for (int i = 0; i < kColumnRounds; ++i) {
         places[i] = request.place(request.is_valid(selected[i]) ? selected[i] : 0);
     }
-    // NOTE: not in a branch, so that the loads do not wait for each other.
+    // NOTE: the loads are outside of a branch, so that they do not wait for each other.
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const bool holds = residency.entries[places[i].entry].x == selected[i];
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t find_fitting_hits(
     return hit_bits;
 }
 
-// Which of the thread's columns are wanted, as bits; of columns with the same position only the first.
+// Return the thread's columns that are wanted, as bits; of columns with the same position, only the first.
 template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ uint32_t find_fitting_leads(
     const Residency& residency,
@@ -51,14 +51,15 @@ __device__ __forceinline__ uint32_t find_fitting_leads(
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         if (!(lead_bits >> i & 1)) continue;
-        // NOTE: past the L1 cache, which atomics do not write.
+        // NOTE: this load bypasses the L1 cache, because atomics do not update it.
         const bool leads = __ldcg(&residency.entries[places[i].entry].y) == columns.at(i) - kClaim;
         if (!leads) lead_bits &= ~(1u << i);
     }
     return lead_bits;
 }
 
-// Write where each selected row is, and the misses, both in the order of the selected positions; a miss takes the slot of its number.
+// Write the places of selected rows, and the misses, both in the order of the selected positions. A miss of position p
+// takes slot p.
 template <int kColumnRounds>
 __device__ __forceinline__ void write_fitting_columns(
     const Resolved& out,
@@ -84,7 +85,7 @@ __device__ __forceinline__ void write_fitting_columns(
     }
 }
 
-// A sequence that fits: position p is hot if slot p holds it. Nothing is searched for, nothing is evicted.
+// Resolve a request that fits: position p is hot if slot p holds it. Nothing is searched or evicted.
 template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void resolve_fitting(
     const Residency& residency,

@@ -1,21 +1,21 @@
-// What the kernel of `resolve` knows of a request, whether it fits or not: its tables, columns, counts.
+// Data of a request in the kernel of `resolve`, whether it fits or not: tables, columns, counts.
 #pragma once
 
 #include "common.cuh"
 
 namespace hisparse {
 
-// Sum of the numbers of the warps before this one. numbers: [kNumWarps] in shared memory.
+// Return the sum of the numbers of the warps before this one. numbers: [kNumWarps] in shared memory.
 __device__ inline int32_t sum_before(const int32_t* numbers) {
     return __reduce_add_sync(kAllLanes, lane_index() < warp_index() ? numbers[lane_index()] : 0);
 }
 
-// Sum of the numbers of all warps.
+// Return the sum of the numbers of all warps.
 __device__ inline int32_t sum_all(const int32_t* numbers) {
     return __reduce_add_sync(kAllLanes, numbers[lane_index()]);
 }
 
-// Hits and misses among the columns in one number.
+// Numbers of hits and misses among columns, in one integer.
 struct Tally {
     int32_t packed;
 
@@ -25,7 +25,7 @@ struct Tally {
 };
 static_assert(kMaxColumns < 1 << 15);
 
-// Sum of a number over this lane and those before it.
+// Return the sum of a number over this lane and the lanes before it.
 __device__ inline int32_t sum_up_to(int32_t number) {
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -35,7 +35,8 @@ __device__ inline int32_t sum_up_to(int32_t number) {
     return number;
 }
 
-// Rank of this lane, if it is `chosen`, among the lanes that are; `before`: how many precede this round, then the next.
+// Return the rank of this lane among all `chosen` lanes. before: number of chosen lanes in earlier rounds; updated for
+// the next round.
 __device__ inline int take_rank(bool chosen, int lane, int& before) {
     const uint32_t mask = __ballot_sync(kAllLanes, chosen);
     const int rank = before + __popc(mask & ((1u << lane) - 1));
@@ -43,7 +44,8 @@ __device__ inline int take_rank(bool chosen, int lane, int& before) {
     return rank;
 }
 
-// Write where one selected row is, and the copy that brings it there. place, miss_place: of the column, of its miss.
+// Write the place of one selected row, and its copy if it is missed. place, miss_place: places in the output of the
+// column and of its miss.
 __device__ inline void write_column(
     const Resolved& out, int64_t place, int64_t miss_place, int32_t hot_row_id, bool missed, int64_t host_row_id
 ) {
@@ -59,7 +61,7 @@ struct Place {
     int32_t entry;
 };
 
-// A request and where its rows are.
+// A request and the places of its rows.
 struct Request {
     const StepTables& tables;
     const HotRows& hot;
@@ -70,7 +72,7 @@ struct Request {
     int32_t seq_index;
     NewPositions added;
 
-    // slot: within the request's hot rows.
+    // slot: below the number of the request's hot rows.
     __device__ Place place(int32_t slot) const {
         const int32_t index = slot / rows_per_block, offset = slot - index * rows_per_block.divisor;
         const int32_t block = __ldg(hot_block_table + index);
@@ -79,7 +81,7 @@ struct Request {
     __device__ int64_t host_row_id(int32_t position) const {
         return flat_host_row_id(tables, block_size, seq_index, position);
     }
-    // Its host block; -1 where there is none.
+    // Return the host block of a position; -1 if there is none.
     __device__ int32_t host_block(int32_t position) const {
         const int32_t index = position / block_size;
         if (index >= tables.num_host_blocks) return -1;
@@ -92,12 +94,12 @@ struct Request {
     __device__ bool is_valid(int32_t position) const { return position >= 0 && position < added.end; }
 };
 
-// What a thread handles of `size` columns: each warp has a run of them and takes kWarpSize of it per round.
+// A thread's share of `size` columns. Each warp has a run of columns, and handles kWarpSize of them in each round.
 struct Share {
     int size;
     int rounds;
-    int run_start;  // of the warp
-    int first;      // of the thread
+    int run_start;  // first column of the warp
+    int first;      // first column of the thread
 
     __device__ explicit Share(int size)
         : size(size),
@@ -108,7 +110,7 @@ struct Share {
     __device__ bool has(int round) const { return round < rounds && at(round) < size; }
 };
 
-// selected: positions of the thread's columns; -1 beyond.
+// Load a thread's share of a selection. selected: positions of the thread's columns; -1 beyond the columns.
 template <int kColumnRounds>
 __device__ __forceinline__ void load_selection(
     const int32_t* selected_positions, const Share& columns, int32_t (&selected)[kColumnRounds]
@@ -118,7 +120,7 @@ __device__ __forceinline__ void load_selection(
         selected[i] = columns.has(i) ? __ldg(selected_positions + columns.at(i)) : -1;
 }
 
-// Note how many leading columns of each selection contain every valid one.
+// Compute the number of leading columns of each selection that contain all valid ones.
 // selection_size: columns of a selection. num_valid: [max_query_len] in shared memory.
 template <int kColumnRounds, bool kHasDrafts>
 __device__ __forceinline__ void note_valid(
@@ -149,28 +151,29 @@ __device__ __forceinline__ void note_valid(
     if (lane_index() == 0 && last_valid > 0) atomicMax(num_valid, last_valid);
 }
 
-// Which slots are victims: all of a higher age than `age`, and the first `num_of_age` of this one.
+// The choice of victims: all slots with a higher age than `age`, and the first `num_of_age` slots with this age.
 struct Cut {
     int32_t age;
     int32_t num_of_age;
-    int32_t num_older_before;  // of the thread blocks before this one
+    int32_t num_older_before;  // older slots in thread blocks before this one; `num_equal_before`: slots with this age
     int32_t num_equal_before;
 };
 
-// What the warps of a thread block tell each other, and `hits` the other blocks.
+// Values that the warps of a thread block share; other blocks read `hits`.
 struct alignas(16) Shared {
     int32_t tallies[kNumWarps];
-    int32_t aged[kNumWarps];         // slots of the warp's ages in all thread blocks
-    int32_t aged_before[kNumWarps];  // in those before this one
-    int32_t older[kNumWarps];        // slots that are older than the cut
-    int32_t equal[kNumWarps];        // of its age
+    int32_t aged[kNumWarps];  // slots of the warp's ages in all thread blocks
+    int32_t aged_before[kNumWarps];  // those in thread blocks before this one
+    int32_t older[kNumWarps];  // slots that are older than the cut
+    int32_t equal[kNumWarps];  // slots that have the cut's age
     Cut cut;
-    int32_t num_found;               // slots of the block with a wanted position
+    int32_t num_found;  // slots of the block with a wanted position
     int32_t num_valid[kMaxQueryLen];
-    uint32_t hits[kMaxColumns / kWarpSize];  // [kNumWarps, column rounds] columns whose position is a hit of this block
+    uint32_t hits[kMaxColumns / kWarpSize];  // [kNumWarps, column rounds] columns with a hit of this block, as bits
 };
 
-// Count the warp's hits and misses among the columns, each position once. The arguments: rounds of the thread, as bits.
+// Count the warp's hits and misses among the columns, each position once. lead_bits, hit_bits: rounds of the thread, as
+// bits.
 template <int kColumnRounds>
 __device__ __forceinline__ void count_columns(uint32_t lead_bits, uint32_t hit_bits, int32_t* tallies) {
     int num_hits = 0, num_misses = 0;
@@ -182,7 +185,7 @@ __device__ __forceinline__ void count_columns(uint32_t lead_bits, uint32_t hit_b
     if (lane_index() == 0) tallies[warp_index()] = Tally::of(num_hits, num_misses).packed;
 }
 
-// Counts of one request. total: of one layer. num_valid: [max_query_len] in shared memory.
+// Write the counts of one request. total: hits and misses of one layer. num_valid: [max_query_len] in shared memory.
 __device__ __forceinline__ void report(
     int64_t* counts,
     int32_t num_layers,

@@ -6,16 +6,16 @@ namespace {
 constexpr int kSelectThreads = 512;
 constexpr int kSelectWarps = kSelectThreads / kWarpSize;
 constexpr int kDigitBits = 8, kNumDigits = 1 << kDigitBits;
-constexpr uint32_t kNothing = 0x007fffff;  // key of -infinity: it and what is below it are never selected
+constexpr uint32_t kNothing = 0x007fffff;  // key of -infinity; this key and lower ones are never selected
 
-// Unsigned order of the keys is the order of the scores. NaN is the least of all.
+// Return a key whose unsigned order is the order of the scores. NaN has the lowest key.
 __device__ inline uint32_t sort_key(float score) {
     if (isnan(score)) return 0;
     const uint32_t bits = __float_as_uint(score);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// Exclusive sum over the threads of the block. `sums`: [kSelectWarps] in shared memory.
+// Return the exclusive prefix sum over the threads of the block. sums: [kSelectWarps] in shared memory.
 __device__ inline int32_t sum_before(int32_t value, int32_t* sums) {
     const int warp = warp_index(), lane = lane_index();
     int32_t sum = value;
@@ -30,7 +30,8 @@ __device__ inline int32_t sum_before(int32_t value, int32_t* sums) {
     return sum - value + __reduce_add_sync(kAllLanes, lane < warp && lane < kSelectWarps ? sums[lane] : 0);
 }
 
-// Count the keys that have the digits of the threshold known so far, `mask` says which, by their next digit.
+// Count keys by their next digit, among keys that have the known digits of the threshold. mask: bits of the known
+// digits.
 __device__ __forceinline__ void count_digits(
     const float* scores, int32_t num_scores, uint32_t mask, const uint32_t* threshold, int shift, int32_t* histogram
 ) {
@@ -44,14 +45,14 @@ __device__ __forceinline__ void count_digits(
     __syncthreads();
 }
 
-// Append to the threshold the largest digit such that fewer than *num_left keys have larger ones, or 0, and take those
-// keys off *num_left. By one warp.
+// Append to the threshold the digit of the key of rank *num_left, or 0 if there are fewer keys, and subtract the keys
+// with larger digits from *num_left. Called by one warp.
 __device__ __forceinline__ void choose_digit(
     const int32_t* histogram, int shift, uint32_t* threshold, int32_t* num_left
 ) {
     constexpr int kRun = kNumDigits / kWarpSize;
     const int own_lane = static_cast<int>(threadIdx.x);
-    const int last = kNumDigits - 1 - own_lane * kRun;  // lane 0 has the largest digits
+    const int last = kNumDigits - 1 - own_lane * kRun;  // lane 0 handles the largest digits
     const uint32_t prefix = *threshold;
     int32_t own_sum = 0;
     for (int i = 0; i < kRun; ++i) own_sum += histogram[last - i];
@@ -70,7 +71,7 @@ __device__ __forceinline__ void choose_digit(
     *num_left = wanted - above;
 }
 
-// The key of rank *num_left, digit by digit; *num_left becomes how many of its equals are selected.
+// Find the key of rank *num_left, digit by digit. *num_left becomes the number of selected units that have this key.
 __device__ __forceinline__ void find_threshold(
     const float* scores, int32_t num_scores, int32_t* histogram, uint32_t* threshold, int32_t* num_left
 ) {
@@ -83,8 +84,8 @@ __device__ __forceinline__ void find_threshold(
     }
 }
 
-// Write the units above the threshold and the first `num_equal` of those that equal it, each thread those of its run.
-// Returns where the thread ended: of the last thread, how many there are.
+// Write the units above the threshold, and the first `num_equal` units with the threshold's key; each thread writes
+// those of its run. Returns the end of the thread's units; for the last thread, this is the number of all.
 __device__ __forceinline__ int32_t write_best(
     const float* scores, int32_t num_scores, uint32_t threshold, int32_t num_equal, int32_t* sums, int32_t* units
 ) {
@@ -108,8 +109,8 @@ __device__ __forceinline__ int32_t write_best(
     return place;
 }
 
-// One thread block per request and KV head: the key of rank `num_selected - 1`, then everything above it and, of its
-// equals, the first ones, then the newest unit.
+// One thread block per request and KV head. It finds the key of rank `num_selected - 1`, and writes the units above it,
+// the first units with this key, and then the newest unit.
 __global__ void __launch_bounds__(kSelectThreads) select_units_kernel(
     const float* __restrict__ scores,        // [batch, num_heads, max_units]
     const int64_t* __restrict__ num_tokens,  // [batch]

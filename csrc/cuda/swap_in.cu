@@ -4,7 +4,7 @@ using namespace hisparse;
 
 namespace {
 
-// Whether kernels of the current device can start before the one that they depend on has ended.
+// Return true if kernels of the current device can start before the kernel that they depend on has ended.
 cudaError_t has_dependent_launch(bool* result) {
     int device = 0, major = 0;
     if (const cudaError_t error = cudaGetDevice(&device)) return error;

@@ -4,9 +4,9 @@ namespace hisparse {
 
 namespace {
 
-constexpr int kMaxBlocks = 32;  // the link is busy with these; the step's own kernels keep the rest
+constexpr int kMaxBlocks = 32;  // they keep the link busy; the other multiprocessors are left to the step's kernels
 
-// One thread block per new position at a time, one warp per layer.
+// A thread block copies one new position at a time, with one warp per layer.
 __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const __grid_constant__ LayerRows layers,
     const int32_t num_layers,
