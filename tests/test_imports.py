@@ -82,6 +82,13 @@ def test_workers_import_nothing_of_the_scheduler_side() -> None:
     assert not [(path, name) for path, names in imports.items() for name in names if name.startswith(scheduler_side)]
 
 
+def test_the_kv_manager_imports_nothing_of_the_connector() -> None:
+    files = list((PACKAGE / "kv_manager").rglob("*.py"))
+    imports = {path.relative_to(PACKAGE): imported_modules(path.read_text()) for path in files}
+    assert len(files) > 40
+    assert not [(path, name) for path, names in imports.items() for name in names if "vllm_hisparse.connector" in name]
+
+
 def test_modules_import_each_other_in_one_direction() -> None:
     """Imports in functions and for type checkers count, too."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in RUNTIME_FILES}

@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
 from vllm_hisparse.connector import leases
-from vllm_hisparse.connector.leases import MARGIN_S, Leases, LeaseTerms
+from vllm_hisparse.connector.leases import MARGIN_S, Leases
+from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
 KEY = ("prefill", "p")
 

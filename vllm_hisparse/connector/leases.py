@@ -11,21 +11,10 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from vllm_hisparse.kv_manager.metadata import LeaseTerms
+
 DEFAULT_LEASE_S = 30  # the default of vLLM's NIXL connector
 MARGIN_S = 1.0  # largest margin for the way of a renewal to the prefill instance, and for differences of clocks
-
-
-@dataclass(frozen=True)
-class LeaseTerms:
-    """The lease of a pull that begins, as far as the scheduler's side knows it.
-
-    Attributes:
-        age_s: seconds since the request arrived with its transfer parameters.
-        lease_s: duration of the prefill side's leases in seconds.
-    """
-
-    age_s: float
-    lease_s: float
 
 
 @dataclass

@@ -15,10 +15,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_hisparse.compat.nixl import send_heartbeats_every
 from vllm_hisparse.compat.request_ids import owns_transfer, transfer_of_sample
-from vllm_hisparse.connector.leases import DEFAULT_LEASE_S, LeaseTerms
+from vllm_hisparse.connector.leases import DEFAULT_LEASE_S
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.connector.transfer_params import TransferParams, TransferRefused
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from vllm_hisparse.compat.nixl import PullHooks, copy_blocks_whole
-from vllm_hisparse.connector.leases import Leases, LeaseTerms
+from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.nixl_config import host_resident_config
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,20 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from vllm_hisparse.connector.leases import LeaseTerms
-
 BlockPairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    """The lease of a pull that begins, as far as the scheduler's side knows it.
+
+    Attributes:
+        age_s: seconds since the request arrived with its transfer parameters.
+        lease_s: duration of the prefill side's leases in seconds.
+    """
+
+    age_s: float
+    lease_s: float
 
 
 @dataclass
