@@ -18,6 +18,7 @@ from vllm_hisparse.connector.metadata import (
 )
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
+from vllm_hisparse.cpu.unit_ops import CpuUnitOps
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
 from vllm_hisparse.kv_manager.metadata import BlockPairs, HiSparseMetadata
@@ -196,7 +197,9 @@ class HiSparseWorkerConnector:
         head_stride, rest = divmod(cache.stride(0), cache.stride(1))
         assert rest == 0, "the block stride is not a whole number of KV heads"
         algorithm, memory = self._make_checked_algorithm(shape, cache.device), _block_memory(caches, self.layout)
-        return GQAHotBuffer(algorithm, shape, head_stride, memory)
+        # vLLM's CPU attention has its own order of a host block's bytes.
+        ops = CpuUnitOps(algorithm, shape.block_size) if cache.device.type == "cpu" else None
+        return GQAHotBuffer(algorithm, shape, head_stride, memory, ops)
 
     def _make_mla_hot_buffer(self, shape: HotBufferShape, device: torch.device) -> MLAHotBuffer:
         """Make a hot buffer that records selections if `selection_trace_dir` is set.

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder, decode_tokens
 from vllm_hisparse.compat.cpu_attention import cpu_attention_isa, cpu_kernels
-from vllm_hisparse.cpu.paged_gqa import CpuBlocks, attend
+from vllm_hisparse.cpu.paged_gqa import attend
 from vllm_hisparse.cpu.take_rows import take_rows
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer, view_units
@@ -212,19 +212,21 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         """Attach storage.
 
         Args:
-            hot_buffer: hot buffer shared by all layers.
+            hot_buffer: hot buffer shared by all layers; its `ops` are `CpuUnitOps`.
             layer_index: index of this layer in the hot buffer.
             host_rows: [num_host_blocks, block_size, row elements].
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
         self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm
         self.layer_index, self.state, self.host_rows = layer_index, hot_buffer.state.layers[layer_index], host_rows
-        self.hot = view_units(cache, hot_buffer.heads)
-        hot_buffer.add_layer(self.hot, host_rows.flatten(0, 1))
+        self.hot, self.ops = view_units(cache, hot_buffer.heads), hot_buffer.ops
+        self.host_units = host_rows.view(-1, self.algorithm.tokens_per_unit * 2 * self.head_size)
+        hot_buffer.add_layer(self.hot, self.host_units)
+        self.swap_in = hot_buffer.swap_in_of(layer_index)
         num_blocks, self.block_size, _ = host_rows.shape
         blocks = host_rows.view(num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_size)
         self.isa = cpu_attention_isa(host_rows.dtype, self.block_size, self.head_size)
-        self.host_blocks = CpuBlocks.view(blocks, self.isa)
+        self.host_blocks = self.ops.host_blocks(self.host_units)
         halves = blocks.view(num_blocks, self.num_kv_heads, 2 * self.block_size, self.head_size).chunk(2, 2)
         self.host_keys, self.host_values = halves  # in the form that vLLM's kernels take
         self._group_shape = self.algorithm.shape.num_heads // self.num_kv_heads, self.head_size
@@ -252,7 +254,7 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             self.represent(span)
         for seeds in metadata.seeds:
             homes = self._host_units(seeds.seq_indices[:, None], seeds.units)
-            self.hot.rows[seeds.hot_row_ids.flatten()] = self._load_units(homes.flatten())
+            self.hot.rows[seeds.hot_row_ids.flatten()] = self.ops.read_host_rows(self.host_units, homes.flatten())
             self.hot_buffer.seed(self.layer_index, seeds)
         if metadata.prefill is not None:
             output[metadata.prefill.tokens] = self._prefill(query[metadata.prefill.tokens], metadata.prefill)
@@ -300,9 +302,8 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
         step = self.hot_buffer.step
         step.begin(self.layer_index)
         selected_unit_ids = self.hot_buffer.select(self.layer_index, key, query)
-        self._write_new(key, value)
-        resolved = self.hot_buffer.resolve(self.layer_index, selected_unit_ids)
-        self._load_missed(resolved, len(selected_unit_ids))
+        step.write_tokens(self.layer_index, key, value)
+        resolved = self.swap_in(selected_unit_ids)
         out = self._attend(query, selected_unit_ids, resolved)
         step.finish(self.layer_index)
         return out
@@ -329,58 +330,11 @@ class HotGQACpuImpl(CPUAttentionBackendImpl):
             out.view(batch, self.num_kv_heads, max_query_len, *self._group_shape).transpose(1, 2).reshape(query.shape)
         )
 
-    def _write_new(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new tokens into their units. If the slot of the first unit lacks its earlier tokens, load them
-        first.
-
-        Args:
-            key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
-        """
-        step, heads = self.hot_buffer.step, self.hot_buffer.heads
-        batch, units, per_unit = len(step.tables.seq_lens) // heads.num_heads, step.units, heads.tokens_per_unit
-        states, first_units = heads.seq_indices(units.request_indices[0, :batch]), step.first_units[self.layer_index]
-        new_rows = step.newest_row_ids[: len(states) * units.max_query_len].view(len(states), -1)
-        by_head = units.positions[:, :batch].repeat_interleave(heads.num_heads, 1)
-        new_units, offsets, first = by_head // per_unit, by_head % per_unit, by_head[0] // per_unit
-        stale = (first_units[states] != first) & (offsets[0] > 0)
-        if stale.any():
-            self.hot.rows[new_rows[stale, 0]] = self._load_units(self._host_units(states[stale], first[stale]))
-        first_units[states] = first.int()
-        tokens = self.hot.rows.unflatten(1, (per_unit, -1))
-        new_tokens = torch.cat((key, value), -1).unflatten(0, (batch, -1)).to(tokens.dtype)
-        for i in range(units.max_query_len):
-            exists = (units.num_tokens[i, :batch] > 0).repeat_interleave(heads.num_heads)
-            columns = (new_units[i] - first)[exists, None]
-            rows = new_rows[exists].gather(1, columns)[:, 0]
-            tokens[rows, offsets[i, exists]] = new_tokens[:, i].flatten(0, 1)[exists]
-
     def _host_units(self, seq_indices: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """Return the flat host units of units of KV heads, int64; the arguments are broadcast."""
         per_block = self.hot_buffer.step.shape.block_size
         parts = self.hot_buffer.requests.host_block_tables[seq_indices, units // per_block].long()
         return parts * per_block + units % per_block
-
-    def _load_missed(self, resolved: Resolved, batch: int) -> None:
-        columns = torch.arange(resolved.miss_hot_row_ids.shape[1])
-        missed = columns < resolved.num_misses[:batch, None]
-        if missed.any():
-            self.hot.rows[resolved.miss_hot_row_ids[:batch][missed].long()] = self._load_units(
-                resolved.miss_host_row_ids[:batch][missed]
-            )
-
-    def _load_units(self, host_units: torch.Tensor) -> torch.Tensor:
-        """Load units from the host pool: [n, unit elements], token after token, a token's key and value side by side.
-
-        Args:
-            host_units: [n] int64 flat host units.
-        """
-        heads, per_block = self.hot_buffer.heads, self.hot_buffer.step.shape.block_size
-        parts, units, per_unit = host_units // per_block, host_units % per_block, heads.tokens_per_unit
-        blocks, kv_heads = heads.host_blocks(parts), heads.heads_of(parts)
-        offsets = (units[:, None] * per_unit + torch.arange(per_unit)).flatten()
-        where = blocks.repeat_interleave(per_unit), kv_heads.repeat_interleave(per_unit), offsets
-        rows = torch.cat((self.host_blocks.load_keys(*where), self.host_blocks.load_values(*where)), -1)
-        return rows.view(-1, self.hot.rows.shape[1])
 
     def _load_host_keys(self, span: KeySpan) -> torch.Tensor:
         """Load keys from the host pool: [last - first, num_kv_heads, head_size]."""

@@ -28,7 +28,13 @@ class _Choice(NamedTuple):
 
 
 class TorchSwapInOps(SwapInOps):
-    """Works on tensors of any device. Against the rule of `SwapInOps`, it allocates and waits for the device."""
+    """Works on tensors of any device. Against the rule of `SwapInOps`, it allocates and waits for the device.
+
+    Attributes:
+        writes_host_tokens: True if `write_tokens` writes new tokens to the host, too.
+    """
+
+    writes_host_tokens = True
 
     def resolve(
         self,
@@ -65,7 +71,7 @@ class TorchSwapInOps(SwapInOps):
         num_misses = resolved.num_misses[:batch, None]
         counted = torch.arange(resolved.miss_hot_row_ids.shape[1], device=num_misses.device) < num_misses
         source_ids, target_ids = resolved.miss_host_row_ids[:batch][counted], resolved.miss_hot_row_ids[:batch][counted]
-        _copy_rows(host_rows, source_ids, hot_rows.rows, target_ids.long())
+        self._load_rows(host_rows, source_ids, hot_rows.rows, target_ids.long())
 
     def swap_in(
         self,
@@ -171,19 +177,38 @@ class TorchSwapInOps(SwapInOps):
         homes = _flat_row_ids(tables.host_block_tables[seqs], _new_positions(tables, live), tables.block_size)
         continues = units.positions[0, requests] % per_unit > 0
         stale = continues & (first_units[seqs] != first_new[:, 0])
-        _copy_rows(host_rows, homes[stale, 0], hot_rows.rows, targets[stale, 0])
+        self._load_rows(host_rows, homes[stale, 0], hot_rows.rows, targets[stale, 0])
         first_units[seqs] = first_new[:, 0]
         tokens = torch.cat((key, value), -1).unflatten(0, (-1, units.max_query_len))
+        copies = [(hot_rows.rows, targets), (host_rows, homes)][: 1 + self.writes_host_tokens]
         for i in range(units.max_query_len):
             exists = units.num_tokens[i, requests] > 0
             positions = units.positions[i, requests][exists]
             columns = positions[:, None] // per_unit - first_new[exists]
             new = tokens[requests[exists], i, heads[exists]]
-            for rows, places in ((hot_rows.rows, targets), (host_rows, homes)):
+            for rows, places in copies:
                 by_token, where = rows.unflatten(1, (per_unit, -1)), places[exists].gather(1, columns)[:, 0]
                 by_token[where.to(rows.device), (positions % per_unit).to(rows.device)] = new.to(
                     rows.device, rows.dtype
                 )
+
+    def read_host_rows(self, host_rows: torch.Tensor, host_row_ids: torch.Tensor) -> torch.Tensor:
+        """Read rows of the host pool: [n, row elements], on its device.
+
+        Args:
+            host_rows: as in `gather`.
+            host_row_ids: [n] int64 flat ids of host rows.
+        """
+        return host_rows.index_select(0, host_row_ids)  # it copies whole rows; indexing copies single elements
+
+    def _load_rows(
+        self, host_rows: torch.Tensor, host_row_ids: torch.Tensor, hot_rows: torch.Tensor, hot_row_ids: torch.Tensor
+    ) -> None:
+        """Copy rows from the host; a pair with an id outside its tensor is skipped."""
+        host_row_ids, hot_row_ids = _keep_existing(host_rows, host_row_ids, hot_rows, hot_row_ids)
+        if len(host_row_ids):
+            rows = self.read_host_rows(host_rows, host_row_ids.to(host_rows.device))
+            hot_rows[hot_row_ids] = rows.to(hot_rows.device)
 
 
 class _Buffers(NamedTuple):
@@ -430,8 +455,14 @@ def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Ten
         source, target: [rows, row elements] of one width, any dtypes.
         source_ids, target_ids: [n] int64; a pair with an id outside its tensor is skipped.
     """
-    kept = (source_ids >= 0) & (source_ids < len(source)) & (target_ids >= 0) & (target_ids < len(target))
-    if not kept.all():
-        source_ids, target_ids = source_ids[kept], target_ids[kept]
+    source_ids, target_ids = _keep_existing(source, source_ids, target, target_ids)
     rows = source.index_select(0, source_ids.to(source.device))  # it copies whole rows; indexing copies single elements
     target[target_ids.to(target.device)] = rows.to(target.device)
+
+
+def _keep_existing(
+    source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop the pairs with an id outside its tensor; arguments as for `_copy_rows`."""
+    kept = (source_ids >= 0) & (source_ids < len(source)) & (target_ids >= 0) & (target_ids < len(target))
+    return (source_ids, target_ids) if kept.all() else (source_ids[kept], target_ids[kept])

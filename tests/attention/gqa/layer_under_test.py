@@ -18,9 +18,11 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
 from vllm_hisparse.cpu.gqa import HotGQACpuImpl, HotGQACpuMetadataBuilder
+from vllm_hisparse.cpu.unit_ops import CpuUnitOps
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.layout import StateLayout
+from vllm_hisparse.ops.base import SwapInOps
 
 
 def attend_paged(**call: Any) -> None:
@@ -101,7 +103,7 @@ class LayerUnderTest(ABC):
             torch.full(size, FP8_NAN, dtype=torch.uint8) if self.stores_fp8 else torch.full(size, float("nan"))
         )
         memory = torch.full((NUM_STATE_BLOCKS, STATE_BLOCK_BYTES // 4), float("nan")).view(torch.uint8)
-        self.buffer = GQAHotBuffer(self.algorithm, shape, stride, memory)
+        self.buffer = GQAHotBuffer(self.algorithm, shape, stride, memory, self.make_ops(shape))
         self.state_blocks: dict[int, int] = {}  # by first hot block
         self.free_state_blocks = (torch.randperm(NUM_STATE_BLOCKS - 1) + 1).tolist()
         self.host = torch.full((40, BLOCK_SIZE, NUM_KV_HEADS * 2 * HEAD_SIZE), 1e4)
@@ -126,6 +128,10 @@ class LayerUnderTest(ABC):
             parallel_config=None,
             compilation_config=SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=self.impl)}),
         )
+
+    def make_ops(self, shape: HotBufferShape) -> SwapInOps | None:
+        """Operations of the layer's platform; None: those for the device."""
+        return None
 
     def start(self, request: Request) -> None:
         self.started.append(request)
@@ -277,6 +283,9 @@ def attend_staged(_impl: Any, layer: Any, query: torch.Tensor, _key, _value, cac
 
 class CpuLayer(LayerUnderTest):
     impl_class, builder_class = HotGQACpuImpl, HotGQACpuMetadataBuilder
+
+    def make_ops(self, shape: HotBufferShape) -> SwapInOps:
+        return CpuUnitOps(self.algorithm, shape.block_size)
 
     def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:
         self.begin_decodes(batch, seq_lens)  # Model Runner V1: before the metadata

@@ -79,8 +79,7 @@ def test_what_a_step_needs_once_is_done_once(monkeypatch: pytest.MonkeyPatch) ->
     assert [call[0] for call in ops.method_calls] == ["newest_row_ids", "write_back"]
 
 
-@pytest.mark.parametrize("finds_newest_rows", [True, False])
-def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> None:
+def test_a_dense_models_step_is_by_kv_head_and_unit() -> None:
     heads = KVHeads(num_heads=2, head_stride=5, tokens_per_unit=4)
     requests = RequestTable(2, 5, 1, NUM_SLOTS + 1, NUM_BLOCKS, heads, CPU)
     requests.add(8)
@@ -94,7 +93,6 @@ def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> 
         StepShape(6, 2, 1),
         CPU,
         num_layers=NUM_LAYERS,
-        finds_newest_rows=finds_newest_rows,
     )
     step.plan(tensor(3, 0), torch.tensor([11, 0], dtype=torch.int32))
     step.begin(0)
@@ -102,8 +100,6 @@ def test_a_dense_models_step_is_by_kv_head_and_unit(finds_newest_rows: bool) -> 
     assert step.units.positions[0, :2].tolist() == [10, 0] and step.units.num_tokens[0, :2].tolist() == [11, 0]
     assert step.tables.seq_lens.tolist() == [3, 3, 0, 0]  # units
     assert step.tables.first_hot_block_ids.tolist() == [15, 16, -1, -1]
-    newest = [15 * 7 + 2, 16 * 7 + 2, -1, -1] if finds_newest_rows else [-1] * 4
-    assert step.newest_row_ids[:4].tolist() == newest
     step.first_units.zero_()
     step.reload_newest_units([index])
     assert (step.first_units == -1).nonzero().tolist() == [

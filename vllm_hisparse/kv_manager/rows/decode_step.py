@@ -65,8 +65,6 @@ class DecodeStep(ABC):
 
     Attributes:
         tables: tables of the decoding requests; None before the first `plan`.
-        newest_row_ids: [max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1 for
-            padding.
         resolved: output of the last `resolve` or `swap_in`.
     """
 
@@ -77,8 +75,7 @@ class DecodeStep(ABC):
         self.tables: StepTables | None = None
         self._num_queries, self._query_indices = 0, None
         self._parts: dict[tuple[int, int], tuple[StepTables, Resolved]] = {}  # of the step, by request range
-        num_new_rows, num_columns = shape.max_batch * shape.max_query_len, shape.num_selected * shape.max_query_len
-        self.newest_row_ids = torch.full((num_new_rows,), -1, dtype=torch.int64, device=device)
+        num_columns = shape.num_selected * shape.max_query_len
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
 
     def plan(
@@ -169,14 +166,21 @@ class DecodeStep(ABC):
             shape.max_query_len,
         )
 
-    def _find_newest_rows(self) -> None:
-        """Set `newest_row_ids`. They are the same in all layers."""
-        assert self.tables is not None
-        self.ops.newest_row_ids(self.tables, self.layers[0].hot, self.newest_row_ids)
-
 
 class MLADecodeStep(DecodeStep):
-    """A step of a DSA model: new rows are written to `newest_row_ids`, and copied to the host after the last layer."""
+    """A step of a DSA model: new rows are written to `newest_row_ids`, and copied to the host after the last layer.
+
+    Attributes:
+        newest_row_ids: [max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1 for
+            padding. They are the same in all layers.
+    """
+
+    def __init__(
+        self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device
+    ):
+        super().__init__(requests, layers, ops, shape, device)
+        num_rows = shape.max_batch * shape.max_query_len
+        self.newest_row_ids = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
 
     def join_selections(self, selected_positions: torch.Tensor) -> torch.Tensor:
         """Turn selections of a step's tokens, [tokens, num_selected] int32, into the form that a `SwapIn` takes:
@@ -191,7 +195,8 @@ class MLADecodeStep(DecodeStep):
         return self._make_tables(first_hot_block_ids, seq_lens, query_lens)
 
     def _begin(self) -> None:
-        self._find_newest_rows()
+        assert self.tables is not None
+        self.ops.newest_row_ids(self.tables, self.layers[0].hot, self.newest_row_ids)
 
     def _finish(self) -> None:
         assert self.tables is not None
@@ -206,7 +211,6 @@ class GQADecodeStep(DecodeStep):
     Args:
         requests, layers, ops, shape, device: as in `DecodeStep`; batch entries are KV heads, and rows are units.
         num_layers: layers with a hot buffer.
-        finds_newest_rows: whether layers write new tokens by `newest_row_ids` instead of `write_tokens`.
 
     Attributes:
         units: units of the decoding requests.
@@ -222,10 +226,9 @@ class GQADecodeStep(DecodeStep):
         shape: StepShape,
         device: torch.device,
         num_layers: int,
-        finds_newest_rows: bool,
     ):
         super().__init__(requests, layers, ops, shape, device)
-        heads, self.finds_newest_rows = requests.heads, finds_newest_rows
+        heads = requests.heads
         max_batch = shape.max_batch // heads.num_heads
         self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device, shape.max_query_len)
         self.first_units = torch.full((num_layers, requests.num_seqs + 1), -1, dtype=torch.int32, device=device)
@@ -260,8 +263,6 @@ class GQADecodeStep(DecodeStep):
     def _begin(self) -> None:
         assert self._by_request is not None
         self.ops.begin_units(*self._by_request, self.requests.seq_indices, self.units)
-        if self.finds_newest_rows:
-            self._find_newest_rows()
 
     def _finish(self) -> None:
         """Do nothing: every layer has written its tokens to the host before it attended."""

@@ -12,7 +12,7 @@ from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.swap_in import SelectingSwapIn, SwapIn
 from vllm_hisparse.layout import StateLayout
-from vllm_hisparse.ops.base import HotRows, Resolved
+from vllm_hisparse.ops.base import HotRows, SwapInOps
 from vllm_hisparse.ops.kv_heads import KVHeads
 
 
@@ -24,6 +24,7 @@ class GQAHotBuffer(HotBuffer):
         shape: sizes.
         head_stride: distance from one device block to the next, in KV heads' parts of a block.
         memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks.
+        ops: swap-in operations; None: those for the device.
 
     Attributes:
         state: the algorithm's state.
@@ -31,12 +32,19 @@ class GQAHotBuffer(HotBuffer):
 
     step: GQADecodeStep
 
-    def __init__(self, algorithm: SparseAlgorithm, shape: HotBufferShape, head_stride: int, memory: torch.Tensor):
+    def __init__(
+        self,
+        algorithm: SparseAlgorithm,
+        shape: HotBufferShape,
+        head_stride: int,
+        memory: torch.Tensor,
+        ops: SwapInOps | None = None,
+    ):
         heads, device = KVHeads(algorithm.shape.num_kv_heads, head_stride, algorithm.tokens_per_unit), memory.device
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
         sizes = shape.num_device_blocks, head_stride * units_per_block, heads.num_heads * units_per_block
         table = ResidencyTable.by_row(*sizes, shape.num_layers, device)
-        super().__init__(shape, heads, table, [True] * shape.num_layers)
+        super().__init__(shape, heads, table, [True] * shape.num_layers, ops)
         self.algorithm = algorithm
         assert algorithm.max_query_len == shape.max_query_len, "algorithm and buffer are of other steps"
         layout = StateLayout(algorithm.state_entries, shape.num_layers, memory.shape[1])
@@ -48,7 +56,6 @@ class GQAHotBuffer(HotBuffer):
             self.step_shape(algorithm.num_selected),
             device,
             num_layers=shape.num_layers,
-            finds_newest_rows=device.type == "cpu",
         )
 
     def change_hot_block_tables(self, changes: BlockTableChanges) -> None:
@@ -83,19 +90,6 @@ class GQAHotBuffer(HotBuffer):
 
     def swap_in_of(self, layer_index: int) -> SwapIn:
         return SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_seq)
-
-    def resolve(self, layer_index: int, selected_unit_ids: torch.Tensor) -> Resolved:
-        """Resolve a layer's selection without copying; the copies depend on the order of a unit's bytes on the host.
-
-        Args:
-            layer_index: index of the layer.
-            selected_unit_ids: [batch * num_heads, max_query_len * num_selected] int32 selections of the decoding
-                requests' KV heads.
-        """
-        residency, step, hot = self.residency[layer_index], self.step, self.layers[layer_index].hot
-        assert step.tables is not None
-        self.ops.resolve(residency, step.tables, selected_unit_ids, hot, self.counts.by_seq, step.resolved)
-        return step.resolved
 
     def begin_decoding(self, first_hot_block_id: int, position: int) -> tuple[KeySpan, ...]:
         """Keys to represent before a request decodes the token at `position`."""

@@ -15,7 +15,7 @@ from vllm_hisparse.kv_manager.rows.hit_counts import HitCounts
 from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges, RequestTable
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
-from vllm_hisparse.ops.base import HotRows
+from vllm_hisparse.ops.base import HotRows, SwapInOps
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 
@@ -95,9 +95,10 @@ class HotBuffer(ABC):
         table: residency of all layers, on the device of the hot rows.
         selects: for each layer, True if it selects; False if it shares selection and residency with the last layer
             that does.
+        ops: swap-in operations; None: those for the device.
 
     Attributes:
-        ops: swap-in operations of the device.
+        ops: swap-in operations.
         requests: the running requests.
         layers: rows of each layer, in order; `add_layer` fills it.
         residency: residency of each layer, in the table.
@@ -109,11 +110,18 @@ class HotBuffer(ABC):
 
     step: DecodeStep
 
-    def __init__(self, shape: HotBufferShape, heads: KVHeads, table: ResidencyTable, selects: Sequence[bool]):
+    def __init__(
+        self,
+        shape: HotBufferShape,
+        heads: KVHeads,
+        table: ResidencyTable,
+        selects: Sequence[bool],
+        ops: SwapInOps | None = None,
+    ):
         self.shape, self.heads, self.device = shape, heads, table.entries.device
         self.table, self.residency, self.selects = table, table.layers, list(selects)
         device = self.device
-        self.ops = swap_in_ops(device)
+        self.ops = ops or swap_in_ops(device)
         units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
         blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
