@@ -1,6 +1,6 @@
 """Commands of the examples and of the documentation, in the parsers of the programs that get them.
 
-tests/e2e/test_examples.py runs the examples that need no GPU.
+tests/e2e/test_run_examples.py runs the examples that need no GPU.
 """
 
 from __future__ import annotations

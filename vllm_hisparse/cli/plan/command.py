@@ -18,9 +18,10 @@ from rich.table import Table
 
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options, replicas_refusal
-from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, System, independent_hit_rate
+from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
+from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
 
 DENSE_TOP_K = 2048
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in multiples of top-k
@@ -79,12 +80,7 @@ def plan_command(
         message = f"got {top_k}, expected the model's index_topk, {shape.top_k}: leave the option out"
         raise typer.BadParameter(message, param_hint="--top-k")
     selected = shape.top_k or top_k or DENSE_TOP_K
-    least = selected * (1 + drafts)
-    if device_buffer_size is not None and device_buffer_size < least:
-        raise typer.BadParameter(
-            f"got {device_buffer_size}, expected at least {least}: {selected} selected rows for each token of a step",
-            param_hint="--device-buffer-size",
-        )
+    _check_sizes(shape, selected, drafts, device_buffer_size)
     prompts, answers = lengths(context, "--context"), lengths(output_tokens, "--output-tokens")
     longest = max(prompts) + max(answers)
     load = Load(quantiles(prompts), fmean(answers), longest, concurrency, request_rate)
@@ -122,6 +118,26 @@ def plan_command(
         show(plan, starts, deployments)
     if chart is not None:
         draw(plan, chart)
+
+
+def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size: int | None) -> None:
+    """Refuse sizes that an engine would refuse at start-up."""
+    unit, least = 1 if shape.is_dsa else QUEST_PAGE, top_k * (1 + drafts)
+    most_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
+    if top_k % unit or top_k > MAX_TOP_K * unit:
+        message = f"got {top_k}, expected a multiple of Quest's page of {unit} tokens, at most {MAX_TOP_K * unit}"
+        raise typer.BadParameter(message, param_hint="--top-k")
+    if drafts > most_drafts:
+        message = (
+            f"got {drafts}, expected at most {most_drafts}: a step has room for {MAX_COLUMNS * unit} selected rows"
+        )
+        raise typer.BadParameter(message, param_hint="--drafts")
+    if device_buffer_size is not None and (device_buffer_size < least or device_buffer_size % unit):
+        multiple = f"a multiple of {unit}, " if unit > 1 else ""
+        raise typer.BadParameter(
+            f"got {device_buffer_size}, expected {multiple}at least {least}: {top_k} selected rows of each token",
+            param_hint="--device-buffer-size",
+        )
 
 
 def _only_one(first: str, value: object, second: str, other: object) -> None:

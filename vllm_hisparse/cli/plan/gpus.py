@@ -55,7 +55,13 @@ class Gpu:
             return GPUS[name.upper()]
         path = Path(name)
         if path.suffix == ".json" and path.is_file():
-            return cls.from_doctor(json.loads(path.read_text()))
+            try:
+                report = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(f"got {name}, expected a JSON file of `vllm-hisparse doctor`: {error}") from None
+            if not isinstance(report, dict):
+                raise ValueError(f"got {name}, expected a JSON file of `vllm-hisparse doctor`, which is an object")
+            return cls.from_doctor(report)
         raise ValueError(f"got {name!r}, expected one of {', '.join(GPUS)}, or a JSON file of `vllm-hisparse doctor`")
 
     @classmethod

@@ -267,6 +267,8 @@ def _read(model: str) -> tuple[str, dict[str, Any]]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is no configuration of a model: got a {type(config).__name__}, expected an object")
     return path.parent.name if path.name == "config.json" else path.stem, config
 
 
