@@ -134,7 +134,8 @@ class KVMemory:
     def hot_rows(self, system: System, lengths: Sequence[int], running: int) -> list[int]:
         """Return the hot rows per layer of each of the requests that share the device memory.
 
-        The plugin lends free blocks to all requests equally, until a request is hot as a whole.
+        The plugin lends free blocks: requests that need the least to be hot as a whole get all of these first, and the
+        others divide the rest.
 
         Args:
             system: way to keep KV.
@@ -153,14 +154,15 @@ class KVMemory:
         ]
         needed = fmean(self.request_bytes(System.plugin, num_tokens)[0] for num_tokens in lengths)
         free = max(0.0, self.device_bytes / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
-        lent, still = 0, sorted(wanted)
-        for index, blocks in enumerate(still):  # smallest wishes first: each gets its wish or an equal share
-            share = int(free // (len(still) - index))
-            lent = max(lent, min(blocks, share))
-            free -= min(blocks, share)
+        lent = [0] * len(wanted)
+        order = sorted(range(len(wanted)), key=wanted.__getitem__)
+        for place, index in enumerate(order):
+            is_whole = wanted[index] <= free
+            lent[index] = wanted[index] if is_whole else int(free // (len(order) - place))
+            free -= lent[index]
         return [
-            min(num_tokens, (blocks + min(more, lent)) * layout.rows_per_hot_block)
-            for num_tokens, blocks, more in zip(lengths, own, wanted, strict=True)
+            min(num_tokens, (blocks + more) * layout.rows_per_hot_block)
+            for num_tokens, blocks, more in zip(lengths, own, lent, strict=True)
         ]
 
 
