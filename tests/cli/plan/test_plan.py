@@ -434,6 +434,10 @@ def test_refusals(words: tuple[str, ...], expected: str) -> None:
 REFUSED = {
     "v3": (PRESETS["DeepSeek-V3.2"] | {"index_topk": None}, "no indexer"),
     "m3": (PRESETS["Llama-3.1-8B"] | {"architectures": ["MiniMaxM3SparseForCausalLM"]}, "selects blocks"),
+    "vision": (
+        {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": PRESETS["Llama-3.1-8B"]},
+        "selects blocks",
+    ),
     "gemma": (PRESETS["Qwen3-8B"] | {"layer_types": ["sliding_attention", "full_attention"] * 18}, "18 of its layers"),
     "mistral": (PRESETS["Llama-3.1-8B"] | {"sliding_window": 4096}, "sliding window of 4096"),
 }
@@ -451,9 +455,10 @@ def test_a_model_that_is_not_hosted_is_planned_with_full_kv(name: str, tmp_path:
     assert "does not host" in " ".join(invoke(*words).output.split())
 
 
-def test_fp8_kv_of_a_dense_model_is_planned_with_full_kv() -> None:
-    assert "--kv-cache-dtype" in planned("Llama-3.1-8B", "--kv-cache-dtype", "fp8")["not_hosted"]
-    assert planned("Llama-3.1-8B")["not_hosted"] is None
+def test_fp8_kv_of_a_dense_model_takes_half() -> None:
+    fp8, bf16 = (planned("Llama-3.1-8B", "--kv-cache-dtype", dtype)["systems"] for dtype in ("fp8", "bfloat16"))
+    host = [plan["vllm_hisparse"]["host_bytes_per_request"] for plan in (fp8, bf16)]
+    assert host[0] == pytest.approx(host[1] / 2, rel=0.02)
 
 
 def test_a_model_without_sizes_is_refused() -> None:

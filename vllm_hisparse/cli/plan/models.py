@@ -213,7 +213,8 @@ class ModelShape:
     @classmethod
     def from_config(cls, name: str, config: dict[str, Any], kv_dtype: str, weight_dtype: str = "auto") -> ModelShape:
         """Read a parsed config.json; see `load`."""
-        config = config.get("text_config", config)
+        architectures = config.get("architectures")
+        config = config | (config.get("text_config") or {}) | {"architectures": architectures}
         missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if key not in config]
         if missing:
             raise ModelError(f"{name}: config.json has no {', '.join(missing)}; no plan can be made for it")
@@ -230,13 +231,13 @@ class ModelShape:
             num_heads=config["num_attention_heads"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
             has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
-            refusal=refusal(config, kv_dtype),
+            refusal=refusal(config),
             **attention["kv"],
             **_weights(config, FP8 if quantized else BF16, attention["parameters"]),
         )
 
 
-def refusal(config: dict[str, Any], kv_dtype: str) -> str:
+def refusal(config: dict[str, Any]) -> str:
     """Return why hot buffers cannot serve a model, as far as its config.json tells; empty if they can."""
     architecture = next(iter(config.get("architectures") or []), "")
     if architecture in REFUSED_MODELS:
@@ -250,8 +251,6 @@ def refusal(config: dict[str, Any], kv_dtype: str) -> str:
         return "its attention caps logits"
     if config.get("kv_lora_rank") is not None:
         return "" if config.get("index_topk") else "its latent attention has no indexer: nothing selects positions"
-    if kv_dtype == "fp8":
-        return "hot buffers of models with dense attention hold bf16 KV: leave out --kv-cache-dtype fp8"
     return ""
 
 
