@@ -26,6 +26,8 @@ from layer_under_test import (
     RoundedRequest,
     TritonLayer,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.utils import customize_attention_spec
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.algorithms.cluster_kv import ClusterKV
@@ -33,8 +35,11 @@ from vllm_hisparse.algorithms.oracle import Oracle
 from vllm_hisparse.algorithms.pq_cache import PQCache
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+from vllm_hisparse.attention.gqa import flash_attn_cuda, triton_cuda
 from vllm_hisparse.attention.gqa.cuda import to_fp8
+from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable
+from vllm_hisparse.layout import KVLayout
 
 
 @pytest.fixture(params=[Quest, Oracle, StreamingLLM])
@@ -226,6 +231,15 @@ def test_splits_of_each_version_of_flash_attention(
         assert [(call["num_splits"], call["fa_version"]) for call in calls] == [(num_splits, version)]
     finally:
         layer.undo()
+
+
+@pytest.mark.parametrize("backend", [flash_attn_cuda.HotFlashAttnBackend, triton_cuda.HotTritonBackend])
+def test_backends_leave_the_spec_of_hot_rows_alone(backend: type) -> None:
+    """vLLM's Triton backend adds room for scales to a spec with the quantisation mode that makes vLLM zero blocks."""
+    layout = KVLayout(512, 512, 4, 0, 16, 16, 4, 1, 0, ((16, 512),))
+    full = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+    spec = HotBufferSpec.from_full_spec(full, layout, 128, elastic=True)
+    assert customize_attention_spec(backend, spec) == spec
 
 
 def test_triton_without_tensor_descriptors_reads_any_unit() -> None:

@@ -36,7 +36,7 @@ from vllm_hisparse.ops.base import Resolved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")  # values of `--kv-cache-dtype` with one scale per layer for keys, and one for values
@@ -110,6 +110,11 @@ class HotGQABackend:
     """
 
     forward_includes_kv_cache_update = True  # `forward` writes new rows to the host pool and the hot buffer
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        # NOTE: hot rows have no scales, which Triton's backend adds for the `kv_quant_mode` of a `HotBufferSpec`.
+        return spec
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
