@@ -85,7 +85,7 @@ class Prediction:
 
 
 def in_torch(model: Model, window: Window, mode: AttentionMode) -> Prediction:
-    """In float32, as the engines."""
+    """Compute next tokens in torch, in float32 like the engines."""
     tokens = torch.from_numpy(window.tokens)[None]
     with torch.no_grad():
         hidden, _ = model(tokens[:, :-2], mode)
@@ -99,7 +99,7 @@ def in_torch(model: Model, window: Window, mode: AttentionMode) -> Prediction:
 
 
 def in_vllm(model_dir: str, windows: list[Window], hot_rows: int | None) -> tuple[list[Prediction], float | None]:
-    """By an engine that decodes the windows; also its hit rate.
+    """Compute next tokens with an engine that decodes the windows; return its hit rate, too.
 
     Args:
         model_dir: directory of the model.
@@ -146,7 +146,7 @@ def hit_rate() -> float:
 
 
 def figures(windows: list[Window], found: list[Prediction], dense: list[Prediction]) -> dict[str, Any]:
-    """Over all windows.
+    """Return the figures of a system over all windows.
 
     Args:
         windows: the text.
@@ -175,7 +175,7 @@ def figures(windows: list[Window], found: list[Prediction], dense: list[Predicti
 
 
 def differences(found: list[Prediction], reference: list[Prediction]) -> dict[str, Any]:
-    """Between hot buffers and full KV, at all positions."""
+    """Compare hot buffers with full KV at all positions."""
     logprobs, margins, same = [], [], []
     for part, other in zip(found, reference, strict=True):
         is_same = part.greedy == other.greedy

@@ -1,8 +1,8 @@
-"""Selections that do not depend on the model: each step of an engine selects what a trace or a random process says.
+"""Selections that do not depend on the model: a trace or a random process gives the selection of each step.
 
-An extension of vLLM's worker (`worker_extension_cls`). The indexer runs as always, and then a kernel overwrites what it
-selected, inside the CUDA graph and for every system alike. Importing this module is what installs it: vLLM imports a
-worker's extension before it loads the model.
+This module is an extension of vLLM's worker (`worker_extension_cls`). The indexer runs as always; then a kernel, inside
+the CUDA graph, overwrites its selection, in the same way for every system. The import of this module installs the
+kernel, because vLLM imports a worker's extension before it loads the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.kernel_profile import KernelProfile
 
 INDEPENDENT, TRACE = 0, 1
 COLUMNS_PER_PROGRAM = 512
-LONGEST_STAY = 32  # steps; a position that no coin has moved for so long moves
+LONGEST_STAY = 32  # steps after which a position moves even if no coin has moved it
 MAX_TRACE_ELEMENTS = 1 << 24
 TRACE_LAYERS = 8  # of the traces in benchmarks/traces that engines recorded
 

@@ -1,9 +1,9 @@
 """Decode at full depth on GPUs: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
 
-The model has the layers of DeepSeek-V3.2 and what one rank of a wide expert-parallel fleet has of its experts: 8 of
-half the size. Its weights are dummies. Prompts are not computed: full KV is filled by vLLM's `DecodeBenchConnector`,
-the others take it to be in host memory (`benchmarks.prefilled_connectors`). The indexer runs, and its selection is then
-overwritten (`benchmarks.forced_selections`): by one that moves on independently of everything, or by a recorded trace.
+The model has the layers of DeepSeek-V3.2, but only 8 experts of half the size, which stand for one rank's share in a
+wide expert-parallel deployment. Its weights are dummies. Prompts are not computed: vLLM's `DecodeBenchConnector` fills
+full KV; the other systems act as if KV were in host memory (`benchmarks.prefilled_connectors`). The indexer runs, and
+its selection is then overwritten (`benchmarks.forced_selections`), either by a random process or by a recorded trace.
 
 Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests
 at once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and
@@ -581,7 +581,7 @@ def run(
 
 
 def max_model_len(longest: int, num_steps: int, drafts: int) -> int:
-    """Room for the longest prompt and what is generated in so many steps."""
+    """Return the tokens of the longest prompt and of everything generated in so many steps."""
     return -(-(longest + num_steps * (1 + drafts) + 320) // 64) * 64
 
 

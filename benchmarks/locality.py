@@ -139,11 +139,11 @@ class Tally:
 
 
 def hot_masks(steps: list[Selection], num_slots: int) -> Iterator[np.ndarray]:
-    """Which positions are hot before each step but the first: [newest] bool.
+    """Yield the hot positions before each step except the first: [newest] bool.
 
     Args:
-        steps: of one sequence.
-        num_slots: of an LRU buffer; 0: hot is what the step before selected.
+        steps: steps of one sequence.
+        num_slots: slots of an LRU buffer; 0: the selection of the step before is hot.
     """
     num_rows = max(steps[-1].newest + 1, num_slots)
     buffer = PrivateBuffer(num_slots, num_rows, LRU(num_slots, first_uses(steps, num_rows), 1)) if num_slots else None

@@ -1,4 +1,4 @@
-"""Fit the planner's factors to measured rows, and hold its predictions to them.
+"""Fits the planner's factors to measured rows, and compares its predictions with the measurements.
 
     python -m benchmarks.plan_calibration
 
@@ -75,7 +75,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured case, with what a plan needs to know of it.
+    """A measured case, with the values that a plan needs.
 
     Attributes:
         group, file: where the row is from.
@@ -435,7 +435,7 @@ def _solve(costs: list[dict[str, float]], measured: np.ndarray, known: np.ndarra
 
 
 def all_rows(folder: Path = RESULTS) -> list[Measured]:
-    """Read all rows that the planner is held to."""
+    """Read all rows with which predictions are compared."""
     return [row for group, names in GROUPS.items() for name in names for row in read_rows(folder, group, name)]
 
 

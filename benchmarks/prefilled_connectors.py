@@ -1,8 +1,8 @@
-"""KV connectors under which a prompt's KV need not be computed: it is taken to be in host memory from the start.
+"""KV connectors that act as if the KV of every prompt were in host memory, so that no prompt is computed.
 
-`kv_connector_module_path` names this module, and the classes have the names of those that they stand for, by which vLLM
-and the plugin know them. The host memory is never written, so tokens mean nothing; where KV lies, what is copied
-and what is waited for is as with real prompts. `DecodeBenchConnector` of vLLM does the same for full KV.
+`kv_connector_module_path` names this module. Its classes have the names of the connectors that they replace, because
+vLLM and the plugin know them by these names. The host memory is never written, so tokens mean nothing; but places of
+KV, copies and waits are those of real prompts. vLLM's `DecodeBenchConnector` does the same for full KV.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class HiSparseHostConnector(ours.HiSparseHostConnector):
-    """The plugin's; the host pool holds all of a request but its last token, in blocks that nobody shares."""
+    """The plugin's connector. The host pool holds all of a request except its last token, in blocks that are not
+    shared.
+    """
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -36,13 +38,13 @@ def _hold_all_but_the_last_token(request: Request, enable_caching: bool) -> Host
 
 @dataclass
 class NativeMetadata(native.HiSparseConnectorMetadata):
-    """With the ids of requests whose KV has arrived."""
+    """Metadata with the ids of requests whose KV has arrived."""
 
     arrived: frozenset[str] = frozenset()
 
 
 class HiSparseConnector(native.HiSparseConnector):
-    """vLLM's; the KV of every request arrives in host memory in the step after it was asked for."""
+    """vLLM's own connector. The KV of every request arrives in host memory one step after it was asked for."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)

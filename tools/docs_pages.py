@@ -14,13 +14,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DECISIONS = ROOT / "docs" / "decisions"
-MAX_ROWS = 160  # larger results are left to their file and its plot
+MAX_ROWS = 160  # larger results are not printed; they have a file and a plot
 
 Row = dict[str, Any]
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page by its path."""
+    """Return the text of every generated page by its path."""
     return {ROOT / "docs" / "results.md": results_page(), DECISIONS / "index.md": decisions_page()}
 
 
@@ -48,7 +48,7 @@ def results_page() -> str:
 
 
 def anchor(name: str) -> str:
-    """Anchor of a heading that is the name of a result, as GitHub and mkdocs make it."""
+    """Return the anchor that GitHub and mkdocs make for a heading with the name of a result."""
     return re.sub(r"[^\w\- ]", "", name).lower()
 
 
@@ -57,13 +57,13 @@ def commit(result: Row) -> str:
 
 
 def hardware(result: Row) -> str:
-    """The GPU, or how many CPU cores; a result that is computed from others ran on none."""
+    """Return the GPU, or the number of CPU cores; a result that is computed from others has no hardware."""
     machine = result.get("hardware", {})
     return machine.get("gpu") or (f"{machine['num_cores']} CPU cores" if machine else "–")
 
 
 def section(file: Path, result: Row) -> list[str]:
-    """Heading, provenance and table of one result file."""
+    """Return the heading, the provenance and the table of one result file."""
     path = file.relative_to(ROOT).as_posix()
     versions = "".join(f", {package} {version}" for package, version in result.get("versions", {}).items())
     lines = [
@@ -84,7 +84,7 @@ def section(file: Path, result: Row) -> list[str]:
 
 
 def table_rows(rows: list[Row] | dict[str, Any]) -> list[Row]:
-    """Rows of a result as flat dictionaries. Tests write theirs by name, with a list of compared requests each."""
+    """Return the rows of a result as flat dictionaries. Tests name their rows; each has a list of requests."""
     if isinstance(rows, list):
         return [flat(row) for row in rows]
     flattened = []
@@ -97,14 +97,16 @@ def table_rows(rows: list[Row] | dict[str, Any]) -> list[Row]:
 
 
 def same_tokens(requests: list[Row]) -> str:
-    """Tokens in common with the reference before the first tie, and the widest tie in logprobs."""
+    """Return the tokens in common with the reference before the first tie, and the widest tie in logprobs."""
     ties = [request["margin"] for request in requests if request["margin"] is not None]
     tokens = f"{sum(request['same'] for request in requests)} of {sum(request['tokens'] for request in requests)}"
     return f"{tokens}, widest tie {max(ties):.2f}" if ties else tokens
 
 
 def flat(row: Row) -> Row:
-    """A row with one entry per column: percentiles are joined, what is nested gets dotted names, lists are left out."""
+    """Return a row with one entry per column: percentiles are joined, nested entries get dotted names, lists are
+    dropped.
+    """
     out: Row = {}
     for name, value in row.items():
         if isinstance(value, dict) and "median" in value:
@@ -121,14 +123,14 @@ def flat(row: Row) -> Row:
 
 
 def number(value: Any) -> Any:
-    """A number with four significant digits, a dash for None; anything else as it is."""
+    """Return a number with four significant digits, a dash for None, and any other value unchanged."""
     if value is None:
         return "–"
     return (f"{value:.4g}" if abs(value) < 1e4 else round(value)) if isinstance(value, float) else value
 
 
 def table(rows: list[Row]) -> list[str]:
-    """A table of the columns that differ between rows, after a line with those that do not."""
+    """Return a table of the columns that differ between rows, after a line with the columns that do not."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     same = [name for name in columns if len(rows) > 1 and len({str(row.get(name)) for row in rows}) == 1]
     shown = [name for name in columns if name not in same]
@@ -140,7 +142,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def decisions_page() -> str:
-    """One line per decision: date and title."""
+    """Return the index of decisions: one line with date and title for each."""
     found = []
     for file in DECISIONS.glob("*.md"):
         if file.name == "index.md":

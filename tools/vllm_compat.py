@@ -4,14 +4,15 @@
 The wheel is fetched once and its Python files are unpacked into `build/vllm-<version>`. Everything is read from syntax
 trees, and compared with the installed vLLM. A break ends the command with status 1:
 
-* an import, or a name that `VLLM` of an adapter or a mend lists, that the release does not have;
+* an import, or a name in `VLLM` of an adapter or a mend, that the release does not have;
 * a keyword or a number of arguments that a function or class of vLLM does not take;
-* a method that vLLM calls with arguments that ours does not take, or does not know any more;
+* a method of ours that vLLM calls with arguments that it does not take, or does not call any more;
 * an attribute, keyword or name in a text that is nowhere in the release, though it is in the installed one.
 
-Everything else is to be looked at: methods that are overridden and whose signature changed, and the adapters and mends
-whose part of vLLM changed. With `--tree`, compiled parts of the installed CPU build are put beside the Python files:
-with `build/vllm-<version>` first on PYTHONPATH, tests run against that release as far as these fit.
+Other findings have to be reviewed: methods that are overridden and whose signature changed, and adapters and mends
+whose part of vLLM changed. With `--tree`, the compiled parts of the installed CPU build are put beside the Python
+files. Tests with `build/vllm-<version>` first on PYTHONPATH then run against that release, as far as the compiled parts
+fit.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Comparison:
         return self.report
 
     def _is_for_the_release(self, module: Module) -> bool:
-        """Tell whether an adapter or a mend is for this release; files of others are."""
+        """Return True if an adapter or a mend is for this release, or the file is neither."""
         releases = constant(module, "RELEASES") if module.name.startswith(ADAPTERS) else None
         return releases is None or SpecifierSet(releases).contains(self.version, prereleases=True)
 
@@ -156,7 +157,7 @@ class Comparison:
         return None
 
     def _signature(self, sources: Sources, name: str) -> Signature | None:
-        """How a function or class of vLLM is called; None if that is not to be seen in the source."""
+        """Return the signature of a function or class of vLLM; None if the source does not show it."""
         found = sources.find(name)
         if found is None or isinstance(found[1], FUNCTIONS):
             is_method = found is not None and is_class(sources, name.rpartition(".")[0])
@@ -193,7 +194,7 @@ class Signature:
         return cls(names, tuple(arg.arg for arg in args.kwonlyargs), args.vararg is not None, args.kwarg is not None)
 
     def refuses(self, call: ast.Call) -> str:
-        """Say which of a call's arguments are refused; "" if none is."""
+        """Return the arguments of a call that are refused, as text; "" if none is."""
         num_positional = sum(not isinstance(arg, ast.Starred) for arg in call.args)
         if num_positional > len(self.positional) and not self.takes_more:
             return f"{num_positional} arguments, it takes {len(self.positional)}"
@@ -295,7 +296,7 @@ def find_wheel(wheel: str, cache: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> str:
-    """Unpack the Python files and what pip knows of a wheel, unless they are; returns the version."""
+    """Unpack the Python files and the metadata of a wheel, unless they are there; return the version."""
     version = wheel.name.split("-")[1]
     if not (folder / "vllm").is_dir():
         partial = folder.with_name(f"{folder.name}.partial")
@@ -309,7 +310,7 @@ def unpack(wheel: Path, folder: Path) -> str:
 
 
 def add_cpu_build(folder: Path, version: str, installed: Path) -> None:
-    """Put the compiled parts of an installed CPU build beside a release's Python files, and have it say so."""
+    """Put the compiled parts of an installed CPU build beside a release's Python files, and mark it as a CPU build."""
     for path in installed.rglob("*.so"):
         target = folder / "vllm" / path.relative_to(installed)
         if not target.exists():

@@ -1,4 +1,4 @@
-"""Python sources as syntax trees: what a name refers to, which classes derive from which. Nothing is imported."""
+"""Python sources as syntax trees: meanings of names, and base classes. No source is imported."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Class:
 
 
 class Sources:
-    """Packages by name, each a folder; files are read once somebody asks for them."""
+    """Packages by name, each a folder. A file is read when it is first needed."""
 
     def __init__(self, roots: dict[str, Path]):
         self.roots = roots

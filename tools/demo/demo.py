@@ -71,7 +71,8 @@ def demo_command(
     model continues. The tokens are compared with those of full KV.
     """
     console = Console(highlight=False)
-    # Buffers that grow would hold these few prompts as a whole: nothing would come from the host.
+    # Buffers have a fixed size, because growing ones would hold these few prompts as a whole, and nothing would be
+    # swapped in.
     sizes = {"host_pool_gib": HOST_POOL_GIB, "device_buffer_size": HOT_ROWS, "elastic": False}
     connector = hisparse_connector(**sizes, log_request_stats=True)
     options = DemoOptions(requests, max_tokens, model_dir, seed, connector)
@@ -124,10 +125,10 @@ def run_demo(options: DemoOptions, stages: Stages) -> Report:
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json.
+    """Return the model's config.json.
 
     Raises:
-        DemoError: there is none.
+        DemoError: there is no such file.
     """
     path = model_dir / "config.json"
     if not path.is_file():
@@ -140,10 +141,10 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def ask(options: DemoOptions) -> list[Question]:
-    """A question per request.
+    """Make a question for each request.
 
     Raises:
-        DemoError: there are not so many.
+        DemoError: there are too few questions.
     """
     try:
         return make_questions(options.model_dir, options.num_requests, options.max_tokens, options.seed)
@@ -183,7 +184,7 @@ def run_requests(
 async def complete_all(
     base_url: str, prompts: Sequence[Sequence[int]], max_tokens: int, update: Update
 ) -> list[Completion]:
-    """Completions of all prompts, sent at once; returned in the order of the prompts."""
+    """Send all prompts at once, and return their completions in the order of the prompts."""
     received = [0] * len(prompts)
 
     def show() -> None:
@@ -217,7 +218,7 @@ async def watched(group: ProcessGroup, work: Coroutine[Any, Any, list[Completion
 
 
 async def read_metrics(base_url: str) -> dict[str, float]:
-    """The connector's Prometheus samples."""
+    """Return the connector's Prometheus samples."""
     async with OpenAIClient(MODEL_NAME) as client:
         samples = await client.metrics(base_url)
     return {name: samples[name] for name in samples if name.startswith("vllm:hisparse_") and "_created" not in name}
@@ -226,10 +227,10 @@ async def read_metrics(base_url: str) -> dict[str, float]:
 def collect_stats(
     decode: EngineProcess, completions: Sequence[Completion], prompts: Sequence[Sequence[int]]
 ) -> list[RequestLine]:
-    """The decode engine's statistics of every request, in order; it logs them shortly after a request has ended.
+    """Return the decode engine's statistics of every request, in order. It logs them shortly after a request has ended.
 
     Raises:
-        DemoError: a request has none in time.
+        DemoError: the statistics of a request did not come in time.
     """
     deadline = time.monotonic() + STATS_TIMEOUT_S
     while True:

@@ -1,4 +1,4 @@
-"""Questions about source files: a long file, and at its end a function of it that begins once more."""
+"""Questions about source files: a prompt is a long file, followed by the beginning of one of its functions."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ PACKAGES = ("charset_normalizer", "starlette", "uvicorn")
 DEFINITION = re.compile(r"^[ \t]*(?:async )?(?P<start>def) (?P<name>\w+)", re.MULTILINE)
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 2000, 6000
 DRAWS_PER_QUESTION = 8
-QUESTION_TOKENS = 48  # least of a function, after which it is known which one it is
-MAX_WORD_TOKENS = 8  # until the next word begins
+QUESTION_TOKENS = 48  # tokens of a function in a prompt, at least; they identify the function
+MAX_WORD_TOKENS = 8  # largest number of tokens until the next word begins
 
 
 class NoQuestionError(RuntimeError):
-    """The source files give no such question."""
+    """The source files are not enough for the questions."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and what follows in the file.
+    """A prompt, and the text that follows it in the file.
 
     Attributes:
         function: name of the function that the prompt ends with.
-        source: its file, from the package on.
+        source: path of its file, from the package on.
         distance: tokens between the expected text in the file and the end of the prompt.
         prompt, expected: token ids.
-        last_line: of the prompt, which the answer continues.
+        last_line: last line of the prompt, which the answer continues.
         expected_text: text of `expected`.
     """
 
@@ -54,9 +54,9 @@ class SourceFile:
     """A file as tokens.
 
     Args:
-        name: of the file.
-        text: of the file.
-        tokenizer: of the model.
+        name: name of the file.
+        text: its text.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, name: str, text: str, tokenizer: Tokenizer):
@@ -71,7 +71,7 @@ class SourceFile:
         self.starts = [bisect_right(ends, match.start("start")) for match in found]
 
     def functions(self, last: int, num_tokens: int) -> list[int]:
-        """Functions whose first `num_tokens` tokens are before token `last` and hold no other function."""
+        """Return functions whose first `num_tokens` tokens are before token `last` and contain no other function."""
         ends = [*self.starts[1:], len(self.ids)]
         fits = (start + num_tokens <= min(end, last) for start, end in zip(self.starts, ends, strict=True))
         return [number for number, is_long in enumerate(fits) if is_long]
@@ -80,8 +80,8 @@ class SourceFile:
         """Ask how a function goes on.
 
         Args:
-            function: its number.
-            cut: tokens of the file that are part of the prompt.
+            function: index of the function.
+            cut: number of the file's tokens in the prompt.
             num_expected: tokens of the answer.
         """
         start = self.starts[function]
@@ -95,16 +95,16 @@ class SourceFile:
 
 
 def make_questions(model_dir: Path, num_questions: int, num_expected: int, seed: int) -> list[Question]:
-    """Questions about files of `PACKAGES`, by length; all lengths are different, and short ones more frequent.
+    """Make questions about files of `PACKAGES`, ordered by length. All lengths differ; short ones are more frequent.
 
     Args:
-        model_dir: has the tokenizer.
-        num_questions: how many.
+        model_dir: directory with the tokenizer.
+        num_questions: number of questions.
         num_expected: tokens of each answer.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Raises:
-        NoQuestionError: the files do not give so many.
+        NoQuestionError: the files are not enough for so many questions.
     """
     from tokenizers import Tokenizer
 
@@ -123,7 +123,7 @@ def make_questions(model_dir: Path, num_questions: int, num_expected: int, seed:
 
 
 def draw_question(file: SourceFile, num_expected: int, rng: random.Random) -> Question | None:
-    """A question about a function in the first half of the prompt; None if there is no such function."""
+    """Make a question about a function in the first half of the prompt; None if there is no such function."""
     most = MIN_PROMPT_TOKENS + round((MAX_PROMPT_TOKENS - MIN_PROMPT_TOKENS) * rng.random() ** 2)
     longest = most - QUESTION_TOKENS - MAX_WORD_TOKENS
     cut = max((end for end in file.line_ends if end <= longest), default=0)
@@ -132,7 +132,7 @@ def draw_question(file: SourceFile, num_expected: int, rng: random.Random) -> Qu
 
 
 def source_texts() -> Iterator[tuple[str, str]]:
-    """Name and text of every file of the packages, in a fixed order."""
+    """Yield the name and text of every file of the packages, in a fixed order."""
     for package in PACKAGES:
         spec = find_spec(package)
         for root in map(Path, (spec and spec.submodule_search_locations) or ()):
@@ -141,6 +141,6 @@ def source_texts() -> Iterator[tuple[str, str]]:
 
 
 def num_leading(answer: Sequence[int], expected: Sequence[int]) -> int:
-    """Tokens of an answer before the first one that is not as expected."""
+    """Return the number of tokens of an answer before the first one that is not as expected."""
     pairs = zip(answer, expected, strict=True)
     return next((index for index, (token, wanted) in enumerate(pairs) if token != wanted), len(answer))

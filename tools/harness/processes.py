@@ -19,11 +19,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
-# NOTE: below the kernel's range of ephemeral ports: an outgoing connection could take a port of that range between its
-# choice here and the start of the server.
+# NOTE: this range is below the kernel's ephemeral ports, because an outgoing connection could take an ephemeral port
+# before the server starts.
 PORTS = range(20000, 32000)
 POLL_S = 0.25
-KILL_TIMEOUT_S = 30.0  # in which a killed process is gone, even on a busy machine
+KILL_TIMEOUT_S = 30.0  # seconds after which a killed process is gone, even on a busy machine
 CALM_NICENESS = 10  # gives a thread about a tenth of the CPU time of a computing thread
 HEALTH_REQUEST_TIMEOUT_S = 5.0
 TAIL_BYTES = 64 * 1024
@@ -127,7 +127,7 @@ class EngineProcess:
             )
 
     def is_healthy(self) -> bool:
-        """True if the process runs and its health URL answers 200."""
+        """Return True if the process runs and its health URL answers 200."""
         if self._child is None or self.exit_code is not None:
             return False
         if self.health_url is None:
@@ -146,7 +146,7 @@ class EngineProcess:
             os.killpg(self.pid, signum)
 
     def is_gone(self) -> bool:
-        """True if all processes of the group have ended."""
+        """Return True if all processes of the group have ended."""
         if self._child is None:
             return True
         self._child.poll()  # reaps it

@@ -17,7 +17,7 @@ SHUTDOWN_MARGIN_S = 30.0
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """The application of a Serve config file whose `import_path` is `vllm_hisparse_ray.app:build_app`.
+    """Build the application of a Serve config file whose `import_path` is `vllm_hisparse_ray.app:build_app`.
 
     Args:
         args: the fields of `AppConfig`.
@@ -41,7 +41,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def prefill_config(config: AppConfig) -> LLMConfig:
-    """Replicas of stock vLLM."""
+    """Return the configuration of prefill replicas: stock vLLM."""
     connector = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer",
@@ -51,7 +51,7 @@ def prefill_config(config: AppConfig) -> LLMConfig:
 
 
 def decode_config(config: AppConfig) -> LLMConfig:
-    """Replicas with a host pool and hot buffers."""
+    """Return the configuration of decode replicas, which have a host pool and hot buffers."""
     decode = config.decode
     options = {"prefill_tp_size": max(1, config.prefill.gpus), **decode.hisparse}
     connector = {
@@ -100,7 +100,7 @@ def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, A
 
 
 def scaling(replicas: Replicas) -> dict[str, Any]:
-    """Serve's options for a fixed or an autoscaled number of replicas."""
+    """Return Serve's options for a fixed or an autoscaled number of replicas."""
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min, "autoscaling_config": None}
     autoscaling = {
@@ -114,6 +114,6 @@ def scaling(replicas: Replicas) -> dict[str, Any]:
 
 
 def placement(role: Prefill | Decode, num_gpus: int) -> dict[str, Any]:
-    """One bundle per GPU, all on one node; the replica's own actor requests CPUs and host memory."""
+    """Return the placement: one bundle per GPU, all on one node. The replica's actor requests CPUs and host memory."""
     bundles = [{"GPU": 1, "CPU": 0}] * num_gpus or [{"CPU": 0}]
     return {"bundles": bundles, "strategy": "STRICT_PACK"}

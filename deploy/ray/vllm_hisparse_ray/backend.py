@@ -9,7 +9,7 @@ from vllm_hisparse.config import CONNECTOR_NAME
 
 
 class HiSparseConnectorBackend(NixlConnectorBackend):
-    """Pulls KV over NIXL as stock decode replicas do: same ports, same hand-over from prefill replicas."""
+    """Pulls KV over NIXL like stock decode replicas: same ports, same hand-over from prefill replicas."""
 
 
 def register() -> None:

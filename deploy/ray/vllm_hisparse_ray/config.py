@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.tier_config import P2PTier
 
-# Must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte, and NIXL compares the
-# names of the attention backends.
+# Options that must be equal for prefill and decode replicas, because KV blocks are transferred byte for byte, and NIXL
+# compares the names of the attention backends.
 SHARED_ENGINE_OPTIONS = (
     "dtype",
     "kv_cache_dtype",
@@ -23,7 +23,7 @@ SHARED_ENGINE_OPTIONS = (
     "hf_overrides",
     "attention_backend",
 )
-# Derived from the options of the application.
+# Engine arguments that are derived from the options of the application.
 RESERVED_ENGINE_OPTIONS = ("model", "served_model_name", "kv_transfer_config", "distributed_executor_backend")
 # A replica is one engine, whose tensor parallel ranks take the GPUs and the ports that are reserved for it.
 SINGLE_ENGINE_OPTIONS = (
@@ -35,7 +35,7 @@ SINGLE_ENGINE_OPTIONS = (
     "data_parallel_rank",
     "data_parallel_backend",
 )
-# Every replica sets these for itself.
+# Environment variables that every replica sets for itself.
 RESERVED_ENV = (
     "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "VLLM_NIXL_SIDE_CHANNEL_PORT",
@@ -49,7 +49,7 @@ PORTS = range(1024, 65536)
 
 
 class Options(BaseModel):
-    """Frozen; unknown keys are refused."""
+    """Base of all options: they are frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -91,7 +91,7 @@ class Role(Options):
 
 
 class Prefill(Role):
-    """Replicas of stock vLLM."""
+    """The prefill role: replicas of stock vLLM."""
 
     side_channel_port_base: int = 20000
     """First port for NIXL side channels; a replica takes the next free ports of its node, one per GPU."""
@@ -100,7 +100,7 @@ class Prefill(Role):
 
 
 class Decode(Role):
-    """Replicas with host pool and hot buffers."""
+    """The decode role: replicas with a host pool and hot buffers."""
 
     side_channel_port_base: int = 22000
     """As in `prefill`; the ranges must not overlap."""
@@ -219,7 +219,7 @@ def _check_same_engine(config: AppConfig) -> None:
 
 
 def _engine_of(role: Role, config: AppConfig) -> dict[str, Any]:
-    """Engine arguments of a role; an attention backend that `attention_config` names has its own argument, too."""
+    """Return the engine arguments of a role; an attention backend in `attention_config` becomes an argument."""
     engine = {**config.engine_kwargs, **role.engine_kwargs}
     named = (engine.get("attention_config") or {}).get("backend")
     return engine if named is None else {**engine, "attention_backend": named}
@@ -239,12 +239,12 @@ def _check_kv_dtype(config: AppConfig) -> None:
 
 
 def side_channel_ports(role: Prefill | Decode) -> range:
-    """Side-channel ports of a role: enough for all of its replicas on one node while as many old replicas drain."""
+    """Return the side-channel ports of a role: enough for all its replicas on one node and as many draining ones."""
     return range(role.side_channel_port_base, role.side_channel_port_base + 2 * role.replicas.max * max(1, role.gpus))
 
 
 def p2p_ports(decode: Decode) -> range:
-    """Ports on which replicas answer their peers, enough as above; empty without a tier of type p2p."""
+    """Return the ports on which replicas answer peers, as many as side-channel ports; empty without a p2p tier."""
     tiers = HiSparseConfig.from_extra_config(decode.hisparse).tiers
     num_ports = 2 * decode.replicas.max if any(isinstance(tier, P2PTier) for tier in tiers) else 0
     return range(decode.p2p_port_base, decode.p2p_port_base + num_ports)
@@ -319,7 +319,7 @@ def _check_decode(config: AppConfig) -> None:
 
 
 def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:
-    """GiB of all host pools if `host_to_device_ratio` gives their size; a dense model has one per GPU."""
+    """Return the GiB of all host pools by `host_to_device_ratio`; a dense model has one pool per GPU."""
     assert options.host_to_device_ratio is not None
     device_bytes = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_memory_bytes")
     if not isinstance(device_bytes, int) or device_bytes <= 0:

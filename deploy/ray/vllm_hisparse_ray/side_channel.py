@@ -32,12 +32,12 @@ class SideChannel(CallbackBase):
 
 
 def reserve_ports(option: str, ports: range, num_ports: int) -> tuple[int, socket.socket]:
-    """Reserve `num_ports` consecutive ports that nobody listens on.
+    """Reserve `num_ports` consecutive ports on which no process listens.
 
     Args:
-        option: sets the range.
+        option: option that sets the range, for the error message.
         ports: the range.
-        num_ports: how many.
+        num_ports: number of ports.
 
     Returns:
         The first port, and the socket that reserves the ports while it is open.
@@ -59,7 +59,7 @@ def reserve_ports(option: str, ports: range, num_ports: int) -> tuple[int, socke
 
 
 def are_free(first: int, num_ports: int) -> bool:
-    """True if nobody listens on these ports."""
+    """Return True if no process listens on these ports."""
     with ExitStack() as stack:
         for port in range(first, first + num_ports):
             probe = stack.enter_context(socket.socket())
@@ -70,7 +70,7 @@ def are_free(first: int, num_ports: int) -> bool:
 
 
 def can_bind(socket_: socket.socket, address: str | tuple[str, int]) -> bool:
-    """Try to bind; returns whether the address was free."""
+    """Try to bind; return True if the address was free."""
     try:
         socket_.bind(address)
     except OSError:
