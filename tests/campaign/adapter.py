@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -26,21 +25,26 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
+from vllm_hisparse.connector import connector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
 
 from .checks import check
-from .configuration import BLOCK_SIZE, DEVICE_BUFFER_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN, Configuration
-from .rank import BatchEntry, HostMemory
+from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, Configuration
+from .rank import BatchEntry
 from .texts import Text
-from .tier import Store, simulated_tiers
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+    from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 
 MODEL = (
     Path(__file__).resolve().parents[2] / "build" / "models" / "dsv32"
@@ -64,6 +68,7 @@ class Sizes:
         max_num_seqs, token_budget: of a step.
         policy: "fcfs" or "priority".
         recomputes_failures: whether a failed transfer is computed here, or ends its request with an error.
+        is_hot_first: whether the group of hot blocks comes before the group of resident blocks.
     """
 
     num_device_blocks: int
@@ -72,30 +77,52 @@ class Sizes:
     token_budget: int
     policy: str
     recomputes_failures: bool
+    is_hot_first: bool = False
 
 
 class Product:
-    """vLLM's scheduler with the product's scheduler half in it."""
+    """vLLM's scheduler with the product's scheduler half in it.
 
-    def __init__(self, configuration: Configuration, sizes: Sizes):
+    Args:
+        configuration: options of a world.
+        sizes: options that were drawn for it.
+        make_tiers: makes the tiers below the host pool once `connect_host_pools` is called; None: there is none.
+        options: more options of the product.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        sizes: Sizes,
+        make_tiers: Callable[[HostBlockPool], Tiers] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ):
         self.num_device_blocks, self.is_async = sizes.num_device_blocks, configuration.is_async
-        kv_cache_config = _kv_cache_config(sizes.num_device_blocks, configuration)
-        self.vllm_config = _vllm_config(configuration, sizes, kv_cache_config)
+        kv_cache_config = _kv_cache_config(sizes, configuration)
+        self.vllm_config = _vllm_config(configuration, sizes, kv_cache_config, dict(options or {}))
         scheduler_class = AsyncScheduler if configuration.is_async else Scheduler
-        self.scheduler = scheduler_class(
-            vllm_config=self.vllm_config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(self.vllm_config),
-            block_size=BLOCK_SIZE,
-            log_stats=True,
-        )
+        with patch.object(connector, "make_tiers", lambda config, parsed, layout, pool, files: make_tiers(pool)):
+            self.scheduler = scheduler_class(
+                vllm_config=self.vllm_config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                block_size=BLOCK_SIZE,
+                log_stats=True,
+            )
         self.half = self.scheduler.connector.scheduler
-        assert len(self.half.host_pool._num_refs) == sizes.num_host_blocks
+        assert self.half.host_pool.num_blocks == sizes.num_host_blocks
         self.max_in_flight = self.vllm_config.max_concurrent_batches
 
-    def add_tiers(self, memories: Sequence[HostMemory], rng: random.Random, store: Store, counts: Counter[str]) -> None:
-        """Give the scheduler half a simulated tier."""
-        self.half.tiers = simulated_tiers(self.half.host_pool, memories, rng, store, counts)
+    def connect_host_pools(self) -> None:
+        """Report a host pool, as workers do before the first step; the tiers are made from it."""
+        self.half.connect_host_pools([HostPoolFile("", 0, 0, 0)])
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's blocks as a step does that finds none for another request."""
+        self.scheduler.kv_cache_manager.new_step_starts()
+        self.scheduler.running.remove(request)
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.scheduler._preempt_request(request, 0.0)
 
     @property
     def layout(self) -> KVLayout:
@@ -228,7 +255,7 @@ class _BareWorker(NixlPullConnectorWorker):
         """Nothing was registered."""
 
 
-def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
+def mla_spec(head_size: int, dtype: torch.dtype = torch.bfloat16) -> MLAAttentionSpec:
     return MLAAttentionSpec(
         block_size=BLOCK_SIZE,
         num_kv_heads=1,
@@ -238,7 +265,7 @@ def _mla_spec(head_size: int, dtype: torch.dtype) -> MLAAttentionSpec:
     )
 
 
-def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheConfig:
+def _kv_cache_config(sizes: Sizes, configuration: Configuration) -> KVCacheConfig:
     num_resident, query_len = NUM_LAYERS * configuration.has_resident_group, 1 + configuration.num_drafts
     draft_bytes = 24 if configuration.has_draft_layer else 0
     layout = KVLayout(
@@ -247,14 +274,15 @@ def _kv_cache_config(num_blocks: int, configuration: Configuration) -> KVCacheCo
         draft_row_bytes=draft_bytes,
         state_entries=STATE_ENTRIES if configuration.has_state else (),
     )
-    size = DEVICE_BUFFER_SIZE if configuration.is_elastic else FIXED_BUFFER_SIZE
-    hot = HotBufferSpec.from_mla_spec(_mla_spec(12, torch.bfloat16), layout, size, configuration.is_elastic)
+    buffer = configuration.device_buffer_size, configuration.is_elastic
+    hot = HotBufferSpec.from_mla_spec(mla_spec(12, torch.bfloat16), layout, *buffer)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if configuration.has_resident_group:
-        keys = _mla_spec(20, torch.uint8)
+        keys = mla_spec(20, torch.uint8)
         drafts = configuration.has_draft_layer and not configuration.is_draft_model
-        groups.insert(0, KVCacheGroupSpec(_layers("indexer"), keys, is_eagle_group=drafts))
-    pages = [group.kv_cache_spec.page_size_bytes for group in groups]
+        index = int(sizes.is_hot_first)
+        groups.insert(index, KVCacheGroupSpec(_layers("indexer"), keys, is_eagle_group=drafts))
+    num_blocks, pages = sizes.num_device_blocks, [group.kv_cache_spec.page_size_bytes for group in groups]
     block_bytes = NUM_LAYERS * max(pages)
     tensors = [
         KVCacheTensor(num_blocks * block_bytes, group.layer_names, page, block_bytes)
@@ -267,11 +295,15 @@ def _layers(kind: str) -> Sequence[str]:
     return [f"layers.{index}.{kind}" for index in range(NUM_LAYERS)]
 
 
-def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KVCacheConfig) -> VllmConfig:
+def _vllm_config(
+    configuration: Configuration, sizes: Sizes, kv_cache_config: KVCacheConfig, options: dict[str, Any]
+) -> VllmConfig:
     config = copy.copy(_base_config(configuration.role, configuration.num_drafts, configuration.has_draft_layer))
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.enable_prefix_caching = configuration.enable_caching
     config.cache_config.num_gpu_blocks = sizes.num_device_blocks
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = configuration.max_model_len
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = configuration.is_async
     config.scheduler_config.enable_chunked_prefill = True  # whatever the platform prefers
@@ -282,8 +314,8 @@ def _vllm_config(configuration: Configuration, sizes: Sizes, kv_cache_config: KV
     config.kv_transfer_config.kv_load_failure_policy = "recompute" if sizes.recomputes_failures else "fail"
     block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
     num_bytes = (sizes.num_host_blocks + 0.5) * block_bytes
-    options = {"host_pool_gib": num_bytes / 2**30}
-    if configuration.has_tier:
+    options = {"host_pool_gib": num_bytes / 2**30, **options}
+    if configuration.has_tier and "tiers" not in options:
         options["tiers"] = [{"type": "fs", "path": "unused", "quota_gib": 1.0}]  # the simulated one takes its place
     config.kv_transfer_config.kv_connector_extra_config = options
     return config

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
 DEVICE_BUFFER_SIZE = 11  # hot tokens of a long sequence, whose hot blocks grow with it
-FIXED_BUFFER_SIZE = 5  # where they do not grow
+FIXED_BUFFER_SIZE = 5  # where they do not grow; no sequence has fewer
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Configuration:
         is_async: whether two batches are in flight.
         has_resident_group: whether the device keeps KV of every token (indexer keys, layers with full KV).
         is_elastic: whether hot buffers grow with their sequences.
+        device_buffer_size: hot tokens of a long sequence.
+        max_model_len: tokens of the longest sequence.
         enable_caching: vLLM's prefix caching.
         has_sessions: whether some requests are streaming sessions.
         num_engines: data parallel engines.
@@ -41,6 +43,8 @@ class Configuration:
     is_async: bool = True
     has_resident_group: bool = True
     is_elastic: bool = True
+    device_buffer_size: int = DEVICE_BUFFER_SIZE
+    max_model_len: int = MAX_MODEL_LEN
     enable_caching: bool = True
     has_sessions: bool = False
     num_engines: int = 1
@@ -66,6 +70,7 @@ def _pd(name: str, **options) -> Configuration:
 
 # An algorithm's state, and pools of KV heads, one per rank
 _DENSE = {"has_resident_group": False, "shares_host_pool": False, "has_state": True}
+_FIXED = {"is_elastic": False, "device_buffer_size": FIXED_BUFFER_SIZE}
 
 CONFIGURATIONS = (
     Configuration("one instance"),
@@ -78,14 +83,14 @@ CONFIGURATIONS = (
     _pd("P/D, no prefix caching", enable_caching=False),
     _pd("P/D, nothing resident", **_DENSE),
     _pd("P/D, sessions", has_sessions=True),
-    _pd("P/D, sessions, nothing resident, one rank", has_sessions=True, num_ranks=1, is_elastic=False, **_DENSE),
+    _pd("P/D, sessions, nothing resident, one rank", has_sessions=True, num_ranks=1, **_FIXED, **_DENSE),
     _pd("spare blocks, P/D, nothing resident", lends_blocks=True, **_DENSE),
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
     Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, has_state=True),
     _pd("spare blocks, P/D", lends_blocks=True),
     Configuration("tier", has_tier=True),
-    Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, is_elastic=False, **_DENSE),
+    Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_FIXED, **_DENSE),
     _pd("tier, P/D, data parallel", has_tier=True, num_engines=2),
     Configuration("drafts, sync", is_async=False, num_drafts=3),
     Configuration("drafts, sync, sessions, tier", is_async=False, num_drafts=2, has_sessions=True, has_tier=True),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import ModelRunnerOutput
@@ -13,23 +15,58 @@ from vllm.v1.request import Request, RequestStatus
 
 from .adapter import Product, Sizes
 from .checks import check_pools, check_tokens
-from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, Configuration
+from .configuration import Configuration
 from .nixl import Nixl, Prefill
 from .rank import HostMemory, Rank, Step
 from .texts import NUM_OUTPUT_TOKENS, Text
-from .tier import Store
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+
+    from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
+    from vllm_hisparse.kv_manager.tiers.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the devices of an engine and its NIXL behave.
+
+    Attributes:
+        zeroes_blocks: whether vLLM zeroes new blocks.
+        device_share: probability that a device that has work does one more piece of it in a turn of the loop.
+        nixl_share: largest probability that one of the blocks on their way is written in a turn of the loop.
+        zeroes_first: whether blocks are zeroed before the worker half's copies (Model Runner V2) or after (V1).
+        failure_share: share of transfers that fail.
+    """
+
+    zeroes_blocks: bool
+    device_share: float
+    nixl_share: float
+    zeroes_first: bool
+    failure_share: float = 0.15
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Pace:
+        return cls(
+            zeroes_blocks=rng.random() < 0.7,
+            device_share=rng.choice((0.3, 0.6, 0.9)),
+            nixl_share=rng.choice((0.3, 0.7, 1.0)),
+            zeroes_first=rng.random() < 0.5,
+        )
 
 
 class Engine:
     """Schedules, launches and updates like `EngineCore.step_with_batch_queue`; how far devices and NIXL come is random.
 
     Args:
-        configuration: of the world.
-        sizes: of the world.
-        rng: of the world.
+        configuration: options of the world.
+        sizes: options that were drawn for the world.
+        rng: random numbers of the world.
         prefill: the prefill instance.
         counts: what happened in the world; added to.
-        store: behind the tier of all engines.
+        pace: how its devices and NIXL behave; drawn unless given.
+        make_tiers: makes the tiers from the host pool and the memories of the ranks; None: there is none.
+        options: more options of the product.
     """
 
     def __init__(
@@ -39,39 +76,43 @@ class Engine:
         rng: random.Random,
         prefill: Prefill,
         counts: Counter[str],
-        store: Store,
+        pace: Pace | None = None,
+        make_tiers: Callable[[HostBlockPool, Sequence[HostMemory]], Tiers] | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
         self.rng, self.counts, self.num_drafts = rng, counts, configuration.num_drafts
         self.is_async, self.has_draft_layer = configuration.is_async, configuration.has_draft_layer
-        self.product = Product(configuration, sizes)
+        memories: list[HostMemory] = []
+        tiers = None if make_tiers is None else lambda host_pool: make_tiers(host_pool, memories)
+        self.product = Product(configuration, sizes, tiers, options)
         self.scheduler = self.product.scheduler
-        self.scheduler.needs_kv_cache_zeroing = rng.random() < 0.7
-        self._device_share, self._nixl_share = rng.choice((0.3, 0.6, 0.9)), rng.choice((0.3, 0.7, 1.0))
-        shared, zeroes_first = HostMemory(), rng.random() < 0.5
-        self.scheduler.use_v2_model_runner = zeroes_first
+        self.pace = pace = pace or Pace.draw(rng)
+        self.scheduler.needs_kv_cache_zeroing = pace.zeroes_blocks
+        self.scheduler.use_v2_model_runner = pace.zeroes_first
+        shared = HostMemory()
         self.ranks = [
             Rank(
                 index,
                 shared if configuration.shares_host_pool else HostMemory(),
                 self.product.num_tables(),
-                -(-MAX_MODEL_LEN // BLOCK_SIZE),
+                configuration.max_model_len,
                 self.product.layout,
-                zeroes_first,
+                pace.zeroes_first,
                 configuration.num_drafts if configuration.has_draft_layer else 0,
             )
             for index in range(configuration.num_ranks)
         ]
-        if configuration.has_tier:
-            memories = list({id(rank.host): rank.host for rank in self.ranks}.values())
-            self.product.add_tiers(memories, rng, store, counts)
-        self.nixl = Nixl(rng, prefill, self.ranks, configuration.shares_host_pool)
+        memories += {id(rank.host): rank.host for rank in self.ranks}.values()
+        if make_tiers is not None:
+            self.product.connect_host_pools()
+        self.nixl = Nixl(rng, prefill, self.ranks, configuration.shares_host_pool, pace.failure_share)
         self._aggregator = KVOutputAggregator(configuration.num_ranks)
-        self._in_flight: deque[Step] = deque()
+        self.in_flight: deque[Step] = deque()
         self._numbers = count()
 
     @property
     def is_idle(self) -> bool:
-        return not (self._in_flight or self.scheduler.requests or self.scheduler.has_requests() or self.nixl.is_busy)
+        return not (self.in_flight or self.scheduler.requests or self.scheduler.has_requests() or self.nixl.is_busy)
 
     def add(self, request: Request) -> None:
         self.scheduler.add_request(request)
@@ -101,34 +142,35 @@ class Engine:
         Args:
             on_wait: called when a batch is done and not yet processed: aborts may arrive then.
         """
-        if self.scheduler.has_requests() and len(self._in_flight) < self.product.max_in_flight:
-            self._launch()
+        if self.scheduler.has_requests() and len(self.in_flight) < self.product.max_in_flight:
+            self.launch()
         for rank in self.ranks:
-            while rank.is_busy and self.rng.random() < self._device_share:
+            while rank.is_busy and self.rng.random() < self.pace.device_share:
                 rank.run_one()
-        self.nixl.write_some(self.rng.random() * self._nixl_share)
-        is_full = len(self._in_flight) == self.product.max_in_flight
-        if self._in_flight and (is_full or self.rng.random() < 0.3 or not self.scheduler.has_requests()):
-            self._finish(on_wait)
+        self.nixl.write_some(self.rng.random() * self.pace.nixl_share)
+        is_full = len(self.in_flight) == self.product.max_in_flight
+        if self.in_flight and (is_full or self.rng.random() < 0.3 or not self.scheduler.has_requests()):
+            self.finish(on_wait)
         check_pools(self)
         self.counts["steps"] += 1
 
     def flush(self) -> None:
         """An empty step, which tells the ranks what is still to be told."""
-        self._launch()
-        number = self._in_flight[0].number
-        self._finish(lambda: None)
+        self.launch()
+        number = self.in_flight[0].number
+        self.finish(lambda: None)
         for rank in self.ranks:
             rank.finish(number)
 
     def shutdown(self) -> None:
         self.scheduler.shutdown()
 
-    def _launch(self) -> None:
+    def launch(self) -> Step:
+        """Schedule a step and queue it on the ranks."""
         num_preemptions = self._num_preemptions()
         output = self.scheduler.schedule()
         self.counts["preemptions"] += self._num_preemptions() - num_preemptions
-        before = self._in_flight[0].batch if self._in_flight else ()
+        before = self.in_flight[0].batch if self.in_flight else ()
         step = Step(next(self._numbers), output, self.product.batch(output, before, self._draft_in_flight))
         self.counts["rejected in flight"] += sum(entry.num_corrected for entry in step.batch)
         self.counts["tail saves"] += len(step.metadata.preemption_saves)
@@ -137,24 +179,29 @@ class Engine:
             rank.launch(step, self.ranks)
         # NOTE: posted by the worker's CPU: the device may be steps behind.
         self.nixl.post(step.metadata.transport)
-        self.nixl.write_some(self.rng.random() * self._nixl_share)
+        self.nixl.write_some(self.rng.random() * self.pace.nixl_share)
         step.results = self.nixl.poll()
-        self._in_flight.appendleft(step)
+        self.in_flight.appendleft(step)
+        return step
 
-    def _finish(self, on_wait: Callable[[], None]) -> None:
-        """NOTE: nothing waits for the device in a step without a batch, unless it is told to."""
-        step = self._in_flight.pop()
+    def finish(self, on_wait: Callable[[], None]) -> dict[int, EngineCoreOutputs]:
+        """Update vLLM's scheduler with the oldest step in flight; returns what it reports.
+
+        NOTE: nothing waits for the device in a step without a batch, unless it is told to.
+        """
+        step = self.in_flight.pop()
         if step.batch or step.metadata.waits_for_preemption_saves:
             for rank in self.ranks:
                 rank.finish(step.number)
         on_wait()
-        self.scheduler.update_from_output(step.output, self._model_output(step))
+        outputs = self.scheduler.update_from_output(step.output, self._model_output(step))
         if self.num_drafts and not self.is_async:
             self.product.take_drafts({entry.request_id: self._draft(entry.request_id) for entry in step.batch})
         for entry in step.batch:
             request = self.scheduler.requests.get(entry.request_id)
             if request is not None:
                 check_tokens(request)
+        return outputs
 
     def _model_output(self, step: Step) -> ModelRunnerOutput:
         ids = [entry.request_id for entry in step.batch]

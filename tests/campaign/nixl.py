@@ -19,8 +19,6 @@ from .texts import BEYOND_PROMPT, ZEROED, Row, Text
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 
-FAILURE_SHARE = 0.15  # of transfers
-
 
 class Prefill:
     """A prefill instance that has computed whatever it is asked for and never forgets."""
@@ -90,10 +88,19 @@ class Nixl:
         prefill: where blocks are read.
         ranks: the engine's ranks.
         shares_host_pool: whether rank 0 alone pulls into the host pool.
+        failure_share: share of transfers that fail.
     """
 
-    def __init__(self, rng: random.Random, prefill: Prefill, ranks: Sequence[Rank], shares_host_pool: bool):
+    def __init__(
+        self,
+        rng: random.Random,
+        prefill: Prefill,
+        ranks: Sequence[Rank],
+        shares_host_pool: bool,
+        failure_share: float,
+    ):
         self.rng, self.prefill, self.ranks, self.shares_host_pool = rng, prefill, ranks, shares_host_pool
+        self.failure_share = failure_share
         self.num_transfers = self.num_failures = 0
         self._pulls: list[list[_Pull]] = [[] for _ in ranks]
 
@@ -107,7 +114,7 @@ class Nixl:
             if not meta.awaiting_kvs and not any(meta.local_block_ids):
                 continue
             is_reachable = self.prefill.answers(meta)
-            fails = not is_reachable or self.rng.random() < FAILURE_SHARE
+            fails = not is_reachable or self.rng.random() < self.failure_share
             self.num_transfers += 1
             self.num_failures += fails
             failing = self.rng.randrange(len(self.ranks))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .checks import Finding, check
-from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE, MAX_MODEL_LEN
+from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE
 from .texts import DRAFTED_AHEAD, NEVER_WRITTEN, ZEROED, Row, Text, undrafted
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Rank:
         index: its number.
         host: the host pool it reads and writes, shared or its own.
         num_tables: requests whose state the worker half has room for.
-        max_blocks: host blocks of a request.
+        max_model_len: tokens of a request.
         layout: rows of a layer in a hot block, tokens of a state block.
         zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
         num_draft_passes: how often a draft layer runs after the forward and the saves; 0: there is none.
@@ -117,13 +117,14 @@ class Rank:
         index: int,
         host: HostMemory,
         num_tables: int,
-        max_blocks: int,
+        max_model_len: int,
         layout: KVLayout,
         zeroes_first: bool,
         num_draft_passes: int = 0,
     ):
         self.index, self.host, self.zeroes_first, self.num_draft_passes = index, host, zeroes_first, num_draft_passes
-        self.num_tables, self.max_blocks, self.layout = num_tables, max_blocks, layout
+        self.num_tables, self.max_model_len, self.layout = num_tables, max_model_len, layout
+        self.max_blocks = layout.num_blocks(max_model_len)
         self.keys = Memory()
         self.tables: dict[int, list[int]] = {}
         # first hot block id -> block -> whether the request has written it
@@ -262,7 +263,7 @@ class Rank:
         """Passes after the first write beyond the tokens that are known by then."""
         for entry in step.batch:
             num_known = entry.last - (entry.num_drafts + 1 - len(entry.sampled()) if entry.samples else 0)
-            for position in range(num_known, min(num_known + self.num_draft_passes - 1, MAX_MODEL_LEN)):
+            for position in range(num_known, min(num_known + self.num_draft_passes - 1, self.max_model_len)):
                 has_room = position < len(entry.device_ids) * BLOCK_SIZE
                 check(has_room, f"{step.reads(entry, self)}: no block for the draft layer at {position}")
                 self.keys[_place(entry.device_ids, position)] = DRAFTED_AHEAD

@@ -12,7 +12,7 @@ from .clients import Clients
 from .configuration import Configuration
 from .engine import Engine
 from .nixl import Prefill
-from .tier import Store
+from .tier import Store, simulated_tiers
 
 LIVES = 120  # of a world
 MAX_DRAIN_STEPS = 3000
@@ -27,12 +27,14 @@ class World:
     """
 
     def __init__(self, configuration: Configuration, seed: int):
-        self.rng = random.Random(seed)
+        self.rng, self.is_hot_first = random.Random(seed), seed % 2 == 1
         self.counts: Counter[str] = Counter()
         self.prefill = Prefill()
         sizes, self.store = self._sizes(configuration), Store(self.rng)
+        tiers = partial(simulated_tiers, rng=self.rng, store=self.store, counts=self.counts)
+        make_tiers = tiers if configuration.has_tier else None
         self.engines = [
-            Engine(configuration, sizes, self.rng, self.prefill, self.counts, self.store)
+            Engine(configuration, sizes, self.rng, self.prefill, self.counts, make_tiers=make_tiers)
             for _ in range(configuration.num_engines)
         ]
         self.clients = Clients(configuration, self.rng, self.engines, self.prefill, self.counts)
@@ -84,4 +86,5 @@ class World:
             token_budget=rng.randint(8, 40),
             policy="priority" if rng.random() < 0.3 else "fcfs",
             recomputes_failures=rng.random() < 0.5,
+            is_hot_first=self.is_hot_first,
         )
