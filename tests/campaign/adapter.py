@@ -51,7 +51,6 @@ MODEL = (
 )  # its configuration only; no weights are read
 CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "code-dsa"  # with a draft layer
 NUM_LAYERS = 2
-STATE_ENTRIES = ((2, 10), (5, 16))  # an algorithm's: tokens and bytes of an entry in a layer; 5 blocks of a request
 Drafter = Callable[[list[int], int], list[int]]  # known tokens, placeholders -> drafts, perhaps fewer
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 
@@ -272,7 +271,7 @@ def _kv_cache_config(sizes: Sizes, configuration: Configuration) -> KVCacheConfi
         *(24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE),
         max_query_len=query_len,
         draft_row_bytes=draft_bytes,
-        state_entries=STATE_ENTRIES if configuration.has_state else (),
+        state_entries=configuration.state_entries,
     )
     buffer = configuration.device_buffer_size, configuration.is_elastic
     hot = HotBufferSpec.from_mla_spec(mla_spec(12, torch.bfloat16), layout, *buffer)

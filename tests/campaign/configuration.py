@@ -7,6 +7,7 @@ from dataclasses import dataclass
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
 DEVICE_BUFFER_SIZE = 11  # hot tokens of a long sequence, whose hot blocks grow with it
+STATE_ENTRIES = ((2, 10), (5, 16))  # an algorithm's state: 5 blocks of the longest sequence
 FIXED_BUFFER_SIZE = 5  # where they do not grow; no sequence has fewer
 
 
@@ -35,7 +36,7 @@ class Configuration:
             flight, the scheduler schedules placeholders, and learns later which were rejected.
         has_draft_layer: whether a layer with KV of its own on the device drafts them, after a step's forward.
         is_draft_model: whether this layer is a model of its own: vLLM then takes both groups for drafting ones.
-        has_state: whether an algorithm keeps state in device blocks.
+        state_entries: tokens and bytes of each entry of an algorithm's state in a layer; empty: it keeps none.
     """
 
     name: str
@@ -57,7 +58,11 @@ class Configuration:
     num_drafts: int = 0
     has_draft_layer: bool = False
     is_draft_model: bool = False
-    has_state: bool = False
+    state_entries: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.state_entries)
 
     @property
     def is_pd(self) -> bool:
@@ -69,7 +74,7 @@ def _pd(name: str, **options) -> Configuration:
 
 
 # An algorithm's state, and pools of KV heads, one per rank
-_DENSE = {"has_resident_group": False, "shares_host_pool": False, "has_state": True}
+_DENSE = {"has_resident_group": False, "shares_host_pool": False, "state_entries": STATE_ENTRIES}
 _FIXED = {"is_elastic": False, "device_buffer_size": FIXED_BUFFER_SIZE}
 
 CONFIGURATIONS = (
@@ -87,7 +92,7 @@ CONFIGURATIONS = (
     _pd("spare blocks, P/D, nothing resident", lends_blocks=True, **_DENSE),
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
-    Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, has_state=True),
+    Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, state_entries=STATE_ENTRIES),
     _pd("spare blocks, P/D", lends_blocks=True),
     Configuration("tier", has_tier=True),
     Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_FIXED, **_DENSE),
@@ -97,7 +102,7 @@ CONFIGURATIONS = (
     _pd("drafts, sync, P/D", is_async=False, num_drafts=3, sibling_share=0.2),
     Configuration("draft layer, sync, sessions", is_async=False, num_drafts=2, has_draft_layer=True, has_sessions=True),
     _pd("draft layer, sync, P/D, tier", is_async=False, num_drafts=3, has_draft_layer=True, has_tier=True),
-    Configuration("drafts", num_drafts=3, has_state=True),
+    Configuration("drafts", num_drafts=3, state_entries=STATE_ENTRIES),
     Configuration("drafts, sessions, tier", num_drafts=2, has_sessions=True, has_tier=True),
     _pd("drafts, P/D", num_drafts=3, sibling_share=0.2),
     Configuration("draft layer", num_drafts=3, has_draft_layer=True),

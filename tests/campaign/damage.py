@@ -20,6 +20,8 @@ from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import TransferBuffer
 from vllm_hisparse.vllm_patches.drafting_sessions import DraftingSession
 
+from . import rank
+
 
 def no_deferral(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host blocks are free as soon as their request has lost them, though a step in flight still writes them."""
@@ -204,3 +206,8 @@ def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         unpin(self, [block_id for block_id in block_ids if self._num_pins[block_id]])
 
     monkeypatch.setattr(pool, "unpin", unpin_pinned)
+
+
+def ranks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank enters a forward before the others have ended the one before, as if there were no all-reduce."""
+    monkeypatch.setattr(rank, "finish_forwards", lambda ranks, num_forwards: None)

@@ -147,7 +147,7 @@ class Rank:
             self._enqueue(step, work)
         if step.batch:
             # NOTE: all-reduces keep ranks together: none is in a forward before all have ended the one before.
-            self._enqueue(step, partial(_finish_forwards, ranks, self._num_forwards_queued))
+            self._enqueue(step, partial(finish_forwards, ranks, self._num_forwards_queued))
             self._num_forwards_queued += 1
             self._enqueue(step, partial(self._read_rows, step))
             self._enqueue(step, partial(self._write, step))
@@ -296,7 +296,7 @@ class Rank:
                 raise Finding(f"{step.reads(entry, self)}: {what} {position} in block {block_id} is {whose}")
 
 
-def _finish_forwards(ranks: Sequence[Rank], num_forwards: int) -> None:
+def finish_forwards(ranks: Sequence[Rank], num_forwards: int) -> None:
     for rank in ranks:
         while rank.num_forwards_done < num_forwards:
             rank.run_one()

@@ -91,12 +91,14 @@ class ScriptedEngine(Engine):
     @property
     def waiting(self) -> list[Request]:
         """Requests that have arrived or were preempted, and hold no blocks or those that they have received."""
-        return self._with_status(RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        queues = *self.scheduler.kv_holding_waiting, *self.scheduler.waiting
+        return [request for request in queues if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
 
     @property
     def loading(self) -> list[Request]:
         """Requests whose KV is pulled."""
-        return self._with_status(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        requests = self.scheduler.requests.values()
+        return [request for request in requests if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
 
     def ask(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Request:
         """A request arrives, or, if it is `resumable`, perhaps the next turn of a session."""
@@ -191,6 +193,3 @@ class ScriptedEngine(Engine):
         self.flush()
         check_pools(self)
         check_idle(self)
-
-    def _with_status(self, *statuses: RequestStatus) -> list[Request]:
-        return [request for request in self.scheduler.requests.values() if request.status in statuses]

@@ -25,6 +25,7 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.another_transfer, "P/D, no prefix caching", "host row"),
         (damage.unclaimed_transfer, "P/D, data parallel", "host row"),
         (damage.long_sessions, "one instance, sessions", "Error"),
+        (damage.ranks_apart, "one instance, sessions", "host row"),
         (damage.idle_state, "P/D, sessions, nothing resident, one rank", "there is room for"),
         (damage.damaged_blocks, "tier", "host row"),
         (damage.early_stores, "tier", "host row"),

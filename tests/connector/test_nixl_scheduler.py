@@ -6,38 +6,31 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from fake_engine import BLOCK_SIZE, MAX_MODEL_LEN, make_kv_cache_config, make_request
+from campaign.adapter import Product, Sizes
+from campaign.configuration import BLOCK_SIZE, Configuration
+from campaign.script import MAX_MODEL_LEN, make_request
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from tools.harness.processes import free_ports
-from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse.connector import nixl_scheduler
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.transfer_params import TransferParams, TransferRefused
-from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.plugin import register
 
-MODEL = Path(__file__).parent.parent.parent / "build" / "models" / "dsv32"
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 60, 40
 PROMPT = list(range(10, 20))
 MISSING = object()
@@ -68,30 +61,9 @@ class Engine:
     """A decode instance without a model: every pull fails, because its prefill instance is gone."""
 
     def __init__(self, role: str = "kv_consumer", policy: str = "recompute", **more_options: Any):
-        register()
-        kv_cache_config = make_kv_cache_config(NUM_DEVICE_BLOCKS)
-        host_block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
-        options = {"host_pool_gib": (NUM_HOST_BLOCKS + 0.5) * host_block_bytes / 2**30, **more_options}
-        kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR_NAME,
-            kv_role=role,
-            kv_connector_extra_config=options,
-            kv_load_failure_policy=policy,
-        )
-        args = EngineArgs(
-            model=str(MODEL),
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            async_scheduling=True,
-            kv_transfer_config=kv_transfer_config,
-        )
-        config = args.create_engine_config()
-        config.cache_config.block_size = BLOCK_SIZE
-        config.cache_config.num_gpu_blocks = NUM_DEVICE_BLOCKS
-        self.scheduler = AsyncScheduler(
-            config, kv_cache_config, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True
-        )
+        configuration = Configuration("pulls", role, is_elastic=False, max_model_len=MAX_MODEL_LEN)
+        sizes = Sizes(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, 8, 64, "fcfs", policy == "recompute")
+        self.scheduler = Product(configuration, sizes, options=more_options).scheduler
         self.half = self.scheduler.connector.scheduler
         self.transport: NixlSchedulerTransport = self.half.transport
         self.num_refused = 0  # as the counter says

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import BLOCK_SIZE, make_request
+from campaign.configuration import BLOCK_SIZE
+from campaign.script import make_request
 from test_leases import Clock, PrefillWorker
 from test_nixl_scheduler import PROMPT, Engine, Worker, transfer
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -175,7 +176,7 @@ def occupy_the_only_seat(decode: Decode) -> None:
     """For 56 steps, by two requests one after the other."""
     decode.engine.scheduler.max_num_active_reqs = 1
     for name in ("first", "second"):
-        decode.engine.scheduler.add_request(make_request(name, [1, 2, 3], max_tokens=28, ignore_eos=True))
+        decode.engine.scheduler.add_request(make_request(name, [1, 2, 3], max_tokens=28))
     decode.step()
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_engine import BLOCK_SIZE, MAX_BUDGET, FakeEngine
+from campaign.configuration import BLOCK_SIZE
+from campaign.script import ScriptedEngine, make_request
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
@@ -23,38 +24,40 @@ from vllm_hisparse.kv_manager.blocks.request_tracker import (
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
 
-ROWS_PER_BLOCK, BUFFER = 3, 5  # `HotBufferSpec` of `fake_engine`: 2 blocks in any case
+ROWS_PER_BLOCK, BUFFER = 3, 5  # `HotBufferSpec` of the scripted engine: 2 blocks in any case
+MAX_BUDGET = 24  # tokens of a step
 BLOCKS_PER_BLOCK = 2 + 1  # hot and resident ones, of 4 tokens
 CHUNK_BLOCKS = MAX_BUDGET // BLOCK_SIZE * BLOCKS_PER_BLOCK
 
 
-def make_engine(num_device_blocks: int, device_buffer_size: int = BUFFER) -> FakeEngine:
-    return FakeEngine(num_device_blocks, 64, device_buffer_size=device_buffer_size, elastic=True)
+def make_engine(num_device_blocks: int, device_buffer_size: int = BUFFER) -> ScriptedEngine:
+    return ScriptedEngine(
+        num_device_blocks, 64, device_buffer_size=device_buffer_size, is_elastic=True, token_budget=MAX_BUDGET
+    )
 
 
-def num_lent(engine: FakeEngine, request_id: str) -> int:
+def num_lent(engine: ScriptedEngine, request_id: str) -> int:
     admitted = engine.tracker.admitted.get(request_id)
     return len(admitted.lent) if admitted else 0
 
 
-def num_rows(engine: FakeEngine, request_id: str) -> int:
+def num_rows(engine: ScriptedEngine, request_id: str) -> int:
     return ROWS_PER_BLOCK * len(engine.tracker.hot_blocks(request_id))
 
 
-def decode(engine: FakeEngine, num_steps: int) -> None:
+def decode(engine: ScriptedEngine, num_steps: int) -> None:
     """Steps that nobody prefills in; all tables of the worker are what the manager says."""
     for _ in range(num_steps):
-        engine.step()
-        engine.check_integrity()
+        engine.turn()
         for request in engine.running:
             first_hot_block_id = engine.tracker.admitted[request.request_id].first_hot_block_id
             block_ids = [block.block_id for block in engine.tracker.hot_blocks(request.request_id)]
-            assert engine.worker.hot_block_tables[first_hot_block_id] == block_ids
+            assert list(engine.worker.hot_block_tables[first_hot_block_id]) == block_ids
 
 
 def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
     engine = make_engine(80)
-    request = engine.add("a", list(range(12)), max_tokens=16)
+    request = engine.ask("a", list(range(12)), max_tokens=16)
     for _ in range(14):
         decode(engine, 1)
         assert request.num_computed_tokens < num_rows(engine, "a")
@@ -65,17 +68,17 @@ def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
 
 def test_whoever_takes_the_place_of_another_is_lent_blocks_at_once() -> None:
     engine = make_engine(80)
-    first = engine.add("a", list(range(20)), max_tokens=3)
+    first = engine.ask("a", list(range(20)), max_tokens=3)
     while not first.is_finished():
         decode(engine, 1)
-    second = engine.add("b", list(range(50, 70)), max_tokens=8)
-    engine.step()
+    second = engine.ask("b", list(range(50, 70)), max_tokens=8)
+    engine.turn()
     assert second in engine.running and num_rows(engine, "b") > second.num_tokens
 
 
 def test_a_short_sequence_has_no_more_than_its_rows() -> None:
     engine = make_engine(80, device_buffer_size=14)
-    engine.add("a", [1, 2, 3], max_tokens=29)
+    engine.ask("a", [1, 2, 3], max_tokens=29)
     sizes = {}
     for num_tokens in range(3, 15):
         decode(engine, 1)
@@ -88,11 +91,11 @@ def test_requests_share_what_is_free() -> None:
     """Beyond what stays free."""
     engine = make_engine(1 + 43)
     for name in "ab":
-        engine.add(name, [ord(name) + i for i in range(20)], max_tokens=12)
+        engine.ask(name, [ord(name) + i for i in range(20)], max_tokens=12)
     decode(engine, 8)
     lent = num_lent(engine, "a"), num_lent(engine, "b")
     assert lent[0] > 0 and abs(lent[0] - lent[1]) <= 1, "not enough for one of them"
-    free = engine.kv.block_pool.get_num_free_blocks()
+    free = engine.block_pool.get_num_free_blocks()
     assert free >= 2 * BLOCKS_PER_BLOCK, "a block that is needed next may be lent"
     gauges = engine.stats.data["gauges"]
     assert gauges["hot_rows_lent"] == sum(lent) * ROWS_PER_BLOCK < gauges["hot_rows_wanted"]
@@ -101,12 +104,12 @@ def test_requests_share_what_is_free() -> None:
 def test_blocks_come_back_before_a_request_waits() -> None:
     """For longer than a step; nobody is preempted."""
     engine = make_engine(1 + 16)
-    first = engine.add("a", list(range(4)), max_tokens=28)
+    first = engine.ask("a", list(range(4)), max_tokens=28)
     decode(engine, STEPS_PER_BALANCE + 2)
     before = num_lent(engine, "a")
     assert before > 0
-    engine.add("b", list(range(50, 60)), max_tokens=2)
-    engine.step()
+    engine.ask("b", list(range(50, 60)), max_tokens=2)
+    engine.turn()
     assert num_lent(engine, "a") < before and engine.waiting
     decode(engine, 1)
     assert not engine.waiting and first in engine.running
@@ -119,10 +122,10 @@ def test_blocks_come_back_before_a_request_waits() -> None:
 def test_growing_requests_are_not_preempted_for_what_is_lent(device_buffer_size: int, num_blocks: int) -> None:
     """Neither those with a complete hot buffer nor those whose own hot blocks grow, too."""
     engine = make_engine(1 + num_blocks, device_buffer_size)
-    engine.add("z", list(range(70, 86)), max_tokens=14)
+    engine.ask("z", list(range(70, 86)), max_tokens=14)
     names = "abc"
     for name in names:
-        engine.add(name, [ord(name) + i for i in range(6)], max_tokens=12)
+        engine.ask(name, [ord(name) + i for i in range(6)], max_tokens=12)
     decode(engine, 14)
     assert not any(request.num_preemptions for request in engine.running)
     decode(engine, 6)
@@ -132,11 +135,11 @@ def test_growing_requests_are_not_preempted_for_what_is_lent(device_buffer_size:
 def test_a_request_that_is_refused_again_and_again_gets_everything() -> None:
     """vLLM may want more blocks to be free than is known here, such as those that it reserves for other requests."""
     engine = make_engine(80)
-    engine.add("a", list(range(16)), max_tokens=14)
+    engine.ask("a", list(range(16)), max_tokens=14)
     decode(engine, 3)
     assert num_lent(engine, "a") > 0
     engine.kv.watermark_blocks = 66
-    other = engine.add("other", [1], max_tokens=1)
+    other = engine.ask("other", [1], max_tokens=1)
     decode(engine, MAX_STEPS_OF_REFUSAL)
     assert num_lent(engine, "a") > 0 and other in engine.waiting
     decode(engine, 1)
@@ -148,38 +151,37 @@ def test_a_request_that_is_refused_again_and_again_gets_everything() -> None:
 @pytest.mark.parametrize("num_waiting", [1, 2, 6])
 def test_lent_while_waiting_for_host_memory(num_waiting: int) -> None:
     """Requests that the host pool cannot take need no device blocks, nor do those behind the first of them."""
-    engine = FakeEngine(80, 8, device_buffer_size=BUFFER, elastic=True)
-    engine.add("a", list(range(16)), max_tokens=16)
+    engine = ScriptedEngine(80, 8, device_buffer_size=BUFFER, is_elastic=True, token_budget=MAX_BUDGET)
+    engine.ask("a", list(range(16)), max_tokens=16)
     decode(engine, 3)
     before = num_lent(engine, "a")
     for index in range(num_waiting):
-        engine.add(f"waits-{index}", [100 * (index + 1) + i for i in range(24)], max_tokens=2)
+        engine.ask(f"waits-{index}", [100 * (index + 1) + i for i in range(24)], max_tokens=2)
     decode(engine, MAX_STEPS_OF_REFUSAL + 3)
     assert len(engine.waiting) == num_waiting and num_lent(engine, "a") == before > 0
 
 
 @pytest.mark.parametrize("num_waiting", [1, 4])
 def test_lent_while_waiting_for_the_token_budget(num_waiting: int) -> None:
-    engine = FakeEngine(120, 64, device_buffer_size=BUFFER, elastic=True)
-    engine.add("a", list(range(12)), max_tokens=20)
+    engine = ScriptedEngine(120, 64, device_buffer_size=BUFFER, is_elastic=True, token_budget=MAX_BUDGET)
+    engine.ask("a", list(range(12)), max_tokens=20)
     decode(engine, 3)
     before = num_lent(engine, "a")
-    engine.add("computed", list(range(100, 128)), max_tokens=2)
+    engine.ask("computed", list(range(100, 128)), max_tokens=2)
     for index in range(num_waiting):
-        engine.add(f"waits-{index}", list(range(300, 310)), max_tokens=2)
+        engine.ask(f"waits-{index}", list(range(300, 310)), max_tokens=2)
     for _ in range(MAX_STEPS_OF_REFUSAL + 3):
-        engine.step(budget=3)
+        engine.turn(budget=3)
         assert len(engine.waiting) == num_waiting and num_lent(engine, "a") >= before > 0
 
 
 def test_lent_while_waiting_for_something_that_vllm_does_not_ask_here() -> None:
     """Such as a grammar that compiles, or a LoRA for which there is no room: vLLM skips the request."""
     engine = make_engine(80)
-    engine.add("a", list(range(16)), max_tokens=14)
+    engine.ask("a", list(range(16)), max_tokens=14)
     decode(engine, 3)
     before = num_lent(engine, "a")
-    engine.connector.on_new_request(engine.add("skipped", [1], max_tokens=1))
-    engine.waiting.clear()
+    engine.half.on_new_request(make_request("skipped", [1], max_tokens=1))
     decode(engine, MAX_STEPS_OF_REFUSAL + 3)
     assert num_lent(engine, "a") == before > 0
 
@@ -187,21 +189,21 @@ def test_lent_while_waiting_for_something_that_vllm_does_not_ask_here() -> None:
 def test_blocks_come_back_for_all_requests_behind_a_refused_one() -> None:
     """And not for one per step."""
     engine = make_engine(1 + 20)
-    engine.add("a", list(range(4)), max_tokens=28)
+    engine.ask("a", list(range(4)), max_tokens=28)
     decode(engine, STEPS_PER_BALANCE + 2)
     before = num_lent(engine, "a")
     for index in range(3):
-        engine.add(f"waits-{index}", [100 * (index + 1) + i for i in range(5)], max_tokens=6)
-    engine.step(MAX_BUDGET)
+        engine.ask(f"waits-{index}", [100 * (index + 1) + i for i in range(5)], max_tokens=6)
+    engine.turn(MAX_BUDGET)
     assert len(engine.waiting) > 1 and num_lent(engine, "a") < before
-    engine.step(MAX_BUDGET)
+    engine.turn(MAX_BUDGET)
     assert not engine.waiting
 
 
 def test_sizes_are_looked_at_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(80)
-    engine.add("a", list(range(6)), max_tokens=26)
-    engine.step()
+    engine.ask("a", list(range(6)), max_tokens=26)
+    engine.turn()
     calls = []
     monkeypatch.setattr(request_tracker, "plan", lambda *args: calls.append(1) or plan(*args))
     decode(engine, STEPS_PER_BALANCE)
@@ -209,9 +211,9 @@ def test_sizes_are_looked_at_every_few_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_engine_with_fixed_buffers_lends_nothing() -> None:
-    engine = FakeEngine(80)
-    engine.add("a", [1, 2, 3], max_tokens=1)
-    engine.step(2)
+    engine = ScriptedEngine(80)
+    engine.ask("a", [1, 2, 3], max_tokens=1)
+    engine.turn(2)
     assert num_lent(engine, "a") == 0 and "hot_rows_lent" not in engine.stats.data["gauges"]
     assert len(engine.tracker.hot_blocks("a")) == 2
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import mla_spec
+from campaign.adapter import mla_spec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus

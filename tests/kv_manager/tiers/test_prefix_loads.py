@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fake_engine import BLOCK_SIZE
+from campaign.configuration import BLOCK_SIZE
 from tiered_engine import TieredEngine
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
@@ -73,12 +73,12 @@ def engine(tmp_path: Path, clock: SetClock, monkeypatch: pytest.MonkeyPatch) -> 
     answer_at_once(monkeypatch)
     tier = {"type": "fs", "path": str(tmp_path), "quota_gib": 1.0, "num_threads": 2}
     with TieredEngine([tier], timeout_s=TIMEOUT_S, clock=clock, num_host_blocks=40) as engine:
-        engine.ask("first", PROMPT)
+        engine.answer("first", PROMPT)
         engine.settle()
-        engine.connector.reset_cache()
-        engine.kv.reset_prefix_cache()
+        engine.half.reset_cache()
+        engine.scheduler.reset_prefix_cache()
         engine.forget_buffer()
-        engine.count()
+        engine.take_counters()
         yield engine
 
 
@@ -94,7 +94,7 @@ def step_until_admitted(engine: TieredEngine, request: Request, clock: SetClock,
     """Step as long as a request waits; returns for how many seconds of the clock."""
     first = clock.now
     for _ in range(1000):
-        engine.step()
+        engine.turn()
         if request not in engine.waiting:
             return clock.now - first
         clock.now += step_s
@@ -104,49 +104,49 @@ def step_until_admitted(engine: TieredEngine, request: Request, clock: SetClock,
 def test_a_late_tier_costs_a_recomputation_once(engine: TieredEngine, clock: SetClock) -> None:
     with pytest.MonkeyPatch.context() as silence:
         answers_with(silence, is_silent)
-        waited_s = step_until_admitted(engine, engine.add("again", PROMPT, 1), clock, 0.1)
+        waited_s = step_until_admitted(engine, engine.ask("again", PROMPT, 1), clock, 0.1)
     assert TIMEOUT_S < waited_s < TIMEOUT_S + 0.3
-    assert engine.count()["tier_load_timeouts"] == 1
-    request = engine.add("other", PROMPT[1:], 1)
+    assert engine.take_counters()["tier_load_timeouts"] == 1
+    request = engine.ask("other", PROMPT[1:], 1)
     assert step_until_admitted(engine, request, clock, 0.1) < 0.3, "the source is left alone for a while"
     engine.run()
-    engine.connector.reset_cache()
-    engine.kv.reset_prefix_cache()
+    engine.half.reset_cache()
+    engine.scheduler.reset_prefix_cache()
     clock.now += RETRY_S
-    _, counted = engine.ask("last", PROMPT, 1)
+    _, counted = engine.answer("last", PROMPT, 1)
     assert counted["tier_load_timeouts"] == 0 and counted["tier_loaded_blocks"] == NUM_BLOCKS
 
 
 def test_a_disk_is_no_late_tier_while_nobody_asks(engine: TieredEngine, clock: SetClock) -> None:
     """Nobody asks while all seats are taken; nor is a load looked at while vLLM is paused."""
-    request = engine.add("again", PROMPT, 1)
-    engine.step()
-    engine.waiting.remove(request)
+    engine.ask("again", PROMPT, 1)
+    engine.turn()
+    engine.admit_none()
     clock.now += 100 * TIMEOUT_S
     for _ in range(200):
-        engine.step()
+        engine.turn()
         clock.now += TIMEOUT_S / 2
-    engine.waiting.append(request)
+    engine.admit()
     engine.run()
-    counted = engine.count()
+    counted = engine.take_counters()
     assert counted["tier_load_timeouts"] == counted["tier_slow_loads"] == 0
     assert counted["host_prefix_tokens"] == BLOCK_SIZE * NUM_BLOCKS
 
 
 def test_a_load_goes_on_while_nobody_asks(engine: TieredEngine) -> None:
-    request = engine.add("again", PROMPT, 1)
-    engine.step()
-    engine.waiting.remove(request)
+    request = engine.ask("again", PROMPT, 1)
+    engine.turn()
+    engine.admit_none()
     engine.wait_until(lambda: engine.tiers.loads.has_ended("again"))
-    assert engine.count()["tier_loaded_blocks"] == NUM_BLOCKS
-    engine.waiting.append(request)
-    engine.abort(request)
+    assert engine.take_counters()["tier_loaded_blocks"] == NUM_BLOCKS
+    engine.admit()
+    engine.abort(request.request_id)
 
 
 def test_a_disk_is_no_late_tier_because_steps_are_long(engine: TieredEngine, clock: SetClock) -> None:
-    request = engine.add("again", PROMPT, 1)
+    request = engine.ask("again", PROMPT, 1)
     step_until_admitted(engine, request, clock, 3 * TIMEOUT_S)
-    counted = engine.count()
+    counted = engine.take_counters()
     assert counted["tier_load_timeouts"] == 0 and counted["tier_loaded_blocks"] == NUM_BLOCKS
 
 
@@ -168,15 +168,15 @@ def test_a_trickling_tier_holds_a_request_for_a_limited_time(
     engine: TieredEngine, clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long_prompt = list(range(300, 332))[:31]
-    engine.ask("long", long_prompt, 1)
+    engine.answer("long", long_prompt, 1)
     engine.settle()
-    engine.connector.reset_cache()
-    engine.kv.reset_prefix_cache()
+    engine.half.reset_cache()
+    engine.scheduler.reset_prefix_cache()
     engine.forget_buffer()
     answers_with(monkeypatch, one_block_at_a_time(clock, 0.95 * TIMEOUT_S))
-    waited_s = step_until_admitted(engine, engine.add("again", long_prompt, 1), clock, TIMEOUT_S / 20)
+    waited_s = step_until_admitted(engine, engine.ask("again", long_prompt, 1), clock, TIMEOUT_S / 20)
     assert waited_s < MAX_TIMEOUTS * TIMEOUT_S + 1
-    counted = engine.count()
+    counted = engine.take_counters()
     assert counted["tier_slow_loads"] == 1 and counted["tier_load_timeouts"] == 0
     assert 0 < counted["tier_loaded_blocks"] < 7
     ((source, _),) = engine.tiers.loads._make_contexts("probe")
@@ -191,12 +191,12 @@ def test_a_trickling_tier_holds_nobody_else_for_longer_than_the_timeout(
 ) -> None:
     answers_with(monkeypatch, one_block_at_a_time(clock, 0.95 * TIMEOUT_S))
     monkeypatch.setattr(engine.tiers.loads, "_max_loads", 1)
-    engine.add("slow", PROMPT, 1)
-    engine.step()
-    request = engine.add("new", list(range(700, 709)), 1)
+    engine.ask("slow", PROMPT, 1)
+    engine.turn()
+    request = engine.ask("new", list(range(700, 709)), 1)
     waited_s = step_until_admitted(engine, request, clock, 0.1)
     assert waited_s < TIMEOUT_S + 0.3
-    assert engine.count()["tier_skipped_loads"] == 1
+    assert engine.take_counters()["tier_skipped_loads"] == 1
     monkeypatch.undo()
     engine.run()
     assert not engine.tiers.loads.leftovers()
@@ -219,16 +219,16 @@ def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatc
 
 def test_hits_are_called_after_where_they_come_from(engine: TieredEngine) -> None:
     sources = []
-    admitted = engine.connector.update_state_after_alloc
+    admitted = engine.half.update_state_after_alloc
 
     def admit(request: Request, blocks: object, num_external_tokens: int) -> None:
         admitted(request, blocks, num_external_tokens)
-        sources.append(engine.connector.cache_hit_sources(request, num_external_tokens))
+        sources.append(engine.half.cache_hit_sources(request, num_external_tokens))
 
-    engine.connector.update_state_after_alloc = admit
-    engine.ask("from disk", PROMPT, 1)
-    engine.kv.reset_prefix_cache()
-    engine.ask("from the host pool", PROMPT, 1)
-    engine.ask("new", list(range(700, 709)), 1)
+    engine.half.update_state_after_alloc = admit
+    engine.answer("from disk", PROMPT, 1)
+    engine.scheduler.reset_prefix_cache()
+    engine.answer("from the host pool", PROMPT, 1)
+    engine.answer("new", list(range(700, 709)), 1)
     num_tokens = BLOCK_SIZE * NUM_BLOCKS
     assert sources == [{CacheHitSource.DISK: num_tokens}, {CacheHitSource.HOST: num_tokens}, {}]

@@ -1,4 +1,4 @@
-"""Prefixes leave the host pool and come back; `FakeEngine` checks every row that a step reads."""
+"""Prefixes leave the host pool and come back; the simulated device checks every row that a step reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def block_files(path: Path) -> list[Path]:
 
 @pytest.fixture(params=[True, False], ids=["dsa", "dense"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredEngine]:
-    with TieredEngine([fs(tmp_path)], has_resident_kv=request.param) as engine:
+    with TieredEngine([fs(tmp_path)], has_resident_group=request.param) as engine:
         yield engine
 
 
@@ -51,16 +51,16 @@ def forget(engine: TieredEngine, prompt: list[int]) -> None:
     engine.settle()
     engine.fill()
     engine.settle()
-    request = engine.add("probe", prompt, 1)
-    engine.abort(request)
+    request = engine.ask("probe", prompt, 1)
+    engine.abort(request.request_id)
     assert engine.host_pool.cached_prefix(request.block_hashes, 100).num_tokens == 0
-    engine.kv.reset_prefix_cache()  # of the device
+    engine.scheduler.reset_prefix_cache()  # of the device
 
 
 def test_a_prefix_comes_back(engine: TieredEngine) -> None:
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     forget(engine, PROMPT)
-    request, counted = engine.ask("again", PROMPT)
+    request, counted = engine.answer("again", PROMPT)
     assert request.is_finished()
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS
     assert counted["host_prefix_tokens"] == 4 * NUM_BLOCKS
@@ -70,24 +70,24 @@ def test_a_prefix_comes_back(engine: TieredEngine) -> None:
 
 
 def test_what_the_host_pool_has_is_not_loaded(engine: TieredEngine) -> None:
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     engine.settle()
-    _, counted = engine.ask("again", PROMPT)
+    _, counted = engine.answer("again", PROMPT)
     assert counted["tier_loaded_blocks"] == 0
 
 
 def test_only_what_is_missing_is_loaded(engine: TieredEngine) -> None:
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     forget(engine, PROMPT)
-    engine.ask("part", PROMPT[:9])
-    engine.kv.reset_prefix_cache()
-    _, counted = engine.ask("again", PROMPT)
+    engine.answer("part", PROMPT[:9])
+    engine.scheduler.reset_prefix_cache()
+    _, counted = engine.answer("again", PROMPT)
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS - 2
 
 
 def test_a_block_is_stored_once(engine: TieredEngine, tmp_path: Path) -> None:
     for index in range(3):
-        engine.ask(f"turn-{index}", PROMPT)
+        engine.answer(f"turn-{index}", PROMPT)
         engine.settle()
     assert len(block_files(tmp_path)) == NUM_BLOCKS
     assert engine.tiers.stores.num_dropped == 0
@@ -95,10 +95,10 @@ def test_a_block_is_stored_once(engine: TieredEngine, tmp_path: Path) -> None:
 
 def test_a_new_engine_finds_what_the_last_one_stored(tmp_path: Path) -> None:
     with TieredEngine([fs(tmp_path)]) as engine:
-        engine.ask("first", PROMPT)
+        engine.answer("first", PROMPT)
         engine.settle()
     with TieredEngine([fs(tmp_path)]) as engine:
-        _, counted = engine.ask("again", PROMPT)
+        _, counted = engine.answer("again", PROMPT)
         assert counted["tier_loaded_blocks"] == NUM_BLOCKS
 
 
@@ -120,17 +120,17 @@ def exchange(path: Path) -> None:
 @pytest.mark.parametrize("damage", [damage_content, cut_off, exchange, Path.unlink])
 def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage) -> None:
     """And the good one that is computed takes its place."""
-    request, _ = engine.ask("first", PROMPT)
+    request, _ = engine.answer("first", PROMPT)
     forget(engine, PROMPT)
     engine.forget_buffer()  # the transfer buffer may still hold the blocks
     third = next(path for path in block_files(tmp_path) if path.stem == request.block_hashes[2].hex())
     damage(third)
-    _, counted = engine.ask("again", PROMPT)
+    _, counted = engine.answer("again", PROMPT)
     assert counted["host_prefix_tokens"] == 4 * 2
     assert counted["tier_damaged_blocks"] == (damage in (damage_content, exchange))
     forget(engine, PROMPT)
     engine.forget_buffer()
-    _, counted = engine.ask("repaired", PROMPT)
+    _, counted = engine.answer("repaired", PROMPT)
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS
 
 
@@ -142,12 +142,12 @@ def test_a_tier_that_raises_is_not_used_again(tmp_path: Path, monkeypatch: pytes
         raise RuntimeError("the tier is broken")
 
     with TieredEngine([fs(tmp_path)], timeout_s=0.5) as engine:
-        engine.ask("first", PROMPT)
+        engine.answer("first", PROMPT)
         forget(engine, PROMPT)
         engine.forget_buffer()
         monkeypatch.setattr(FileSystemTierManager, method, fail)
         for index in range(3):
-            request, _ = engine.ask(f"again-{index}", PROMPT[index:])
+            request, _ = engine.answer(f"again-{index}", PROMPT[index:])
             assert request.is_finished()
         engine.fill(7)
         assert engine.tiers.manager.secondary_tiers[0].has_failed
@@ -159,11 +159,11 @@ def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: p
     with TieredEngine([fs(tmp_path)]) as engine:
         monkeypatch.setattr(engine.tiers.loads, "_make_contexts", lambda request_id: [])
         for name in ("first", "again"):
-            engine.ask(name, PROMPT)
+            engine.answer(name, PROMPT)
             engine.settle()
             engine.fill()
             engine.settle()
-        assert engine.count().get("tier_loaded_blocks", 0) == 0
+        assert engine.take_counters().get("tier_loaded_blocks", 0) == 0
         engine.check_idle()
         assert not engine.tiers.leftovers()
 
@@ -171,7 +171,7 @@ def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: p
 def test_reports_are_few_while_a_tier_has_work(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A p2p tier always has: vLLM's loop then steps a thousand times per second."""
     monkeypatch.setattr(engine.tiers, "has_pending_work", lambda: True)
-    reports = [engine.connector.take_due_stats() for _ in range(2 * CALLS_PER_REPORT + 1)]
+    reports = [engine.half.take_due_stats() for _ in range(2 * CALLS_PER_REPORT + 1)]
     assert sum(report is not None for report in reports) == 3
 
 
@@ -191,14 +191,14 @@ def test_a_full_disk_costs_nothing_else(engine: TieredEngine, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vllm.v1.kv_offload.tiering.fs.manager.batch_store_block", fail)
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     engine.settle()
     assert not block_files(tmp_path)
     engine.fill()
     engine.settle()
     failures = "vllm:kv_offload_tiering_cascade_job_failures"
     engine.check_idle()
-    engine.stats.aggregate(engine.connector.take_stats())
+    engine.stats.aggregate(engine.half.take_stats())
     assert engine.stats.data["tiers"]["data"][failures][("1:fs",)] == 1, "then nothing is stored for a while"
 
 
@@ -220,7 +220,7 @@ def test_a_full_disk_does_not_multiply_what_another_store_gets(tmp_path: Path, m
     with TieredEngine([fs(full), fs(healthy)], num_host_blocks=24) as engine:
 
         def turn(name: str) -> None:
-            engine.ask(name, PROMPT)
+            engine.answer(name, PROMPT)
             engine.settle()
             engine.tiers.manager.buffer.reset_cache()  # other blocks have passed through it since
 
@@ -237,11 +237,11 @@ def test_a_full_disk_does_not_multiply_what_another_store_gets(tmp_path: Path, m
 
 
 def test_a_block_that_host_pool_and_store_have_lost_is_stored_again(engine: TieredEngine, tmp_path: Path) -> None:
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     forget(engine, PROMPT)
     engine.tiers.manager.buffer.reset_cache()
     lost = [path for path in block_files(tmp_path) if os.remove(path) is None]
-    engine.ask("again", PROMPT)
+    engine.answer("again", PROMPT)
     engine.settle()
     assert len([path for path in lost if path.exists()]) == NUM_BLOCKS
 
@@ -250,50 +250,50 @@ def test_blocks_that_are_evicted_before_they_are_stored_are_counted(
     engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(engine.tiers.manager), "num_stores_left", property(lambda self: 0))
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     engine.fill()
     monkeypatch.undo()
     engine.settle()
-    assert engine.count()["tier_dropped_blocks"] >= NUM_BLOCKS
+    assert engine.take_counters()["tier_dropped_blocks"] >= NUM_BLOCKS
     engine.check_idle()
 
 
 def test_a_preempted_request_resumes_by_loading(engine: TieredEngine) -> None:
-    request = engine.add("long", PROMPT, 4)
+    request = engine.ask("long", PROMPT, 4)
     while request.num_computed_tokens < len(PROMPT):
-        engine.step()
-    engine.preempt(request, forced=True)
-    engine.waiting.remove(request)
+        engine.turn()
+    engine.reset(reset_running=True, reset_connector=False)
+    engine.scheduler.waiting.remove_request(request)
     engine.settle()
     engine.fill()
     engine.settle()
-    engine.kv.reset_prefix_cache()
-    engine.count()
-    engine.waiting.append(request)
+    engine.scheduler.reset_prefix_cache()
+    engine.take_counters()
+    engine.scheduler.waiting.add_request(request)
     engine.run()
-    counted = engine.count()
+    counted = engine.take_counters()
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS
     assert counted["resumed_requests"] == 1 and counted["recomputed_tokens"] < 4
 
 
 def test_a_reset_of_the_prefix_cache_while_blocks_are_on_their_way(engine: TieredEngine) -> None:
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     forget(engine, PROMPT)
-    engine.add("again", PROMPT)
+    engine.ask("again", PROMPT)
     for _ in range(3):
-        engine.step()
-    engine.connector.reset_cache()
+        engine.turn()
+    engine.half.reset_cache()
     engine.run()
     engine.settle()
     engine.check_idle()
 
 
 def test_an_aborted_request_leaves_nothing_of_its_load(engine: TieredEngine) -> None:
-    engine.ask("first", PROMPT)
+    engine.answer("first", PROMPT)
     forget(engine, PROMPT)
-    request = engine.add("again", PROMPT)
-    engine.step()
-    engine.abort(request)
+    request = engine.ask("again", PROMPT)
+    engine.turn()
+    engine.abort(request.request_id)
     engine.settle()
     engine.check_idle()
     assert not engine.tiers.leftovers()
@@ -433,7 +433,7 @@ def test_the_root_of_a_file_system_is_accepted(tmp_path: Path) -> None:
 def test_only_blocks_count_against_the_quota(tmp_path: Path) -> None:
     """Whatever somebody puts beside them is neither counted nor deleted."""
     with TieredEngine([fs(tmp_path)]) as engine:
-        engine.ask("first", PROMPT)
+        engine.answer("first", PROMPT)
         engine.settle()
     stored, others = block_files(tmp_path), [tmp_path / "weights.bin", tmp_path / "more" / "notes.tmp.txt"]
     for path in others:
@@ -465,16 +465,16 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_lent_while_waiting_for_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose prefix is being loaded takes nothing away from those that run."""
-    options = {"num_device_blocks": 80, "num_host_blocks": 24, "elastic": True, "device_buffer_size": 5}
+    options = {"num_device_blocks": 80, "num_host_blocks": 24, "is_elastic": True, "token_budget": 24}
     with TieredEngine([fs(tmp_path)], **options) as engine:
-        engine.add("running", list(range(12)), max_tokens=20)
+        engine.ask("running", list(range(12)), max_tokens=20)
         while not engine.tracker.admitted or not engine.tracker.admitted["running"].lent:
-            engine.step()
+            engine.turn()
         before = len(engine.tracker.admitted["running"].lent)
         monkeypatch.setattr(FileSystemTierManager, "lookup", lambda *_: LookupResult.RETRY)
-        engine.add("waits", PROMPT, max_tokens=1)
+        engine.ask("waits", PROMPT, max_tokens=1)
         for _ in range(MAX_STEPS_OF_REFUSAL + 3):
-            engine.step()
+            engine.turn()
             assert len(engine.waiting) == 1
             assert len(engine.tracker.admitted["running"].lent) == before
 
