@@ -170,7 +170,7 @@ class ScriptedEngine(Engine):
         return list(self.host_pool.block_ids(request.request_id))
 
     def take_counters(self) -> dict[str, int]:
-        """What the engine has counted since the last call."""
+        """Counters since the last call."""
         self.stats.aggregate(self.half.take_stats())
         counters = dict(self.stats.data["counters"])
         self.stats.reset()

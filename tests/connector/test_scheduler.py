@@ -636,7 +636,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def report(engine: ScriptedEngine, metadata: HiSparseMetadata, *counts: tuple[int, int]) -> None:
     """The worker's answer to `released`, one step later."""
-    requests = [(first_hot_block_id, *count) for first_hot_block_id, count in zip(metadata.released, counts, strict=True)]
+    requests = [
+        (first_hot_block_id, *count) for first_hot_block_id, count in zip(metadata.released, counts, strict=True)
+    ]
     engine.half.update_connector_output(output(kv_connector_worker_meta=HiSparseWorkerMetadata(requests)))
 
 
