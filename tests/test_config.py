@@ -53,6 +53,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         use_v2_model_runner=True,
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None),
+        attention_config=SimpleNamespace(indexer_kv_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -364,6 +365,12 @@ def test_accepts_unquantised_kv(dtype: str) -> None:
         ),
         ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode", "True", "False: device memory"),
         ({"cache_config__prefix_match_unit": 16}, "--prefix-match-unit", "16", "none: prefixes are matched"),
+        (
+            {"attention_config__indexer_kv_dtype": "mxfp4"},
+            "--attention-config indexer_kv_dtype",
+            "'mxfp4'",
+            "auto or fp8",
+        ),
         (
             {"device_config__device_type": "cuda", "kv_transfer_config__kv_buffer_device": "cpu"},
             "kv_buffer_device",

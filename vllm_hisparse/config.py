@@ -33,6 +33,7 @@ GRAPH_OPTIONS = ("algorithm", "full_kv_layers")  # options that decide which lay
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 # In addition to these: of DSA models, and of dense models.
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}
+INDEXER_KV_DTYPES = ("auto", "fp8")
 DENSE_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_e4m3")}
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
 _WINDOWS = "layers with a sliding window are mixed with those that select"
@@ -666,6 +667,14 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "--prefix-match-unit",
             vllm_config.cache_config.prefix_match_unit,
             "none: prefixes are matched in whole blocks of the host pool",
+            "Remove it.",
+        )
+    key_dtype = vllm_config.attention_config.indexer_kv_dtype
+    if key_dtype not in INDEXER_KV_DTYPES:
+        raise HiSparseConfigError(
+            "--attention-config indexer_kv_dtype",
+            key_dtype,
+            f"{' or '.join(INDEXER_KV_DTYPES)}: blocks of indexer keys are read and copied with the layout of fp8",
             "Remove it.",
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

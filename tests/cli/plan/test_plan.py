@@ -341,6 +341,7 @@ STARTED = {
     "ranks": ("Qwen3-8B", "--data-parallel-size", "4", "--device-buffer-size", "6144"),
     "moe": ("Qwen3-30B-A3B", "--tensor-parallel-size", "2"),
     "refused": ("HY-V4", "--kv-cache-dtype", "fp8"),
+    "fp4": ("GLM-5", "--tensor-parallel-size", "8", "--gpu", "B200", "--indexer-kv-dtype", "mxfp4"),
 }
 
 
@@ -364,9 +365,9 @@ def test_commands_are_taken_by_the_programs_that_get_them(name: str) -> None:
         assert words[:2] == ["vllm", "serve"]
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
         assert bool(args.speculative_config) == drafts
-        if title != "prefill" and name != "refused":
+        if title != "prefill" and name not in ("refused", "fp4"):
             HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
-    if name in ("experts", "refused"):
+    if name in ("experts", "refused", "fp4"):
         assert found["helm_values"] is found["ray_options"] is None
         return
     chart = ROOT / "deploy" / "helm" / "vllm-hisparse"
@@ -415,6 +416,8 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--acceptance", "0.5"), "got 0.5, and no --drafts to accept"),
         (("Llama-3.1-8B", "--device-kv-gib", "9", "--gpu-memory-utilization", "0.5"), "got 9.0, and 0.5 for --gpu-mem"),
         (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected a multiple of 16, at least 2048"),
+        (("GLM-5", "--indexer-kv-dtype", "mxfp4"), "got mxfp4, and H200 for --gpu"),
+        (("Llama-3.1-8B", "--indexer-kv-dtype", "fp8"), "Llama-3.1-8B has no indexer"),
         (("Llama-3.1-8B", "--top-k", "100"), "expected a multiple of Quest's page of 16 tokens"),
         (("GLM-5", "--drafts", "4", "--tensor-parallel-size", "16"), "expected at most 3"),
         ((str(ROOT / "pyproject.toml"),), "is no JSON"),
@@ -459,6 +462,14 @@ def test_fp8_kv_of_a_dense_model_takes_half() -> None:
     fp8, bf16 = (planned("Llama-3.1-8B", "--kv-cache-dtype", dtype)["systems"] for dtype in ("fp8", "bfloat16"))
     host = [plan["vllm_hisparse"]["host_bytes_per_request"] for plan in (fp8, bf16)]
     assert host[0] == pytest.approx(host[1] / 2, rel=0.02)
+
+
+def test_fp4_keys_are_planned_without_the_plugin() -> None:
+    words = ("GLM-5", "--tensor-parallel-size", "8", "--gpu", "B200", "--kv-cache-dtype", "fp8", "--indexer-kv-dtype")
+    fp4, fp8 = (planned(*words, dtype) for dtype in ("mxfp4", "fp8"))
+    assert list(fp4["systems"]) == ["full KV", "native HiSparse"] and "layout of fp8" in fp4["not_hosted"]
+    full = [plan["systems"]["full KV"]["device_bytes_per_request"] for plan in (fp4, fp8)]
+    assert full[0] / full[1] == (656 + 68) / (656 + 132)
 
 
 def test_a_model_without_sizes_is_refused() -> None:

@@ -28,6 +28,8 @@ REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in
 RANGE_STEPS = 33  # number of lengths that represent a range or a file
 MIN_WIDTH = 120  # columns of the tables
 KV_DTYPES = ("auto", "bfloat16", "fp8")
+KEY_DTYPES = ("auto", "fp8", "mxfp4")
+FP4_GPUS = ("B200", "B300", "GB200")
 
 
 def plan_command(
@@ -36,6 +38,9 @@ def plan_command(
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a rank, as in vLLM.")] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, with expert parallelism.")] = 1,
     kv_cache_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}.")] = "auto",
+    indexer_kv_dtype: Annotated[
+        str, typer.Option(help=f"Of a DSA model's indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
+    ] = "auto",
     weight_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}; auto: as config.json says.")] = "auto",
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(min=0.1, max=1.0, help="As in vLLM. Default: 0.92.")
@@ -63,13 +68,22 @@ def plan_command(
 
     Compares full KV, vLLM's native HiSparse and vllm_hisparse. Needs no GPU and no network.
     """
-    for option, value in (("--kv-cache-dtype", kv_cache_dtype), ("--weight-dtype", weight_dtype)):
-        if value not in KV_DTYPES:
-            raise typer.BadParameter(f"got {value!r}, expected one of {', '.join(KV_DTYPES)}", param_hint=option)
+    dtypes = {"--kv-cache-dtype": (kv_cache_dtype, KV_DTYPES), "--weight-dtype": (weight_dtype, KV_DTYPES)}
+    dtypes["--indexer-kv-dtype"] = (indexer_kv_dtype, KEY_DTYPES)
+    for option, (value, known) in dtypes.items():
+        if value not in known:
+            raise typer.BadParameter(f"got {value!r}, expected one of {', '.join(known)}", param_hint=option)
     _only_one("--concurrency", concurrency, "--request-rate", request_rate)
     _only_one("--hit-rate", hit_rate, "--overlap", overlap)
     _only_one("--trace", trace, "--hit-rate or --overlap", hit_rate if overlap is None else overlap)
-    shape, found_gpu = _model(model, kv_cache_dtype, weight_dtype), _gpu(gpu)
+    shape, found_gpu = _model(model, kv_cache_dtype, weight_dtype, indexer_kv_dtype), _gpu(gpu)
+    if indexer_kv_dtype != "auto" and not shape.is_dsa:
+        raise typer.BadParameter(
+            f"got {indexer_kv_dtype}, but {shape.name} has no indexer", param_hint="--indexer-kv-dtype"
+        )
+    if indexer_kv_dtype == "mxfp4" and not any(name in found_gpu.name for name in FP4_GPUS):
+        message = f"got mxfp4, and {found_gpu.name} for --gpu: it needs one of {', '.join(FP4_GPUS)}"
+        raise typer.BadParameter(message, param_hint="--indexer-kv-dtype")
     _only_one("--device-kv-gib", device_kv_gib, "--gpu-memory-utilization", gpu_memory_utilization)
     if acceptance is not None and not drafts:
         raise typer.BadParameter(f"got {acceptance}, and no --drafts to accept: add them", param_hint="--acceptance")
@@ -147,9 +161,9 @@ def _only_one(first: str, value: object, second: str, other: object) -> None:
         )
 
 
-def _model(model: str, kv_cache_dtype: str, weight_dtype: str) -> ModelShape:
+def _model(model: str, kv_cache_dtype: str, weight_dtype: str, indexer_kv_dtype: str) -> ModelShape:
     try:
-        return ModelShape.load(model, kv_cache_dtype, weight_dtype)
+        return ModelShape.load(model, kv_cache_dtype, weight_dtype, indexer_kv_dtype)
     except ModelError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
@@ -299,8 +313,8 @@ def verdict(plan: Plan) -> str:
     """Return a sentence that says whether the plugin pays."""
     full = plan.point(System.full, plan.concurrency)
     if plan.model.refusal:
-        served = "Full KV serves it" if full.running else "Not one request fits with full KV on these GPUs"
-        return f"vllm_hisparse does not host {plan.model.name}: {plan.model.refusal}. {served}."
+        served = "vLLM serves it" if full.running else "Not one request fits with full KV on these GPUs"
+        return f"vllm_hisparse does not host {plan.model.name} like this: {plan.model.refusal}. {served}."
     plugin = plan.point(System.plugin, plan.concurrency)
     if not plugin.running:
         return "Not one request fits: give the plan more host memory or shorter prompts."

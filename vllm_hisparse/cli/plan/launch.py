@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
@@ -79,6 +80,8 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     """
     flags = engine_flags(plan, kv_cache_dtype)
     if plan.model.refusal:
+        if plan.model.refusal == FP4_REFUSAL:
+            flags += ["--attention-config", json.dumps({"indexer_kv_dtype": "mxfp4"})]
         return {"one instance": shlex.join(["vllm", "serve", model, *flags, *decode_flags(plan)])}
 
     def serve(*words: str, connector: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from vllm_hisparse.config import REFUSED_MODELS
 from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_row_bytes
 
 BF16, FP8 = 2, 1
+MXFP4_GROUP = 32  # elements that share a scale of one byte
+FP4_REFUSAL = "blocks of indexer keys are read and copied with the layout of fp8: leave out --indexer-kv-dtype mxfp4"
 
 _V32: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -196,22 +198,27 @@ class ModelShape:
         return self.num_layers * self.row_bytes + self.num_indexers * self.key_bytes
 
     @classmethod
-    def load(cls, model: str, kv_dtype: str = "auto", weight_dtype: str = "auto") -> ModelShape:
+    def load(
+        cls, model: str, kv_dtype: str = "auto", weight_dtype: str = "auto", key_dtype: str = "auto"
+    ) -> ModelShape:
         """Read a preset, a model directory or a config.json.
 
         Args:
             model: name of a preset, in any case, or a path.
             kv_dtype: `auto`, `bfloat16` or `fp8`, as `--kv-cache-dtype`.
             weight_dtype: `auto` (what the configuration says), `bfloat16` or `fp8`.
+            key_dtype: of indexer keys: `auto`, `fp8` or `mxfp4`.
 
         Raises:
             ModelError: there is no such model, or a size is missing from its configuration.
         """
         name, config = _read(model)
-        return cls.from_config(name, config, kv_dtype, weight_dtype)
+        return cls.from_config(name, config, kv_dtype, weight_dtype, key_dtype)
 
     @classmethod
-    def from_config(cls, name: str, config: dict[str, Any], kv_dtype: str, weight_dtype: str = "auto") -> ModelShape:
+    def from_config(
+        cls, name: str, config: dict[str, Any], kv_dtype: str, weight_dtype: str = "auto", key_dtype: str = "auto"
+    ) -> ModelShape:
         """Read a parsed config.json; see `load`."""
         architectures = config.get("architectures")
         config = config | (config.get("text_config") or {}) | {"architectures": architectures}
@@ -223,6 +230,9 @@ class ModelShape:
         quantized = bool(config.get("quantization_config")) if weight_dtype == "auto" else weight_dtype == "fp8"
         try:
             attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
+            if key_dtype == "mxfp4" and is_dsa:
+                size = config["index_head_dim"]
+                attention["kv"]["key_bytes"] = size // 2 + size // MXFP4_GROUP
         except KeyError as error:
             raise ModelError(f"{name}: config.json has no {error.args[0]}; no plan can be made for it") from None
         return cls(
@@ -231,7 +241,7 @@ class ModelShape:
             num_heads=config["num_attention_heads"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
             has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
-            refusal=refusal(config),
+            refusal=refusal(config) or (FP4_REFUSAL if key_dtype == "mxfp4" else ""),
             **attention["kv"],
             **_weights(config, FP8 if quantized else BF16, attention["parameters"]),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, Seats, System
-from vllm_hisparse.cli.plan.models import ModelShape
+from vllm_hisparse.cli.plan.models import FP4_REFUSAL, ModelShape
 from vllm_hisparse.cli.plan.step_time import Step
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
@@ -141,12 +141,12 @@ class Plan:
     def systems(self) -> tuple[System, ...]:
         """Return the systems that can serve the model."""
         if self.model.refusal:
-            return (System.full,)
+            return (System.full, System.native) if self.model.refusal == FP4_REFUSAL else (System.full,)
         return tuple(System) if self.model.is_dsa else (System.full, System.plugin)
 
     @property
     def best_system(self) -> System:
-        """The plugin, or full KV for a model that it refuses."""
+        """The plugin, or what serves a model that it refuses."""
         return self.systems[-1]
 
     @property
