@@ -18,6 +18,10 @@ constexpr int kMaxLayers = HISPARSE_MAX_LAYERS;
 constexpr int kNumStreams = HISPARSE_NUM_STREAMS;
 constexpr int kVectorBytes = HISPARSE_VECTOR_BYTES;
 
+constexpr int kWarpSize = 32;
+constexpr int kBoundsVector = kVectorBytes / 2;  // 16-bit elements of a vector, which a lane has of a page's bounds
+constexpr int kMaxBoundsSize = kWarpSize * kBoundsVector;  // largest head size of a page's bounds
+
 // In structs and arguments of launchers, a pointer is not null unless its comment allows it. Tensors are contiguous and
 // on the device unless their comment says otherwise.
 
@@ -106,12 +110,12 @@ struct NewTokens {
 struct PageBounds {
     void* blocks;  // [num_blocks, pages_per_block, 2, num_heads, head_size]: minima, then maxima of a page
     const int32_t* table;  // [num_requests, max_blocks]: each request's blocks
-    int64_t block_stride;  // elements from one block to the next, multiple of kLaneElements
+    int64_t block_stride;  // elements from one block to the next, multiple of kBoundsVector
     int64_t table_stride;  // entries from one request to the next
     int32_t pages_per_block;
     int32_t max_pages;  // pages of the longest request
     int32_t num_heads;
-    int32_t head_size;  // multiple of kLaneElements, at most kWarpSize * kLaneElements
+    int32_t head_size;  // multiple of kBoundsVector, at most kMaxBoundsSize
     int32_t page_size;
 };
 

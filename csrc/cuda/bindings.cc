@@ -443,7 +443,10 @@ PageBounds page_bounds_of(
                           && blocks.stride(1) == 2 * blocks.stride(2);
     check(is_dense, "pages are scattered");
     check(vectors.stride(2) == 1 && (vectors.size(1) == 1 || vectors.stride(1) == size), "heads lie apart");
-    check(vectors.stride(0) % 8 == 0 && blocks.stride(0) % 8 == 0, "vectors of 8 elements only");
+    check(
+        vectors.stride(0) % kBoundsVector == 0 && blocks.stride(0) % kBoundsVector == 0, "vectors of 8 elements only"
+    );
+    check(size % kBoundsVector == 0 && size <= kMaxBoundsSize, "the head size is over 256 or not a multiple of 8");
     return {
         blocks.data_ptr(),
         matrix<int32_t>(table, "table"),

@@ -6,7 +6,6 @@
 namespace hisparse {
 
 constexpr int kNumThreads = 1024;
-constexpr int kWarpSize = 32;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr uint32_t kAllLanes = 0xffffffff;
 constexpr int kLineBytes = 128;   // largest read over the link

@@ -9,7 +9,6 @@ namespace hisparse {
 namespace {
 
 constexpr int kBoundThreads = 256;
-constexpr int kLaneElements = 8;  // one vector of 16-bit elements
 constexpr int kPagesPerBlock = 128;
 
 __device__ inline float to_float(__nv_bfloat16 x) {
@@ -22,7 +21,7 @@ __device__ inline float to_float(__half x) {
 template <typename T>
 union Vector {
     uint4 bits;
-    T elements[kLaneElements];
+    T elements[kBoundsVector];
 };
 
 // Return the offset of the bounds of a request's page, in elements.
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
     const int32_t batch
 ) {
     const int index = (blockIdx.x * kBoundThreads + threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int batch_index = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kLaneElements;
+    const int batch_index = index / bounds.num_heads, head = index % bounds.num_heads, first = lane * kBoundsVector;
     if (batch_index >= batch || first >= bounds.head_size) return;
     const int64_t position = positions[batch_index], request_index = request_indices[batch_index];
     // Distance from the minima of a page to its maxima, and offset of this lane's elements in both.
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(kBoundThreads) update_page_bounds_kernel(
         low.bits = *vector(source, before);
         high.bits = *vector(source, before + kind_stride);
 #pragma unroll
-        for (int i = 0; i < kLaneElements; ++i) {
+        for (int i = 0; i < kBoundsVector; ++i) {
             low.elements[i] = __hmin(low.elements[i], key.elements[i]);
             high.elements[i] = __hmax(high.elements[i], key.elements[i]);
         }
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
     const int64_t kind_stride = static_cast<int64_t>(bounds.num_heads) * size;
     const T* pages = static_cast<const T*>(bounds.blocks) + static_cast<int64_t>(head) * size;
     float* out = scores + (static_cast<int64_t>(batch_index) * bounds.num_heads + head) * bounds.max_pages;
-    const int lane = threadIdx.x % lanes, first = lane * kLaneElements;
+    const int lane = threadIdx.x % lanes, first = lane * kBoundsVector;
     for (int i = threadIdx.x / lanes; i < kPagesPerBlock; i += kBoundThreads / lanes) {
         const int page = blockIdx.x * kPagesPerBlock + i;
         const bool loads = page < num_pages && first < size;
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kBoundThreads) page_scores_kernel(
             if (loads) {
                 const float* q = shared_query + g * size + first;
 #pragma unroll
-                for (int k = 0; k < kLaneElements; ++k) {
+                for (int k = 0; k < kBoundsVector; ++k) {
                     sum += fmaxf(q[k] * to_float(low.elements[k]), q[k] * to_float(high.elements[k]));
                 }
             }
@@ -168,17 +167,13 @@ cudaError_t page_scores(
     cudaStream_t stream
 ) {
     int lanes = 1;
-    while (lanes * kLaneElements < bounds.head_size) lanes *= 2;
+    while (lanes * kBoundsVector < bounds.head_size) lanes *= 2;
     const dim3 grid((bounds.max_pages + kPagesPerBlock - 1) / kPagesPerBlock, bounds.num_heads, batch);
     const size_t shared_bytes = sizeof(float) * group * bounds.head_size;
     page_scores_kernel<T><<<grid, kBoundThreads, shared_bytes, stream>>>(
         bounds, request_indices, num_tokens, static_cast<const T*>(query), query_stride, group, lanes, scores
     );
     return cudaGetLastError();
-}
-
-bool fits(const PageBounds& bounds) {
-    return bounds.head_size % kLaneElements == 0 && bounds.head_size <= kWarpSize * kLaneElements;
 }
 
 }  // namespace
@@ -198,7 +193,6 @@ cudaError_t hisparse::launch_update_page_bounds(
     cudaStream_t stream
 ) {
     if (batch == 0) return cudaSuccess;
-    if (!fits(bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? update_page_bounds<__nv_bfloat16> : update_page_bounds<__half>;
     return run(bounds, latest, request_indices, positions, keys, key_stride, batch, stream);
 }
@@ -216,7 +210,6 @@ cudaError_t hisparse::launch_page_scores(
     cudaStream_t stream
 ) {
     if (batch == 0) return cudaSuccess;
-    if (!fits(bounds)) return cudaErrorInvalidValue;
     const auto run = is_bfloat16 ? page_scores<__nv_bfloat16> : page_scores<__half>;
     return run(bounds, request_indices, num_tokens, query, query_stride, group, batch, scores, stream);
 }

@@ -46,7 +46,6 @@ cudaError_t hisparse::launch_write_back(
     cudaStream_t stream
 ) {
     if (tables.batch == 0) return cudaSuccess;
-    if (num_layers > kMaxLayers) return cudaErrorInvalidValue;
     const int num_rows = tables.batch * tables.max_query_len;
     const int num_blocks = num_rows < kMaxBlocks ? num_rows : kMaxBlocks;
     write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(layers, num_layers, hot, num_host_rows, tables);

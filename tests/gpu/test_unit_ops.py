@@ -144,6 +144,15 @@ def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_siz
         torch.testing.assert_close(got[request, :, :num_pages], expected[request, :, :num_pages], atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("head_size", [12, 264])
+def test_heads_that_no_warp_can_hold_are_refused(head_size: int) -> None:
+    bounds = torch.zeros(5, 7, 2, 2, head_size, dtype=torch.bfloat16, device="cuda")
+    table = torch.zeros(3, 4, dtype=torch.int32, device="cuda")
+    query = torch.zeros(1, 2, head_size, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="over 256 or not a multiple of 8"):
+        page_bounds.scores(table, bounds, table[0, :1].long(), query, table[0, :1].long(), 16, 1)
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
     ("max_units", "num_selected"), [(1, 1), (7, 7), (700, 1), (700, 64), (8192, 128), (16500, 4096)]

@@ -39,9 +39,9 @@ def update(
         page_size: tokens per page.
 
     Raises:
-        TypeError, ValueError: on CUDA, bounds and keys are not of one 16-bit float dtype, pages are not contiguous or
-            not aligned, or heads do not lie side by side.
-        RuntimeError: on CUDA, the head size is over 256 or not a multiple of 8.
+        TypeError: on CUDA, bounds and keys are not of one 16-bit float dtype.
+        ValueError: on CUDA, the head size is over 256 or not a multiple of 8, pages are not contiguous or not aligned,
+            or heads do not lie side by side.
     """
     pages, num_latest = PagedField(table, blocks, 0), latest.shape[1]
     before = latest[request_indices, (positions - 1) % num_latest] if num_latest else None
@@ -81,7 +81,7 @@ def scores(
         [batch, num_kv_heads, max_pages] float32; undefined beyond a request's tokens.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as in `update`, with `query` for the keys.
+        TypeError, ValueError: as in `update`, with `query` for the keys.
     """
     # Per channel max(q * m, q * M), which is q * M where q > 0 and q * m elsewhere: two matrix products.
     grouped = query.float().unflatten(1, (blocks.shape[3], -1))
