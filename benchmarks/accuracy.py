@@ -43,8 +43,8 @@ class Job:
 
     Attributes:
         engine: arguments of `vllm.LLM`.
-        contexts, num_examples, seed: which prompts.
-        tasks: of `retrieval_tasks`.
+        contexts, num_examples, seed: lengths in tokens, number and seed of the prompts.
+        tasks: tasks of `retrieval_tasks`.
     """
 
     engine: dict[str, Any]

@@ -33,8 +33,8 @@ class Package:
     """A package's sources.
 
     Attributes:
-        name: of the distribution.
-        licence: as its metadata says.
+        name: name of the distribution.
+        licence: licence that its metadata states.
         files: Python files, sorted by path.
     """
 

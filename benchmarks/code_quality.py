@@ -104,7 +104,7 @@ def in_vllm(model_dir: str, windows: list[Window], hot_rows: int | None) -> tupl
     Args:
         model_dir: directory of the model.
         windows: side by side.
-        hot_rows: of each request and layer; None: full KV.
+        hot_rows: hot rows of each request and layer; None: full KV.
     """
     from vllm import LLM, SamplingParams
 
@@ -149,8 +149,9 @@ def figures(windows: list[Window], found: list[Prediction], dense: list[Predicti
     """Return the figures of a system over all windows.
 
     Args:
-        windows: the text.
-        found: of a system. dense: of full attention.
+        windows: text.
+        found: predictions of a system.
+        dense: predictions of full attention.
     """
     text = [slice(0, window.repeat - 1) for window in windows]  # entry i is of token i + 1
     looked_up = [slice(window.repeat - 1 + LOOKUP_PREFIX, None) for window in windows]

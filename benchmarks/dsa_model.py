@@ -310,7 +310,7 @@ class Model(nn.Module):
 
         Args:
             tokens: [batch, tokens] int64.
-            mode: how all layers attend.
+            mode: kind of attention of all layers.
 
         Returns:
             [batch, tokens, hidden_size]; sum over layers of the mean over tokens.
@@ -330,7 +330,7 @@ class Model(nn.Module):
         Args:
             hidden: [batch, tokens, hidden_size] from `forward`.
             tokens: [batch, tokens] int64, the next token of each position.
-            mode: how the layer attends.
+            mode: kind of attention of the layer.
         """
         layer = self.model.layers[-1]
         embedded = self.model.embed_tokens(tokens)

@@ -87,7 +87,7 @@ class ForcedSelections:
     Attributes:
         settings: as in `_select`.
         trace: [requests, layers, steps, top-k] int32 positions of the last trace, flat; the start of the tensor.
-        trace_layers: of the trace.
+        trace_layers: number of layers of the trace.
     """
 
     settings: torch.Tensor

@@ -107,7 +107,7 @@ class Case:
     Attributes:
         context: tokens of a prompt; 0: the mixed case.
         requests: prompts; in the mixed case, requests per minute.
-        selection: how positions are selected.
+        selection: source of the selected positions.
         overlap: probability that a position stays in an independent selection for a step.
         settle: steps before those that are timed; None: the job's.
     """
@@ -211,12 +211,12 @@ def write_config(
 
     Args:
         path: the directory.
-        model: whose sizes it has otherwise.
+        model: model that gives all other sizes.
         num_layers: layers.
-        num_experts: of a layer; every token goes to up to 8 of them.
+        num_experts: experts of a layer; every token goes to up to 8 of them.
         expert_size: hidden size of an expert.
         shared_indexers: layers that share an indexer.
-        has_drafts: whether there is a draft layer.
+        has_drafts: True if there is a draft layer.
     """
     experts = {"n_routed_experts": num_experts, "num_experts_per_tok": min(num_experts, 8)}
     sharing = {"index_topk_freq": shared_indexers} if shared_indexers > 1 else {}

@@ -29,7 +29,7 @@ def times_by_kind(kernels: Iterable[tuple[str, float]], num_steps: int) -> dict[
 
     Args:
         kernels: names and microseconds.
-        num_steps: that they were launched in.
+        num_steps: steps in which they were launched.
     """
     times = dict.fromkeys((*KINDS, "other"), 0.0)
     for name, microseconds in kernels:

@@ -44,7 +44,7 @@ class Step:
 
     Args:
         trace: selections.
-        request_index: of the request.
+        request_index: index of the request.
         step: number of the step, at least 1.
     """
 

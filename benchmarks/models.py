@@ -46,9 +46,9 @@ class Model:
     """A model that the plugin hosts.
 
     Attributes:
-        name: of the real model, a preset of `vllm-hisparse plan`.
-        variant: of the tiny model that runs.
-        num_heads: of the tiny model.
+        name: name of the real model, a preset of `vllm-hisparse plan`.
+        variant: variant of the tiny model that runs.
+        num_heads: heads of the tiny model.
     """
 
     name: str

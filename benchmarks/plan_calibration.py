@@ -78,15 +78,15 @@ class Measured:
     """A measured case, with the values that a plan needs.
 
     Attributes:
-        group, file: where the row is from.
-        system: what decoded.
+        group, file: group and result file of the row.
+        system: system that decoded.
         row: the result's row; of a case that was measured several times, the median.
-        repeats: how often it was measured.
+        repeats: number of measurements.
         model: sizes of the benchmark's model.
         host_bytes: host pool of a rank.
         lengths: tokens of equally frequent requests while steps were timed.
         starts: the same when the most requests run.
-        turns: whether all requests end after `max_tokens`, those that do not fit run in a second turn, and tokens/s
+        turns: True if all requests end after `max_tokens`, those that do not fit run in a second turn, and tokens/s
             are those of all turns.
         output: tokens after which a request ends and another one takes its place. None: requests do not end.
     """

@@ -107,7 +107,7 @@ def summary(junit: Path, comparisons: Path) -> dict[str, Any]:
     """Outcomes of a run's tests, and its comparisons.
 
     Args:
-        junit: what pytest wrote; it is missing if pytest did not come that far.
+        junit: JUnit file that pytest wrote; it is missing if pytest did not come that far.
         comparisons: lines of `tests/gpu/engines.py`; missing if there was none.
     """
     cases = list(ElementTree.parse(junit).iter("testcase")) if junit.exists() else []

@@ -93,7 +93,7 @@ class RecordedTrace:
     Request `i` of the batch is recorded request `i % n`, of `n`, and each turn through them starts some steps later.
 
     Args:
-        trace: of selections.
+        trace: trace of selections.
         layer: name of the layer.
         batch, device_buffer_size: as in `Case`.
         num_warmup, num_timed: steps.
@@ -366,7 +366,7 @@ class Plan:
 
         Args:
             operation: called with a selection and the number of its step.
-            selections: of all steps.
+            selections: selections of all steps.
             snapshot: restored before every run through all steps.
         """
         graphs = []

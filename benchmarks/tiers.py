@@ -70,10 +70,10 @@ def ask(engine: Any, prompt: list[int], max_tokens: int, forgets: bool = False) 
     """A completion, and seconds until it was there.
 
     Args:
-        engine: of `tests/e2e/conftest.py`.
-        prompt: of the request.
+        engine: engine of `tests/e2e/conftest.py`.
+        prompt: prompt of the request.
         max_tokens: to generate.
-        forgets: whether device and host pool are emptied before; the tiers keep what they have.
+        forgets: True if device and host pool are emptied before; the tiers keep what they have.
     """
     record = engine.run({"prompts": [prompt], "max_tokens": max_tokens, "forgets": forgets})
     return record["completions"][0] | {"seconds": record["seconds"]}
@@ -84,8 +84,8 @@ class Case:
 
     Args:
         stack: ends them.
-        tier: what to measure.
-        model: of `SELECTIONS`.
+        tier: tier to measure.
+        model: model of `SELECTIONS`.
     """
 
     def __init__(self, stack: ExitStack, tier: str, model: str):

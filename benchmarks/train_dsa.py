@@ -55,8 +55,8 @@ class Stage:
     """One stage of the training.
 
     Attributes:
-        mode: how the model attends; in DISTILL only the indexers are trained.
-        share: of the minutes.
+        mode: kind of attention; in DISTILL only the indexers are trained.
+        share: share of the minutes.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Corpus:
     Args:
         tokens: [tokens] uint16, from `encode`.
         definition_ids: tokens that begin a definition.
-        device: where windows are made.
-        seed: of the windows.
+        device: device on which windows are made.
+        seed: seed of the windows.
     """
 
     def __init__(self, tokens: np.ndarray, definition_ids: list[int], device: torch.device, seed: int):

@@ -67,7 +67,7 @@ def time_on_host(work: Callable[[], Any], repeats: int, is_busy: bool = False) -
     """Milliseconds that the host needs to enqueue each repetition.
 
     Args:
-        work: what is timed.
+        work: function that is timed.
         repeats: samples.
         is_busy: the device has other work for `BUSY_MS`.
     """

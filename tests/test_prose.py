@@ -36,6 +36,11 @@ CODE = sorted(
 )
 
 SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*]*\s+")
+SECTION = re.compile(r"^(?:Args|Attributes):\n((?: .*\n?|\n)+)", re.MULTILINE)
+ARGUMENT = re.compile(r"^    [\w*]+(?:, [\w*]+)*: .*$", re.MULTILINE)
+SHAPE = re.compile(r"\[[^\]]*\](?: u?(?:int|float|bool)\d*| of [^.;:]*\bdtypes?\b)?,? ?")
+NO_NOUN = re.compile(rf"(?:{'|'.join(FIRST_WORDS)}|where|whose|when|which|how)\b", re.IGNORECASE)
+REFERENCE = re.compile(r"as (?:in|for) (?:`|the a|vLLM)")
 FIRST_WORD = re.compile(rf"[\"'(*]*({'|'.join(FIRST_WORDS)})\b(?!`)")
 
 
@@ -69,6 +74,22 @@ def code_paragraphs(source: str) -> Iterator[str]:
     yield comment
 
 
+def bad_arguments(source: str) -> list[str]:
+    """Arguments and attributes in a file's docstrings whose description does not begin with a noun phrase.
+
+    A shape and dtype may come first. "as in `name`" and its like are references to another description.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for section in SECTION.findall(ast.get_docstring(node) or ""):
+                for line in ARGUMENT.findall(section):
+                    description = SHAPE.sub("", line.partition(": ")[2])
+                    if NO_NOUN.match(description) and not REFERENCE.match(description):
+                        found.append(line.strip()[:80])
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents(document: Path) -> None:
     found = [line for paragraph in markdown_paragraphs(document.read_text()) for line in bad_sentences(paragraph)]
@@ -82,6 +103,44 @@ def test_code() -> None:
         if (lines := [line for part in code_paragraphs(path.read_text()) for line in bad_sentences(part)])
     }
     assert not found
+
+
+def test_descriptions_of_arguments() -> None:
+    files = [path for path in CODE if "tests" not in path.relative_to(ROOT).parts]
+    found = {str(path.relative_to(ROOT)): lines for path in files if (lines := bad_arguments(path.read_text()))}
+    assert len(files) > 150
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("description", "is_bad"),
+    [
+        ("of a layer.", True),
+        ("whether it holds.", True),
+        ("[tokens, heads] int32, where they are.", True),
+        ("[n] of these.", True),
+        ("as written.", True),
+        ("as in `resolve`.", False),
+        ("as in the arguments.", False),
+        ("[tokens] int32 positions, where known.", False),
+        ("offset of the row; where it is.", False),
+    ],
+)
+def test_descriptions_without_a_noun_are_found(description: str, is_bad: bool) -> None:
+    line = f"layer, other: {description}"
+    source = f'''def f():
+    """Do it.
+
+    Args:
+        first: of another form
+            and more.
+        {line}
+
+    Returns:
+        of: no argument
+    """
+'''
+    assert bad_arguments(source) == ["first: of another form", *[line] * is_bad]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Comparison:
 
     Args:
         installed, release: folders of the package `vllm`.
-        version: of the release.
+        version: version of the release.
         packages: ours, by name.
     """
 

@@ -18,7 +18,7 @@ class Stages:
     """Shows the running stage, its seconds and its current activity; a finished stage leaves one line.
 
     Args:
-        console: where to write; without a terminal, only the lines of finished stages are written.
+        console: console to write to; without a terminal, only the lines of finished stages are written.
     """
 
     def __init__(self, console: Console):

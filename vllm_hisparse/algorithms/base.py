@@ -75,7 +75,7 @@ class Selector:
     Attributes:
         name: value of the option `algorithm`.
         model_family: "mla": the model's own indexer selects; "gqa": a `SparseAlgorithm` selects.
-        forgets_drafts: whether the state can forget rejected drafts, so that speculative decoding is possible.
+        forgets_drafts: True if the state can forget rejected drafts, so that speculative decoding is possible.
         Options: class of the `algorithm_options`.
     """
 
@@ -104,8 +104,8 @@ class SparseAlgorithm(Selector, ABC):
         max_query_len: new tokens of a request in a decode step: one and its drafts.
 
     Attributes:
-        graph_capturable: whether a CUDA graph may capture `update_representations` and `retrieve_topk`.
-        needs_whole_prompt: whether the keys of a prompt are represented all at once, not chunk by chunk.
+        graph_capturable: True if a CUDA graph may capture `update_representations` and `retrieve_topk`.
+        needs_whole_prompt: True if the keys of a prompt are represented all at once, not chunk by chunk.
         num_full_kv_layers: number of leading layers that have full attention in the paper; they are the default of
             `full_kv_layers`.
         tokens_per_unit: positions of a unit.
@@ -205,7 +205,7 @@ class SparseAlgorithm(Selector, ABC):
 
         Args:
             state: state of one layer, not changed.
-            request_indices: [batch] int64, as in `update_representations`.
+            request_indices: [batch] int64 index of each request, as in `update_representations`.
             query: [batch, num_heads, head_size] in `AttentionShape.dtype`.
             num_tokens: [batch] int64 represented tokens, the query's own included; 0: nothing is selected.
 

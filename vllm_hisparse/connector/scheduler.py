@@ -42,7 +42,7 @@ class HiSparseSchedulerConnector:
         groups: the device KV cache groups.
         kv_cache_manager: vLLM's manager; its manager of hot blocks asks this object for them.
         num_host_blocks: size of the host pool.
-        enable_caching: whether later requests may use blocks of finished ones.
+        enable_caching: True if later requests may use blocks of finished ones.
         transport: P/D transport, or None for a single instance.
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.

@@ -136,7 +136,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         """Write the new rows, swap in the missing rows, and attend over hot rows only.
 
         Args:
-            query: [tokens, heads, row elements] of the decoding requests.
+            query: [tokens, heads, row elements] queries of the decoding requests.
             new_rows: [tokens, row elements] rows of these tokens.
             selected_positions: [tokens, top_k] int32 selections of these tokens.
 

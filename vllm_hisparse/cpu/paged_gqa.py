@@ -18,7 +18,7 @@ class CpuBlocks(NamedTuple):
     Attributes:
         keys: [blocks, heads, head_size, block_size], or AMX [blocks, heads, token tiles, head_size / 2, 16, 2].
         values: [blocks, heads, block_size, head_size], or AMX [blocks, heads, element tiles, block_size / 2, 16, 2].
-        is_amx: whether the layout is that of the AMX kernels.
+        is_amx: True if the layout is that of the AMX kernels.
     """
 
     keys: torch.Tensor

@@ -350,10 +350,10 @@ class SwapInOps(ABC):
         """Copy missed rows to their hot slots.
 
         Args:
-            host_rows: [num_host_rows, row elements] of the layer, contiguous; pinned on CUDA, where a row is a multiple
-                of 16 bytes.
-            hot_rows, resolved, batch: as given to `resolve`.
-            shares_device: whether kernels of other streams run at the same time and get most of the device.
+            host_rows: [num_host_rows, row elements] host rows of the layer, contiguous; pinned on CUDA, where a row is
+                a multiple of 16 bytes.
+            hot_rows, resolved, batch: arguments and result of `resolve`.
+            shares_device: True if kernels of other streams run at the same time and get most of the device.
         """
 
     @abstractmethod
@@ -465,8 +465,9 @@ class SwapInOps(ABC):
         """Write each request's new tokens into their units, on the device and on the host.
 
         Args:
-            key, value: [batch * max_query_len, num_heads, head_size] of the new tokens, request by request with empty
-                places, in the rows' dtype. Heads are contiguous; on CUDA, a head is a multiple of 16 bytes.
+            key, value: [batch * max_query_len, num_heads, head_size] keys and values of the new tokens, request by
+                request with empty places, in the rows' dtype. Heads are contiguous; on CUDA, a head is a multiple of
+                16 bytes.
             units: tables of the step.
             tables: tables of the step by KV head, over `units`.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.

@@ -266,7 +266,7 @@ def _first_new(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
     """First new position of requests: [n] int32.
 
     Args:
-        tables: of the step.
+        tables: tables of the step.
         live: [n] int64 batch indices of the requests.
     """
     return tables.seq_lens[live] - (1 if tables.query_lens is None else tables.query_lens[live])
@@ -287,7 +287,7 @@ def _fits(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor) -> torch.T
     """Tell for each sequence whether it fits (`SwapInOps`): [n] bool.
 
     Args:
-        tables: of the step.
+        tables: tables of the step.
         live, seqs: [n] int64 batch indices and sequence indices of the requests.
     """
     return _first_new(tables, live) + tables.max_query_len <= tables.num_hot_rows[seqs]
@@ -298,7 +298,7 @@ def _choose_fitting(residency: Residency, buffers: _Buffers, selected: torch.Ten
 
     Args:
         residency: updated in place.
-        buffers: of the requests.
+        buffers: hot buffers of the requests.
         selected: [n, columns] int32 positions.
     """
     entries, _, first_new, new = buffers
@@ -379,7 +379,7 @@ def _write_resolved(
         tables, hot_rows, out: as in `SwapInOps.resolve`.
         live, seqs: [n] int64 batch indices and sequence indices of the requests.
         selected: [n, columns] int32 positions.
-        choice: of these requests.
+        choice: slots that were chosen for the requests.
     """
     blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
     hot_ids = _flat_row_ids(tables.hot_block_tables[seqs], choice.slots, *blocks)

@@ -137,7 +137,7 @@ class HotGQAImpl:
 
     Attributes:
         hot_buffer: state shared by all layers; None before `bind`.
-        stores_fp8: whether KV is in fp8.
+        stores_fp8: True if KV is in fp8.
         vllm_class, runs_own_class: as in `derive_hot_class`.
     """
 
@@ -343,7 +343,7 @@ def to_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Quantise keys or values as vLLM's kernel does that writes them to a KV cache.
 
     Args:
-        rows: [..., head_size], of any float dtype.
+        rows: [..., head_size] keys or values of any float dtype.
         scale: divisor of the rows.
 
     Returns:

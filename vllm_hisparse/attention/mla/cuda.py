@@ -148,7 +148,7 @@ class HotMLACudaImpl(HotMLAImpl):
         decode_cache: all hot rows of the layer, in the shape of a KV cache that the implementation expects.
         staging: staging of prefilling requests' histories; its memory is shared by all layers.
         vllm_class: vLLM's implementation, which attends for requests that prefill.
-        runs_own_class: whether requests that decode attend by its `forward_mqa`, too (`derive_hot_class`).
+        runs_own_class: True if requests that decode attend by its `forward_mqa`, too (`derive_hot_class`).
         microbatch: microbatch that this copy of the implementation serves; None: all requests.
     """
 

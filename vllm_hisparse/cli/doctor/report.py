@@ -24,7 +24,7 @@ class Finding:
         name: name of the check.
         status: severity.
         found: result of the check.
-        advice: what to do; empty if there is nothing to do.
+        advice: instructions to the user; empty if there is nothing to do.
     """
 
     name: str

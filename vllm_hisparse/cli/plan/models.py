@@ -161,7 +161,7 @@ class ModelShape:
         num_experts, experts_per_token: routed experts of a layer, and those that a token uses; 0 without experts.
         token_flops: multiplications and additions per token, without attention.
         row_flops: multiplications and additions per attended row, in all layers.
-        has_draft_layer: whether the checkpoint of a DSA model has an MTP layer.
+        has_draft_layer: True if the checkpoint of a DSA model has an MTP layer.
     """
 
     name: str
@@ -207,7 +207,7 @@ class ModelShape:
             model: name of a preset, in any case, or a path.
             kv_dtype: `auto`, `bfloat16` or `fp8`, as `--kv-cache-dtype`.
             weight_dtype: `auto` (what the configuration says), `bfloat16` or `fp8`.
-            key_dtype: of indexer keys: `auto`, `fp8` or `mxfp4`.
+            key_dtype: dtype of indexer keys: `auto`, `fp8` or `mxfp4`.
 
         Raises:
             ModelError: there is no such model, or a size is missing from its configuration.

@@ -84,7 +84,7 @@ class HostBlockPool:
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
-        reports_cached: whether `take_newly_cached` and `take_newly_published` are called.
+        reports_cached: True if `take_newly_cached` and `take_newly_published` are called.
     """
 
     def __init__(self, num_blocks: int, block_size: int, reports_cached: bool = False):
@@ -149,7 +149,7 @@ class HostBlockPool:
 
         Args:
             request: the request.
-            enable_caching: whether published blocks may be used.
+            enable_caching: True if published blocks may be used.
         """
         if request.skip_reading_prefix_cache:
             return HostMatch()

@@ -16,7 +16,7 @@ class Borrower:
 
     Attributes:
         num_lent: blocks that it has been lent.
-        is_whole: whether it is hot as a whole.
+        is_whole: True if it is hot as a whole.
         least: lent blocks with which it is hot as a whole until the next balance.
         most: `least` and a margin for more tokens, so that its table changes seldom.
     """
@@ -143,7 +143,7 @@ class BlockNeeds:
 
         Args:
             num_tokens: number of further tokens.
-            is_complete: whether the request gets no more hot blocks of its own.
+            is_complete: True if the request gets no more hot blocks of its own.
         """
         layout = self.spec.layout
         num_hot = 0 if is_complete else -(-layout.block_size // layout.rows_per_hot_block)

@@ -53,7 +53,7 @@ class AdmittedRequest:
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
         unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
-        is_decoding: whether its last step computed no more tokens than a decoding step does; dense models only.
+        is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
     """
 
@@ -113,7 +113,7 @@ class RequestTracker:
         deferred: runs actions after a step has been processed.
         kv_cache_manager: vLLM's manager.
         groups: the device KV cache groups.
-        enable_caching: whether full blocks are published in the host prefix cache.
+        enable_caching: True if full blocks are published in the host prefix cache.
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.
 

@@ -82,7 +82,8 @@ class AlgorithmState:
     Args:
         algorithm: the algorithm.
         layout: layout of the state that grows with a request.
-        tables: [num_requests + 1, state blocks of the longest request] int32, as `RequestTable.state_block_tables`.
+        tables: [num_requests + 1, state blocks of the longest request] int32 block ids, as
+            `RequestTable.state_block_tables`.
         memory: [num_device_blocks, bytes of a block] uint8, the memory of vLLM's device blocks; they may lie apart.
 
     Attributes:

@@ -71,7 +71,7 @@ def allocate_host_pool(
         num_bytes: size of one pool.
         vllm_config: the engine's configuration.
         size_option: the option that sets the size, and its value, for the error message.
-        has_file: whether the scheduler's process maps the pool.
+        has_file: True if the scheduler's process maps the pool.
         buffer_bytes: size of the tiers' transfer buffer, which the engine takes later.
 
     Raises:

@@ -28,7 +28,7 @@ class MLAHotBuffer(HotBuffer):
         shape: sizes.
         device: device of the hot rows.
         selects: as in `HotBuffer`; None: every layer selects.
-        copies_ahead: whether rows of layers that share a selection are copied on a CUDA stream of their own while the
+        copies_ahead: True if rows of layers that share a selection are copied on a CUDA stream of their own while the
             layers before them run; None: True on CUDA.
     """
 

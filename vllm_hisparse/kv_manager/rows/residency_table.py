@@ -20,7 +20,8 @@ class ResidencyTable:
     entries lie side by side as their rows do.
 
     Args:
-        entries: [num_tables, num_device_blocks, entries of a block, 2] int32, as in `Residency`.
+        entries: [num_tables, num_device_blocks, entries of a block, 2] int32 position and last use of each row, as in
+            `Residency`.
         layers: residency of each layer; views of `entries`.
     """
 

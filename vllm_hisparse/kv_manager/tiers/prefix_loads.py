@@ -89,7 +89,7 @@ class PrefixLoad:
         stages: index of a key -> its progress, and the source that has it or looks for it.
         waits_for: source of the first missing block, or None.
         silent_s, total_s: seconds that count against the timeouts: since the last progress, and since the beginning.
-        was_looked_at: whether the load was checked in this step.
+        was_looked_at: True if the load was checked in this step.
         loaded_from: number of loaded blocks, by the kind of their source.
     """
 

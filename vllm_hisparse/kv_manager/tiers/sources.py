@@ -25,7 +25,7 @@ class Sources:
         engine_id: id of this engine, by which peers distinguish requests of several engines.
         store_names: names of the tiers that are no peers; may be empty.
         peers: addresses of other instances, or None.
-        peers_first: whether peers are asked before stores.
+        peers_first: True if peers are asked before stores.
 
     Attributes:
         stores: source that stands for all stores together, or None.

@@ -43,7 +43,7 @@ class TransferBuffer:
         Args:
             chunk_id: id of the chunk.
             key: key of the block.
-            block: [block_bytes] uint8, which nobody else writes.
+            block: [block_bytes] uint8 bytes of the block, which nobody else writes.
         """
         self._chunks[chunk_id, : self.block_bytes] = block
         self._digest_of(chunk_id)[...] = np.frombuffer(_digest(key, block), np.uint8)
