@@ -517,17 +517,24 @@ def plot(predictions: list[dict[str, Any]], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
-    for axis, what, label in zip(
+    for axis, what, title in zip(
         axes, ("tokens_per_s", "itl_ms"), ("tokens/s", "inter-token latency, ms"), strict=True
     ):
-        for system in System:
-            chosen = [each for each in predictions if each["system"] == system]
+        for system, is_good in product(System, (True, False)):
+            chosen = [
+                each for each in predictions if each["system"] == system and ("not_predicted" not in each) == is_good
+            ]
+            if not chosen:
+                continue
             measured = [each[f"measured_{what}"] for each in chosen]
-            axis.scatter(measured, [each[f"predicted_{what}"] for each in chosen], label=str(system), alpha=0.7)
+            label, marker = (str(system), "o") if is_good else (f"{system}, not predicted", "x")
+            axis.scatter(
+                measured, [each[f"predicted_{what}"] for each in chosen], label=label, alpha=0.7, marker=marker
+            )
         low, high = axis.get_xlim()
         axis.plot([low, high], [low, high], color="grey", linewidth=1)
         axis.fill_between([low, high], [0.85 * low, 0.85 * high], [1.15 * low, 1.15 * high], color="grey", alpha=0.12)
-        axis.set(xscale="log", yscale="log", xlabel=f"measured {label}", ylabel=f"predicted {label}")
+        axis.set(xscale="log", yscale="log", xlabel=f"measured {title}", ylabel=f"predicted {title}")
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(picture, dpi=110)

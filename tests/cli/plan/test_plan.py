@@ -287,6 +287,14 @@ def test_a_plan_says_where_the_plugin_pays() -> None:
     assert "HiSparseHostConnector" in found["commands"]["decode"]
 
 
+def test_a_plan_says_what_was_not_measured() -> None:
+    words = ("DeepSeek-V3.2", "--kv-cache-dtype", "fp8", "--tensor-parallel-size")
+    assert "more than 2 GPUs" in planned(*words, "8")["confidence"]
+    assert "more than 24 experts" in planned(*words, "8")["confidence"]
+    assert "Nobody measured" not in planned("Llama-3.1-8B")["confidence"]
+    assert "datasheets" in planned(*words, "16", "--gpu", "H100")["confidence"]
+
+
 def test_it_does_not_pay_where_full_kv_fits() -> None:
     words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "2000")
     found = planned(*words, "--concurrency", "16")

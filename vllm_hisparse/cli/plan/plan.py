@@ -14,6 +14,7 @@ from vllm_hisparse.cli.plan.models import FP4_REFUSAL, ModelShape
 from vllm_hisparse.cli.plan.step_time import Step
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
+MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
 
@@ -260,21 +261,30 @@ class Plan:
 
     @property
     def confidence(self) -> str:
-        """Return a sentence about the accuracy of the prediction."""
-        if self.model.refusal:
+        """How sure the prediction is, in a few sentences."""
+        if self.model.refusal and self.model.refusal != FP4_REFUSAL:
             return "Rough: no such model was measured. KV of windows and states of linear layers is counted as full KV."
         if not self.model.is_dsa:
-            return (
+            found = (
                 "Scaled from 8 layers of one Llama with Quest on an H200, which are predicted within 15%: expect "
                 "errors of 30% with other sizes, algorithms and GPUs."
             )
-        if "H200" in self.gpu.name and "GH200" not in self.gpu.name:
-            return "Calibrated on an H200 with models of 61 layers; the rows it was fitted to are predicted within 15%."
-        if self.gpu.is_measured:
-            return "Scaled from an H200 by the datasheet's GPU rates and the measured link: expect errors of 20 to 30%."
-        return (
-            "Scaled from an H200 by datasheets, the link too: expect errors of 30%. Run `vllm-hisparse doctor` there."
-        )
+        elif "H200" in self.gpu.name and "GH200" not in self.gpu.name:
+            found = "Calibrated on H200s with 61 layers and few experts; what was measured is predicted within 15%."
+        elif self.gpu.is_measured:
+            found = (
+                "Scaled from an H200 by the datasheet's GPU rates and the measured link: expect errors of 20 to 30%."
+            )
+        else:
+            found = (
+                "Scaled from an H200 by datasheets, the link too: expect errors of 30%. Run `vllm-hisparse doctor` "
+                "there."
+            )
+        if self.tensor_parallel * self.data_parallel > MEASURED_GPUS:
+            found += f" Nobody measured more than {MEASURED_GPUS} GPUs: communication is extrapolated."
+        if self.model.num_experts > MEASURED_EXPERTS:
+            found += f" Nobody measured layers of more than {MEASURED_EXPERTS} experts, or unlike choices of tokens."
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole prediction."""
