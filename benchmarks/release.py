@@ -104,7 +104,7 @@ def run_part(part: str, folder: Path) -> dict[str, Any]:
 
 
 def summary(junit: Path, comparisons: Path) -> dict[str, Any]:
-    """Outcomes of a run's tests, and its comparisons.
+    """Count the outcomes of a run's tests and its comparisons, and name the tests that did not pass.
 
     Args:
         junit: JUnit file that pytest wrote; it is missing if pytest did not come that far.
@@ -115,7 +115,8 @@ def summary(junit: Path, comparisons: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in comparisons.read_text().splitlines()] if comparisons.exists() else []
     counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
     totals = {name: sum(line[name] for line in lines) for name in ("requests", "tokens", "same_tokens", "ties")}
-    return {**counts, **totals, "tests": outcomes}
+    others = [f"{name}: {kind}" for name, kind in outcomes.items() if kind != "passed"]
+    return {**counts, **totals, "not_passed": others}
 
 
 def outcome(case: ElementTree.Element) -> str:
@@ -179,7 +180,7 @@ def main(
         for row in run_parts(chosen, logs or Path(temporary), max_engines):
             rows[row["part"]] = row
             write_result(path, ctx, "benchmarks.release", list(rows.values()), gpu)
-            show(row["part"], [{name: value for name, value in row.items() if name != "tests"}])
+            show(row["part"], [row])
     raise typer.Exit(1 if any(row["failed"] or not row["passed"] for row in rows.values()) else 0)
 
 
