@@ -11,7 +11,14 @@ from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERA
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
 from vllm_hisparse.compat.model_loading import OTHER_LOADERS
-from vllm_hisparse.config import CONNECTOR_NAME, NIXL_OPTIONS, REFUSED_MODELS, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import (
+    CONNECTOR_NAME,
+    NIXL_OPTIONS,
+    REFUSED_MODELS,
+    REFUSED_ON_CUDA,
+    HiSparseConfig,
+    HiSparseConfigError,
+)
 
 GIB = {"host_pool_gib": 2.0}
 REFUSED_PARALLELISM = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
@@ -576,8 +583,10 @@ def test_dense_models_keep_kv_in_fp8_on_cuda() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("architecture", sorted(REFUSED_MODELS))
+@pytest.mark.parametrize("architecture", sorted(REFUSED_MODELS | REFUSED_ON_CUDA))
 def test_refuses_models_by_name(architecture: str, device: str) -> None:
+    if device == "cpu" and architecture in REFUSED_ON_CUDA:
+        pytest.skip("the CPU platform hosts it")
     changes = {"model_config__architecture": architecture, "device_config__device_type": device}
     with pytest.raises(HiSparseConfigError) as refused:
         HiSparseConfig.from_vllm_config(engine(**changes))
@@ -585,7 +594,7 @@ def test_refuses_models_by_name(architecture: str, device: str) -> None:
         str(refused.value),
         "--model",
         f"'{architecture}'",
-        REFUSED_MODELS[architecture],
+        (REFUSED_MODELS | REFUSED_ON_CUDA)[architecture],
         "vLLM serves this model with full KV",
     )
 

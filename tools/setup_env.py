@@ -20,7 +20,7 @@ MODELS = ROOT / "build" / "models"
 MODEL_STAMP = MODELS / "setup_env.stamp"
 MODEL_RECIPE = ROOT / "vllm_hisparse" / "cli" / "tiny_model.py"
 EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
-VARIANTS = ("dsv32", "glm", "glm52", "glm53", "llama", "qwen3", *EXPERTS)
+VARIANTS = ("dsv32", "glm", "glm52", "glm53", "hyv4", "hyv4_mixed", "llama", "qwen3", *EXPERTS)
 # NOTE: the index serves CUDA builds of these; beside a +cpu torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 NO_CPU_TORCH = (

@@ -49,7 +49,6 @@ REFUSED_MODELS = {
     "Dots3NoteForConditionalGeneration": _WINDOWS,
     "Glm5NextForCausalLM": _LINEAR,
     "Glm5NextForConditionalGeneration": _LINEAR,
-    "HYV4ForCausalLM": "its attention sinks were never tried over hot buffers",
     "MiniMaxM3SparseForCausalLM": _BLOCKS,
     "MiniMaxM3SparseForConditionalGeneration": _BLOCKS,
     "Qwen4ExpForCausalLM": _NO_CONNECTOR,
@@ -57,6 +56,8 @@ REFUSED_MODELS = {
     "Step5ForCausalLM": _WINDOWS,
     "Step5ForConditionalGeneration": _WINDOWS,
 }
+# The same, but on CUDA alone.
+REFUSED_ON_CUDA = {"HYV4ForCausalLM": "its attention sinks were never tried over hot buffers on a GPU"}
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # default top_k of a dense model, in tokens
 DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
@@ -567,11 +568,12 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
 def _check_model(vllm_config: VllmConfig) -> None:
     """Refuse models by class, before their layers are built, and loaders that build the model themselves."""
     architecture = vllm_config.model_config.architecture
-    if architecture in REFUSED_MODELS:
+    refused = REFUSED_MODELS | (REFUSED_ON_CUDA if vllm_config.device_config.device_type == "cuda" else {})
+    if architecture in refused:
         raise HiSparseConfigError(
             "--model",
             architecture,
-            f"a model that hot buffers can serve: {REFUSED_MODELS[architecture]}",
+            f"a model that hot buffers can serve: {refused[architecture]}",
             f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. See docs/models.md for models that can.",
         )
     multimodal = vllm_config.model_config.multimodal_config

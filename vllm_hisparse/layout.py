@@ -105,20 +105,22 @@ class StateLayout:
 class KVLayout:
     """Sizes of a model's KV on host and device.
 
-    Device-resident KV is KV that the device keeps for every token, besides hot rows: the indexer keys of a DSA model,
-    the KV of a dense model's `full_kv_layers`, and the KV of draft layers of both.
+    Device-resident KV is KV that the device keeps for every token, besides hot rows: the indexer keys of a DSA model
+    and the KV of its layers that do not select, the KV of a dense model's `full_kv_layers`, the KV of draft layers.
 
     Args:
         row_bytes: bytes of one token's main KV in one layer.
-        resident_row_bytes: bytes of one token's device-resident KV in one layer, without draft layers.
+        resident_row_bytes: bytes of one token's device-resident KV in one layer: of its indexer key in a DSA model, of
+            its KV in a dense model.
         num_layers: layers with main KV.
-        num_resident_layers: layers with device-resident KV, without draft layers; may be 0.
+        num_resident_layers: layers with such device-resident KV, without draft layers; may be 0.
         block_size: tokens per host block and per device block of device-resident KV.
         tokens_per_unit: consecutive rows that are selected, copied and evicted together; divides `block_size`.
         num_kv_heads: KV heads, each with a selection of its own. None: one selection for whole rows (DSA models).
         max_query_len: tokens that a decoding request computes in a step: one and its drafts.
         draft_row_bytes: bytes of one token's KV in all draft layers.
         state_entries: growing fields of an algorithm's state, as in `StateLayout`.
+        full_kv_row_bytes: bytes of one token's KV in all layers of a DSA model that do not select.
     """
 
     row_bytes: int
@@ -131,6 +133,7 @@ class KVLayout:
     max_query_len: int = 1
     draft_row_bytes: int = 0
     state_entries: tuple[tuple[int, int], ...] = ()
+    full_kv_row_bytes: int = 0
 
     @cached_property
     def rows_per_hot_block(self) -> int:
@@ -150,7 +153,7 @@ class KVLayout:
             num_units += 1
         num_units = max(1, num_units)
         # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers.
-        has_as_many = self.num_layers == self.num_resident_layers and not self.draft_row_bytes
+        has_as_many = self.num_layers == self.num_resident_layers and not self.wider_row_bytes
         if not has_as_many and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)
         return num_units * self.tokens_per_unit
@@ -161,7 +164,12 @@ class KVLayout:
 
     @property
     def has_resident_kv(self) -> bool:
-        return self.num_resident_layers > 0 or self.draft_row_bytes > 0
+        return self.num_resident_layers > 0 or self.wider_row_bytes > 0
+
+    @property
+    def wider_row_bytes(self) -> int:
+        """One token's device-resident KV in all layers whose rows are not `resident_row_bytes` wide."""
+        return self.full_kv_row_bytes + self.draft_row_bytes
 
     @property
     def unit_bytes(self) -> int:
@@ -206,7 +214,7 @@ class KVLayout:
     @property
     def resident_token_bytes(self) -> int:
         """Bytes of one token's device-resident KV, all layers."""
-        return self.num_resident_layers * self.resident_row_bytes + self.draft_row_bytes
+        return self.num_resident_layers * self.resident_row_bytes + self.wider_row_bytes
 
     @property
     def resident_block_bytes(self) -> int:

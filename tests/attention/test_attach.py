@@ -10,15 +10,15 @@ import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from vllm_hisparse.attention import attach
 from vllm_hisparse.attention.gqa.base import HotGQAAttention
 from vllm_hisparse.attention.mla.base import HotMLAAttention
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
-from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuImpl
+from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuBackend, SparseMLACpuImpl
 from vllm_hisparse.cpu.gqa import HotGQACpuBackend, HotGQACpuImpl
-from vllm_hisparse.cpu.indexer import IndexerCpu
+from vllm_hisparse.cpu.indexer import IndexerCpu, IndexerCpuCache
 from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
 FULL_KV_LAYERS = [1]
@@ -61,30 +61,27 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "warn_of_untried_device", lambda: None)
 
 
-class Backend:
-    def __init__(self, name: str):
-        self.name = name
-
-    def get_name(self) -> str:
-        return self.name
+def named(name: str, impl_class: type) -> type:
+    """A backend of another name."""
+    return type(name, (), {"get_name": lambda: name, "get_impl_cls": lambda: impl_class})
 
 
 class MLALayers:
     """A DSA model on CUDA: two fused layers, one of the generic class, one that is not sparse."""
 
-    def __init__(self, fused_class: type, impl_class: type, backend: str = "FLASHMLA_SPARSE"):
-        self.fused = [self.layer(fused_class, impl_class, backend) for _ in range(2)]
-        self.generic = self.layer(MLAAttention, impl_class, backend)
-        self.other = self.layer(MLAAttention, impl_class, "ANOTHER", use_sparse=False)
+    def __init__(self, fused_class: type, backend: type):
+        self.fused = [self.layer(fused_class, backend) for _ in range(2)]
+        self.generic = self.layer(MLAAttention, backend)
+        self.other = self.layer(MLAAttention, named("ANOTHER", backend.get_impl_cls()), use_sparse=False)
 
     @staticmethod
-    def layer(cls: type, impl_class: type, backend: str, use_sparse: bool = True) -> MLAAttention:
-        impl = make(impl_class, weights="of the layer")
+    def layer(cls: type, backend: type, use_sparse: bool = True) -> MLAAttention:
         return make(
             cls,
             use_sparse=use_sparse,
-            impl=impl,
-            attn_backend=Backend(backend),
+            indexer="an indexer",
+            impl=make(backend.get_impl_cls(), weights="of the layer"),
+            attn_backend=backend,
             prefill_backend="dense",
             _dense_mha_metadata_layer_name="layer",
         )
@@ -97,7 +94,7 @@ class MLALayers:
 @pytest.mark.usefixtures("on_cuda")
 def test_sparse_mla_layers_on_cuda(cuda_modules: dict[str, ModuleType]) -> None:
     backend, layers = cuda_modules["backend"], cuda_modules["layers"]
-    model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseImpl)
+    model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseBackend)
     stock = [layer.impl for layer in model.fused]
     attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
     assert [type(layer) for layer in model.fused] == [layers.HotDeepseekV32Attention] * 2
@@ -121,20 +118,20 @@ def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleTy
 @pytest.mark.usefixtures("on_cuda")
 def test_an_mla_backend_without_hot_buffers_is_refused(cuda_modules: dict[str, ModuleType]) -> None:
     layers, backend = cuda_modules["layers"], cuda_modules["backend"]
-    model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseImpl, "FLASHINFER_MLA_SPARSE")
+    model = MLALayers(layers.DeepseekV32Attention, named("FLASHINFER_MLA_SPARSE", backend.FlashMLASparseImpl))
     expected = "^--attention-backend: got 'FLASHINFER_MLA_SPARSE', expected FLASHMLA_SPARSE or FLASH_ATTN_MLA_SPARSE"
     with pytest.raises(HiSparseConfigError, match=expected):
         attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
 
 
-def gqa_layer(index: int, impl_class: type, backend: str = "FLASH_ATTN", **changes: Any) -> Attention:
+def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:
     """A plain layer; `changes` are of the layer, or of its implementation with a prefix `impl__`."""
     own = {name.removeprefix("impl__"): value for name, value in changes.items() if name.startswith("impl__")}
     impl = {"alibi_slopes": None, "logits_soft_cap": 0, "vllm_flash_attn_version": 3, "kv_cache_dtype": "auto"}
     plain = {
         "layer_name": f"model.layers.{index}.self_attn.attn",
-        "attn_backend": Backend(backend),
-        "impl": make(impl_class, **impl | own),
+        "attn_backend": backend,
+        "impl": make(backend.get_impl_cls(), **impl | own),
         "attn_type": "decoder",
         "sliding_window": None,
         "has_sink": False,
@@ -155,7 +152,7 @@ def model_of(layers: list[Any]) -> SimpleNamespace:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType) -> None:
-    layers = [gqa_layer(index, gqa_cuda.FlashAttentionImpl) for index in range(3)]
+    layers = [gqa_layer(index, gqa_cuda.FlashAttentionBackend) for index in range(3)]
     attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=3))
     assert [type(layer) for layer in layers] == [HotGQAAttention, Attention, HotGQAAttention]
     assert layers[0].attn_backend is gqa_cuda.HotFlashAttnBackend and type(layers[0].impl) is gqa_cuda.HotFlashAttnImpl
@@ -168,7 +165,7 @@ def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType
     ("changes", "message"),
     [
         (
-            {"backend": "FLEX_ATTENTION"},
+            {"name": "FLEX_ATTENTION"},
             "^--attention-backend: got 'FLEX_ATTENTION', expected FLASH_ATTN or TRITON_ATTN",
         ),
         (
@@ -180,23 +177,29 @@ def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType
 def test_backends_of_a_dense_model_on_cuda_that_are_refused(
     gqa_cuda: ModuleType, changes: dict[str, Any], message: str
 ) -> None:
-    layers = [gqa_layer(0, gqa_cuda.FlashAttentionImpl, **changes)]
+    backend, name = gqa_cuda.FlashAttentionBackend, changes.pop("name", None)
+    layers = [gqa_layer(0, named(name, backend.get_impl_cls()) if name else backend, **changes)]
     with pytest.raises(HiSparseConfigError, match=message):
         attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=1))
 
 
 @pytest.mark.usefixtures("on_cuda")
 def test_triton_layers_of_a_dense_model_on_cuda(gqa_cuda: ModuleType) -> None:
-    from vllm_hisparse.attention.gqa.triton_cuda import HotTritonBackend, HotTritonImpl, TritonAttentionImpl
+    from vllm_hisparse.attention.gqa.triton_cuda import (
+        HotTritonBackend,
+        HotTritonImpl,
+        TritonAttentionBackend,
+        TritonAttentionImpl,
+    )
 
-    layers = [gqa_layer(index, TritonAttentionImpl, "TRITON_ATTN", impl__use_td=False) for index in range(2)]
+    layers = [gqa_layer(index, TritonAttentionBackend, impl__use_td=False) for index in range(2)]
     attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=2))
     assert layers[0].attn_backend is HotTritonBackend and type(layers[0].impl) is HotTritonImpl
     assert type(layers[1].impl) is TritonAttentionImpl and HotTritonBackend.get_name() == "TRITON_ATTN"
 
 
 def test_nothing_is_attached_without_the_connector() -> None:
-    layers = [gqa_layer(0, CPUAttentionBackendImpl, sliding_window=9)]
+    layers = [gqa_layer(0, CPUAttentionBackend, sliding_window=9)]
     for connector in (None, "NixlConnector"):
         attach.attach_hot_buffers(model_of(layers), vllm_config(connector, num_layers=1))
     assert type(layers[0]) is Attention
@@ -234,38 +237,99 @@ def test_a_class_whose_changes_would_be_lost_is_refused(cuda_modules: dict[str, 
         attach.derive_hot_class(hot, type("Another", (), {}))
 
 
-def mla_wrapper(index: int = 0, indexer: Any = None, is_sparse: bool = True) -> SimpleNamespace:
-    """vLLM's outer layer with an attention layer of full KV."""
+def test_backends_are_derived_from_the_layers_own() -> None:
+    """A model's backend keeps what it adds; one whose builder would be lost is refused."""
+
+    class Stock:
+        @staticmethod
+        def get_builder_cls() -> str:
+            return "stock"
+
+    class Hot(Stock):
+        vllm_class, runs_own_class = Stock, True
+
+        @staticmethod
+        def get_builder_cls() -> str:
+            return "hot"
+
+    added = type("Added", (Stock,), {"supports_sink": classmethod(lambda cls: True)})
+    hot = attach.derive_hot_class(Hot, added)
+    assert issubclass(hot, added) and hot.supports_sink() and hot.get_builder_cls() == "hot"
+    lost = type("Lost", (Stock,), {"get_builder_cls": staticmethod(lambda: "own")})
+    with pytest.raises(HiSparseConfigError, match=r"layers with Lost, which changes get_builder_cls.*would be lost"):
+        attach.derive_hot_class(Hot, lost)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_sinks_reach_the_kernels_of_every_step(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HY-V4's layers have a backend and an implementation of their own, under the name of vLLM's."""
+    from vllm.models.hy_v4.nvidia import flashmla_sparse as hy_v4
+
+    calls: list[Any] = []
+
+    def kernel(query: torch.Tensor, *args: Any, attn_sink: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(attn_sink)
+        return query, query, query[:, :, 0]
+
+    def kernel_fp8(q: torch.Tensor, *, attn_sink: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(attn_sink)
+        return q, q[:, 0, :, :1]
+
+    monkeypatch.setattr(hy_v4, "flash_mla_sparse_fwd", kernel)
+    monkeypatch.setattr(hy_v4, "flash_mla_with_kvcache", kernel_fp8)
+    layers, backend = cuda_modules["layers"], cuda_modules["backend"]
+    model = MLALayers(layers.DeepseekV32Attention, hy_v4.HYV4FlashMLASparseBackend)
+    attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+    layer, sinks = model.generic, torch.tensor([0.5, -7.0])
+    assert issubclass(layer.attn_backend, hy_v4.HYV4FlashMLASparseBackend) and layer.attn_backend.supports_sink()
+    assert issubclass(layer.attn_backend, backend.HotFlashMLABackend) and isinstance(
+        layer.impl, backend.HotFlashMLAImpl
+    )
+    layer.impl.__dict__.update(
+        sinks=sinks, num_heads=2, softmax_scale=1.0, prefill_padding=4, fp8_decode_padded_heads=4
+    )
+    layer.impl.topk_indices_buffer = torch.zeros(3, 1)
+    prefilling = layer.impl._for_tokens(layer.impl.vllm_class, 1)
+    assert type(prefilling) is hy_v4.HYV4FlashMLASparseImpl
+    query, rows, metadata = torch.zeros(3, 2, 8), torch.zeros(5, 1, 8), SimpleNamespace()
+    metadata.dummy_block_table = metadata.cache_lens = metadata.scheduler_metadata = None
+    for impl in (layer.impl, prefilling):
+        impl._bf16_flash_mla_kernel(query, rows, torch.zeros(3, 1))
+        impl._fp8_flash_mla_kernel(query[:, None], rows, torch.zeros(3, 1), metadata)
+    padded = torch.tensor([0.5, -7.0, float("-inf"), float("-inf")])
+    assert len(calls) == 4 and all(torch.equal(call, padded) for call in calls)
+
+
+def sparse_layer(index: int, indexer: Any = None, use_sparse: bool = True) -> Any:
+    """A layer of full KV of a DSA model on the CPU."""
+    name = f"model.layers.{index}.self_attn.attn"
     impl = make(SparseMLACpuImpl, num_heads=3)
-    layer = make(MLAAttention, layer_name=f"model.layers.{index}.self_attn.attn", attn_backend=None, impl=impl)
-    return SimpleNamespace(indexer=indexer, is_sparse=is_sparse, mla_attn=layer)
+    attributes = {"layer_name": name, "use_sparse": use_sparse, "indexer": indexer, "impl": impl}
+    return make(MLAAttention, **attributes, attn_backend=SparseMLACpuBackend)
 
 
-@pytest.mark.parametrize(
-    ("connector", "index", "is_hot"),
-    [(None, 3, False), ("HiSparseHostConnector", 3, True), ("HiSparseHostConnector", 4, False)],
-)
-def test_mla_layers_on_the_cpu(connector: str | None, index: int, is_hot: bool) -> None:
-    """Layers of the model, whose KV is on the host; the fifth one drafts."""
-    wrapper = mla_wrapper(index, make(Indexer))
-    attach.attach_mla_cpu(wrapper, vllm_config(connector, is_dsa=True))
-    layer = wrapper.mla_attn
-    assert type(wrapper.indexer) is IndexerCpu and layer.impl.num_heads == 3
-    kinds = (HotMLAAttention, HotMLACpuImpl) if is_hot else (MLAAttention, SparseMLACpuImpl)
-    assert (type(layer), type(layer.impl)) == kinds
-    assert (layer.attn_backend is HotMLACpuBackend) == is_hot
+@pytest.mark.parametrize("connector", [None, "HiSparseHostConnector"])
+def test_mla_layers_on_the_cpu(connector: str | None) -> None:
+    """A layer that shares another's indexer is sparse, too; one that does not select keeps its KV on the device."""
+    layers = [sparse_layer(0, "an indexer"), sparse_layer(1), sparse_layer(2, use_sparse=False)]
+    attach.attach_hot_buffers(model_of([*layers, make(IndexerCpuCache)]), vllm_config(connector, is_dsa=True))
+    is_hot = [connector is not None] * 2 + [False]
+    assert [type(layer) is HotMLAAttention for layer in layers] == is_hot
+    assert [type(layer.impl) is HotMLACpuImpl for layer in layers] == is_hot
+    assert [layer.attn_backend is HotMLACpuBackend for layer in layers] == is_hot
+    assert all(layer.impl.num_heads == 3 for layer in layers)
 
 
-def test_mla_layers_without_an_indexer_on_the_cpu() -> None:
-    """A layer that shares another's indexer is sparse, too; one of a model without indexers is left alone."""
-    shared, plain = mla_wrapper(), mla_wrapper(is_sparse=False)
-    for wrapper in (shared, plain):
-        attach.attach_mla_cpu(wrapper, vllm_config())
-    assert type(shared.mla_attn) is HotMLAAttention and type(plain.mla_attn) is MLAAttention
+def test_the_generic_indexer_on_the_cpu() -> None:
+    indexer = make(Indexer)
+    attach.attach_indexer_cpu(indexer)
+    assert type(indexer) is IndexerCpu
 
 
 def test_layers_of_a_dense_model_on_the_cpu_but_full_kv_layers() -> None:
-    layers = [gqa_layer(index, CPUAttentionBackendImpl) for index in range(3)]
+    layers = [gqa_layer(index, CPUAttentionBackend) for index in range(3)]
     attach.attach_hot_buffers(model_of([torch.nn.Linear(1, 1), *layers]), vllm_config(num_layers=3))
     assert [type(layer) for layer in layers] == [HotGQAAttention, Attention, HotGQAAttention]
     assert [layer.attn_backend is HotGQACpuBackend for layer in layers] == [True, False, True]

@@ -104,9 +104,27 @@ class Padded(Sparse):
     pass
 
 
+def sparse(indexer: Any = None) -> Any:
+    return make(Sparse, use_sparse=True, indexer=indexer)
+
+
 def test_full_mla_layers_and_indexer_keys_beside_sparse_layers_are_accepted() -> None:
-    layers = [make(Sparse, use_sparse=True), make(MLAAttention, use_sparse=False), make(DeepseekV32IndexerCache)]
-    check_mla_layers(dense(*layers), {Sparse: Sparse})
+    layers = [sparse(indexer="one"), make(MLAAttention, use_sparse=False), make(DeepseekV32IndexerCache), sparse()]
+    check_mla_layers(dense(*layers), {Sparse: Sparse}, DeepseekV32IndexerCache)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([make(MLAAttention, use_sparse=False)], r"MLAAttention \(.*layers.0.*full attention, as all others"),
+        ([make(MLAAttention, use_sparse=False), sparse(), sparse("one")], r"Sparse \(.*layers.1.*no indexer, and"),
+        ([], "NoneType .no layer"),
+    ],
+)
+def test_a_dsa_model_without_a_selection_is_refused(layers: list[Any], message: str) -> None:
+    """vLLM builds layers of full attention if HY-V4's configuration has no layer_types."""
+    with pytest.raises(HiSparseConfigError, match=f"^--model: got '{message}.*over selected rows in some"):
+        check_mla_layers(dense(*layers), {Sparse: Sparse}, DeepseekV32IndexerCache)
 
 
 @pytest.mark.parametrize(
@@ -114,4 +132,4 @@ def test_full_mla_layers_and_indexer_keys_beside_sparse_layers_are_accepted() ->
 )
 def test_other_layers_of_a_dsa_model_are_refused(layer: Any) -> None:
     with pytest.raises(HiSparseConfigError, match=rf"^--model: got '{type(layer).__name__} \(.*its own way"):
-        check_mla_layers(dense(layer), {Sparse: Sparse})
+        check_mla_layers(dense(layer), {Sparse: Sparse}, DeepseekV32IndexerCache)

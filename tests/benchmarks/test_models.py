@@ -22,7 +22,7 @@ def completion(tokens: list[int], margins: list[float]) -> dict[str, Any]:
 def test_every_model_has_a_row(device: str) -> None:
     rows = cases(device)
     assert {case.model for case in rows} == set(BY_NAME) and len(set(rows)) == len(rows)
-    assert {model.variant for model in MODELS} == set(VARIANTS)
+    assert {model.variant for model in MODELS} == set(VARIANTS) - {"hyv4", "hyv4_mixed"}  # refused on CUDA
 
 
 def test_every_back_end_has_a_row() -> None:

@@ -77,11 +77,12 @@ def test_layers_hold_the_names_that_vllm_loads(config: dict) -> None:
     names = {name for name, _ in checkpoint_weights(config)}
     for layer in range(config["num_hidden_layers"]):
         indexer = f"model.layers.{layer}.self_attn.indexer"
-        is_shared = layer == 2 and ("index_topk_freq" in config or "index_topk_pattern" in config)
+        is_shared = layer == 2 and bool({"index_topk_freq", "index_topk_pattern", "indexer_types"} & set(config))
         parts = {f"{indexer}.{part}.weight" for part in ("wq_b", "wk", "k_norm", "weights_proj")}
         assert parts.isdisjoint(names) if is_shared else parts <= names
     assert "model.layers.0.mlp.gate_proj.weight" in names
-    assert "model.layers.1.mlp.experts.7.down_proj.weight" in names
+    experts = "experts.down_proj" if config["model_type"] == "hy_v4" else "experts.7.down_proj.weight"
+    assert f"model.layers.1.mlp.{experts}" in names
     assert "model.layers.2.mlp.shared_experts.up_proj.weight" in names
 
 
@@ -93,7 +94,8 @@ def test_weights_are_finite_and_of_the_declared_scale(model_dir: Path, config: d
         if weight.constant is not None:
             assert (tensor == weight.constant).all(), name
         elif name != "lm_head.weight":
-            assert tensor.std().item() == pytest.approx(weight.std(), rel=0.1), name
+            rel = 0.1 if tensor.numel() >= 256 else 0.5  # a head has one sink
+            assert tensor.std().item() == pytest.approx(weight.std(), rel=rel), name
 
 
 @pytest.mark.parametrize("model_dir", DSA_VARIANTS, indirect=True)

@@ -6,7 +6,12 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_hisparse.compat.engine import is_dsa_model, uses_host_connector
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfigError
 from vllm_hisparse.cpu import platform as cpu
-from vllm_hisparse.cpu.platform import DENSE_MODEL_BACKEND, FULL_KV_BACKEND, HiSparseCpuPlatform
+from vllm_hisparse.cpu.platform import (
+    DENSE_MODEL_BACKEND,
+    FULL_ATTENTION_MLA_BACKEND,
+    FULL_KV_BACKEND,
+    HiSparseCpuPlatform,
+)
 
 
 def engine(connector: str | None = None, dsa: bool = True, custom_ops: tuple[str, ...] = ()) -> SimpleNamespace:
@@ -50,9 +55,17 @@ def test_sparse_mla_layers_have_full_kv_until_they_are_attached(
 def test_other_models_keep_vllms_backend(
     monkeypatch: pytest.MonkeyPatch, connector: str | None, use_sparse: bool, use_mla: bool
 ) -> None:
-    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: engine(connector))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: engine(connector, dsa=False))
     selector = SimpleNamespace(use_sparse=use_sparse, use_mla=use_mla)
     assert HiSparseCpuPlatform.get_attn_backend_cls(None, selector, 8) == "vllm's own"
+
+
+@pytest.mark.parametrize("connector", [None, CONNECTOR_NAME])
+def test_layers_of_a_dsa_model_that_do_not_select(monkeypatch: pytest.MonkeyPatch, connector: str | None) -> None:
+    """vLLM's own backend on the CPU needs other block sizes than the layers that select."""
+    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: engine(connector))
+    selector = SimpleNamespace(use_sparse=False, use_mla=True)
+    assert HiSparseCpuPlatform.get_attn_backend_cls(None, selector, 8) == FULL_ATTENTION_MLA_BACKEND
 
 
 def test_dense_models_get_hot_buffers_under_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:

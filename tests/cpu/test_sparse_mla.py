@@ -10,15 +10,30 @@ from vllm_hisparse.cpu import sparse_mla as ops
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def reference(query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale: float, rank: int) -> torch.Tensor:
+def reference(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    valid: torch.Tensor,
+    scale: float,
+    rank: int,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One token and head at a time, float64."""
     out = torch.zeros(*query.shape[:2], rank, dtype=torch.float64)
     for token in range(query.shape[0]):
         own = rows[token][valid[token]].double()
         for head in range(query.shape[1]):
-            weights = (own @ query[token, head].double() * scale).softmax(0)
-            out[token, head] = weights @ own[:, :rank]
+            logits = own @ query[token, head].double() * scale
+            sink = torch.full((1,), float("-inf")) if sinks is None else sinks[head, None]
+            weights = torch.cat((logits, sink.double())).softmax(0)[:-1]
+            out[token, head] = weights @ own[:, :rank] if len(own) else 0.0
     return out
+
+
+def some_sinks(seed: int, heads: int) -> torch.Tensor | None:
+    """Sinks of every other case: of some weight, of nearly all, of none."""
+    logits = torch.tensor([0.5, 30.0, float("-inf")]).roll(seed)
+    return logits[:heads] if seed % 2 else None
 
 
 def inputs(seed: int, tokens: int, heads: int, k: int, rank: int, rope: int, dtype: torch.dtype):
@@ -44,9 +59,9 @@ def test_agrees_with_float64_and_ignores_invalid_rows(
     seed: int, tokens: int, heads: int, k: int, rank: int, rope: int, dtype: torch.dtype
 ) -> None:
     query, rows, valid = inputs(seed, tokens, heads, k, rank, rope, dtype)
-    out = torch.full((tokens, heads, rank), float("nan"), dtype=dtype)
-    ops.sparse_mla(query, rows, valid, 0.3, rank, out)
-    expected = reference(query, rows, valid, 0.3, rank)
+    out, sinks = torch.full((tokens, heads, rank), float("nan"), dtype=dtype), some_sinks(seed, heads)
+    ops.sparse_mla(query, rows, valid, 0.3, rank, out, sinks)
+    expected = reference(query, rows, valid, 0.3, rank, sinks)
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not out[~valid.any(1)].any(), "a token without rows must give zeros"
 
@@ -71,10 +86,10 @@ def test_masked_rows_count_nothing(
         num_valid = int(torch.randint(0, min(k, history + token + 1) + 1, (), generator=generator))
         places = torch.randperm(k, generator=generator)[:num_valid]
         selected[token, places] = torch.randperm(history + token + 1, generator=generator)[:num_valid]
-    out = torch.full((tokens, 2, 8), float("nan"), dtype=dtype)
+    out, sinks = torch.full((tokens, 2, 8), float("nan"), dtype=dtype), some_sinks(seed, 2)
     with mock.patch.object(ops, "QUERIES_PER_CHUNK", chunk):
-        ops.masked_mla(query, rows, selected, 0.3, 8, out)
-    expected = reference(query, rows[selected], selected >= 0, 0.3, 8)
+        ops.masked_mla(query, rows, selected, 0.3, 8, out, sinks)
+    expected = reference(query, rows[selected], selected >= 0, 0.3, 8, sinks)
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

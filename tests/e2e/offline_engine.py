@@ -308,6 +308,10 @@ class OfflineEngine:
     def __init__(self, job: dict[str, Any]):
         from vllm import LLM
 
+        from vllm_hisparse.config import REFUSED_ON_CUDA
+
+        for name in job.get("untried", []):  # models that are tried for the first time
+            REFUSED_ON_CUDA.pop(name, None)
         if job.get("async_scheduling"):
             schedule_asynchronously()
         self.llm = LLM(**job["engine"])

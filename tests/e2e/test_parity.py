@@ -67,6 +67,17 @@ def test_glm_architectures(run, reference, model):
     assert record["counters"]["cache_misses"] > 0
 
 
+@pytest.mark.parametrize("model", ["hyv4", "hyv4_mixed"])
+def test_hyv4(run, reference, model):
+    """Attention sinks, and layers that share indexers; `hyv4_mixed` has a layer that attends to everything."""
+    lengths = [65, 777, 1500]
+    record = run(hot_args(model), [phase(lengths)], row_check={"every": 8, "corrupt": False})[0]
+    assert_same(record["completions"], reference(lengths, MAX_TOKENS, model=model))
+    assert_pools_empty(record)
+    assert record["counters"]["cache_misses"] > 0
+    assert record["wrong_rows"] == 0 < record["checked_rows"]
+
+
 def test_bf16(run, reference):
     """bf16 rounds each layer's input to 8 bits, so the order of sums may show: 0.02 in logprobs."""
     lengths = [65, 577]  # the second one in two chunks, with more rows than are hot

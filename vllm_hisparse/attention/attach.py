@@ -16,15 +16,16 @@ from vllm.platforms import current_platform
 
 from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers, kv_layers
 from vllm_hisparse.compat.attention import disable_dense_prefill
-from vllm_hisparse.compat.engine import is_draft_layer, uses_host_connector
+from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+    from vllm.model_executor.models.deepseek_v2 import Indexer
 
 TRIED_CAPABILITIES = ((9, 0),)
+DERIVED = {"forward_mqa", "get_impl_cls"}  # methods of versions for hot buffers that run the layer's own
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -42,13 +43,12 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     if not uses_host_connector(vllm_config):
         return
     config = HiSparseConfig.from_vllm_config(vllm_config)
-    is_dsa, on_cpu = config.algorithm_class.model_family == "mla", current_platform.is_cpu()
-    if not on_cpu:
+    if not current_platform.is_cpu():
         warn_of_untried_device()
-    if not is_dsa:
-        _attach_gqa(model, vllm_config)
-    elif not on_cpu:
+    if config.algorithm_class.model_family == "mla":
         _attach_mla(model)
+    else:
+        _attach_gqa(model, vllm_config)
 
 
 def warn_of_untried_device() -> None:
@@ -64,11 +64,17 @@ def warn_of_untried_device() -> None:
 
 
 def _attach_mla(model: torch.nn.Module) -> None:
-    from vllm_hisparse.attention.mla.cuda import HOT_BACKENDS
-    from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
+    if current_platform.is_cpu():
+        from vllm_hisparse.cpu.indexer import IndexerCpuCache as KeyCache
+        from vllm_hisparse.cpu.mla import HOT_BACKENDS, HOT_LAYERS
+    else:
+        from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache as KeyCache
+
+        from vllm_hisparse.attention.mla.cuda import HOT_BACKENDS
+        from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
 
     layers = kv_layers(model)
-    check_mla_layers(layers, HOT_LAYERS)
+    check_mla_layers(layers, HOT_LAYERS, KeyCache)
     for layer in layers.values():
         if not isinstance(layer, MLAAttention) or not layer.use_sparse:
             continue
@@ -118,36 +124,37 @@ def _hot_gqa_backend(layer: Attention, tokens_per_unit: int) -> type:
 
 
 def _attach(layer: Attention | MLAAttention, layer_class: type, backend: type) -> None:
+    # NOTE: the layer's own implementation may be of a subclass of the class that the backend's version is made for.
     layer.impl = _with_class(layer.impl, derive_hot_class(backend.get_impl_cls(), type(layer.impl)))
     layer.__class__, layer.attn_backend = layer_class, backend
 
 
 def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:
-    """Return the hot-buffer version of a layer's backend.
+    """Return the hot-buffer version of a layer's own backend.
 
     Args:
         layer: a layer as vLLM has built it.
         hot_backends: name of vLLM's backend -> hot-buffer version.
 
     Raises:
-        HiSparseConfigError: the backend has no such version.
+        HiSparseConfigError: the backend has no such version, or it is a model's own one, whose changes would be lost.
     """
     name = layer.attn_backend.get_name()
     if name not in hot_backends:
         fitting = " or ".join(hot_backends)
         fix = f"Set --attention-backend to {fitting}: if it is not set, vLLM takes its own first choice for the GPU."
         raise HiSparseConfigError("--attention-backend", name, fitting, fix)
-    return hot_backends[name]
+    return derive_hot_class(hot_backends[name], layer.attn_backend)
 
 
 @cache
 def derive_hot_class(hot_class: type, own_class: type) -> type:
-    """Return a hot-buffer version of a layer's own implementation class, which keeps everything that the class adds.
+    """Return a hot-buffer version of a layer's own backend or implementation, which keeps everything that it adds.
 
     Args:
         hot_class: hot-buffer version of vLLM's class `hot_class.vllm_class`. `hot_class.runs_own_class` is True if all
             tokens attend by methods of the layer's own class.
-        own_class: class of the layer's implementation.
+        own_class: class of the layer's backend or implementation.
 
     Raises:
         HiSparseConfigError: `own_class` differs from vLLM's class, and its changes would be lost.
@@ -155,7 +162,7 @@ def derive_hot_class(hot_class: type, own_class: type) -> type:
     vllm_class = hot_class.vllm_class
     if own_class is vllm_class:
         return hot_class
-    lost = _added_names(own_class, vllm_class) & _added_names(hot_class, vllm_class) - {"forward_mqa"}
+    lost = _added_names(own_class, vllm_class) & _added_names(hot_class, vllm_class) - DERIVED
     if not issubclass(own_class, vllm_class) or not hot_class.runs_own_class or lost:
         raise HiSparseConfigError(
             "--attention-backend",
@@ -179,17 +186,8 @@ def _with_class(impl: Any, cls: type) -> Any:
     return changed
 
 
-def attach_mla_cpu(wrapper: MultiHeadLatentAttentionWrapper, vllm_config: VllmConfig) -> None:
-    """Give vLLM's outer MLA layer the plugin's indexer and, if the engine runs the connector, a hot buffer.
-
-    NOTE: a draft layer keeps its KV on the device, because it attends several times after the step's forward.
-    """
-    from vllm_hisparse.attention.mla.base import HotMLAAttention
+def attach_indexer_cpu(indexer: Indexer) -> None:
+    """Give the indexer of vLLM's generic model classes the plugin's forward."""
     from vllm_hisparse.cpu.indexer import IndexerCpu
-    from vllm_hisparse.cpu.mla import HotMLACpuBackend
 
-    if wrapper.indexer is not None:
-        wrapper.indexer.__class__ = IndexerCpu
-    layer = wrapper.mla_attn
-    if wrapper.is_sparse and uses_host_connector(vllm_config) and not is_draft_layer(layer.layer_name, vllm_config):
-        _attach(layer, HotMLAAttention, HotMLACpuBackend)
+    indexer.__class__ = IndexerCpu

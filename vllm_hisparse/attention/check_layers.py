@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PLAIN = "causal attention over all earlier tokens in every layer, with KV of one size"
+SPARSE = "multi-head latent attention in every layer, over selected rows in some, the first of which has an indexer"
+NEAREST_DSA = f"Serve DeepSeek-V3.2, GLM-5 or HY-V4, or remove {CONNECTOR_NAME}."
 NEAREST = f"Serve a model with such layers (Llama, Qwen3, Qwen3-MoE, Mixtral), or remove {CONNECTOR_NAME}."
 NEAREST_OF = {
     "sliding_window": "Add --disable-sliding-window, which limits sequences to the window, or serve another model.",
@@ -59,21 +60,33 @@ def check_dense_layers(layers: Mapping[str, AttentionLayerBase], vllm_config: Vl
             )
 
 
-def check_mla_layers(layers: Mapping[str, AttentionLayerBase], hot_layers: Mapping[type, type]) -> None:
-    """Refuse a DSA model with layers that are neither sparse MLA, full MLA nor indexer keys.
+def check_mla_layers(
+    layers: Mapping[str, AttentionLayerBase], hot_layers: Mapping[type, type], key_cache: type
+) -> None:
+    """Refuse a DSA model with layers that are neither sparse MLA, full MLA nor indexer keys, or in which none selects.
 
     Args:
-        layers: all layers that keep KV or another state, by name.
+        layers: all layers that keep KV or another state, by name, in the model's order.
         hot_layers: classes of sparse layers that get hot buffers.
+        key_cache: class of the layers that keep indexer keys.
 
     Raises:
-        HiSparseConfigError: the model is refused; the message has the first such layer.
+        HiSparseConfigError: a layer is of another kind, no layer is sparse, or the first sparse layer has no indexer
+            and no selection to share.
     """
     for name, layer in layers.items():
-        is_sparse = isinstance(layer, MLAAttention) and layer.use_sparse
-        if type(layer) not in (hot_layers if is_sparse else (MLAAttention, DeepseekV32IndexerCache)):
-            fix = f"Serve DeepSeek-V3.2, GLM-5 or HY-V4, or remove {CONNECTOR_NAME}."
-            raise _refusal(name, layer, "its own way to attend or to keep state", fix)
+        if type(layer) not in (hot_layers if _is_sparse(layer) else (MLAAttention, key_cache)):
+            raise _refusal(name, layer, "its own way to attend or to keep state", NEAREST_DSA, SPARSE)
+    sparse = {name: layer for name, layer in layers.items() if _is_sparse(layer)}
+    name, layer = next(iter((sparse or layers).items()), ("no layer", None))
+    if not sparse:
+        raise _refusal(name, layer, "full attention, as all others (layer_types of config.json)", NEAREST_DSA, SPARSE)
+    if layer.indexer is None:
+        raise _refusal(name, layer, "no indexer, and none before it", NEAREST_DSA, SPARSE)
+
+
+def _is_sparse(layer: AttentionLayerBase) -> bool:
+    return isinstance(layer, MLAAttention) and layer.use_sparse
 
 
 def _additions(layer: Attention, vllm_config: VllmConfig) -> dict[str, Any]:
@@ -106,5 +119,7 @@ def _index(name: str, layer: AttentionLayerBase) -> int:
         raise _refusal(name, layer, "a name without one layer number") from None
 
 
-def _refusal(name: str, layer: AttentionLayerBase | None, what: str, fix: str = NEAREST) -> HiSparseConfigError:
-    return HiSparseConfigError("--model", f"{type(layer).__name__} ({name}) with {what}", PLAIN, fix)
+def _refusal(
+    name: str, layer: AttentionLayerBase | None, what: str, fix: str = NEAREST, expected: str = PLAIN
+) -> HiSparseConfigError:
+    return HiSparseConfigError("--model", f"{type(layer).__name__} ({name}) with {what}", expected, fix)

@@ -23,6 +23,8 @@ SCORE_STD = 3.0
 # little.
 RESIDUAL_GAIN = 0.3
 EXPERT_GAIN = 0.03
+# Attention sinks get this standard deviation: some heads keep little but their sink, others none of it.
+SINK_STD = 6.0
 # Logits get this standard deviation: the best token stands out, but with a probability well below 1.
 LOGIT_STD = 4.0
 
@@ -162,6 +164,25 @@ VARIANTS["ernie45_moe"] = {
     "moe_layer_interval": 1,
     "use_bias": False,
 }
+VARIANTS["hyv4"] = {
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "pad_token_id": 1,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "layer_types": ["deepseek_sparse_attention"] * 65,  # of these and the next, the first ones
+    "indexer_types": ["full"] + ["full", "shared", "shared", "shared"] * 16,
+    "learnable_sink": True,
+    "gated_mla": True,
+    "enable_ihc": True,
+    "hc_mult": 4,
+    "swiglu_limit": 10.0,
+}
+VARIANTS["hyv4_mixed"] = {
+    **VARIANTS["hyv4"],
+    "layer_types": ["deepseek_sparse_attention"] * 2 + ["full_attention"] + ["deepseek_sparse_attention"] * 62,
+}
 DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
 HEADS_PER_KV_HEAD = 4  # query heads per KV head in dense variants
 
@@ -234,7 +255,9 @@ def model_config(
         "index_topk": index_topk,
         "num_nextn_predict_layers": draft_layers,
     }
-    return {**config, **DSA_CONFIG, **sizes}
+    config = {**config, **DSA_CONFIG, **sizes}
+    of_layers = {name: config[name][:num_layers] for name in ("layer_types", "indexer_types") if name in config}
+    return {**config, **of_layers}
 
 
 def model_key(config: dict[str, Any], seed: int) -> str:
@@ -296,11 +319,19 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
         yield f"{prefix}.post_attention_layernorm.weight", Weight((hidden,), constant=1.0)
         if "index_topk" in config:
             yield from attention_weights(config, f"{prefix}.self_attn")
-            if has_indexer(config, layer) or layer >= num_layers:
+            if layer >= num_layers or has_indexer(config, layer):
                 yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
         else:
             yield from gqa_weights(config, f"{prefix}.self_attn")
+        if config["model_type"] == "hy_v4" and layer < num_layers:
+            yield from channel_weights(config, f"{prefix}.hc_attn_layer.hc_pre")
+            yield from channel_weights(config, f"{prefix}.hc_mlp_layer.hc_pre")
         yield from feed_forward_weights(config, prefix, layer)
+    if config["model_type"] == "hy_v4":
+        num_channels = config["hc_mult"]
+        yield "model.hc_head.hc_head_fn", Weight((num_channels, num_channels * hidden), fp32=True)
+        yield "model.hc_head.hc_head_scale", Weight((1,), constant=0.5, fp32=True)
+        yield "model.hc_head.hc_head_base", Weight((num_channels,), constant=-1.0, fp32=True)
     yield "model.norm.weight", Weight((hidden,), constant=1.0)
     yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
 
@@ -318,18 +349,23 @@ def feed_forward_weights(config: dict[str, Any], prefix: str, layer: int) -> Ite
 
 
 def draft_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights that a draft layer has and other layers do not (vLLM's deepseek_mtp.py)."""
+    """Yield the weights that a draft layer has and other layers do not (vLLM's deepseek_mtp.py and hy_v4)."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    yield f"{prefix}.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
     yield f"{prefix}.enorm.weight", Weight((hidden,), constant=1.0)
     yield f"{prefix}.hnorm.weight", Weight((hidden,), constant=1.0)
     yield f"{prefix}.eh_proj.weight", Weight((hidden, 2 * hidden))
+    if config["model_type"] == "hy_v4":
+        yield f"{prefix}.final_layernorm.weight", Weight((hidden,), constant=1.0)
+        return
+    yield f"{prefix}.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
     yield f"{prefix}.shared_head.norm.weight", Weight((hidden,), constant=1.0)
     yield f"{prefix}.shared_head.head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
 
 
 def has_indexer(config: Mapping[str, Any], layer: int) -> bool:
-    """Return True if a layer selects for itself, not with the selection of the layer before (vLLM's deepseek_v2.py)."""
+    """Return True if a layer selects for itself; others share a selection or attend to everything."""
+    if types := config.get("indexer_types"):
+        return config["layer_types"][layer] != "full_attention" and types[layer] == "full"
     if pattern := config.get("index_topk_pattern"):
         return layer >= len(pattern) or pattern[layer] != "S"
     return max(layer - 1, 0) % config.get("index_topk_freq", 1) == 0
@@ -346,6 +382,18 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
     yield f"{prefix}.kv_a_layernorm.weight", Weight((kv_rank,), constant=1.0)
     yield f"{prefix}.kv_b_proj.weight", Weight((heads * (nope + v_dim), kv_rank))
     yield f"{prefix}.o_proj.weight", Weight((hidden, heads * v_dim), gain=RESIDUAL_GAIN)
+    if config.get("learnable_sink"):
+        yield f"{prefix}.learnable_sink_param", Weight((heads,), gain=SINK_STD * heads**0.5, fp32=True)
+    if config.get("gated_mla"):
+        yield f"{prefix}.linear_gate.weight", Weight((heads * v_dim, hidden))
+
+
+def channel_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    """Gates between the residual channels of HY-V4 and a layer (vLLM's hy_v4/nvidia/hc.py)."""
+    num_channels = config["hc_mult"]
+    yield f"{prefix}.hc_fn", Weight((2 * num_channels, num_channels * config["hidden_size"]), fp32=True)
+    yield f"{prefix}.hc_scale", Weight((2,), constant=0.5, fp32=True)
+    yield f"{prefix}.hc_base", Weight((2 * num_channels,), constant=0.0, fp32=True)
 
 
 def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -391,8 +439,12 @@ def expert_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, W
         yield f"{prefix}.gate.e_score_correction_bias", Weight((experts,), constant=0.0, fp32=True)
     if model_type == "ernie4_5_moe":
         yield f"{prefix}.moe_statics.e_score_correction_bias", Weight((1, experts), constant=0.0, fp32=True)
-    for expert in range(experts):
-        yield from mlp_weights(hidden, inner, f"{prefix}.experts.{expert}", EXPERT_GAIN)
+    if model_type == "hy_v4":  # the experts of a layer are in one tensor
+        yield f"{prefix}.experts.gate_up_proj", Weight((experts, 2 * inner, hidden))
+        yield f"{prefix}.experts.down_proj", Weight((experts, hidden, inner), gain=EXPERT_GAIN)
+    else:
+        for expert in range(experts):
+            yield from mlp_weights(hidden, inner, f"{prefix}.experts.{expert}", EXPERT_GAIN)
     if shared := config.get("n_shared_experts", config.get("moe_num_shared_experts", 0)):
         yield from mlp_weights(hidden, inner * shared, f"{prefix}.shared_experts")
     if model_type == "qwen2_moe":
@@ -445,7 +497,8 @@ def make_model_command(
     variant: Annotated[
         Variant,
         typer.Argument(
-            help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52, glm53: GLM-5.2 and 5.3; llama, qwen3: dense models; "
+            help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52, glm53: GLM-5.2 and 5.3; hyv4: HY-V4; hyv4_mixed: HY-V4 with "
+            "a layer of full attention; llama, qwen3: dense models; "
             "qwen3_moe, qwen2_moe, mixtral, glm4_moe, ernie45_moe: the same with experts"
         ),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 RELEASES = ">=0.32"
 VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory._registry",
     "vllm.v1.kv_offload.tiering.factory.SecondaryTierFactory._registry",
+    "vllm.model_executor.layers.quantization.utils.fp8_utils._per_token_group_quant_fp8",
 )
 
 
@@ -23,3 +26,12 @@ def register_tier(name: str, module: str, class_name: str) -> None:
 
     if name not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(name, module, class_name)
+
+
+def register_quantization(kernel: Callable[..., None]) -> None:
+    """Have a function run in place of the Triton kernel that quantises groups of elements, where there is no Triton."""
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    if not HAS_TRITON:
+        register_kernels({VLLM[-1]: kernel})

@@ -102,6 +102,10 @@ class SparseMLACpuBackend(AttentionBackend):
     def is_sparse(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(BLOCK_SIZE)]
@@ -112,7 +116,11 @@ class SparseMLACpuBackend(AttentionBackend):
 
 
 class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndicesBuffer):
-    """Gathers each token's selected rows and attends over them."""
+    """Gathers each token's selected rows and attends over them.
+
+    Attributes:
+        sinks: [num_heads] float32 attention sinks, a parameter of the layer; None: it has none.
+    """
 
     is_sparse = True
     supports_dense_mha_prefill = False
@@ -132,11 +140,20 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         topk_indices_buffer: torch.Tensor | None = None,
         indexer: torch.nn.Module | None = None,
         index_group_builder: Any = None,
-        **mla_args: Any,
+        sinks: torch.Tensor | None = None,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
     ):
+        # NOTE: every argument has a name, so that what a model adds to its attention is never dropped in silence.
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
-        self.kv_lora_rank = mla_args["kv_lora_rank"]
+        self.kv_lora_rank, self.sinks = kv_lora_rank, sinks
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
@@ -203,7 +220,8 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         near = num_masked(selected.shape[1], first, len(query))
         if near:
             history = take_rows(rows, row_ids(torch.arange(first + near)))
-            masked_mla(query[:near], history, selected[:near], self.scale, self.kv_lora_rank, out[:near])
+            shared = self.scale, self.kv_lora_rank, out[:near], self.sinks
+            masked_mla(query[:near], history, selected[:near], *shared)
         if near < len(query):
             out[near:] = self.attend(query[near:], rows, row_ids(selected[near:]))
         return out
@@ -223,7 +241,7 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         for start in range(0, len(query), chunk):
             part = slice(start, start + chunk)
             gathered = take_rows(rows, row_ids[part])
-            sparse_mla(query[part], gathered, valid[part], self.scale, self.kv_lora_rank, out[part])
+            sparse_mla(query[part], gathered, valid[part], self.scale, self.kv_lora_rank, out[part], self.sinks)
         return out
 
     @staticmethod

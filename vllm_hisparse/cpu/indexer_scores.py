@@ -40,6 +40,40 @@ def quantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (values / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+def quantize_groups(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    num_columns: int,
+    row_stride: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    use_ue8m0: bool,
+    **tuning: int,
+) -> None:
+    """Quantise groups of consecutive elements, each with a scale of its own (CUDA: vLLM's Triton kernel
+    `_per_token_group_quant_fp8`, whose arguments these are).
+
+    Args:
+        values: contiguous, of any float dtype.
+        out: fp8 of the same shape, written.
+        scales: [..., groups] float32, written.
+        group_size: elements of a group.
+        num_columns, row_stride: unused, because `values` is contiguous.
+        eps: least value that is taken for a group's largest one.
+        fp8_min, fp8_max: range of fp8.
+        use_ue8m0: True if scales are powers of two.
+        tuning: arguments that the kernel alone needs.
+    """
+    groups = values.reshape(-1, group_size).float()
+    largest = groups.abs().amax(-1)
+    scale = ue8m0_scale(largest, eps) if use_ue8m0 else largest.clamp_min(eps) / fp8_max
+    scales.copy_(scale.view_as(scales))
+    out.copy_((groups / scale[:, None]).clamp(fp8_min, fp8_max).view_as(out).to(out.dtype))
+
+
 def key_views(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the elements and scales of an indexer cache. A block has all its elements first, then all its
     scales.

@@ -7,11 +7,12 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import CpuMetadataBuilder, HotMetadataBuilder, decode_tokens
-from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.attention.mla.base import HotMLAAttention, HotMLAImpl
 from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuBackend, SparseMLACpuImpl, SparseMLACpuMetadata
 from vllm_hisparse.cpu.take_rows import PagedRows, take_rows
 
@@ -91,6 +92,9 @@ class HotMLACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotMLACpuM
 
 
 class HotMLACpuBackend(SparseMLACpuBackend):
+    vllm_class: ClassVar[type] = SparseMLACpuBackend
+    runs_own_class: ClassVar[bool] = False
+
     @staticmethod
     def get_impl_cls() -> type[HotMLACpuImpl]:
         return HotMLACpuImpl
@@ -103,6 +107,10 @@ class HotMLACpuBackend(SparseMLACpuBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # NOTE: hot rows and indexer keys share vLLM's blocks; only layouts with the block outermost allow that.
         return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+
+HOT_LAYERS = {MLAAttention: HotMLAAttention}
+HOT_BACKENDS = {SparseMLACpuBackend.get_name(): HotMLACpuBackend}
 
 
 class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):

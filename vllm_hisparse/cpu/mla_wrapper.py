@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
-from vllm_hisparse.attention.attach import attach_mla_cpu
+from vllm_hisparse.attention.attach import attach_indexer_cpu
 
 
 @PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")
 class MLAWrapperCpu(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        attach_mla_cpu(self, get_current_vllm_config())
+        if self.indexer is not None:
+            attach_indexer_cpu(self.indexer)

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_hisparse.compat.engine import is_dsa_model, uses_host_connector
+from vllm_hisparse.compat.registries import register_quantization
 from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.cpu.indexer_scores import quantize_groups
 from vllm_hisparse.cpu.rejection import expand, recover, reject
 from vllm_hisparse.layout import BLOCK_SIZE
 from vllm_hisparse.vllm_patches.rejection_sampler import mend_rejection_sampler
 from vllm_hisparse.vllm_patches.rotary_kernel import avoid_rotary_kernel
+from vllm_hisparse.vllm_patches.triton_stand_in import complete_stand_in
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 FULL_KV_BACKEND = "vllm_hisparse.cpu.full_kv_mla.SparseMLACpuBackend"
+FULL_ATTENTION_MLA_BACKEND = "vllm_hisparse.cpu.full_attention_mla.FullAttentionMLACpuBackend"
 DENSE_MODEL_BACKEND = "vllm_hisparse.cpu.full_kv_gqa.FullKVGQACpuBackend"
 
 
@@ -32,10 +36,12 @@ class HiSparseCpuPlatform(CpuPlatform):
     ) -> str:
         from vllm.config import get_current_vllm_config
 
-        has_hot_buffers = uses_host_connector(get_current_vllm_config())
-        if attn_selector_config.use_sparse and attn_selector_config.use_mla:
+        vllm_config, use_mla = get_current_vllm_config(), attn_selector_config.use_mla
+        if attn_selector_config.use_sparse and use_mla:
             return FULL_KV_BACKEND  # `attach.py` gives layers with hot buffers another one
-        if has_hot_buffers and not attn_selector_config.use_mla:
+        if use_mla and is_dsa_model(vllm_config):
+            return FULL_ATTENTION_MLA_BACKEND
+        if uses_host_connector(vllm_config) and not use_mla:
             return DENSE_MODEL_BACKEND
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
@@ -63,6 +69,8 @@ class HiSparseCpuPlatform(CpuPlatform):
     def register_triton_kernel_overrides(cls) -> None:
         mend_rejection_sampler(expand, reject, recover)
         super().register_triton_kernel_overrides()
+        complete_stand_in()
+        register_quantization(quantize_groups)
 
     @classmethod
     def discover_numa_topology(cls) -> list[list[int]]:

@@ -38,7 +38,13 @@ def num_masked(top_k: int, first: int, num_tokens: int) -> int:
 
 
 def sparse_mla(
-    query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, scale: float, kv_lora_rank: int, out: torch.Tensor
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    valid: torch.Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for each query token over its own rows (DeepSeek-V2, arXiv:2405.04434, in the absorbed form).
 
@@ -50,16 +56,23 @@ def sparse_mla(
         scale: softmax scale.
         kv_lora_rank: number of leading elements of a row that are its value.
         out: [tokens, heads, kv_lora_rank] of any float dtype, written.
+        sinks: [heads] float32 logits that take a share of the softmax and have no value; None: the heads have none.
     """
     rows = rows.float()
     bias = torch.zeros(valid.shape).masked_fill_(~valid, MASKED)[:, None]
     logits = torch.baddbmm(bias, query.float(), rows.transpose(1, 2), alpha=scale)
-    out.copy_(torch.bmm(logits.softmax(-1), rows[..., :kv_lora_rank]))
+    out.copy_(torch.bmm(softmax_with_sinks(logits, sinks), rows[..., :kv_lora_rank]))
     _clear_without_rows(out, valid)
 
 
 def masked_mla(
-    query: torch.Tensor, rows: torch.Tensor, selected: torch.Tensor, scale: float, kv_lora_rank: int, out: torch.Tensor
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    selected: torch.Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for the last tokens of a sequence over all its rows, with a mask for rows that a token has not selected.
 
@@ -67,7 +80,7 @@ def masked_mla(
         query: [tokens, heads, row elements] of any float dtype.
         rows: [positions, row elements] of any float dtype; finite.
         selected: [tokens, k] int64 positions up to the token's own; -1 for none. A token without positions gets zeros.
-        scale, kv_lora_rank: as in `sparse_mla`.
+        scale, kv_lora_rank, sinks: as in `sparse_mla`.
         out: [tokens, heads, kv_lora_rank] of any float dtype, written.
     """
     rows, first = rows.float(), len(rows) - len(query)
@@ -77,9 +90,25 @@ def masked_mla(
         bias = torch.full((len(own), len(keys) + 1), MASKED)
         bias.scatter_(1, own.where(own >= 0, len(keys)), 0.0)
         logits = torch.mm((query[chunk].float() * scale).flatten(0, 1), keys.T).view(len(own), -1, len(keys))
-        weights = logits.add_(bias[:, None, :-1]).softmax(-1)
+        weights = softmax_with_sinks(logits.add_(bias[:, None, :-1]), sinks)
         out[chunk] = torch.mm(weights.flatten(0, 1), keys[:, :kv_lora_rank]).view_as(out[chunk])
     _clear_without_rows(out, selected >= 0)
+
+
+def softmax_with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of rows, beside which each head's sink takes its share.
+
+    Args:
+        logits: [tokens, heads, rows] float32.
+        sinks: [heads] float32; None: the heads have none.
+
+    Returns:
+        [tokens, heads, rows] float32; with sinks, a head's weights add up to less than 1.
+    """
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.view(-1, 1).expand(*logits.shape[:2], 1)
+    return torch.cat((logits, column), -1).softmax(-1)[..., :-1]
 
 
 def _clear_without_rows(out: torch.Tensor, valid: torch.Tensor) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class DeviceGroups:
     """The KV cache groups in which vLLM put hot rows and device-resident KV.
 
-    The device keeps device-resident KV for every token: the indexer keys of a DSA model, the KV of a dense model's
-    full-KV layers, and the KV of draft layers. A dense model without full-KV layers and draft layers has none.
+    The device keeps device-resident KV for every token: the indexer keys of a DSA model, the KV of full-KV layers, and
+    the KV of draft layers. A dense model without full-KV layers and draft layers has none.
 
     Attributes:
         hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
@@ -82,7 +82,7 @@ class DeviceGroups:
         }
         specs = _layer_specs(self.resident_group)
         # NOTE: in the scheduler's process, vLLM gives the spec of only one layer.
-        if len(specs) == len(self.resident_layers) or not layout.draft_row_bytes:
+        if len(specs) == len(self.resident_layers) or not layout.wider_row_bytes:
             num_layers_each = len(self.resident_layers) // max(len(specs), 1)
             token_bytes = sum(spec.unpadded_page_size_bytes // spec.block_size for spec in specs)
             planned["resident_token_bytes"] = num_layers_each * token_bytes

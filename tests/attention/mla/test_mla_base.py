@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_hisparse.attention.mla import base as mla_base
 from vllm_hisparse.attention.mla.base import HotMLAAttention
+from vllm_hisparse.config import HiSparseConfigError
 
 
 @pytest.mark.parametrize(("num_layers", "num_indexers", "rows"), [(61, 61, 7), (78, 20, 2), (4, 2, 3)])
@@ -37,6 +40,18 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     assert spec.layout.draft_row_bytes == 0
 
 
+def engine(layers: list[Any], num_layers: int) -> Any:
+    """A configuration with layers that vLLM has numbered from 0; those from `num_layers` on draft."""
+    named = {f"model.layers.{index}.self_attn.attn": layer for index, layer in enumerate(layers)}
+    text_config = SimpleNamespace(index_head_dim=128, num_hidden_layers=num_layers)
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(hf_text_config=text_config),
+        speculative_config=SimpleNamespace(num_speculative_tokens=2) if len(layers) > num_layers else None,
+        compilation_config=SimpleNamespace(static_forward_context=named),
+    )
+
+
 def test_layers_that_draft_keep_their_kv_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their rows and keys count where the widths of device blocks are chosen."""
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
@@ -45,14 +60,49 @@ def test_layers_that_draft_keep_their_kv_on_the_device(monkeypatch: pytest.Monke
     layers = [object.__new__(HotMLAAttention) for _ in range(61)] + [object.__new__(MLAAttention)]
     for layer in layers:
         layer.__dict__["indexer"] = object()
-    config = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_head_dim=128)),
-        speculative_config=SimpleNamespace(num_speculative_tokens=2),
-        compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
-    )
-    layout = layers[0].get_kv_cache_spec(config).layout
+    layout = layers[0].get_kv_cache_spec(engine(layers, num_layers=61)).layout
     assert (layout.num_layers, layout.num_resident_layers, layout.max_query_len) == (61, 61, 3)
     assert layout.draft_row_bytes == 1152 + 132
     assert layout.resident_block_bytes == 64 * (62 * 132 + 1152)
     assert layout.rows_per_hot_block == 8  # 7 without a draft layer
+
+
+@pytest.mark.parametrize("num_drafting", [0, 1])
+def test_layers_that_do_not_select_keep_their_kv_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, num_drafting: int
+) -> None:
+    """HY-V4 with two layers of full attention among 34, in which nine of the others have an indexer."""
+    full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096, elastic=True))
+    classes = [MLAAttention if index in (0, 18) else HotMLAAttention for index in range(34)] + [
+        MLAAttention
+    ] * num_drafting
+    layers = [object.__new__(each) for each in classes]
+    for index, layer in enumerate(layers):
+        layer.__dict__["indexer"] = object() if index % 4 == 1 or index == 34 else None
+    layout = layers[1].get_kv_cache_spec(engine(layers, num_layers=34)).layout
+    assert (layout.num_layers, layout.num_resident_layers) == (32, 9)
+    assert layout.full_kv_row_bytes == 2 * 1152 and layout.draft_row_bytes == num_drafting * (1152 + 132)
+    assert layout.resident_token_bytes == (9 + num_drafting) * 132 + (2 + num_drafting) * 1152
+    assert layout.main_block_bytes == 64 * 32 * 1152
+
+
+@pytest.mark.parametrize(
+    ("num_hot", "num_indexers", "rows", "is_refused"),
+    [
+        (3, 1, [1152], True),
+        (3, 2, [1152], False),
+        (1, 1, [1152], False),
+        (30, 2, [1152, 1152], True),
+        (30, 1, [1152, 576], True),
+        (30, 2, [1152, 576], False),
+        (61, 61, [], False),
+    ],
+)
+def test_groups_that_vllm_would_split_are_refused(
+    num_hot: int, num_indexers: int, rows: list[int], is_refused: bool
+) -> None:
+    names = {f"layers.{index}": width for index, width in enumerate(rows)}
+    with pytest.raises(HiSparseConfigError, match=r"^--model: got .*layers\.0") if is_refused else nullcontext():
+        mla_base.check_resident_layers(num_hot, num_indexers, names)

@@ -231,7 +231,7 @@ class Model:
     def _make_impl(self, impl_class: type, index: int) -> Any:
         impl = object.__new__(impl_class)
         impl.__dict__.update(
-            num_heads=NUM_HEADS, kv_lora_rank=LATENT, head_size=WIDTH, kv_cache_dtype="auto", scale=SCALE
+            num_heads=NUM_HEADS, kv_lora_rank=LATENT, head_size=WIDTH, kv_cache_dtype="auto", scale=SCALE, sinks=None
         )
         impl.topk_indices_buffer = self.top_k
         impl.bind(self.buffer, index, self.host[index], self.device[:, index])

@@ -107,8 +107,13 @@ class HotGQABackend:
     """Mixin of a backend of vLLM.
 
     NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides.
+
+    Attributes:
+        vllm_class, runs_own_class: as in `derive_hot_class`.
     """
 
+    vllm_class: ClassVar[type]
+    runs_own_class: ClassVar[bool] = False
     forward_includes_kv_cache_update = True  # `forward` writes new rows to the host pool and the hot buffer
 
     @classmethod

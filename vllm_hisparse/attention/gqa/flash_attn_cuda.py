@@ -78,6 +78,8 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
 
 
 class HotFlashAttnBackend(HotGQABackend, FlashAttentionBackend):
+    vllm_class = FlashAttentionBackend
+
     @staticmethod
     def get_impl_cls() -> type[HotFlashAttnImpl]:
         return HotFlashAttnImpl

@@ -88,6 +88,8 @@ def _split_memory(query: torch.Tensor) -> dict[str, int | torch.Tensor]:
 
 
 class HotTritonBackend(HotGQABackend, TritonAttentionBackend):
+    vllm_class = TritonAttentionBackend
+
     @staticmethod
     def get_impl_cls() -> type[HotTritonImpl]:
         return HotTritonImpl

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.attention.backend import AttentionMetadata
 
-from vllm_hisparse.config import HiSparseConfig, max_query_len
+from vllm_hisparse.compat.engine import is_draft_layer
+from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
@@ -50,14 +52,16 @@ class HotBufferLayer:
         config = HiSparseConfig.from_vllm_config(vllm_config)
         key_bytes = indexer_row_bytes(vllm_config.model_config.hf_text_config.index_head_dim)
         # NOTE: layers may share an indexer, so there may be fewer layers with indexer keys than layers.
-        layers = [
-            layer
-            for layer in vllm_config.compilation_config.static_forward_context.values()
-            if isinstance(layer, MLAAttention)
-        ]
-        has_indexer = [layer.indexer is not None for layer in layers if isinstance(layer, HotBufferLayer)]
-        drafting = [layer for layer in layers if not isinstance(layer, HotBufferLayer)]
-        draft_rows = [layer.get_kv_cache_spec(vllm_config).state_content_size_bytes for layer in drafting]
+        forward_context = vllm_config.compilation_config.static_forward_context
+        layers = {name: layer for name, layer in forward_context.items() if isinstance(layer, MLAAttention)}
+        has_indexer = [layer.indexer is not None for layer in layers.values() if isinstance(layer, HotBufferLayer)]
+        row_bytes = {  # of layers that keep their KV on the device
+            name: layer.get_kv_cache_spec(vllm_config).state_content_size_bytes
+            for name, layer in layers.items()
+            if not isinstance(layer, HotBufferLayer)
+        }
+        drafting = {name for name in row_bytes if is_draft_layer(name, vllm_config)}
+        num_draft_indexers = sum(layers[name].indexer is not None for name in drafting)
         layout = KVLayout(
             spec.state_content_size_bytes,
             key_bytes,
@@ -65,10 +69,38 @@ class HotBufferLayer:
             sum(has_indexer),
             spec.block_size,
             max_query_len=max_query_len(vllm_config),
-            draft_row_bytes=sum(draft_rows) + key_bytes * sum(layer.indexer is not None for layer in drafting),
+            draft_row_bytes=sum(row_bytes[name] for name in drafting) + key_bytes * num_draft_indexers,
+            full_kv_row_bytes=sum(row_bytes[name] for name in row_bytes.keys() - drafting),
         )
+        check_resident_layers(layout.num_layers, sum(has_indexer) + num_draft_indexers, row_bytes)
         reserve_residency(layout, vllm_config)
         return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)
+
+
+def check_resident_layers(num_hot_layers: int, num_indexers: int, row_bytes: Mapping[str, int]) -> None:
+    """Refuse layers that vLLM would not put into one group of hot rows and one group of device-resident KV.
+
+    Args:
+        num_hot_layers: layers with hot rows.
+        num_indexers: layers with indexer keys, draft layers included.
+        row_bytes: bytes of one token's KV in each layer that keeps its KV on the device.
+
+    Raises:
+        HiSparseConfigError: there are equally many layers with each size of device-resident KV, which vLLM takes for a
+            pattern by which it also splits the hot layers.
+    """
+    if (
+        row_bytes
+        and {num_indexers, *Counter(row_bytes.values()).values()} == {num_indexers}
+        and num_indexers < num_hot_layers
+    ):
+        raise HiSparseConfigError(
+            "--model",
+            f"{num_indexers} layers with an indexer, and as many with full attention (such as {min(row_bytes)})",
+            f"more or fewer layers with an indexer than others with full attention: vLLM takes equal numbers for a "
+            f"pattern, by which it would split the {num_hot_layers} layers with hot rows, too",
+            f"Serve another model, or remove {CONNECTOR_NAME}.",
+        )
 
 
 class HotMLAAttention(HotBufferLayer, MLAAttention):

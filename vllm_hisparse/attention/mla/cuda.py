@@ -299,7 +299,13 @@ class HotMLABackend:
     """Mixin of a sparse MLA backend.
 
     NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides.
+
+    Attributes:
+        vllm_class, runs_own_class: as in `derive_hot_class`.
     """
+
+    vllm_class: ClassVar[type]
+    runs_own_class: ClassVar[bool] = False
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -316,6 +322,8 @@ class HotMLABackend:
 
 
 class HotFlashMLABackend(HotMLABackend, FlashMLASparseBackend):
+    vllm_class, runs_own_class = FlashMLASparseBackend, True
+
     @staticmethod
     def get_impl_cls() -> type[HotFlashMLAImpl]:
         return HotFlashMLAImpl
@@ -326,6 +334,8 @@ class HotFlashMLABackend(HotMLABackend, FlashMLASparseBackend):
 
 
 class HotFlashAttnMLABackend(HotMLABackend, FlashAttnMLASparseBackend):
+    vllm_class = FlashAttnMLASparseBackend
+
     @staticmethod
     def get_impl_cls() -> type[HotFlashAttnMLAImpl]:
         return HotFlashAttnMLAImpl

@@ -75,10 +75,11 @@ class KVMemory:
             return KVLayout(
                 row_bytes=model.row_bytes,
                 resident_row_bytes=model.key_bytes,
-                num_layers=model.num_layers,
+                num_layers=model.num_layers - model.num_full_kv_layers,
                 num_resident_layers=model.num_indexers,
                 max_query_len=1 + self.drafts,
                 draft_row_bytes=model.row_bytes + model.key_bytes if self.drafts else 0,
+                full_kv_row_bytes=model.num_full_kv_layers * model.row_bytes,
             )
         heads = max(1, model.num_kv_heads // self.tensor_parallel)
         row_bytes = model.row_bytes * heads // model.num_kv_heads

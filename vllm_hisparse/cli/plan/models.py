@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hisparse.config import REFUSED_MODELS
+from vllm_hisparse.config import REFUSED_MODELS, REFUSED_ON_CUDA
 from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_row_bytes
 
 BF16, FP8 = 2, 1
@@ -71,7 +71,9 @@ _HYV4: dict[str, Any] = _V32 | {
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "index_n_heads": 16,
+    "layer_types": ["deepseek_sparse_attention"] * 34,
     "indexer_types": ["full", *(["full", "shared", "shared", "shared"] * 9)[:33]],
+    "gated_mla": True,
     "first_k_dense_replace": 1,
     "max_position_embeddings": 262144,
     "quantization_config": None,
@@ -134,7 +136,8 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
     "GLM-4.5": "zai-org/GLM-4.5",
     "ERNIE-4.5-21B-A3B": "baidu/ERNIE-4.5-21B-A3B-PT",
 }
-PLAIN_LAYERS = ("full_attention", "deepseek_sparse_attention")  # values in `layer_types` that hot buffers can serve
+SPARSE_LAYERS = ("deepseek_sparse_attention", "sparse_attention", "sparse", "indexed_attention")  # vLLM's hy_v4
+PLAIN_LAYERS = ("full_attention", *SPARSE_LAYERS)  # kinds in `layer_types` that hot buffers can serve
 
 
 class ModelError(ValueError):
@@ -162,6 +165,7 @@ class ModelShape:
         token_flops: multiplications and additions per token, without attention.
         row_flops: multiplications and additions per attended row, in all layers.
         has_draft_layer: True if the checkpoint of a DSA model has an MTP layer.
+        num_full_kv_layers: layers of a DSA model that do not select, and keep their KV on the device.
     """
 
     name: str
@@ -182,6 +186,7 @@ class ModelShape:
     row_flops: float
     has_draft_layer: bool
     refusal: str = ""
+    num_full_kv_layers: int = 0
 
     @property
     def is_dsa(self) -> bool:
@@ -240,6 +245,7 @@ class ModelShape:
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
+            num_full_kv_layers=num_full_kv_layers(config) if is_dsa else 0,
             has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
             refusal=refusal(config) or (FP4_REFUSAL if key_dtype == "mxfp4" else ""),
             **attention["kv"],
@@ -250,8 +256,8 @@ class ModelShape:
 def refusal(config: dict[str, Any]) -> str:
     """Return why hot buffers cannot serve a model, as far as its config.json tells; empty if they can."""
     architecture = next(iter(config.get("architectures") or []), "")
-    if architecture in REFUSED_MODELS:
-        return REFUSED_MODELS[architecture]
+    if reason := (REFUSED_MODELS | REFUSED_ON_CUDA).get(architecture):
+        return reason
     kinds = [kind for kind in config.get("layer_types") or [] if kind not in PLAIN_LAYERS]
     if kinds:
         return f"{len(kinds)} of its layers are {' and '.join(sorted(set(kinds)))}, not plain attention"
@@ -260,7 +266,8 @@ def refusal(config: dict[str, Any]) -> str:
     if config.get("attn_logit_softcapping"):
         return "its attention caps logits"
     if config.get("kv_lora_rank") is not None:
-        return "" if config.get("index_topk") else "its latent attention has no indexer: nothing selects positions"
+        selects = config.get("index_topk") and num_full_kv_layers(config) < config["num_hidden_layers"]
+        return "" if selects else "its latent attention has no indexer: nothing selects positions"
     return ""
 
 
@@ -281,11 +288,24 @@ def _read(model: str) -> tuple[str, dict[str, Any]]:
     return path.parent.name if path.name == "config.json" else path.stem, config
 
 
+def num_full_kv_layers(config: dict[str, Any]) -> int:
+    """Count the layers of a DSA model that do not select: those of HY-V4 that `layer_types` does not list as sparse."""
+    return len(_selecting(config)) - sum(_selecting(config))
+
+
+def _selecting(config: dict[str, Any]) -> list[bool]:
+    """For each layer of a DSA model, True if it attends to selected positions, of its own or of another layer."""
+    num_layers = config["num_hidden_layers"]
+    if config.get("model_type") != "hy_v4":
+        return [True] * num_layers
+    return [kind in SPARSE_LAYERS for kind in config.get("layer_types") or [""] * num_layers]
+
+
 def num_indexers(config: dict[str, Any]) -> int:
     """Count the layers with an indexer of their own, as vLLM reads `indexer_types`, the pattern and the frequency."""
     num_layers = config["num_hidden_layers"]
     if types := config.get("indexer_types"):
-        return sum(kind != "shared" for kind in types[:num_layers])
+        return sum(kind != "shared" and selects for kind, selects in zip(types, _selecting(config), strict=False))
     if pattern := config.get("index_topk_pattern"):
         return sum(letter != "S" for letter in pattern[:num_layers])
     frequency, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset", 2)
@@ -297,6 +317,7 @@ def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
     nope, value, hidden = config["qk_nope_head_dim"], config["v_head_dim"], config["hidden_size"]
     layers, query = config["num_hidden_layers"], config.get("q_lora_rank")
     projections = hidden * query + query * heads * (nope + rope) if query else hidden * heads * (nope + rope)
+    projections += hidden * heads * value if config.get("gated_mla") else 0
     projections += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     kv = {
         "num_indexers": 0,
@@ -342,6 +363,7 @@ def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> 
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     size = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
     first_with_experts = _first(config, "first_k_dense_replace", "moe_layer_start_index")
+    first_with_experts = config.get("mlp_layer_types", []).count("dense") or first_with_experts
     dense_layers = min(first_with_experts, layers) if experts else layers
     moe_layers = layers - dense_layers
     head = hidden * config.get("vocab_size", 0)  # a step does not read the whole embedding

@@ -99,8 +99,10 @@ class BlockIdentity:
         seed = os.environ.get("PYTHONHASHSEED")
         sizes = asdict(layout)
         del sizes["max_query_len"], sizes["state_entries"]  # sizes of steps and of the device do not change blocks
+        if not layout.full_kv_row_bytes:
+            del sizes["full_kv_row_bytes"]  # so that blocks of versions without it are found
         if not layout.draft_row_bytes:
-            del sizes["draft_row_bytes"]  # so that blocks of versions without it are found
+            del sizes["draft_row_bytes"]
         else:
             drafts = vllm_config.speculative_config
             sizes["draft_model"] = [drafts.method, drafts.draft_model_config.model, drafts.draft_model_config.revision]
