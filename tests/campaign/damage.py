@@ -118,11 +118,13 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is stored while steps that may write it are in flight, before its request has given it up."""
     step = BlockStores.step
 
-    def step_early(self: BlockStores, num_scheduled: int, num_processed: int) -> None:
+    def step_early(self: BlockStores, deferred: Deferred) -> None:
         published = range(self.host_pool.num_blocks)
         self.host_pool._newly_cached.update(dict.fromkeys(published))
         unwritten, self.manager.unwritten = self.manager.unwritten, Counter()
-        step(self, num_scheduled, num_scheduled)
+        all_over = Deferred()
+        all_over.num_scheduled = all_over.num_processed = deferred.num_scheduled
+        step(self, all_over)
         self.manager.unwritten = unwritten
 
     monkeypatch.setattr(BlockStores, "step", step_early)

@@ -23,9 +23,13 @@ class Deferred:
         """Number of actions that wait."""
         return sum(map(len, self._actions.values()))
 
+    def is_over(self, number: int) -> bool:
+        """Return True if step `number` has been processed."""
+        return number <= self.num_processed
+
     def after_step(self, number: int, action: Callable[[], None]) -> None:
         """Run an action when step `number` has been processed; at once if it already has."""
-        if number <= self.num_processed:
+        if self.is_over(number):
             action()
         else:
             self._actions.setdefault(number, []).append(action)

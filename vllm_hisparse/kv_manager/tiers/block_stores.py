@@ -8,6 +8,7 @@ from itertools import islice
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
+from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
@@ -37,7 +38,9 @@ class BlockStores:
     def __init__(self, manager: HostTierManager, host_pool: HostBlockPool):
         self.manager, self.host_pool = manager, host_pool
         self.num_dropped = 0
-        self._waiting: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # block -> (hash, step)
+        self._waiting: OrderedDict[int, tuple[bytes, int]] = (
+            OrderedDict()
+        )  # block -> (hash, last step that may write it)
         self._known: dict[int, bytes] = {}  # block -> hash whose tiers are known
 
     @property
@@ -45,20 +48,19 @@ class BlockStores:
         """True if blocks wait to be stored, or have yet to be checked."""
         return bool(self._waiting) or self.host_pool.has_newly_cached
 
-    def step(self, num_scheduled: int, num_processed: int) -> None:
-        """Start to store the blocks that can be stored now.
+    def step(self, deferred: Deferred) -> None:
+        """Start to store what can be stored now; called once per step.
 
         Args:
-            num_scheduled: steps that have been scheduled.
-            num_processed: steps that are over on the device.
+            deferred: numbers of the steps so far, this one included.
         """
         for block_id in self.host_pool.take_newly_cached():
             block_hash = self.host_pool.hash_of(block_id)
             if block_hash is not None and self._is_lacking(block_id, block_hash):
                 waiting, _ = self._waiting.get(block_id, (block_hash, 0))
                 self.num_dropped += waiting != block_hash
-                self._waiting[block_id] = (block_hash, num_scheduled)
-        batch = self._next_batch(num_processed)
+                self._waiting[block_id] = (block_hash, deferred.num_scheduled)
+        batch = self._next_batch(deferred)
         if batch and self.manager.store(batch):
             for block_id in batch.values():
                 self._waiting.pop(block_id, None)
@@ -98,11 +100,11 @@ class BlockStores:
         for tier in self.manager.secondary_tiers:
             tier.forget(key)
 
-    def _next_batch(self, num_processed: int) -> dict[OffloadKey, int]:
+    def _next_batch(self, deferred: Deferred) -> dict[OffloadKey, int]:
         batch: dict[OffloadKey, int] = {}
         num_blocks = min(BATCH, self.manager.num_stores_left)
         for block_id, (block_hash, step) in list(islice(self._waiting.items(), 2 * BATCH)):
-            if len(batch) >= num_blocks or step > num_processed:
+            if len(batch) >= num_blocks or not deferred.is_over(step):
                 break
             if self.host_pool.hash_of(block_id) != block_hash:
                 del self._waiting[block_id]

@@ -84,7 +84,7 @@ class Tiers:
             deferred.after_step(deferred.num_scheduled, partial(self._are_written, published))
         self.manager.collect_saves()
         self.loads.step()
-        self.stores.step(deferred.num_scheduled, deferred.num_processed)
+        self.stores.step(deferred)
         self.manager.step()
 
     def has_pending_work(self) -> bool:
