@@ -391,6 +391,28 @@ def test_commands_are_taken_by_the_programs_that_get_them(name: str) -> None:
     HiSparseConfig.from_extra_config(app.decode.hisparse)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "model", "kv_dtype", "backend"),
+    [
+        ("H200", "Llama-3.1-8B", "fp8", None),
+        ("A100", "Llama-3.1-8B", "bfloat16", None),
+        ("L40S", "Llama-3.1-8B", "fp8", "TRITON_ATTN"),
+        ("B200", "Llama-3.1-8B", "auto", "FLASH_ATTN"),
+        ("B300", "Qwen3-30B-A3B", "fp8", "TRITON_ATTN"),
+        ("B200", "DeepSeek-V3.2", "fp8", None),
+    ],
+)
+def test_back_ends_that_vllm_would_not_take_first(gpu: str, model: str, kv_dtype: str, backend: str | None) -> None:
+    """The printed commands start: vLLM's first choice on Blackwell has no hot buffers."""
+    parallel = ("--tensor-parallel-size", "8") if model == "DeepSeek-V3.2" else ()
+    found = planned(model, "--gpu", gpu, "--kv-cache-dtype", kv_dtype, *parallel)
+    for side in ("one instance", "prefill", "decode"):
+        words = shlex.split(found["commands"][side])
+        assert (words[words.index("--attention-backend") + 1] if "--attention-backend" in words else None) == backend
+    assert found["helm_values"]["engine"].get("attentionBackend") == backend
+    assert found["ray_options"]["engine_kwargs"].get("attention_backend") == backend
+
+
 def test_both_sides_of_a_pair_have_gpus_and_ports_of_their_own() -> None:
     """A rank of an engine listens on the port of its side channel plus its number."""
     small = planned("Llama-3.3-70B", "--tensor-parallel-size", "4")["commands"]

@@ -30,6 +30,19 @@ def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
     return {"kv_connector": "HiSparseHostConnector", "kv_role": role, "kv_connector_extra_config": options}
 
 
+def attention_backend(plan: Plan, kv_cache_dtype: str) -> str | None:
+    """Return the back end that the engines of a dense model have to be told, or None if vLLM's first choice will do.
+
+    vLLM takes FlashInfer first from Blackwell on, which has no hot buffers. FlashAttention 3, which is for Hopper, and
+    Triton read hot units in fp8; no other back end does.
+    """
+    if plan.model.is_dsa or plan.model.refusal or 90 <= plan.gpu.capability < 100:
+        return None
+    if kv_cache_dtype == "fp8":
+        return "TRITON_ATTN"
+    return "FLASH_ATTN" if plan.gpu.capability >= 100 else None
+
+
 def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
     """Return the options of `vllm serve` that both sides have.
 
@@ -38,6 +51,8 @@ def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
     flags = ["--max-model-len", str(max_model_len(plan))]
     if kv_cache_dtype != "auto":
         flags += ["--kv-cache-dtype", kv_cache_dtype]
+    if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
+        flags += ["--attention-backend", backend]
     if plan.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(plan.tensor_parallel)]
     if plan.data_parallel > 1:
@@ -138,6 +153,8 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     extra_args = ["--max-num-seqs", str(max_num_seqs(plan))]
     extra_args += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
     engine = {"kvCacheDtype": kv_cache_dtype, "maxModelLen": max_model_len(plan), "extraArgs": draft_flags(plan)}
+    if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
+        engine["attentionBackend"] = backend
     return {
         "model": {"id": model},
         "engine": engine,
@@ -149,6 +166,8 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
 def ray_options(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     """Return the arguments of the Ray Serve application: one prefill replica, as many decode replicas as ranks."""
     engine_kwargs: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len(plan)}
+    if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
+        engine_kwargs["attention_backend"] = backend
     if plan.drafts:
         engine_kwargs["speculative_config"] = _drafts(plan)
     decode_kwargs: dict[str, Any] = {"max_num_seqs": max_num_seqs(plan)}
