@@ -348,13 +348,15 @@ STARTED = {
     "dense": ("Llama-3.1-8B", "--device-kv-gib", "20", "--max-num-seqs", "8", "--top-k", "1024"),
     "ranks": ("Qwen3-8B", "--data-parallel-size", "4", "--device-buffer-size", "6144"),
     "moe": ("Qwen3-30B-A3B", "--tensor-parallel-size", "2"),
-    "refused": ("HY-V4", "--kv-cache-dtype", "fp8"),
+    "refused": ("config.json", "--tensor-parallel-size", "16"),
     "fp4": ("GLM-5", "--tensor-parallel-size", "8", "--gpu", "B200", "--indexer-kv-dtype", "mxfp4"),
 }
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_commands_are_taken_by_the_programs_that_get_them(name: str) -> None:
+def test_commands_are_taken_by_the_programs_that_get_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The parsers of vLLM and of the router, and the schemas of the chart and of the Ray application."""
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -363,6 +365,8 @@ def test_commands_are_taken_by_the_programs_that_get_them(name: str) -> None:
 
     from vllm_hisparse.config import HiSparseConfig
 
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(REFUSED["v3"][0]))
     found, drafts = planned(*STARTED[name]), name == "drafts"
     for title, command in found["commands"].items():
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
@@ -492,6 +496,23 @@ def test_fp8_kv_of_a_dense_model_takes_half() -> None:
     fp8, bf16 = (planned("Llama-3.1-8B", "--kv-cache-dtype", dtype)["systems"] for dtype in ("fp8", "bfloat16"))
     host = [plan["vllm_hisparse"]["host_bytes_per_request"] for plan in (fp8, bf16)]
     assert host[0] == pytest.approx(host[1] / 2, rel=0.02)
+
+
+def test_vllms_own_hisparse_is_planned_where_it_hosts_the_model(tmp_path: Path) -> None:
+    names = ("DeepseekV32ForCausalLM", "SomeSparseForCausalLM")
+    systems = []
+    for name in names:
+        (tmp_path / "config.json").write_text(json.dumps(PRESETS["DeepSeek-V3.2"] | {"architectures": [name]}))
+        systems.append(planned(str(tmp_path), "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8")["systems"])
+    assert list(systems[0]) == ["full KV", "native HiSparse", "vllm_hisparse"]
+    assert list(systems[1]) == ["full KV", "vllm_hisparse"]
+
+
+def test_more_gpus_than_a_host_has_are_named() -> None:
+    words = ("GLM-5.2", "--kv-cache-dtype", "fp8", "--tensor-parallel-size")
+    assert planned(*words, "8")["hosts"] is None
+    assert "need a host with as many GPUs" in planned(*words, "16")["hosts"]
+    assert "--data-parallel-address" in planned(*words, "4", "--data-parallel-size", "4")["hosts"]
 
 
 def test_fp4_keys_are_planned_without_the_plugin() -> None:

@@ -260,6 +260,8 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]\n")
+    if plan.hosts:
+        console.print(f"{plan.hosts}\n")
     for title, command in starts.items():
         console.print(f"[bold]{title}[/]")
         console.print(command, markup=False)

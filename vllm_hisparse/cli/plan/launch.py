@@ -7,10 +7,9 @@ import shlex
 from typing import Any
 
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
-from vllm_hisparse.cli.plan.plan import Plan
+from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-HOST_GPUS = 8  # largest number of GPUs of one host
 PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL = 5600, 5700  # each rank takes the next port
 
 

@@ -138,6 +138,12 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
 }
 SPARSE_LAYERS = ("deepseek_sparse_attention", "sparse_attention", "sparse", "indexed_attention")  # vLLM's hy_v4
 PLAIN_LAYERS = ("full_attention", *SPARSE_LAYERS)  # kinds in `layer_types` that hot buffers can serve
+NATIVE_MODELS = (  # classes that vLLM's own HiSparse serves
+    "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+)
 
 
 class ModelError(ValueError):
@@ -166,6 +172,8 @@ class ModelShape:
         row_flops: multiplications and additions per attended row, in all layers.
         has_draft_layer: True if the checkpoint of a DSA model has an MTP layer.
         num_full_kv_layers: layers of a DSA model that do not select, and keep their KV on the device.
+        has_native: True if vLLM's own HiSparse serves the model.
+        refusal: reason why hot buffers cannot serve the model; empty if they can.
     """
 
     name: str
@@ -185,6 +193,7 @@ class ModelShape:
     token_flops: float
     row_flops: float
     has_draft_layer: bool
+    has_native: bool = False
     refusal: str = ""
     num_full_kv_layers: int = 0
 
@@ -247,6 +256,7 @@ class ModelShape:
             max_model_len=config.get("max_position_embeddings", 1 << 17),
             num_full_kv_layers=num_full_kv_layers(config) if is_dsa else 0,
             has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
+            has_native=is_dsa and next(iter(architectures or []), "") in NATIVE_MODELS,
             refusal=refusal(config) or (FP4_REFUSAL if key_dtype == "mxfp4" else ""),
             **attention["kv"],
             **_weights(config, FP8 if quantized else BF16, attention["parameters"]),

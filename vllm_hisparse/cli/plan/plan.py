@@ -15,6 +15,7 @@ from vllm_hisparse.cli.plan.step_time import Step
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
+HOST_GPUS = 8  # of most hosts
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
 
@@ -141,9 +142,10 @@ class Plan:
     @property
     def systems(self) -> tuple[System, ...]:
         """Return the systems that can serve the model."""
-        if self.model.refusal:
-            return (System.full, System.native) if self.model.refusal == FP4_REFUSAL else (System.full,)
-        return tuple(System) if self.model.is_dsa else (System.full, System.plugin)
+        native = (System.native,) if self.model.has_native else ()
+        if self.model.refusal == FP4_REFUSAL:
+            return (System.full, *native)
+        return (System.full,) if self.model.refusal else (System.full, *native, System.plugin)
 
     @property
     def best_system(self) -> System:
@@ -286,6 +288,21 @@ class Plan:
             found += f" Nobody measured layers of more than {MEASURED_EXPERTS} experts, or unlike choices of tokens."
         return found
 
+    @property
+    def hosts(self) -> str:
+        """Hosts that the GPUs of one instance need, in a sentence; empty if one host with 8 GPUs has them."""
+        if self.tensor_parallel > HOST_GPUS:
+            return (
+                f"{self.tensor_parallel} tensor parallel ranks need a host with as many GPUs: they share a host pool."
+            )
+        num_gpus = self.tensor_parallel * self.data_parallel
+        if num_gpus > HOST_GPUS:
+            return (
+                f"{num_gpus} GPUs are on several hosts: add vLLM's --data-parallel-size-local and "
+                "--data-parallel-address, and start the other hosts with --headless and --data-parallel-start-rank."
+            )
+        return ""
+
     def as_json(self) -> dict[str, Any]:
         """Return the whole prediction."""
         systems: dict[str, Any] = {}
@@ -319,6 +336,7 @@ class Plan:
             "host_kv_gib": round(self.host_gib, 1),
             "locality": self.locality,
             "confidence": self.confidence,
+            "hosts": self.hosts or None,
             "wanted_tokens_per_s": round(self.wanted_tokens_per_s, 1) or None,
             "not_hosted": self.model.refusal or None,
             "crossover": self.crossover,
