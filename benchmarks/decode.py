@@ -32,9 +32,8 @@ app = typer.Typer(add_completion=False)
 
 Architecture = StrEnum("Architecture", ["dsa", "llama"])
 SYSTEMS = ("full", "vllm_native", "ours")  # vLLM's native HiSparse serves DSA models only
-OUR_SYSTEMS: dict[
-    str, dict[str, Any]
-] = {  # -> `attention_config`; beside vLLM's choice, other backends of dense models
+# The plugin over vLLM's first choice, and over other back ends of dense models -> `attention_config`.
+OUR_SYSTEMS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours_triton": {"backend": "TRITON_ATTN"},
     "ours_fa2": {"backend": "FLASH_ATTN", "flash_attn_version": 2},
@@ -47,6 +46,7 @@ TOKEN_BYTES = {  # bytes per token and layer; for a DSA model, main KV and index
     ("dsa", "bfloat16"): 1152 + 132,
     ("dsa", "fp8"): 656 + 132,
     ("llama", "bfloat16"): 2 * LLAMA["num_key_value_heads"] * LLAMA["head_dim"] * 2,
+    ("llama", "fp8"): 2 * LLAMA["num_key_value_heads"] * LLAMA["head_dim"],
 }
 CHUNK_TOKENS = 16384
 WARM_UP = (512, 2)  # context, requests
