@@ -37,6 +37,7 @@ app = typer.Typer(add_completion=False)
 
 System = StrEnum("System", ["full", "vllm_native", "ours"])
 Selection = StrEnum("Selection", ["independent", "trace", "model"])
+Admission = StrEnum("Admission", ["auto", "off"])
 ModelName = StrEnum("ModelName", {"deepseek": "DeepSeek-V3.2", "glm": "GLM-5"})
 
 V32 = {  # config.json of DeepSeek-V3.2, but for the number of experts and their size
@@ -278,7 +279,7 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
         }
         args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
     else:
-        options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic")}
+        options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic", "admission")}
         args["kv_transfer_config"] = connector | {
             "kv_connector": "HiSparseHostConnector",
             "kv_connector_extra_config": options,
@@ -492,6 +493,7 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
         "device_kv_gib",
         "device_buffer_size",
         "elastic",
+        "admission",
         "shared_indexers",
         "experts",
     )
@@ -523,6 +525,9 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV, per data parallel rank.")] = 88.0,
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
     elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
+    admission: Annotated[
+        Admission, typer.Option(help="Of the plugin: limit running requests, or not.")
+    ] = Admission.auto,
     drafts: Annotated[int, typer.Option(min=0, help="Drafts of a step, by a draft layer.")] = 0,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability of each, if those before it are.")] = 0.8,
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
@@ -555,6 +560,7 @@ def run(
         "host_pool_gib": host_pool_gib,
         "device_buffer_size": device_buffer_size,
         "elastic": elastic,
+        "admission": str(admission),
         "settle": settle,
         "steps": steps,
         "mixed_s": mixed_s,
@@ -576,7 +582,17 @@ def run(
         for row in measure_all(name, job, cases):
             rows.append(row)
             write_result(output, ctx, "benchmarks.full_depth run", rows, gpu_hardware())
-    columns = ("system", "drafts", "context", "requests", "selection", "overlap", "tokens_per_s", "itl_ms_p50")
+    columns = (
+        "system",
+        "admission",
+        "drafts",
+        "context",
+        "requests",
+        "selection",
+        "overlap",
+        "tokens_per_s",
+        "itl_ms_p50",
+    )
     show("Full depth", [{name: row.get(name) for name in (*columns, "running_max", "hit_rate")} for row in rows])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -105,6 +105,9 @@ class HiSparseConfig(BaseModel):
     elastic: bool = True
     """Whether hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
     that where device memory is free; else all have this size."""
+    admission: Literal["auto", "off"] = "auto"
+    """Whether requests wait while more running ones would decode fewer tokens per second: `auto`, as soon as that has
+    been measured; `off`: they start as long as there is memory."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
     """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
     host_pool_gib: float | None = Field(default=None, gt=0)
@@ -248,6 +251,18 @@ class HiSparseConfig(BaseModel):
         if self.tier_buffer_gib is not None:
             return int(self.tier_buffer_gib * 2**30)
         return int(min(max(pool_bytes * BUFFER_SHARE, MIN_BUFFER_BYTES), MAX_BUFFER_BYTES))
+
+    @property
+    def selection_size(self) -> int:
+        """Tokens of a selection; the defaults must be filled in."""
+        assert self.top_k is not None
+        return self.top_k
+
+    @property
+    def controls_admission(self) -> bool:
+        """True if running requests are limited to as many as pay. Buffers of a fixed size miss as much with any number
+        of requests."""
+        return self.admission == "auto" and self.elastic
 
     @property
     def size_option(self) -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,11 +27,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
 from vllm_hisparse.connector import connector
+from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+from vllm_hisparse.kv_manager.usage import SIZES, Usage
 from vllm_hisparse.layout import KVLayout
 
 from .checks import check
@@ -122,6 +126,18 @@ class Product:
         self.scheduler.running.remove(request)
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self.scheduler._preempt_request(request, 0.0)
+
+    def limit_running(self, clock: Callable[[], float]) -> None:
+        """Let the scheduler half limit running requests, by a simulated clock."""
+        layout, max_num_running = self.layout, self.vllm_config.scheduler_config.max_num_seqs
+        control = AdmissionControl(BLOCK_SIZE, layout.unit_bytes, max_num_running, layout.max_query_len, clock)
+        self.half.admission = self.half.tracker.admission = control
+
+    @staticmethod
+    def usage(step: int, rng: random.Random) -> HiSparseWorkerMetadata:
+        """A report of a worker, with any numbers."""
+        curve = sorted((rng.random() for _ in SIZES), reverse=True) if rng.random() < 0.8 else None
+        return HiSparseWorkerMetadata(usage=Usage(step, rng.randint(0, 500), rng.randint(0, 500), curve))
 
     @property
     def layout(self) -> KVLayout:
@@ -313,7 +329,7 @@ def _vllm_config(
     config.kv_transfer_config.kv_load_failure_policy = "recompute" if sizes.recomputes_failures else "fail"
     block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
     num_bytes = (sizes.num_host_blocks + 0.5) * block_bytes
-    options = {"host_pool_gib": num_bytes / 2**30, **options}
+    options = {"host_pool_gib": num_bytes / 2**30, "admission": "off", **options}  # `limit_running` turns it on
     if configuration.has_tier and "tiers" not in options:
         options["tiers"] = [{"type": "fs", "path": "unused", "quota_gib": 1.0}]  # the simulated one takes its place
     config.kv_transfer_config.kv_connector_extra_config = options

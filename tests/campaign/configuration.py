@@ -37,6 +37,7 @@ class Configuration:
         has_draft_layer: whether a layer with KV of its own on the device drafts them, after a step's forward.
         is_draft_model: whether this layer is a model of its own: vLLM then takes both groups for drafting ones.
         state_entries: tokens and bytes of each entry of an algorithm's state in a layer; empty: it keeps none.
+        limits_running: whether requests are held back, by measurements that are drawn.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Configuration:
     has_draft_layer: bool = False
     is_draft_model: bool = False
     state_entries: tuple[tuple[int, int], ...] = ()
+    limits_running: bool = False
 
     @property
     def has_state(self) -> bool:
@@ -94,6 +96,8 @@ CONFIGURATIONS = (
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
     Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, state_entries=STATE_ENTRIES),
     _pd("spare blocks, P/D", lends_blocks=True),
+    Configuration("held back, sessions, tier", limits_running=True, has_sessions=True, has_tier=True),
+    _pd("held back, spare blocks, P/D", limits_running=True, lends_blocks=True, sibling_share=0.2),
     Configuration("tier", has_tier=True),
     Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_FIXED, **_DENSE),
     _pd("tier, P/D, data parallel", has_tier=True, num_engines=2),

@@ -86,6 +86,9 @@ class Engine:
         tiers = None if make_tiers is None else lambda host_pool: make_tiers(host_pool, memories)
         self.product = Product(configuration, sizes, tiers, options)
         self.scheduler = self.product.scheduler
+        self._seconds, self._limits_running = 0.0, configuration.limits_running
+        if self._limits_running:
+            self.product.limit_running(lambda: self._seconds)
         self.pace = pace = pace or Pace.draw(rng)
         self.scheduler.needs_kv_cache_zeroing = pace.zeroes_blocks
         self.scheduler.use_v2_model_runner = pace.zeroes_first
@@ -181,6 +184,11 @@ class Engine:
         self.nixl.post(step.metadata.transport)
         self.nixl.write_some(self.rng.random() * self.pace.nixl_share)
         step.results = self.nixl.poll()
+        if self._limits_running:
+            self._seconds += self.rng.random()
+            self.counts["held back"] += self.product.half.tracker.num_held_back()
+            if self.rng.random() < 0.2:
+                step.results[0].kv_connector_worker_meta = self.product.usage(step.metadata.step, self.rng)
         self.in_flight.appendleft(step)
         return step
 

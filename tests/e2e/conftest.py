@@ -54,8 +54,8 @@ def engine_args(model: str = "dsv32", **overrides: Any) -> dict[str, Any]:
 
 
 def hot_args(model: str = "dsv32", options: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
-    """Engine arguments with the connector on one instance."""
-    extra = {"host_pool_gib": 0.25, "device_buffer_size": 320, **(options or {})}
+    """Engine arguments with the connector on one instance. Unless asked for, what runs together depends on no times."""
+    extra = {"host_pool_gib": 0.25, "device_buffer_size": 320, "admission": "off", **(options or {})}
     transfer = {
         "kv_connector": "HiSparseHostConnector",
         "kv_role": "kv_both",

@@ -64,8 +64,9 @@ def engine_args(model: Path, **overrides: Any) -> dict[str, Any]:
 
 
 def hot_args(model: Path, options: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
-    """The same with the connector on one instance."""
-    extra = {"host_pool_gib": HOST_POOL_GIB, "device_buffer_size": DEVICE_BUFFER_SIZE, **(options or {})}
+    """The same with the connector on one instance. Unless asked for, what runs together depends on no times."""
+    sizes = {"host_pool_gib": HOST_POOL_GIB, "device_buffer_size": DEVICE_BUFFER_SIZE}
+    extra = {**sizes, "admission": "off", **(options or {})}
     transfer = {
         "kv_connector": "HiSparseHostConnector",
         "kv_role": "kv_both",

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
+from vllm_hisparse.kv_manager.usage import Usage
 
 
 @dataclass
@@ -19,14 +20,17 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         requests: (first hot block, hits, misses) of released requests, in order of release; from rank 0 alone.
         expired: ids of requests whose pull has ended, but perhaps after its lease: their KV may be another prompt's.
+        usage: use of the hot buffers since the last report; from rank 0 alone, and None in most steps.
     """
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)
     expired: set[str] = field(default_factory=set)
+    usage: Usage | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
         assert isinstance(other, HiSparseWorkerMetadata)
-        return HiSparseWorkerMetadata(self.requests + other.requests, self.expired | other.expired)
+        usage = other.usage if self.usage is None else self.usage
+        return HiSparseWorkerMetadata(self.requests + other.requests, self.expired | other.expired, usage)
 
 
 @dataclass

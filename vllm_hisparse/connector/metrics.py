@@ -44,6 +44,8 @@ GAUGES = {
     "host_blocks_cached": "Number of host blocks kept for later requests; evicted when blocks are needed.",
     "requests_waiting_for_host_memory": "Number of requests waiting for host blocks.",
     "hot_rows_lent": "Number of hot rows per layer that requests have beyond device_buffer_size.",
+    "admission_limit": "Number of requests that may run at once because more would decode slower; 0 without a limit.",
+    "requests_held_back": "Number of requests waiting because more running ones would decode slower.",
     "hot_rows_wanted": "Number of hot rows per layer beyond device_buffer_size that would hold all sequences.",
 }
 

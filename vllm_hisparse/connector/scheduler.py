@@ -15,6 +15,7 @@ from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata, HiSparse
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.request_log import RequestLog
+from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import serve_managers
@@ -68,6 +69,10 @@ class HiSparseSchedulerConnector:
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
         self.deferred = Deferred()
+        self.admission: AdmissionControl | None = None
+        if config.controls_admission:
+            sizes = config.selection_size, self.layout.unit_bytes, max_num_running, self.layout.max_query_len
+            self.admission = AdmissionControl(*sizes)
         self.tracker = RequestTracker(
             self.host_pool,
             self.deferred,
@@ -76,6 +81,7 @@ class HiSparseSchedulerConnector:
             enable_caching,
             max_num_running,
             max_num_batched_tokens,
+            self.admission,
         )
         serve_managers(self.tracker)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
@@ -151,6 +157,9 @@ class HiSparseSchedulerConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> HiSparseMetadata:
         num_scheduled = scheduler_output.num_scheduled_tokens
         metadata = self.tracker.diff(num_scheduled)
+        metadata.step = self.deferred.num_scheduled + 1
+        if self.admission:
+            self.admission.step_scheduled(num_scheduled)
         if self.request_log:
             self._log_started(metadata, num_scheduled)
         if self.transport:
@@ -165,6 +174,8 @@ class HiSparseSchedulerConnector:
     def step_processed(self) -> None:
         """Record that vLLM has the output of a step; called once per step, in the order of the steps."""
         self.deferred.step_processed()
+        if self.admission:
+            self.admission.step_processed()
 
     def has_pending_work(self) -> bool:
         """Return True if steps are needed even if there is no request."""
@@ -175,6 +186,8 @@ class HiSparseSchedulerConnector:
         failed, worker_meta = output.failed_recving or set(), output.kv_connector_worker_meta
         if isinstance(worker_meta, HiSparseWorkerMetadata):
             self._forget_expired(worker_meta.expired)
+            if self.admission and worker_meta.usage:
+                self.admission.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():
             received = self.counts.transfer_ended(request_id, request_id in failed)
             if received and self.request_log and request_id in self.tracker.requests:
@@ -206,6 +219,9 @@ class HiSparseSchedulerConnector:
         stats = self.counts.take()
         stats.set_gauges(**self.host_pool.block_counts())
         stats.set_gauges(requests_waiting_for_host_memory=self.tracker.num_waiting_for_host())
+        if self.admission:
+            limit, num_held_back = self.admission.limit or 0, self.tracker.num_held_back()
+            stats.set_gauges(admission_limit=limit, requests_held_back=num_held_back)
         if self.groups.hot_spec.elastic:
             stats.set_gauges(**self.tracker.lent_row_counts())
             stats.add(hot_rows_taken_back=self.tracker.take_rows_taken_back())

@@ -30,6 +30,7 @@ from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.reserved_memory import check_residency_fits, release_residency
 from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer, SelectionRecorder
+from vllm_hisparse.kv_manager.rows.usage_sampler import UsageSampler
 from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class HiSparseWorkerConnector:
         self.store = HostKVStore(pool_layout, hot_layers, dtype, self.host_memory.memory)
         self._saves: BlockPairs = []
         self._recorder: SelectionRecorder | None = None
+        self._sampler: UsageSampler | None = None  # none before `register_kv_caches`
+        self._step = 0  # number of the present step
         self.reports_requests = vllm_config.parallel_config.rank == 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -88,6 +91,8 @@ class HiSparseWorkerConnector:
         self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
         self.store.attach(any_cache.device)
         self.hot_buffer = self._make_hot_buffer(list(hot_caches.values()))
+        if self.config.controls_admission and self.reports_requests:
+            self._sampler = UsageSampler(self.hot_buffer)
         layers = self.vllm_config.compilation_config.static_forward_context
         self.impls = [layers[name].impl for name in hot_caches]
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
@@ -117,7 +122,7 @@ class HiSparseWorkerConnector:
         self.store.restore_resident_kv(self.resident_kv, metadata.restores)
 
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:
-        self._saves = metadata.saves
+        self._saves, self._step = metadata.saves, metadata.step
         if self.transport:
             self.transport.bind_metadata(metadata.transport, metadata.leases)
 
@@ -139,10 +144,15 @@ class HiSparseWorkerConnector:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()
 
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
+        """Return what the scheduler half is to know of a step; called once per step, after its kernels are enqueued."""
         released = self.hot_buffer.counts.take_released()
         requests = released if self.reports_requests else []
         expired = self.transport.take_expired() if self.transport else set()
-        return HiSparseWorkerMetadata(requests, expired) if requests or expired else None
+        usage = None
+        if self._sampler:
+            self._sampler.step_ends(self._step)
+            usage = self._sampler.take()
+        return HiSparseWorkerMetadata(requests, expired, usage) if requests or expired or usage else None
 
     def take_stats(self) -> HiSparseStats | None:
         """Return the worker's counters since the last call; None in most steps."""

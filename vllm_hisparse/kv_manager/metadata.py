@@ -44,6 +44,7 @@ class HiSparseMetadata(KVConnectorMetadata):
             computes nothing, because the output of such a step does not wait for the device.
         transport: metadata of the P/D transport; None for a single instance.
         leases: request id -> lease of a pull that begins.
+        step: number of the step, from 1 on; messages of different steps may be equal.
     """
 
     released: list[int] = field(default_factory=list)
@@ -58,3 +59,4 @@ class HiSparseMetadata(KVConnectorMetadata):
     waits_for_preemption_saves: bool = False
     transport: KVConnectorMetadata | None = None
     leases: dict[str, LeaseTerms] = field(default_factory=dict)
+    step: int = field(default=0, compare=False)

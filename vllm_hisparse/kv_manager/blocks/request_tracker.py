@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl, Demand
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.lending import BlockNeeds, Borrower, blocks_wanted, plan
@@ -34,6 +35,7 @@ class Obstacle(Enum):
     """Why a request could not start when vLLM last asked for it, other than a lack of device blocks."""
 
     HOST_POOL_FULL = auto()
+    HELD_BACK = auto()  # more running requests would decode fewer tokens per second
     LOADS_FROM_TIER = auto()
 
 
@@ -116,6 +118,7 @@ class RequestTracker:
         enable_caching: True if full blocks are published in the host prefix cache.
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.
+        admission: limits the running requests; None: all that have room may run.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.
@@ -135,11 +138,12 @@ class RequestTracker:
         enable_caching: bool,
         max_num_running: int,
         max_num_batched_tokens: int,
+        admission: AdmissionControl | None = None,
     ):
         managers, resident_id = kv_cache_manager.coordinator.single_type_managers, groups.resident_group_id
         self.host_pool, self.deferred, self.block_pool = host_pool, deferred, kv_cache_manager.block_pool
         self.spec, self.layout, self.resident_group_id = groups.hot_spec, groups.layout, resident_id
-        self.enable_caching, self.max_num_running = enable_caching, max_num_running
+        self.enable_caching, self.max_num_running, self.admission = enable_caching, max_num_running, admission
         self.max_model_len, self.block_size = kv_cache_manager.max_model_len, groups.layout.block_size
         self.has_drafts, self.has_draft_layers = self.layout.max_query_len > 1, self.layout.draft_row_bytes > 0
         self.is_dense = self.layout.num_kv_heads is not None
@@ -167,6 +171,7 @@ class RequestTracker:
         self._num_complete_requests = 0
         self._steps_to_balance = self._steps_of_refusal = 0
         self._num_wanted = self._num_taken_back = 0
+        self._num_whole_blocks = 0  # with which all requests would be hot as a whole, about
 
     # Arrival and end
 
@@ -224,6 +229,32 @@ class RequestTracker:
         refused = [name for name in refused if not self._host_fits(name, self.requests[name].num_tokens)]
         return len({*refused, *(request.request_id for request in self.waiting())}) if refused else 0
 
+    def num_held_back(self) -> int:
+        """Number of requests that wait because more running ones would not pay: the first one, and all behind it."""
+        is_held = Obstacle.HELD_BACK in self.obstacles.values()
+        return sum(1 for _ in self.waiting()) if is_held else 0
+
+    def demand(self) -> Demand | None:
+        """Describe the running requests for `AdmissionControl`; None: there is none."""
+        lengths = [admitted.num_tokens for admitted in self.admitted.values() if admitted.num_tokens]
+        return Demand.of(self.spec, lengths, self.block_pool.num_gpu_blocks - 1) if lengths else None
+
+    def _is_held_back(self, request_id: str, num_tokens: int) -> bool:
+        """Return True if a request that holds no blocks has to wait, although there may be room for it.
+
+        A request that was preempted has run before, and so may run again.
+        """
+        if self.admission is None or self.requests[request_id].num_preemptions:
+            return False
+        num_blocks = self.block_pool.num_gpu_blocks - 1 - self._num_whole_blocks
+        needed = self.spec.num_request_blocks(self.requests[request_id].num_tokens, is_whole=True)
+        return self.admission.holds_back(self._num_running(), lambda: needed <= num_blocks)
+
+    def _num_running(self) -> int:
+        """Requests that hold blocks, except sessions between two turns."""
+        held = self.sessions & self.admitted.keys() if self.sessions else ()
+        return len(self.admitted) - sum(self.requests[name].status != RequestStatus.RUNNING for name in held)
+
     # Blocks
 
     def step_starts(self) -> None:
@@ -235,12 +266,17 @@ class RequestTracker:
     def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
         """Hot blocks and state blocks that a request of `num_tokens` has yet to get.
 
-        If the host pool cannot hold the request, this is more than the device has, so that vLLM does not admit it.
+        If the host pool cannot hold the request, or the request is held back, this is more than the device has, so that
+        vLLM does not admit it.
         """
         admitted = self.admitted.get(request_id)
         has_room = admitted is not None and num_tokens <= self.host_pool.capacity(request_id)
         if not has_room and not self._host_fits(request_id, num_tokens):
             self.set_obstacle(request_id, Obstacle.HOST_POOL_FULL)
+            self._asked = None
+            return self.block_pool.num_gpu_blocks + 1
+        if admitted is None and self._is_held_back(request_id, num_tokens):
+            self.set_obstacle(request_id, Obstacle.HELD_BACK)
             self._asked = None
             return self.block_pool.num_gpu_blocks + 1
         self.set_obstacle(request_id, None)
@@ -337,6 +373,7 @@ class RequestTracker:
     def _admit(self, request_id: str, first_hot_block_id: int) -> AdmittedRequest:
         match = self._matches.pop(request_id, HostMatch())
         self.host_pool.allocate(request_id, self._num_reserved(request_id), match)
+        self._num_whole_blocks += self.spec.num_request_blocks(self.requests[request_id].num_tokens, is_whole=True)
         num_full = match.num_tokens // self.block_size
         self.admitted[request_id] = AdmittedRequest(
             first_hot_block_id,
@@ -400,6 +437,9 @@ class RequestTracker:
         self._steps_to_balance -= 1
         is_due = self._steps_to_balance <= 0 or self.admitted.keys() != self._balanced
         if is_due:
+            if self.admission:
+                lengths = [admitted.num_tokens for admitted in self.admitted.values()]
+                self._num_whole_blocks = sum(self.spec.num_request_blocks(each, is_whole=True) for each in lengths)
             num_complete = self._needs.num_complete
             self._num_complete_requests = sum(len(self._own_hot_blocks[name]) >= num_complete for name in self.admitted)
         num_growing = self._needs.growing(len(self.admitted) - self._num_complete_requests, self._num_complete_requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from vllm_hisparse.ops.kv_heads import KVHeads
@@ -13,7 +14,7 @@ class CountSnapshot:
     """The present values of a small tensor, readable when the device has reached this point of the stream.
 
     Args:
-        counts: [n] int64, on any device.
+        counts: integers of any shape, on any device.
     """
 
     def __init__(self, counts: torch.Tensor):
@@ -31,7 +32,13 @@ class CountSnapshot:
 
     @property
     def values(self) -> tuple[int, ...]:
+        """The values of a tensor of one dimension."""
         return tuple(self._host.tolist())
+
+    @property
+    def array(self) -> np.ndarray:
+        """The values of a tensor of any shape."""
+        return self._host.numpy()
 
 
 class HitCounts:

@@ -1,0 +1,91 @@
+"""Reports hits, misses and the ages of hot rows to the scheduler's side, without waiting for the device."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_hisparse.kv_manager.rows.hit_counts import CountSnapshot
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
+from vllm_hisparse.kv_manager.usage import Usage, miss_curve
+from vllm_hisparse.ops.limits import MAX_AGE
+
+STEPS_PER_REPORT = 16
+LAYERS_PER_REPORT = 4  # layers whose rows are looked at; each report looks at other ones
+
+
+class UsageSampler:
+    """Looks at one request in a few layers every `STEPS_PER_REPORT` steps, and at the counts of all.
+
+    Args:
+        buffer: the hot buffers.
+    """
+
+    def __init__(self, buffer: HotBuffer):
+        self._buffer = buffer
+        self._selecting = [index for index, selects in enumerate(buffer.selects) if selects]
+        self._num_steps = self._num_reports = 0
+        self._request_index = -1  # that was looked at last
+        self._reported = (0, 0)
+        self._pending: tuple[int, CountSnapshot, CountSnapshot | None] | None = None
+
+    def step_ends(self, number: int) -> None:
+        """Look, if it is time to; called once per step, when its kernels have been enqueued.
+
+        Args:
+            number: number of the step.
+        """
+        self._num_steps += 1
+        if self._num_steps % STEPS_PER_REPORT or self._pending is not None:
+            return
+        counts = CountSnapshot(self._buffer.counts.by_seq.sum(0))
+        index = self._next_request()
+        self._pending = number, counts, None if index is None else CountSnapshot(self._ages(index))
+
+    def take(self) -> Usage | None:
+        """Return a report, once it has arrived on the host."""
+        if self._pending is None:
+            return None
+        number, counts, ages = self._pending
+        if not (counts.ready and (ages is None or ages.ready)):
+            return None
+        self._pending, before = None, self._reported
+        hits, misses = self._reported = counts.values
+        curve = None if ages is None else miss_curve(ages.array)
+        return Usage(number, hits - before[0], misses - before[1], curve)
+
+    def _next_request(self) -> int | None:
+        """Choose the next request whose buffer can hold a selection; None: there is none."""
+        blocks, heads, shape = self._buffer.requests.hot_blocks, self._buffer.heads, self._buffer.shape
+        for offset in range(1, len(blocks) + 1):
+            index = (self._request_index + offset) % len(blocks)
+            if (
+                len(blocks[index]) * shape.rows_per_hot_block
+                > shape.top_k + shape.max_query_len * heads.tokens_per_unit
+            ):
+                self._request_index = index
+                return index
+        return None
+
+    def _ages(self, request_index: int) -> torch.Tensor:
+        """Count a request's hot rows by the tokens since their last use.
+
+        Rows that were not used since they became hot, such as those of the prompt, do not count.
+
+        Returns:
+            [layers * heads, MAX_AGE + 1] int32 on the device; higher ages count as `MAX_AGE`.
+        """
+        buffer, heads = self._buffer, self._buffer.heads
+        hot, tables = buffer.layers[0].hot, buffer.requests.hot_block_tables[heads.seqs(request_index)]
+        num_rows = len(buffer.requests.hot_blocks[request_index]) * hot.rows_per_block
+        slots = torch.arange(num_rows, device=buffer.device).expand(heads.num_heads, -1)
+        entries = hot.entries(tables, slots)
+        first, num_layers = self._num_reports * LAYERS_PER_REPORT, len(self._selecting)
+        self._num_reports += 1
+        chosen = {self._selecting[(first + index) % num_layers] for index in range(LAYERS_PER_REPORT)}
+        held = torch.cat([buffer.residency[layer].entries[entries] for layer in sorted(chosen)])
+        positions, last_uses = held.unbind(-1)  # [layers * heads, num_rows] each
+        is_used = (positions >= 0) & (last_uses > positions)
+        newest = last_uses.where(is_used, -1).amax()
+        ages = (newest - last_uses).clamp(0, MAX_AGE).long()
+        counts = torch.zeros((len(held), MAX_AGE + 1), dtype=torch.int32, device=buffer.device)
+        return counts.scatter_add_(1, ages, is_used.int())

@@ -1,0 +1,98 @@
+"""Use of hot buffers as workers measure it, for the scheduler's side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Rows of a hot buffer for which misses are estimated, in selections.
+SIZES = (1, 1.125, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of the steps since the last report, of all requests and layers.
+
+    Attributes:
+        step: number of the last step that is counted.
+        hits, misses: selected units that were hot, and that were copied.
+        curve: share of a selection that a hot buffer of each of `SIZES` would miss, from the last uses of the hot rows
+            of one request; None: no request was sampled. NaN where the request's rows do not tell.
+    """
+
+    step: int
+    hits: int
+    misses: int
+    curve: tuple[float, ...] | None = None
+
+
+def miss_curve(counts_by_age: np.ndarray) -> tuple[float, ...] | None:
+    """Estimate how much of a selection LRU buffers of other sizes would miss, from the ages of hot rows.
+
+    A row's age is the time since its last use. Some of the rows of age `a` are used in the next step; the others become
+    the rows of age `a + 1`. In a steady state, the numbers of rows of the two ages differ by
+    the hits of age `a`. A buffer that keeps the rows below an age therefore misses as many rows in a step as there are
+    of this age.
+
+    Args:
+        counts_by_age: [buffers, ages] rows of each age, the newest first. An age that no row has in any buffer is that
+            of no step.
+
+    Returns:
+        Share of a selection that is missed with each of `SIZES`, as a mean of the buffers; NaN beyond the rows that the
+        ages tell of. None: there are too few ages.
+    """
+    by_step = counts_by_age[:, counts_by_age.sum(0) > 0].astype(np.float64)
+    # NOTE: rows of the highest age are left out, because some of them may have been evicted.
+    if by_step.shape[1] < 3 or (by_step[:, 0] == 0).any():
+        return None
+    shares = by_step[:, 1:-1] / by_step[:, :1]
+    sizes = by_step[:, :-2].cumsum(1) / by_step[:, :1]
+    found = [
+        np.interp(SIZES, each_sizes, each_shares, right=np.nan)
+        for each_sizes, each_shares in zip(sizes, shares, strict=True)
+    ]
+    return tuple(np.mean(found, axis=0).tolist())
+
+
+class MeanCurve:
+    """Moving mean of curves of several requests.
+
+    Attributes:
+        shares: [len(SIZES)] float64 share of a selection that is missed, NaN where no curve has told.
+    """
+
+    WEIGHT = 0.2  # of a new curve
+
+    def __init__(self) -> None:
+        self.shares = np.full(len(SIZES), np.nan)
+
+    def add(self, curve: Sequence[float]) -> None:
+        """Add a curve, as `Usage` has it."""
+        new = np.asarray(curve)
+        mixed = self.shares + self.WEIGHT * (new - self.shares)
+        self.shares = np.where(np.isnan(self.shares), new, np.where(np.isnan(new), self.shares, mixed))
+
+    @property
+    def is_known(self) -> bool:
+        return not np.isnan(self.shares[0])
+
+    def missed(self, sizes: np.ndarray, wholes: np.ndarray) -> np.ndarray:
+        """Estimate the share of a selection that is missed, in any shape.
+
+        Beyond the largest size that is known, misses are taken to fall in a straight line to 0 where the buffer holds
+        the sequence; in a real curve they fall faster.
+
+        Args:
+            sizes: rows of hot buffers, in selections.
+            wholes: rows of the sequences, in selections.
+        """
+        known = ~np.isnan(self.shares)
+        last = int(np.flatnonzero(known)[-1])
+        shares = np.minimum.accumulate(np.clip(self.shares[: last + 1], 0, 1))
+        largest = SIZES[last]
+        beyond = shares[-1] * (wholes - sizes) / np.maximum(wholes - largest, 1e-9)
+        found = np.where(sizes <= largest, np.interp(sizes, SIZES[: last + 1], shares), np.clip(beyond, 0, shares[-1]))
+        return np.where(sizes >= wholes, 0.0, found)
