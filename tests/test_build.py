@@ -31,7 +31,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @needs_nvcc
 def test_the_library_depends_on_nothing_that_a_release_of_python_or_torch_brings() -> None:
-    """It finds the functions of TVM FFI in the process that loads it; their ABI is that of all releases 0.1."""
+    """The library finds TVM FFI's functions in the process that loads it; all releases 0.1 have the same ABI."""
     dynamic_section = subprocess.check_output(["readelf", "-d", library.LIBRARY], text=True)
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic_section)
     assert "libc.so.6" in needed

@@ -41,7 +41,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_every_page_can_be_reached() -> None:
-    """From the README, over links between documents."""
+    """Every page can be reached from the README over links."""
     seen, to_read = set(), [ROOT / "README.md"]
     while to_read:
         document = to_read.pop()

@@ -132,7 +132,7 @@ def test_without_full_kv_layers_a_request_takes_its_hot_blocks_alone():
 
 
 def test_a_draft_models_kv_is_device_resident():
-    """With or without full-KV layers: a request has blocks for it, and hot blocks hold what is as wide as those."""
+    """Draft KV has device blocks with and without full-KV layers, and hot blocks have rows of the same width."""
     plain = KVLayout(512, 512, 4, 0, 128, 16, 2)
     layout = replace(plain, draft_row_bytes=2048)
     assert (plain.has_resident_kv, layout.has_resident_kv) == (False, True)

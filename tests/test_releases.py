@@ -1,4 +1,4 @@
-"""Which vLLM is served, and what a user of another one is told."""
+"""Supported releases of vLLM, and the message for users of others."""
 
 import pytest
 

@@ -189,7 +189,7 @@ def test_the_committed_trace() -> None:
 
 @pytest.mark.parametrize("num_tokens", [4096, 8192])
 def test_the_committed_traces_of_engines(num_tokens: int) -> None:
-    """Which begin in the steps after the prompt, or with its last token, where that was a chunk of its own."""
+    """Traces of engines begin after the prompt, or with its last token if that was a chunk of its own."""
     trace = Trace.read(COMMITTED.with_name(f"code-dsa-{num_tokens}.trace"))
     assert (trace.model, trace.top_k, trace.row_bytes, trace.group_ends) == ("code-dsa", 256, 1152, (256,))
     assert trace.layers == tuple(map(str, range(8)))

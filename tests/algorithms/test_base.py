@@ -187,7 +187,7 @@ def test_state_takes_what_is_declared(name: str) -> None:
 @pytest.mark.parametrize("name", DENSE)
 @given(num_prompt=st.integers(0, 60), num_new=st.integers(1, 60))
 def test_a_request_has_entries_for_its_own_tokens_alone(name: str, num_prompt: int, num_new: int) -> None:
-    """With blocks for no more tokens than it has, it selects the same; nothing is written beyond them."""
+    """A request with blocks for exactly its own tokens selects the same, and nothing is written beyond them."""
     algorithm, num_tokens = small(name), num_prompt + num_new
     keys = random_keys(num_tokens, num_prompt)
     whole, short = represent(algorithm, keys, num_prompt), poisoned_state(algorithm, 4)

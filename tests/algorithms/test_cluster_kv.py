@@ -123,7 +123,7 @@ def test_the_budget_holds_what_is_always_attended() -> None:
 
 
 def test_padding_adds_no_clusters() -> None:
-    """It is several times in a batch, at position 0, which is clustered at once here."""
+    """Padding occurs several times in a batch, at position 0, which is clustered at once here."""
     algorithm = make(ClusterKV, max_tokens=8, sink_tokens=0, window_tokens=4, update_interval=1)
     state, padding, position = poisoned_state(algorithm, ROW + 1), torch.full((3,), ROW), torch.zeros(3).long()
     state["num_clusters"].zero_(), state["first_pending"].zero_()

@@ -1,4 +1,4 @@
-"""Which objects of vLLM get which classes of ours, and what is refused on the way."""
+"""Attachment: vLLM's objects get classes of the plugin, or are refused."""
 
 from __future__ import annotations
 

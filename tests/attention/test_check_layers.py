@@ -1,4 +1,4 @@
-"""Which layers are refused, and with which words: what they are decides, not the name of the model."""
+"""Refusals of layers and their messages. The layers decide, not the name of the model."""
 
 from __future__ import annotations
 

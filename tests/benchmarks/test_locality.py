@@ -66,7 +66,7 @@ def test_next_ranks(locality: ModuleType, trace: Trace) -> None:
 
 
 def plain_coverage(trace: Trace, layer: int, predicted_of, warm_up: int) -> dict[str, float]:
-    """Over what the step before selected."""
+    """Compute the coverage directly, over the selections of the step before."""
     needed, fetched, covered, steps, recent, random = 0, 0, 0, 0, 0, 0.0
     for request in range(2):
         for step in range(warm_up, STEPS):

@@ -127,7 +127,7 @@ def test_only_permissive_licences_are_read(licence: str, expected: bool) -> None
 
 
 def test_what_a_model_was_trained_on_is_seen(tmp_path: Path) -> None:
-    """Also on a machine with other packages, where another split would be made."""
+    """training.json names the packages, so a machine with other packages reports the same."""
     listed = [{"package": "a", "held_out": False}, {"package": "b", "held_out": True}]
     (tmp_path / "training.json").write_text(json.dumps({"packages": listed}))
     packages = [Package(name, "MIT", ()) for name in ("a", "b", "c")]
@@ -166,7 +166,7 @@ def test_every_evaluation_is_of_the_same_windows(model: Model, tmp_path: Path) -
 
 
 def test_traces_name_the_layers_that_select(tmp_path: Path) -> None:
-    """Where four layers share an indexer, from the second on."""
+    """Traces name the right layers if four layers share an indexer, from the second layer on."""
     shape = Shape(num_hidden_layers=6, index_topk_freq=4)
     (tmp_path / "config.json").write_text(json.dumps(shape.hf_config(4096)))
     assert load_shape(tmp_path) == shape

@@ -194,7 +194,7 @@ class Product:
         return left
 
     def progress(self) -> str:
-        """Where every request stands, for the report of a deadlock."""
+        """Return the progress of every request, for the report of a deadlock."""
         requests = [
             (request.request_id, request.status.name, request.num_computed_tokens, request.num_tokens)
             for request in self.scheduler.requests.values()

@@ -96,7 +96,7 @@ class Clients:
 
     @property
     def _may_leave(self) -> bool:
-        """Nobody leaves at the end: that would hide a deadlock.
+        """No client leaves at the end, because that would hide a deadlock.
 
         NOTE: but for sessions. One that waits keeps its blocks, and vLLM preempts no request that waits: where such
         sessions fill a pool and their next turns need more, they wait until a client leaves.

@@ -1,4 +1,4 @@
-"""Which lives are run: what the worlds of one row of the result have in common."""
+"""Configuration of lives: the settings that all worlds of one row of the result share."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pace:
-    """How the devices of an engine and its NIXL behave.
+    """Behaviour of an engine's devices and its NIXL.
 
     Attributes:
         zeroes_blocks: whether vLLM zeroes new blocks.

@@ -78,7 +78,7 @@ def _kill_during(cluster: Cluster, victim: str, prompt: list[int], delay_s: floa
 
 
 def _transfer_seconds(cluster: Cluster) -> float:
-    """From asking the decode engine to its first token; the second time, when both engines know each other."""
+    """Return the seconds from the second request, when both engines know each other, to its first token."""
     for seed in (-1, -2):
         prompt = make_prompt(PROMPT_TOKENS, seed)
         transfer = cluster.transfer(prompt)

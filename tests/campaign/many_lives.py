@@ -28,7 +28,7 @@ def run_many_lives(
     seconds: float | None = None,
     on_world: Callable[[Result], None] = lambda result: None,
 ) -> Iterator[Result]:
-    """Like `run_lives` for each configuration; the number of processes changes nothing but the time it takes.
+    """Run `run_lives` for each configuration; the number of processes changes only the time.
 
     Args:
         num_jobs: processes.

@@ -45,7 +45,7 @@ MAX_HELD_S = 7.5 * TIMEOUT_S  # of `looked_s`, for a request that waits for a ti
 
 
 class Mood(Enum):
-    """How a store answers."""
+    """Behaviour of a store."""
 
     HEALTHY = auto()
     SILENT = auto()

@@ -176,7 +176,7 @@ def test_policies_are_those_of_plain_models(seed: int, top_k: int, extra_slots: 
 
 
 def fewest_misses(steps: list[Selection], num_slots: int) -> int:
-    """Over all choices of what to keep."""
+    """Return the fewest misses over all choices of rows to keep."""
 
     @cache
     def best(step: int, hot: frozenset[int]) -> int:

@@ -24,7 +24,7 @@ def engine_hash(connector: str, **options: Any) -> str:
 
 
 def test_a_prefill_instance_has_another_entry() -> None:
-    """It writes KV with vLLM's own operation, which the graph of layers with hot buffers lacks."""
+    """A prefill instance writes KV with vLLM's own operation, which the graph of layers with hot buffers lacks."""
     assert engine_hash("NixlConnector") != engine_hash(HOT)
 
 

@@ -1,4 +1,4 @@
-"""Which models are visited between their making and the loading of their weights."""
+"""Models are visited after they are built and before their weights are loaded; draft models are not."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ def test_options_are_checked_before_layers_are_built() -> None:
 
 
 class Engine(SimpleNamespace):
-    """Like a `VllmConfig`, it can be referenced weakly."""
+    """A configuration that can be referenced weakly, like a `VllmConfig`."""
 
 
 def test_models_that_draft_are_not_visited(visited: list[Any]) -> None:

@@ -11,7 +11,7 @@ from vllm_hisparse.compat.moved_modules import MovedModules
 
 
 def test_a_moved_module_is_found_under_its_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like Ray's import in a vLLM that has the new name only; a name that exists is found without us."""
+    """Imports by an old name work, like Ray's; a name that exists is found without the finder."""
     old, new = "vllm.entrypoints.launchers.gone", "vllm.sampling_params"
     monkeypatch.setattr(MovedModules, "NAMES", {old: new, "vllm.sampling_params": "vllm.gone"})
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, MovedModules)])

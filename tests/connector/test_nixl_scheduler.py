@@ -238,7 +238,7 @@ def test_samples_of_one_prompt(engine: Engine) -> None:
 
 
 def test_a_transfer_is_used_once(engine: Engine) -> None:
-    """Also after its first user has ended: the prefill side has given the blocks to another prompt by then."""
+    """A second use is refused even after the first user has ended, because the blocks may have another prompt's KV."""
     first = engine.add(transfer())
     second = engine.add(transfer(), "cmpl-e-0-22222222")
     assert engine.transport.is_remote(first) and not engine.transport.is_remote(second)
@@ -379,7 +379,7 @@ def test_this_engine_is_not_its_own_prefill_instance(engine: Engine) -> None:
 
 @pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 7, True, 1.5])
 def test_no_object(engine: Engine, params: Any) -> None:
-    """From `vllm_xargs`; vLLM's own scheduler would look into them next."""
+    """Parameters from `vllm_xargs` that are no dict are dropped, because vLLM's scheduler would read them next."""
     engine.add(params)
     assert not engine.step().reqs_to_recv
     assert engine.num_refused == 1

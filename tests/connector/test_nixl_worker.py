@@ -49,10 +49,10 @@ class Nixl:
         return {}
 
     def get_xfer_telemetry(self, handle: int) -> None:
-        """Nobody looks."""
+        """Return nothing: no test reads it."""
 
     def release_xfer_handle(self, handle: int) -> None:
-        """It is gone."""
+        """Do nothing: the handle is gone."""
 
     def check_remote_metadata(self, agent_name: str) -> bool:
         return True
@@ -173,7 +173,7 @@ def decode(policy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
 
 
 def occupy_the_only_seat(decode: Decode) -> None:
-    """For 56 steps, by two requests one after the other."""
+    """Occupy the only seat for 56 steps, with two requests one after the other."""
     decode.engine.scheduler.max_num_active_reqs = 1
     for name in ("first", "second"):
         decode.engine.scheduler.add_request(make_request(name, [1, 2, 3], max_tokens=28))
@@ -234,7 +234,7 @@ def test_lease_had_ended_when_the_parameters_were_presented(decode: Decode, late
 
 
 def test_lease_that_is_stated_is_believed(decode: Decode) -> None:
-    """Without a heartbeat, for longer than a lease that nobody states."""
+    """A stated lease is used without heartbeats, even if it is longer than an assumed one."""
     decode.rank.nixl_wrapper.is_broken = True
     occupy_the_only_seat(decode)
     end = decode.clock.now + CLOCK_OFFSET + 120
@@ -315,7 +315,7 @@ def test_what_heartbeats_raise_ends_no_engine(decode: Decode, monkeypatch: pytes
     ("block_size", "per_block", "is_refused"), [(8, 1, True), (2, 1, True), (2, 2, False), (4, 2, True)]
 )
 def test_block_sizes_differ(monkeypatch: pytest.MonkeyPatch, block_size: int, per_block: int, is_refused: bool) -> None:
-    """Also where the prompt fills as many blocks of either size: one token does. Kernels may cut blocks differently."""
+    """Other block sizes are refused even if the prompt fills equally many blocks; kernels may divide blocks."""
     monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", lambda *args: "agent")
     metadata = SimpleNamespace(
         engine_id="prefill", block_size=block_size, physical_blocks_per_logical_kv_block=per_block

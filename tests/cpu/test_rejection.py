@@ -95,7 +95,7 @@ def test_every_draft_has_the_parameters_of_its_request(dtype: torch.dtype) -> No
 
 
 def test_drafts_that_were_not_certain() -> None:
-    """With the probabilities that they were drafted with, as a draft model gives them."""
+    """Drafts come with the probabilities that a draft model gave them."""
     draft_probs = torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]).repeat(NUM_REQUESTS, 1)
     generator = torch.Generator().manual_seed(0)
     drafts = torch.multinomial(draft_probs, 1, generator=generator)[:, 0].int()

@@ -162,7 +162,7 @@ def router_port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[int]
 
 
 def ready_engines(port: int) -> tuple[int, int]:
-    """How many prefill and decode pods the router has found healthy."""
+    """Return the number of prefill and decode pods that the router has found healthy."""
     ready = requests.get(f"http://{LOOPBACK}:{port}/readiness", timeout=10).json()
     return ready["prefill"]["healthy"], ready["decode"]["healthy"]
 
@@ -181,7 +181,7 @@ def test_router_finds_the_pods_of_each_role(router_port: int):
 
 
 def test_router_sends_nothing_to_a_pod_that_ends(router_port: int):
-    """From the moment that its deletion begins, which is long before vLLM gets its SIGTERM."""
+    """A pod gets no requests as soon as its deletion begins, which is long before vLLM gets SIGTERM."""
     KubernetesHandler.ending.set()
     wait_for(lambda: ready_engines(router_port) == (1, 1), SETTLE_S)
     send_requests(router_port)

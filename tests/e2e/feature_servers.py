@@ -51,7 +51,7 @@ class HotServer(DecodeServer):
 
     @contextmanager
     def stopped(self, call: str, end: str, **query: Any) -> Iterator[None]:
-        """Between two endpoints, such as `pause` and `resume`; the second one is called whatever happens."""
+        """Call one endpoint, such as `pause`, and always a second one, such as `resume`, at the end."""
         self.post(call, **query)
         try:
             yield

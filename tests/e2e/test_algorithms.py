@@ -58,7 +58,7 @@ def conversation(tmp_path_factory):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_budget_of_everything_is_full_attention(run, conversation, algorithm):
-    """Over chunked prefill, and again from the prefix cache."""
+    """Tokens are those of full KV, with chunked prefill and again from the prefix cache."""
     engine = dense_args(algorithm, ALGORITHMS[algorithm])
     records = run(engine, [first_turn(), second_turn(conversation[0])])
     for record, full in zip(records, conversation, strict=True):

@@ -198,7 +198,7 @@ def test_one_decode_server_is_killed(cluster: Cluster):
 
 
 def test_a_decode_server_drains(cluster: Cluster):
-    """After SIGTERM, which Kubernetes sends to the first process alone, running requests get all their tokens."""
+    """Running requests get all their tokens after SIGTERM, which Kubernetes sends only to the first process."""
     _, leaving = cluster.decodes
     prompts = [make_prompt(300 + index, seed=5) for index in range(4)]
     started = [threading.Event() for _ in prompts]

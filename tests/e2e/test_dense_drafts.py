@@ -182,7 +182,7 @@ def test_a_draft_model_changes_no_token_where_the_algorithm_selects(start, draft
 
 
 def test_a_draft_models_kv_comes_back_after_a_preemption(start, draft_model):
-    """From the host, with the rest of what the device keeps: drafts are as good as before."""
+    """Draft KV is restored from the host with other device-resident KV, so drafts are as good as before."""
     drafts, resumed = draft_model("eagle"), phase([1100, 777], 150)
     reference = start(engine_args("llama", enable_prefix_caching=False, **drafting_args(drafts)))
     pool = {"host_pool_gib": 16 * (HOST_BLOCK_BYTES + DRAFT_BLOCK_BYTES) / 2**30}

@@ -106,7 +106,7 @@ def test_lora_adapters_have_prefixes_of_their_own(pair: Pair):
 
 
 def test_lora_adapters_run_in_one_batch(pair: Pair):
-    """With drafts, some of which are accepted.
+    """Adapters share batches, and some drafts are accepted.
 
     NOTE: without the base model, which gets an adapter's weights in such a batch of stock vLLM's CPU engine.
     """

@@ -87,7 +87,7 @@ def test_full_kvs_tokens(run, expected, elastic: bool, is_async: bool):
 
 
 def test_conversations_find_the_draft_layers_rows_again(start, expected):
-    """In the host pool, with the rest of a block: drafts of a next turn are as good as if it were all computed."""
+    """The host pool has the draft layer's rows, so drafts of the next turn are as good as after a computation."""
     engine, (completions, _) = start(hot(), async_scheduling=True), expected
     first = engine.run(PHASE)
     assert_same_but_rounding(first["completions"], completions)

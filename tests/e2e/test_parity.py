@@ -46,7 +46,7 @@ def test_short_sequences_copy_nothing(run, reference):
 
 @pytest.mark.parametrize("length", [HOT_ROWS - MAX_TOKENS, 777])
 def test_a_wrong_row_is_found(run, length):
-    """Where hot rows are compared byte by byte: all are the host's but the one that is changed on purpose."""
+    """A comparison of all hot rows with the host's finds the one row that is changed on purpose."""
     record = run(hot_args(), [phase([length])], row_check={"every": 8, "corrupt": True})[0]
     assert record["wrong_rows"] == 1
 

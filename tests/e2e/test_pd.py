@@ -85,7 +85,7 @@ class Cluster:
         wait_for(self.prefill.process.is_gone)
 
     def start_prefill_again(self) -> None:
-        """With the same command, hence on the same ports."""
+        """Start the prefill engine again with the same command, and so on the same ports."""
         self.prefill.process.start()
         wait_started(self.group)
 

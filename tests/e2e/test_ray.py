@@ -375,7 +375,7 @@ def test_decode_scales_with_the_load(app: RayApp):
 
 
 def test_engines_end_with_their_replica_when_the_raylet_is_gone(app: RayApp):
-    """Nobody is left to kill what a replica leaves behind: the engines notice by themselves."""
+    """Engines end by themselves if no raylet is left to kill the processes of a replica."""
     children = psutil.Process(app.process.pid).children(recursive=True)
     (raylet,) = [child for child in children if cmdline(child).partition(" ")[0].endswith("/raylet")]
     replicas = [*app.replicas(DECODE), *app.replicas(PREFILL)]

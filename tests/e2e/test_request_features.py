@@ -62,7 +62,7 @@ def test_logprobs_of_the_best_tokens(pair: Pair):
 
 
 def test_prompt_logprobs(pair: Pair):
-    """They are computed for the whole prompt, though its prefix is cached."""
+    """Logprobs are computed for the whole prompt, although its prefix is cached."""
     prompt = make_prompt(NUM_TOKENS, seed=21)
     pair.hot.complete(prompt)
     hot, full = pair.ask(lambda server: server.complete(prompt, prompt_logprobs=2))

@@ -19,7 +19,7 @@ HOT_ROWS, MAX_TOKENS, LENGTHS = 320, 40, [700, 1100]
 
 
 def test_a_recorded_trace_is_what_the_engine_did(run, reference, tmp_path: Path) -> None:
-    """Also with layers that share an indexer, whose selections are the same."""
+    """A trace has the engine's selections, also of layers that share an indexer."""
     options = {"device_buffer_size": HOT_ROWS, "elastic": False, "selection_trace_dir": str(tmp_path / "traces")}
     phase = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": MAX_TOKENS}
     [record] = run(hot_args("glm52", options, enable_prefix_caching=False), [phase])

@@ -125,7 +125,7 @@ def run_job(job: Path, result: Path, log: Path) -> None:
 
 
 def differences(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How far each request's completion agrees: tokens, mean logprob difference (0 of none), margin where it leaves."""
+    """Return each request's equal tokens, mean logprob difference (0 without tokens), and margin where it parts."""
     found = []
     for ours, full in zip(got, expected, strict=True):
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, ours["tokens"], full["tokens"])))

@@ -438,7 +438,7 @@ def test_random_steps_agree(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_of_buffers_that_grow_and_shrink_agree(seed: int) -> None:
-    """Also from less than the sequence to all of it and back."""
+    """Steps agree when buffers grow and shrink, also from less than the sequence to all of it and back."""
     case = random_case(seed)
     length = case.num_slots + 1000
     compare(replace(case, shortest=1, longest=length, max_slots=length + 20, steps=12), seed, resizes=True)

@@ -72,7 +72,7 @@ def arguments_of(model: Path, **overrides: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_budget_of_everything_is_full_attention(runs: dict[str, EngineRun], algorithm: str) -> None:
-    """Over chunked prefill, in CUDA graphs where the algorithm can, and again from the prefix cache."""
+    """Tokens are those of full KV with chunked prefill, CUDA graphs if possible, and again from the prefix cache."""
     kind = ALGORITHMS[algorithm][0]
     for full, record in zip(runs[f"full_{kind}"].phases(), runs[algorithm].phases(), strict=True):
         assert_same_but_ties(record["completions"], full["completions"])
@@ -278,7 +278,7 @@ def test_drafts_where_the_algorithm_selects(
 def test_a_draft_models_drafts_are_as_good_as_with_full_kv(
     models: dict[str, Path], tmp_path: Path, method: str, full_kv_layers: list[int]
 ) -> None:
-    """In CUDA graphs, and again from the prefix cache."""
+    """Drafts are as good as with full KV in CUDA graphs, and again from the prefix cache."""
     drafts, lengths = draft_model(models, tmp_path, method), LENGTHS["page"][:-1]
     first = {"prompts": [*map(repeating, lengths), *map(make_prompt, lengths)], "max_tokens": MAX_TOKENS}
     second = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": MAX_TOKENS}

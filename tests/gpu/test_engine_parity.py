@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft layer of random weights, most of whose drafts are rejected."""
+    """Make a model with a draft layer of random weights, most of whose drafts are rejected."""
     from vllm_hisparse.cli.tiny_model import make_model
 
     return make_model("dsv32", tmp_path_factory.mktemp("models") / "dsv32-mtp", **SIZES, draft_layers=1)

@@ -113,7 +113,7 @@ def test_units_and_tokens(sizes: tuple[int, int, int, int], drafts: bool) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_kv_heads", "group", "head_size"), [(2, 4, 64), (8, 4, 128), (1, 7, 80), (2, 1, 256)])
 def test_page_bounds(dtype: torch.dtype, num_kv_heads: int, group: int, head_size: int, num_latest: int) -> None:
-    """In blocks of seven pages in any order, which lie apart as those of one layer do."""
+    """Bounds are those of the reference in blocks of seven pages, in any order and apart, like those of one layer."""
     generator = torch.Generator().manual_seed(head_size)
     max_pages, per_block, by_head = 260, 7, (2, num_kv_heads, head_size)
     max_blocks = -(-max_pages // per_block)

@@ -1,4 +1,4 @@
-"""Which of vLLM's KV cache groups is which, and that vLLM planned what the layers' layout is made for."""
+"""Recognition of vLLM's KV cache groups, and the check that vLLM planned them as the layout expects."""
 
 from __future__ import annotations
 

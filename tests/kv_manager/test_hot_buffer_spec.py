@@ -94,7 +94,7 @@ def test_the_longest_request_has_blocks_for_an_algorithms_state() -> None:
 
 @pytest.mark.parametrize(("num_resident", "state_entries"), [(2, ((16, 512),)), (2, ()), (0, ((16, 512),))])
 def test_vllm_zeroes_blocks_that_may_have_held_state(num_resident: int, state_entries: tuple) -> None:
-    """It does where full-KV layers share them."""
+    """vLLM zeroes blocks if full-KV layers share them."""
     full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     groups = [KVCacheGroupSpec(["hot"], dense_spec(num_resident, state_entries))]
     groups += [KVCacheGroupSpec(["full"], full)] if num_resident else []

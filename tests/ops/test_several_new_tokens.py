@@ -100,7 +100,7 @@ class Simulation:
                 self.hot_rows.rows[by_request[row, index]] = torch.tensor(self._row(request, position))
 
     def _selections(self, request: int, num_new: int) -> list[list[int]]:
-        """For each new token: positions up to its own; -1, or what is no position, elsewhere."""
+        """Select positions up to each new token's own; other entries are -1 or invalid."""
         selections, length = [], self.buffers[request].length
         for index in range(self.query_len):
             newest = length + index if index < num_new else -1

@@ -247,7 +247,7 @@ def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
 
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_buffers_that_grow_and_shrink_agree_with_the_model(shape: Shape, seed: int) -> None:
-    """Also from less than the sequence to all of it and back."""
+    """Steps agree when buffers grow and shrink, also from less than the sequence to all of it and back."""
     simulation = Simulation(shape, seed)
     for _ in range(24):
         for request in simulation.some_requests():
@@ -361,7 +361,7 @@ def test_the_cpu_gets_the_torch_operations() -> None:
 
 
 def test_compact_moves_valid_ids_to_the_front() -> None:
-    """In their order; what is behind the leading ids stays."""
+    """Valid ids keep their order, and ids behind the leading ones do not change."""
     row_ids = torch.tensor([[7, -1, 3, -5, 9, 4], [-1, -1, -1, 8, 8, 8], [1, 2, 3, 4, 5, 6]], dtype=torch.int32)
     num_valid = torch.tensor([5, 3, 0], dtype=torch.int32)
     TorchSwapInOps().compact(row_ids, num_valid)

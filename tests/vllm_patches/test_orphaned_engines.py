@@ -77,6 +77,6 @@ def test_a_parent_that_is_gone_before_its_child_looks(tmp_path: Path):
 
 
 def test_an_engine_core_that_waits_for_its_handshake_is_watched(tmp_path: Path):
-    """It has imported vLLM and no general plugin."""
+    """An EngineCore that waits for its handshake has imported vLLM, but loaded no general plugin."""
     imports = 'if __name__ != "__main__": import vllm.v1.engine.core'
     assert not outlives(tmp_path, "EngineCore", 10, imports=imports)

@@ -163,7 +163,7 @@ class LayerUnderTest(ABC):
             torch.testing.assert_close(result, self.expected(request, span), atol=2e-5, rtol=2e-5)
 
     def draft_step(self, batch: list[tuple[Request, int, int]]) -> None:
-        """Like `step`, for (request, tokens, how many of them are rejected): those are other tokens than come later."""
+        """Run `step` for (request, tokens, number of rejected ones); rejected tokens differ from later ones."""
         kept = {}
         for request, num, num_rejected in batch:
             span = slice(request.num_computed + num - num_rejected, request.num_computed + num)

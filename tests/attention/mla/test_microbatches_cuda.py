@@ -1,4 +1,4 @@
-"""Which requests a microbatch has, and what vLLM's layers see of them. Results are compared on a GPU: tests/gpu."""
+"""The requests of a microbatch, and the metadata that vLLM's layers get. tests/gpu compares results on a GPU."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_microbatches_have_every_token_once(microbatches: ModuleType) -> None:
 
 
 def test_layers_of_a_microbatch_share_its_metadata(microbatches: ModuleType) -> None:
-    """It is made once for all layers; a draft model's layers keep the step's."""
+    """Metadata is made once for all layers; a draft model's layers keep the step's metadata."""
     indexer, attention, draft = indexer_metadata(6, 1, True, False), Metadata(requests=slice(0, 6)), SimpleNamespace()
     step = {"0": attention, "1": attention, "0.indexer": indexer, "1.indexer": indexer, "draft": draft}
     for (first, last), microbatch in zip(BOUNDS, all_microbatches(microbatches, 1), strict=True):

@@ -390,7 +390,7 @@ def test_holes_in_a_selection(cuda_modules: dict[str, ModuleType], monkeypatch: 
 
 
 def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> None:
-    """On the CPU: one residency, rows of their own."""
+    """Layers on the CPU share a residency, but have their own rows."""
     model = Model(HotMLACpuImpl, HotMLACpuMetadataBuilder, (True, False))
     assert model.buffer.residency[0] is model.buffer.residency[1]
     request = Request(1, list(range(10)), 0)

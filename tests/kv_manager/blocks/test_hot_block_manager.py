@@ -27,7 +27,7 @@ def test_state_blocks_grow_with_a_request_and_come_back_with_the_others() -> Non
 
 
 def test_a_request_waits_until_there_are_blocks_for_its_state() -> None:
-    """Not as long as there are fewer than hot blocks and state blocks together."""
+    """A request does not start while fewer blocks are free than it needs for hot rows and state together."""
     engine = ScriptedEngine(num_device_blocks=1 + 5 + 3, has_resident_group=False, state_entries=STATE_ENTRIES)
     engine.ask("a", PROMPT, max_tokens=2)
     engine.ask("b", PROMPT[:9], max_tokens=2)
@@ -77,7 +77,7 @@ def test_host_blocks_follow_hot_blocks_that_another_request_takes_at_once() -> N
 
 
 def test_host_blocks_wait_for_the_step_in_flight_alone() -> None:
-    """Not for later steps, nor for blocks of requests that ended before it."""
+    """Host blocks do not wait for later steps, nor for blocks of requests that ended earlier."""
     engine = ScriptedEngine(is_async=True)
     for name, num_tokens in (("in_flight", 2), ("idle", 2)):
         engine.ask(name, list(range(num_tokens)))

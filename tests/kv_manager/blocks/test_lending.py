@@ -1,4 +1,4 @@
-"""How blocks are divided: properties of pure functions. `test_lent_blocks.py` tests lending in a schedule."""
+"""Division of blocks: properties of pure functions. `test_lent_blocks.py` tests lending in a schedule."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Which blocks are lent, and when they come back: in a schedule over vLLM's real block pool."""
+"""Lending of blocks and their return, in a schedule over vLLM's real block pool."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_requests_share_what_is_free() -> None:
 
 
 def test_blocks_come_back_before_a_request_waits() -> None:
-    """For longer than a step; nobody is preempted."""
+    """No request waits for longer than a step, and none is preempted."""
     engine = make_engine(1 + 16)
     first = engine.ask("a", list(range(4)), max_tokens=28)
     decode(engine, STEPS_PER_BALANCE + 2)
@@ -324,7 +324,7 @@ def test_all_are_whole_until_full_kv_would_just_hold_them() -> None:
 
 @pytest.mark.parametrize("num_running", [0, 3])
 def test_the_next_turn_of_a_session_gets_what_was_lent(num_running: int) -> None:
-    """It keeps its own blocks while it waits for the turn. Lent blocks come back once vLLM has refused the turn."""
+    """A session keeps its own blocks while it waits. Lent blocks come back when vLLM has refused its turn."""
     world = World({f"{i:02}": 36_000 for i in range(15)}, 49_536)
     for _ in range(3):
         world.step()

@@ -262,7 +262,7 @@ def test_first_decodes_of_dense_models() -> None:
 @pytest.mark.parametrize("max_query_len", [1, 4])
 @pytest.mark.parametrize("is_dense", [False, True])
 def test_prefills_of_dense_models_are_named(is_dense: bool, max_query_len: int) -> None:
-    """With their positions; steps that decode are none."""
+    """Prefills are listed with their positions; steps that decode are not listed."""
     tracked = Tracked(is_dense=is_dense, max_query_len=max_query_len)
     first, second = tracked.arrive("a", 20), tracked.arrive("b", 20)
     tracked.admit(first, 7)
@@ -392,7 +392,7 @@ def test_a_turn_that_begins_before_a_step_in_flight_starts_anew_on_the_worker(is
 
 
 def test_a_block_is_saved_when_the_draft_layer_has_written_it() -> None:
-    """It writes the rows of a step's tokens after the forward, when the step's saves have been enqueued."""
+    """The draft layer writes a step's rows after the forward, when the step's saves have been enqueued."""
     tracked = Tracked(max_query_len=2, has_draft_layers=True)
     request = tracked.arrive("a", 6)
     tracked.admit(request, 7)

@@ -1,4 +1,4 @@
-"""Where an algorithm's state is, which keys it has yet to see, and whether what has a fixed size fits."""
+"""State of an algorithm: its place, the keys that are not represented yet, and the check of its fixed size."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_request_that_decodes_its_first_token_forgets_who_had_its_index() -> N
 
 @pytest.mark.parametrize(("needs_whole_prompt", "spans"), [(False, (KeySpan(1, 40, 60),)), (True, ())])
 def test_a_prompt_goes_on_after_a_step_of_one_token(needs_whole_prompt: bool, spans: tuple[KeySpan, ...]) -> None:
-    """From the start of a unit, into which rejected drafts may have come."""
+    """A prompt is represented again from the start of a unit, because the unit may include rejected drafts."""
     state = make_state(needs_whole_prompt)
     state.begin_decoding(1, 40)
     assert state.prefill(1, 40, 41) == (KeySpan(1, 40, 41),)  # a decoding step that the runner put among the prefills

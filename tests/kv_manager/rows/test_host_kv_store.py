@@ -90,7 +90,7 @@ def test_nothing_to_copy() -> None:
 
 @pytest.mark.parametrize("limit", [1, 240, 1 << 20])
 def test_many_blocks_travel_through_memory_of_bounded_size(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """In either direction, and as words where the layout allows it."""
+    """Copies are right in both directions, and in words if the layout allows it."""
     monkeypatch.setattr(host_kv_store, "CHUNK_BYTES", limit)
     store, cache, sizes = make_store(), device_cache(NUM_BLOCKS), []
     select = torch.Tensor.index_select

@@ -128,7 +128,7 @@ def test_a_later_chunk_takes_the_slots_of_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("num_tokens", [7, 12, 13])
 def test_a_prompt_that_fits_into_its_blocks_has_every_row_in_its_own_slot(num_tokens: int) -> None:
-    """Also where the blocks are more than the size that is guaranteed."""
+    """Every row is in its own slot, also if the request has more blocks than it is guaranteed."""
     buffer = make_buffer()
     start(buffer, 40, [1, 2, 3, 4])
     buffer.change_hot_block_tables({40: (1, [50])})

@@ -64,7 +64,7 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
 
 
 def test_state_blocks_have_their_places(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order in which they are given, in one copy for all requests; none is left when a request ends."""
+    """State blocks are in the table in order, after one copy for all requests; an ended request leaves none."""
     table.add(40), table.add(41)
     copied, to_device = [], table.to_device
     monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])

@@ -1,4 +1,4 @@
-"""How long requests wait for tiers that are silent, slow or healthy, by a clock that the tests set."""
+"""Waiting times for tiers that are silent, slow or healthy, by a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_late_tier_costs_a_recomputation_once(engine: TieredEngine, clock: Set
 
 
 def test_a_disk_is_no_late_tier_while_nobody_asks(engine: TieredEngine, clock: SetClock) -> None:
-    """Nobody asks while all seats are taken; nor is a load looked at while vLLM is paused."""
+    """A disk is not late if vLLM did not ask for the request, or was paused."""
     engine.ask("again", PROMPT, 1)
     engine.turn()
     engine.admit_none()
