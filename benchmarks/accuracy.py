@@ -31,7 +31,7 @@ BUDGETS = [32, 64, 128, 256, 512, 1024]
 ALGORITHMS = ["oracle", "quest", "cluster_kv", "streaming_llm", "pq_cache"]
 FULL_KV_LAYERS = [0]  # the same for all: a lookup needs a layer before it, so that it always meets the algorithm
 FULL = "full"
-MAX_TOKEN_BUDGET = 4096  # of an algorithm that selects tokens: limit of the CUDA kernels
+MAX_TOKEN_BUDGET = 4096  # largest budget of an algorithm that selects tokens, by the limit of the CUDA kernels
 Z_95 = 1.959964
 
 app = typer.Typer(add_completion=False)

@@ -7,7 +7,7 @@ its selection is then overwritten (`benchmarks.forced_selections`), either by a 
 
 Systems are measured one after the other on the same machine, each in processes of its own. A case submits its requests
 at once and never lets them end: after some steps to settle, steps are timed. In the mixed case, requests arrive and
-end. With drafts, the model has a draft layer, and vLLM accepts them with a given probability, whatever they are.
+end. With drafts, the model has a draft layer, and vLLM accepts any draft with a given probability.
 """
 
 from __future__ import annotations

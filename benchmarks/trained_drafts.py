@@ -1,9 +1,9 @@
 """Decode with the drafts of a trained model: full KV and this plugin, without drafts and with one to three per step.
 
 `benchmarks.full_depth --drafts` has the sizes of a real model, and drafts that are accepted with a given probability.
-Here a small trained model drafts for itself: it continues source files that it has not seen, and its draft layer's
-tokens are accepted or not by vLLM's rejection sampler. So the acceptance and the hit rates are a model's own; the times
-are those of a model so small that its steps wait for the host.
+Here a small trained model drafts for itself: it continues source files that it has not seen, and vLLM's rejection
+sampler accepts or rejects the drafts. Acceptance and hit rates are therefore a model's own; but the model is so small
+that its steps wait for the host.
 
 Prompts are computed. All requests of an engine are submitted at once and never end: after some steps to settle, those
 in which nobody prefills are timed. Each engine runs in a process of its own; they are loaded side by side and

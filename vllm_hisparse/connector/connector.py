@@ -135,7 +135,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.connect_workers(metadata)
 
     def has_pending_push_work(self) -> bool:
-        # NOTE: as long as this returns True, vLLM runs steps even if there is no request, whatever the work is.
+        # NOTE: as long as this returns True, vLLM runs steps even without requests, for any kind of work.
         return self.scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -1,4 +1,4 @@
-"""How long a prefill instance certainly keeps a prompt's KV.
+"""Leases: the time for which a prefill instance certainly keeps a prompt's KV.
 
 vLLM's prefill side frees a prompt's blocks when their lease ends, whether they have been pulled or not, and does not
 tell the decode side. A lease lasts `kv_lease_duration` from the end of the prefill. Each renewal that arrives while it

@@ -187,7 +187,7 @@ class NixlSchedulerTransport:
             self._claims.popitem(last=False)
 
     def _release_sample(self, request: Request, params: TransferParams) -> None:
-        """Let the prefill instance free one sample of a prompt that nobody pulls, when another sample is refused here.
+        """Let the prefill instance free one sample of a prompt that will not be pulled, when a sample is refused here.
 
         Each sample of a prompt is prefilled there, but the router sends the transfer parameters of one of them.
         """

@@ -179,7 +179,7 @@ class HiSparseWorkerConnector:
     def shutdown(self) -> None:
         """Shut down.
 
-        NOTE: the order matters: nobody may read or write the host memory any more when it is unpinned.
+        NOTE: the order matters, because host memory must not be read or written any more when it is unpinned.
         """
         if self._recorder:
             self._recorder.close()

@@ -26,7 +26,7 @@ TIMEOUT_S, EXIT_S = 60.0, 10.0
 
 
 class Transfer(NamedTuple):
-    """How a peer's memory was read: GB/s, and UCX's transport and device, such as `rc_mlx5/mlx5_0:1` or `tcp/eth0`."""
+    """A read of a peer's memory: GB/s, and UCX's transport and device, such as `rc_mlx5/mlx5_0:1` or `tcp/eth0`."""
 
     gb_s: float
     transport: str
@@ -188,7 +188,7 @@ def check_two_processes(report: Report, device: str) -> None:
         if not receiver.poll(TIMEOUT_S):
             raise RuntimeError("the other process does not answer")
         _add_rate(report, name, "nixl_local_gb_s", read_from("127.0.0.1", receiver.recv()))
-    except Exception as error:  # of the other process, too
+    except Exception as error:  # the other process may raise, too
         advice = "A prefill/decode pair would not work here. Try UCX_TLS=tcp,shm,self (cuda_copy with a GPU)."
         report.add(name, Status.error, " ".join(str(error).split()), advice)
     finally:

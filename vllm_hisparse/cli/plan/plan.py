@@ -263,7 +263,7 @@ class Plan:
 
     @property
     def confidence(self) -> str:
-        """How sure the prediction is, in a few sentences."""
+        """Return a few sentences about the accuracy of the prediction."""
         if self.model.refusal and self.model.refusal != FP4_REFUSAL:
             return "Rough: no such model was measured. KV of windows and states of linear layers is counted as full KV."
         if not self.model.is_dsa:

@@ -43,7 +43,7 @@ def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int)
     Args:
         borrowers: request id -> request.
         num_blocks: blocks to divide, including the lent ones; at most `num_available` more than those.
-        num_available: free blocks that nobody needs; negative if lent blocks are needed for something else.
+        num_available: free blocks that are not reserved; negative if lent blocks are needed for something else.
 
     Returns:
         Request id -> number of lent blocks.

@@ -57,7 +57,7 @@ class KeySpan:
 
 @dataclass
 class _Progress:
-    """How far a request is represented.
+    """The progress of a request's representation.
 
     Attributes:
         num_tokens: number of leading tokens that are represented; not updated while the request decodes.

@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm.logger import init_logger
 
 BLOCK_SUFFIX = ".bin"
-TEMPORARY = ".tmp"  # in the names of files that are being written
+TEMPORARY = ".tmp"  # part of the names of files that are being written
 ABANDONED_S = 600.0  # seconds after which such a file counts as left by a killed engine
 RESCAN_S = 600.0  # seconds between scans, because other engines may write to the directory, too
 

@@ -23,8 +23,8 @@ class QuotaFileSystemTier(FileSystemTierManager):
     Args:
         offloading_spec, primary_kv_view, tier_type: as in vLLM's tier.
         root_dir: the directory; blocks are in a subfolder that is named after their identity.
-        quota_bytes: upper bound of the bytes of all block files in that folder, whoever wrote them. Files that are
-            being written count from the start.
+        quota_bytes: upper bound of the bytes of all block files in that folder, also those of other engines. Files that
+            are being written count from the start.
         options: other options of vLLM's tier.
     """
 

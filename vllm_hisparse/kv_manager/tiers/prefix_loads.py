@@ -19,7 +19,7 @@ from vllm_hisparse.kv_manager.tiers.tier_manager import HostTierManager
 
 MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at once
 MAX_ORIGINS = 10_000  # blocks whose source is remembered
-LOADS_SHARE = 0.5  # of the transfer buffer, for the windows of all loads
+LOADS_SHARE = 0.5  # share of the transfer buffer for the windows of all loads
 RETRY_S, MAX_RETRY_S = 30.0, 600.0  # first and longest pause of a silent source; each doubles the last
 MIN_LOOKS = 10  # checks of a load before it is given up: between two of them, a tenth of its timeout counts at most
 MAX_TIMEOUTS = 6.0  # timeouts that a load may take in all, however steadily its blocks come
@@ -179,7 +179,7 @@ class PrefixLoads:
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
         self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests whose load is over -> sources of their blocks
         self._copies: list[_Copy] = []
-        self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # of blocks that were asked for
+        self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # sources of blocks that were asked for
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
         self._window = max(min(MAX_WINDOW, num_chunks // 2), 1)
         self._max_loads = max(num_chunks // self._window, 1)
