@@ -214,8 +214,7 @@ def make_impl(kind: type[SparseMLACpuImpl], case: Case) -> SparseMLACpuImpl:
     """One layer's attention implementation, with its own selection buffer."""
     top_k = torch.empty(case.batch, case.top_k, dtype=torch.int32)
     args = (case.num_heads, ROW, ROW**-0.5, 1, None, None, "auto", None, "decoder", None)
-    unused = dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"), 0)
-    return kind(*args, topk_indices_buffer=top_k, kv_lora_rank=KV_LORA_RANK, kv_b_proj=torch.nn.Identity(), **unused)
+    return kind(*args, topk_indices_buffer=top_k, kv_lora_rank=KV_LORA_RANK)
 
 
 def common_metadata(block_table: torch.Tensor, newest: int) -> CommonAttentionMetadata:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hisparse.cpu import sparse_mla as ops
+from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuImpl
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -134,3 +135,11 @@ def test_chunks_bound_the_gathered_rows(top_k: int, row_elements: int) -> None:
     tokens = ops.tokens_per_chunk(top_k, row_elements)
     assert tokens == 1 or tokens * top_k * row_elements <= ops.MAX_GATHERED_ELEMENTS
     assert tokens >= 1
+
+
+def test_what_a_model_adds_to_its_attention_is_not_dropped() -> None:
+    sizes = (2, 12, 0.3, 1, None, None, "auto", None, "decoder", None)
+    sinks = torch.ones(2)
+    assert SparseMLACpuImpl(*sizes, sinks=sinks, kv_lora_rank=8).sinks is sinks
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        SparseMLACpuImpl(*sizes, kv_lora_rank=8, temperature=0.5)

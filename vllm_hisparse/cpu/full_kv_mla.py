@@ -143,12 +143,12 @@ class SparseMLACpuImpl(MLAAttentionImpl[SparseMLACpuMetadata], SharedTopkIndices
         sinks: torch.Tensor | None = None,
         *,
         kv_lora_rank: int,
-        q_lora_rank: int | None,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: torch.nn.Module,
+        q_lora_rank: int | None = None,
+        qk_nope_head_dim: int | None = None,
+        qk_rope_head_dim: int | None = None,
+        qk_head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        kv_b_proj: torch.nn.Module | None = None,
     ):
         # NOTE: every argument has a name, so that what a model adds to its attention is never dropped in silence.
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
