@@ -80,7 +80,7 @@ def test_peers_that_are_gone_are_forgotten(names: dict[str, list[str]], monkeypa
 
 def silence(source: Source, now: float) -> float:
     """Tell a source at a time that a load which began then has waited in vain; returns how long it is left alone."""
-    source.was_silent(now, now)
+    source.mark_silent(now, now)
     return source.retry_at - now
 
 
@@ -90,22 +90,22 @@ def test_a_source_is_left_alone_for_longer_each_time() -> None:
         pauses.append(silence(source, now))
         now = source.retry_at
     assert pauses[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and pauses[-1] == MAX_RETRY_S
-    source.has_answered(now)
+    source.mark_answered(now)
     assert silence(source, now + 1) == RETRY_S
 
 
 def test_a_late_tier_is_left_alone_once_for_all_loads_of_one_silence() -> None:
     source = Source("peer", CacheHitSource.P2P)
     for since in range(8):
-        source.was_silent(1000.0 + since, 1005.0 + since)
+        source.mark_silent(1000.0 + since, 1005.0 + since)
     assert source.retry_at == 1005.0 + RETRY_S
     assert source.pause_s == 2 * RETRY_S
 
 
 def test_a_source_that_has_delivered_to_others_is_no_late_tier() -> None:
     source = Source("peer", CacheHitSource.P2P)
-    source.has_answered(1003.0)
-    source.was_silent(1000.0, 1005.0)
+    source.mark_answered(1003.0)
+    source.mark_silent(1000.0, 1005.0)
     assert source.retry_at == 0.0
-    source.was_silent(1003.0, 1008.0)
+    source.mark_silent(1003.0, 1008.0)
     assert source.retry_at == 1008.0 + RETRY_S, "nothing has come since"

@@ -65,13 +65,13 @@ class BlockStores:
             for block_id in batch.values():
                 self._waiting.pop(block_id, None)
 
-    def are_stored(self, blocks: Mapping[OffloadKey, int]) -> None:
+    def mark_stored(self, blocks: Mapping[OffloadKey, int]) -> None:
         """Record that blocks, by key, came from a tier and need not be stored."""
         for key, block_id in blocks.items():
             self._forget(block_id)
             self._known[block_id] = self.host_pool.hash_of(block_id)
             for tier in self.manager.secondary_tiers:
-                tier.has(key)
+                tier.mark_stored(key)
 
     def reset(self) -> None:
         """Forget the blocks that wait, because the host pool has forgotten all cached blocks."""

@@ -64,7 +64,7 @@ class GuardedTier(SecondaryTierManager):
         is_taking = not self.has_failed and (self.bp_detector is None or not self.bp_detector.is_under_pressure())
         return is_taking and key not in self._has
 
-    def has(self, key: OffloadKey) -> None:
+    def mark_stored(self, key: OffloadKey) -> None:
         """Record that the tier has a block."""
         self._has.add(key)
 

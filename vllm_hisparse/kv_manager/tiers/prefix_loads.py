@@ -50,11 +50,11 @@ class Source:
     pause_s: float = RETRY_S
     answered_at: float = -inf
 
-    def has_answered(self, now: float) -> None:
+    def mark_answered(self, now: float) -> None:
         """Record that a block came from this source."""
         self.pause_s, self.answered_at = RETRY_S, now
 
-    def was_silent(self, since: float, now: float) -> None:
+    def mark_silent(self, since: float, now: float) -> None:
         """Do not ask this source for a while, because a load has waited in vain since a time.
 
         Nothing happens if the source is not asked already, because all loads that wait for it are given up together;
@@ -118,17 +118,17 @@ class PrefixLoad:
         self.silent_s, self.total_s = self.silent_s + elapsed_s, self.total_s + elapsed_s
         self.looked_at, self.was_looked_at = now, True
 
-    def has_moved(self, now: float) -> None:
+    def mark_moved(self, now: float) -> None:
         """Record that a block has reached another stage."""
         self.silent_s, self.moved_at = 0.0, now
 
-    def has_loaded(self, index: int, now: float) -> None:
+    def mark_loaded(self, index: int, now: float) -> None:
         """Record that a block is in the host pool."""
         self.loaded.add(index)
         while self.first in self.loaded:
             self.loaded.remove(self.first)
             self.first += 1
-        self.has_moved(now)
+        self.mark_moved(now)
 
 
 @dataclass
@@ -153,7 +153,7 @@ class PrefixLoads:
         make_contexts: request id -> the request's context with each source.
         timeout_s: seconds without a block after which a load is given up, and its source is not asked for a while; also
             the time for which a request waits for another load to end.
-        are_stored: called with key -> host block of blocks that came from a tier.
+        mark_stored: called with key -> host block of blocks that came from a tier.
         clock: tells the time in seconds.
 
     Attributes:
@@ -169,11 +169,11 @@ class PrefixLoads:
         host_pool: HostBlockPool,
         make_contexts: Callable[[str], list[tuple[Source, ReqContext]]],
         timeout_s: float,
-        are_stored: Callable[[dict[OffloadKey, int]], None],
+        mark_stored: Callable[[dict[OffloadKey, int]], None],
         clock: Clock = time.monotonic,
     ):
         self.manager, self.host_pool, self.timeout_s = manager, host_pool, timeout_s
-        self._make_contexts, self._are_stored, self._clock = make_contexts, are_stored, clock
+        self._make_contexts, self._mark_stored, self._clock = make_contexts, mark_stored, clock
         self.num_loaded = self.num_damaged = self.num_timeouts = self.num_slow = self.num_skipped = 0
         self._loads: dict[str, PrefixLoad] = {}
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
@@ -321,7 +321,7 @@ class PrefixLoads:
             message = "Request %s computes the rest of its prompt: no block came from %s within %.1f s."
             logger.warning(message, request_id, name, self.timeout_s)
             if load.waits_for:
-                load.waits_for.was_silent(load.moved_at, now)
+                load.waits_for.mark_silent(load.moved_at, now)
             self._end(request_id)
         elif load.is_over:
             self._end(request_id)
@@ -337,7 +337,7 @@ class PrefixLoads:
                 break
             if load.stages.get(index) != found:
                 load.stages[index] = found
-                load.has_moved(now)
+                load.mark_moved(now)
             load.waits_for = load.waits_for or found[1]
 
     def _find(self, load: PrefixLoad, index: int, now: float) -> tuple[Stage, Source | None] | None:
@@ -348,7 +348,7 @@ class PrefixLoads:
         """
         key = load.keys[index]
         if self.host_pool.find(get_offload_block_hash(key)) is not None:
-            load.has_loaded(index, now)
+            load.mark_loaded(index, now)
             return Stage.HERE, None
         if any(copy.load.keys[copy.index] == key for copy in self._copies):
             return Stage.HERE, None
@@ -357,7 +357,7 @@ class PrefixLoads:
         if found is LookupResult.HIT:
             source = self._origins.pop(key, None)
             if source is not None:
-                source.has_answered(now)
+                source.mark_answered(now)
             return (Stage.HERE, None) if self._copy(load, index, context, source) else None
         if found is LookupResult.HIT_PENDING:
             return Stage.COMING, self._origins.get(key)
@@ -395,8 +395,8 @@ class PrefixLoads:
         if is_intact:
             self.num_loaded += 1
             self.host_pool.publish(copy.block_id, get_offload_block_hash(key))
-            self._are_stored({key: copy.block_id})
-            load.has_loaded(copy.index, self._clock())
+            self._mark_stored({key: copy.block_id})
+            load.mark_loaded(copy.index, self._clock())
             if copy.source is not None:
                 load.loaded_from[copy.source.kind] += 1
         else:

@@ -41,7 +41,7 @@ class Tiers:
     ):
         self.manager, self.host_pool = manager, host_pool
         self.stores = BlockStores(manager, host_pool)
-        self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.are_stored, clock)
+        self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.mark_stored, clock)
 
     def is_loading(self, request: Request, match: HostMatch) -> bool:
         """Return True if a request that could be admitted should wait until more of its prefix is in the host pool.
@@ -81,7 +81,7 @@ class Tiers:
         """
         if published := self.host_pool.take_newly_published():
             self.manager.unwritten.update(published)
-            deferred.after_step(deferred.num_scheduled, partial(self._are_written, published))
+            deferred.after_step(deferred.num_scheduled, partial(self._mark_written, published))
         self.manager.collect_saves()
         self.loads.step()
         self.stores.step(deferred)
@@ -127,6 +127,6 @@ class Tiers:
     def shutdown(self) -> None:
         self.manager.shutdown()
 
-    def _are_written(self, block_ids: list[int]) -> None:
+    def _mark_written(self, block_ids: list[int]) -> None:
         """Record that the step that fills these published blocks is over."""
         self.manager.unwritten -= Counter(block_ids)
