@@ -30,6 +30,7 @@ import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.decode import counters, moved
+from vllm_hisparse.cli.plan.models import PRESETS
 
 PLOTTED = ("full_depth.json", "full_depth_shared.json")
 
@@ -40,27 +41,30 @@ Selection = StrEnum("Selection", ["independent", "trace", "model"])
 Admission = StrEnum("Admission", ["auto", "off"])
 ModelName = StrEnum("ModelName", {"deepseek": "DeepSeek-V3.2", "glm": "GLM-5"})
 
-V32 = {  # config.json of DeepSeek-V3.2, but for the number of experts and their size
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
+# Parts of a preset that the benchmark leaves out or sets itself.
+NOT_FROM_PRESET = (
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "num_nextn_predict_layers",
+    "quantization_config",
+)
+
+
+def model_config(preset: str, **changes: Any) -> dict[str, Any]:
+    """Return the config.json of a real model, but for its experts, its draft layer and its quantization.
+
+    Args:
+        preset: name of the model among the presets of `vllm-hisparse plan`.
+        changes: entries that the preset lacks or that differ.
+    """
+    sizes = {name: value for name, value in PRESETS[preset].items() if name not in NOT_FROM_PRESET}
+    return sizes | COMMON | changes
+
+
+COMMON = {
     "dtype": "bfloat16",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
-    "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "noaux_tc",
@@ -76,23 +80,13 @@ V32 = {  # config.json of DeepSeek-V3.2, but for the number of experts and their
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-GLM5 = V32 | {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "vocab_size": 154880,
-    "hidden_size": 6144,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 78,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "index_n_heads": 32,
-    "rms_norm_eps": 1e-5,
-    "indexer_rope_interleave": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-}
+V32 = model_config("DeepSeek-V3.2")
+GLM5 = model_config(
+    "GLM-5",
+    rms_norm_eps=1e-5,
+    indexer_rope_interleave=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)
 MODELS = {ModelName.deepseek: V32, ModelName.glm: GLM5}
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1024  # prompts are not computed
