@@ -256,7 +256,9 @@ def model_config(
         "num_nextn_predict_layers": draft_layers,
     }
     config = {**config, **DSA_CONFIG, **sizes}
-    of_layers = {name: config[name][:num_layers] for name in ("layer_types", "indexer_types") if name in config}
+    of_layers: dict[str, Any] = {
+        name: config[name][:num_layers] for name in ("layer_types", "indexer_types") if name in config
+    }
     return {**config, **of_layers}
 
 

@@ -60,7 +60,7 @@ class NixlSchedulerTransport:
         # plugin, too.
         self._assumed_lease_s = min(own_lease_s, DEFAULT_LEASE_S)
         send_heartbeats_every(self.connector, self._assumed_lease_s // 6)
-        self._no_blocks = tuple([] for _ in config.kv_cache_groups)
+        self._no_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in config.kv_cache_groups)
         self._block_size, self._prefill_tp_size = groups.layout.block_size, prefill_tp_size
         self._accepted: dict[str, dict[str, Any]] = {}  # request id -> parameters, until the request ends
         self._arrivals: dict[str, float] = {}  # request id -> arrival of an accepted request, `time.perf_counter`

@@ -147,7 +147,7 @@ class HiSparseSchedulerConnector:
         Tokens that were in the host pool when the request arrived count as the host's, even if they came from a tier
         before.
         """
-        sources, num_left = Counter(), num_external_tokens
+        sources, num_left = Counter["CacheHitSource"](), num_external_tokens
         for source, num_tokens in self._hit_tokens.items():
             sources[source] = min(num_tokens, num_left)
             num_left -= sources[source]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -100,7 +100,7 @@ class TransferParams(BaseModel):
 
 
 def _refusal(error: ValidationError) -> TransferRefused:
-    detail: dict[str, Any] = error.errors(include_url=False)[0]
+    detail = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return TransferRefused(name, None, "a value")

@@ -79,7 +79,7 @@ class SparseMLACpuMetadataBuilder(CpuMetadataBuilder[SparseMLACpuMetadata]):
 
 class SparseMLACpuBackend(AttentionBackend):
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16", "float32"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", "float32"]
 
     @staticmethod
     def get_name() -> str:

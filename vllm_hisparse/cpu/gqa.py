@@ -97,7 +97,7 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
     ) -> HotGQACpuMetadata:
         common, num_reqs = common_attn_metadata, common_attn_metadata.num_reqs
         first_hot_block_ids = common.block_table_tensor[:num_reqs, 0]
-        buffer, key_spans, seeds = self.hot_buffer, [], []
+        buffer, key_spans, seeds = self.hot_buffer, list[KeySpan](), list[Seeds]()
         known = self._known_spans(common, first_hot_block_ids)
         max_query_len = buffer.shape.max_query_len
         prefills = [span for span in known if span.num_tokens > max_query_len]

@@ -126,7 +126,9 @@ class SparseAttnIndexerCpu(SparseAttnIndexer):
         self._select(metadata[self.k_cache.prefix], q_quant, k, weights)
         return self.topk_indices_buffer
 
-    def _select(self, metadata: IndexerCpuMetadata, query: torch.Tensor, k: torch.Tensor, weights: torch.Tensor):
+    def _select(
+        self, metadata: IndexerCpuMetadata, query: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
+    ) -> None:
         cache, head_dim = self.k_cache.kv_cache, k.shape[-1]
         num_tokens = metadata.num_actual_tokens
         ops.insert_keys(cache, k[:num_tokens], metadata.slot_mapping)

@@ -91,12 +91,28 @@ def scores(
 
 
 @update.register_kernel("cuda")
-def _(table, blocks, latest, request_indices, keys, positions, page_size) -> None:
+def _(
+    table: torch.Tensor,
+    blocks: torch.Tensor,
+    latest: torch.Tensor,
+    request_indices: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    page_size: int,
+) -> None:
     kernels().update_page_bounds(table, blocks, latest, request_indices, keys, positions, page_size, current_stream())
 
 
 @scores.register_kernel("cuda")
-def _(table, blocks, request_indices, query, num_tokens, page_size, max_pages) -> torch.Tensor:
+def _(
+    table: torch.Tensor,
+    blocks: torch.Tensor,
+    request_indices: torch.Tensor,
+    query: torch.Tensor,
+    num_tokens: torch.Tensor,
+    page_size: int,
+    max_pages: int,
+) -> torch.Tensor:
     out = torch.empty(len(query), blocks.shape[3], max_pages, dtype=torch.float32, device=query.device)
     kernels().page_scores(table, blocks, request_indices, query, num_tokens, page_size, out, current_stream())
     return out

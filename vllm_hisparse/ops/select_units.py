@@ -43,7 +43,7 @@ def select_units(
 
 
 @select_units.register_kernel("cuda")
-def _(scores, num_tokens, tokens_per_unit, num_selected):
+def _(scores: torch.Tensor, num_tokens: torch.Tensor, tokens_per_unit: int, num_selected: int) -> torch.Tensor:
     batch, num_heads, _ = scores.shape
     units = torch.empty(batch, num_heads, num_selected, dtype=torch.int32, device=scores.device)
     kernels().select_units(scores, num_tokens, tokens_per_unit, units, current_stream())

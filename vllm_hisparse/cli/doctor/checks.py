@@ -164,9 +164,11 @@ def check_numa(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"),
     if not gpu_nodes:
         report.add("NUMA", Status.note, found)
         return
-    node = min(gpu_nodes)
+    nearest = min(gpu_nodes)
     if own != gpu_nodes or not gpu_nodes <= allowed:
-        advice = f"Start the server with numactl --cpunodebind={node} --membind={node}: the pool is then near the GPU."
+        advice = (
+            f"Start the server with numactl --cpunodebind={nearest} --membind={nearest}: the pool is then near the GPU."
+        )
         report.add("NUMA", Status.warning, found, advice)
     else:
         report.add("NUMA", Status.ok, found)

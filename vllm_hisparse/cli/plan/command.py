@@ -88,8 +88,8 @@ def plan_command(
     if acceptance is not None and not drafts:
         raise typer.BadParameter(f"got {acceptance}, and no --drafts to accept: add them", param_hint="--acceptance")
     if drafts and not shape.has_draft_layer:
-        known = "no draft layer" if shape.is_dsa else "no draft layer that plan knows: dense models draft with EAGLE"
-        raise typer.BadParameter(f"got {drafts}, but {shape.name} has {known}", param_hint="--drafts")
+        layers = "no draft layer" if shape.is_dsa else "no draft layer that plan knows: dense models draft with EAGLE"
+        raise typer.BadParameter(f"got {drafts}, but {shape.name} has {layers}", param_hint="--drafts")
     if top_k is not None and shape.is_dsa and top_k != shape.top_k:
         message = f"got {top_k}, expected the model's index_topk, {shape.top_k}: leave the option out"
         raise typer.BadParameter(message, param_hint="--top-k")

@@ -57,7 +57,7 @@ class BlockKeys:
         """The block that a key finds; None if there is none."""
         return self._by_key.get(key)
 
-    def set(self, block_id: int, key: Hashable) -> None:
+    def assign(self, block_id: int, key: Hashable) -> None:
         """Give a key to a block that has none."""
         self._by_block[block_id], self._by_key[key] = key, block_id
 
@@ -216,7 +216,7 @@ class HostBlockPool:
         """Publish a request's full block under its hash; a hash that is cached already stays with its block."""
         block_id = self._requests[request_id][index]
         if self._keys.of(block_id) is None and self._keys.find(block_hash) is None:
-            self._keys.set(block_id, block_hash)
+            self._keys.assign(block_id, block_hash)
             if self._newly_published is not None:
                 self._newly_published.append(block_id)
 
@@ -230,7 +230,7 @@ class HostBlockPool:
         preempted = self._preempted[request_id] = _Preempted(num_tokens)
         for index, block_id in enumerate(block_ids[: self._num_blocks_for(num_tokens)]):
             if self._keys.of(block_id) is None:
-                self._keys.set(block_id, PrivateKey(request_id, index))
+                self._keys.assign(block_id, PrivateKey(request_id, index))
             elif isinstance(self._keys.of(block_id), PrivateKey):
                 # NOTE: `reset_cache` removed the hash of this shared block, and another preempted owner has given it a
                 # key of its own. The key must not be kept here, because it may later name a block with other contents.
@@ -302,7 +302,7 @@ class HostBlockPool:
     def publish(self, block_id: int, block_hash: Hashable) -> None:
         """Unpin a block from `take`, and publish it under a hash unless another block has that hash."""
         if self._keys.find(block_hash) is None:
-            self._keys.set(block_id, block_hash)
+            self._keys.assign(block_id, block_hash)
         self.unpin([block_id])
 
     def touch(self, block_ids: Iterable[int]) -> None:

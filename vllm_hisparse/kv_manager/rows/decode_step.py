@@ -73,7 +73,8 @@ class DecodeStep(ABC):
     ):
         self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
         self.tables: StepTables | None = None
-        self._num_queries, self._query_indices = 0, None
+        self._num_queries = 0
+        self._query_indices: torch.Tensor | None = None
         self._parts: dict[tuple[int, int], tuple[StepTables, Resolved]] = {}  # of the step, by request range
         num_columns = shape.num_selected * shape.max_query_len
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)

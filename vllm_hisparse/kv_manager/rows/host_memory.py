@@ -181,7 +181,8 @@ def _map(file: HostPoolFile) -> mmap.mmap:
 
 def _on_all_ranks(gather: Gather, action: Callable[[], T]) -> T:
     """Run an action on every rank. If it fails on one, it fails on all, so that no rank waits for another for ever."""
-    result, failure = None, None
+    result: Any = None
+    failure: Exception | None = None
     try:
         result = action()
     except (HiSparseConfigError, OSError) as error:

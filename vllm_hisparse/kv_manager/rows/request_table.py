@@ -113,9 +113,9 @@ class RequestTable:
             added += [block_id for block_id in block_ids if block_id not in earlier]
             num_rows.append(len(blocks) * self._rows_per_hot_block)
             runs[first_hot_block_id] = first, [*block_ids, *[NULL_BLOCK] * (len(earlier) - len(blocks))]
-        indices, columns, block_ids = self._entries(runs)
+        indices, columns, changed_ids = self._entries(runs)
         places = self._places_by_head(self.hot_block_tables, indices, columns)
-        self._write(self.hot_block_tables, places, self.heads.parts_of(block_ids).t())
+        self._write(self.hot_block_tables, places, self.heads.parts_of(changed_ids).t())
         seqs = self.heads.seq_indices(
             torch.tensor([self.index_of(first_hot_block_id) for first_hot_block_id in changes])
         )

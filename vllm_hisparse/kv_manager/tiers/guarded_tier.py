@@ -90,7 +90,7 @@ class GuardedTier(SecondaryTierManager):
         self._submit(self.tier.submit_load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        finished = self._guard((), lambda: list(self.tier.get_finished_jobs()))
+        finished = self._guard(list[JobResult](), lambda: list(self.tier.get_finished_jobs()))
         self._jobs -= {result.job_id for result in finished}
         results, self._own_results = [*self._own_results, *finished], []
         for result in results:

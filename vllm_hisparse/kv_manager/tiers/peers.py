@@ -53,4 +53,4 @@ def _resolve(host: str, port: int) -> list[tuple[str, int]]:
     except OSError as error:
         logger.warning("Peer %s:%d is not known: %s", host, port, error)
         return []
-    return [info[4][:2] for info in infos]
+    return [(str(address[0]), int(address[1])) for *_, address in infos]
