@@ -13,10 +13,16 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_hisparse.cli.replay_buffers import SCOPES, Replay, sequences
+from vllm_hisparse.cli.replay_layers import LayerMisses
+from vllm_hisparse.cli.replay_layers import by_layer as compare_layers
 from vllm_hisparse.cli.replay_policies import POLICIES
 from vllm_hisparse.trace import Trace, TraceError
 
 WARM_UP_STEPS = 32
+LAYER_CAPTION = (
+    "missed: rows per request and layer in a step, with equal shares; controller, best: misses over these, if a slow "
+    "controller or one that knows all steps divides the same memory; rows in top-k"
+)
 CAPTION = (
     "buffers: one per request and layer; pool: one of the same memory for all. missed: rows per request and layer in a "
     "step; MB, ms: what a step of all requests and layers copies, and how long the link takes for it"
@@ -36,6 +42,9 @@ def replay_command(
     requests: Annotated[int, typer.Option(min=1, help="Requests of a step to scale to.")] = 1,
     link_gb_s: Annotated[float, typer.Option(min=0.001, help="Bandwidth of the link, GB/s (1e9 bytes).")] = 50.0,
     warm_up: Annotated[int, typer.Option(min=0, help="First steps that are not counted.")] = WARM_UP_STEPS,
+    by_layer: Annotated[
+        bool, typer.Option("--by-layer", help="Instead: LRU, with rows given to the layers that save most misses.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
 ) -> None:
     """Simulate hot buffers over traces of selections, on the CPU."""
@@ -51,6 +60,10 @@ def replay_command(
     if shortest <= warm_up:
         message = f"got {warm_up}, expected fewer than the {shortest} steps of the shortest request"
         raise typer.BadParameter(message, param_hint="--warm-up")
+    if by_layer:
+        misses = LayerMisses.of(selections)
+        Console().print(layer_table([compare_layers(misses, each, warm_up) for each in size], misses))
+        return
     scale = (layers or len(selections.layers)) * requests * (row_bytes or selections.row_bytes)
     rows = []
     for replay in replays(selections, policy, size, [*SCOPES] if pool else ["buffers"]):
@@ -58,6 +71,19 @@ def replay_command(
     Console().print(result_table(rows, f"{selections.model}, top-k {selections.top_k}"))
     if plot is not None:
         plot_rows(rows, plot)
+
+
+def layer_table(rows: list[dict[str, Any]], misses: LayerMisses) -> Table:
+    """One line for each size."""
+    title = f"rows by layer: {', '.join(misses.layers)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, caption=LAYER_CAPTION, caption_justify="left", pad_edge=False)
+    for header in ("top-k", "missed", "controller", "best", "controller's rows", "best rows"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        sizes = (" ".join(f"{each:g}" for each in row[name]) for name in ("controller_sizes", "best_sizes"))
+        figures = (f"{row['size']:g}", f"{row['missed']:.1f}", f"{row['controller']:.2f}", f"{row['best']:.2f}")
+        table.add_row(*figures, *sizes)
+    return table
 
 
 def replays(trace: Trace, policies: list[str], sizes: list[float], scopes: list[str]) -> list[Replay]:

@@ -1,0 +1,96 @@
+"""Rows by layer: misses of all sizes beside replayed buffers, and divisions beside those that a search finds."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_replay import random_trace
+from typer.testing import CliRunner
+
+from vllm_hisparse.cli.main import app
+from vllm_hisparse.cli.replay_buffers import Replay, sequences
+from vllm_hisparse.cli.replay_layers import STEP, LayerMisses, by_layer
+from vllm_hisparse.trace import Trace
+
+TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
+
+
+@pytest.mark.parametrize("size", [1, 1.5, 3, 8])
+def test_misses_of_every_size_are_those_of_replayed_buffers(size: float) -> None:
+    trace = random_trace(1, top_k=32, num_steps=60, first_position=500, num_layers=3, num_requests=2, sticky=0.8)
+    misses = LayerMisses.of(trace)
+    replay = Replay.run(trace, sequences(trace), "lru", "buffers", round(size * 32))
+    place = round((size - 1) / STEP)
+    found = misses.missed[..., place]
+    assert np.abs(found - replay.missed).mean() <= 0.1 * replay.missed.mean(), (
+        "more than ties that are broken otherwise"
+    )
+    assert found.sum() == pytest.approx(replay.missed.sum(), rel=0.03)
+    assert (np.diff(misses.missed, axis=-1) <= 1e-9).all(), "a larger buffer misses more"
+
+
+def layered(*curves: list[float], num_steps: int = 400) -> LayerMisses:
+    """Layers that miss the same in every step."""
+    missed = np.broadcast_to(np.array(curves)[None, :, None], (1, len(curves), num_steps, len(curves[0])))
+    sizes = 1 + STEP * np.arange(len(curves[0]))
+    return LayerMisses(tuple(map(str, range(len(curves)))), 100, sizes, missed)
+
+
+def test_the_best_division_is_that_of_a_search() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        curves = [(50 * np.sort(rng.random(7))[::-1] ** 2).tolist() for _ in range(3)]
+        curves = [np.minimum.accumulate(np.sort(curve)[::-1]).tolist() for curve in curves]
+        convex = [np.sort(-np.diff(curve))[::-1] for curve in curves]  # greedy choices are best for such curves alone
+        curves = [[60.0, *(60 - drops.cumsum())] for drops in convex]
+        misses = layered(*curves, num_steps=2)
+        found, sizes = misses.best(1.5, 0)
+        budget = 6
+        best = min(
+            sum(curve[at] for curve, at in zip(curves, places, strict=True))
+            for places in product(range(7), repeat=3)
+            if sum(places) <= budget
+        )
+        assert found * 3 == pytest.approx(best) and sizes.sum() <= 3 * 1.5
+
+
+def test_a_cliff_is_seen_from_afar() -> None:
+    flat, cliff = [50.0] * 9, [50.0] * 6 + [0.0] * 3
+    found, sizes = layered(flat, cliff).best(2.0, 0)
+    assert sizes.tolist() == [1.0, 2.5] and found == 25.0
+
+
+def test_the_controller_moves_rows_where_they_are_missed_and_stays() -> None:
+    convex = [100 * 0.7**index for index in range(30)]
+    misses = layered([90.0 - index for index in range(30)], convex, [5.0] * 30)
+    found, sizes = misses.controlled(3.0, 200)
+    assert sizes.sum() == pytest.approx(9.0), "the memory is the same"
+    assert found < misses.equal(3.0, 200) and found <= 1.1 * misses.best(3.0, 200)[0]
+    assert sizes[2] < 2 < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("code-dsa", {2.25: 0.98, 4: 0.91, 4.75: 0.85, 8: 0.68, 16: 0.33}),
+        ("code-dsa-8192", {2.25: 0.93, 4: 0.72, 4.75: 0.62, 8: 0.29, 16: 0.05}),
+    ],
+)
+def test_committed_traces(name: str, expected: dict[float, float]) -> None:
+    misses = LayerMisses.of(Trace.read(TRACES / f"{name}.trace"))
+    for size, share in expected.items():
+        row = by_layer(misses, size, 32)
+        assert row["best"] == pytest.approx(share, abs=0.011)
+        assert row["best"] <= row["controller"] <= 1.03
+        assert sum(row["best_sizes"]) <= size * len(misses.layers) + 1e-6
+
+
+def test_the_command_shows_them(tmp_path: Path) -> None:
+    path = tmp_path / "some.trace"
+    random_trace(2, top_k=16, num_steps=50, first_position=300, num_layers=2).write(path)
+    result = CliRunner().invoke(app, ["replay", str(path), "--by-layer", "--size", "2", "--size", "4"])
+    assert result.exit_code == 0, result.output
+    assert "rows by layer: " in result.output and result.output.count("\n") > 5

@@ -1,0 +1,166 @@
+"""Hot rows by layer: what LRU buffers miss if layers get different shares of the same memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_hisparse.trace import Trace
+
+DRAFT_LAYER = "draft"
+STEP = 0.25  # distance of the sizes that are looked at, in selections
+PERIOD = 4  # steps between two moves of the controller
+OLDEST = 2  # sizes in the oldest part of a buffer, whose hits the controller counts
+LEAST_GAIN = 1.25  # times the hits that a layer loses is what another one must gain
+MEMORY = 0.8  # weight of earlier periods in the counted hits
+
+
+@dataclass(frozen=True)
+class LayerMisses:
+    """Misses of LRU buffers of every size, by request, layer and step.
+
+    Attributes:
+        layers: names of the layers; a draft layer is none of them, because its KV stays on the device.
+        top_k: rows of a selection.
+        sizes: [n] float64 sizes in selections, from 1 on, `STEP` apart.
+        missed: [requests, layers, steps, n] float64 rows, with as many steps as the shortest request has.
+    """
+
+    layers: tuple[str, ...]
+    top_k: int
+    sizes: np.ndarray
+    missed: np.ndarray
+
+    @classmethod
+    def of(cls, trace: Trace) -> LayerMisses:
+        """Run all sizes at once: a buffer of a size holds the most recently used rows, whatever its size.
+
+        Rows of a step of which only some have a place count in proportion. At first, the prompt's last rows are hot.
+        """
+        num_steps = min(request.num_steps for request in trace.requests)
+        longest = max(request.first_position + num_steps for request in trace.requests)
+        sizes = np.arange(1, longest / trace.top_k + STEP, STEP)
+        places = [place for place, name in enumerate(trace.layers) if name != DRAFT_LAYER]
+        missed = np.zeros((len(trace.requests), len(places), num_steps, len(sizes)))
+        for request, found in zip(trace.requests, missed, strict=True):
+            for positions, of_layer in zip(request.positions[places], found, strict=True):
+                _count(positions[:num_steps, : trace.top_k], request.first_position, sizes * trace.top_k, of_layer)
+        return cls(tuple(trace.layers[place] for place in places), trace.top_k, sizes, missed)
+
+    def equal(self, size: float, first_step: int) -> float:
+        """Mean rows that a request misses in a layer in a step, from a step on, if each layer has `size` selections."""
+        return float(self._at(np.full(self.missed.shape[1], size), first_step).mean())
+
+    def best(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
+        """The same for the best division that stays, which knows all steps; and the size of each layer.
+
+        It gives rows to the layer that saves most misses per row, looking at every number of rows
+        (utility-based cache partitioning).
+        """
+        curves = self.missed[:, :, first_step:].mean((0, 2))
+        held = np.zeros(len(curves), int)
+        left = round((size - 1) / STEP) * len(curves)
+        while left > 0:
+            gains = [
+                max(
+                    ((curve[at] - curve[at + more]) / more, more)
+                    for more in range(1, min(left, len(curve) - 1 - at) + 1)
+                )
+                if at < len(curve) - 1
+                else (0.0, 0)
+                for curve, at in zip(curves, held, strict=True)
+            ]
+            layer = max(range(len(gains)), key=lambda index: gains[index][0])
+            if gains[layer][0] <= 0:
+                break
+            held[layer] += gains[layer][1]
+            left -= gains[layer][1]
+        sizes = self.sizes[held]
+        return float(self._at(sizes, first_step).mean()), sizes
+
+    def controlled(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
+        """The same for a controller that knows the past alone: every `PERIOD` steps, it moves rows from the layer with
+        the fewest hits in the oldest part of its buffers to the one with the most; and the last sizes.
+
+        A buffer that grows is filled by its misses.
+        """
+        num_requests, num_layers, num_steps, _ = self.missed.shape
+        sizes = np.full(num_layers, float(size))
+        filled = np.full((num_requests, num_layers), float(size))
+        hits, total = np.zeros(num_layers), 0.0
+        for step in range(num_steps):
+            curves = self.missed[:, :, step]
+            filled = np.minimum(filled, sizes)
+            missed, fewer = _interpolate(curves, filled), _interpolate(curves, filled - OLDEST * STEP)
+            hits += (fewer - missed).sum(0)
+            total += missed.mean() if step >= first_step else 0.0
+            filled = np.minimum(filled + missed / self.top_k, sizes)
+            if step % PERIOD == PERIOD - 1:
+                gives = np.where(sizes >= 1 + OLDEST * STEP, hits, np.inf).argmin()
+                takes = np.where(sizes < self.sizes[-1], hits, -np.inf).argmax()
+                if hits[takes] > LEAST_GAIN * hits[gives]:
+                    sizes[gives] -= STEP
+                    sizes[takes] += STEP
+                hits *= MEMORY
+        return total / (num_steps - first_step), sizes
+
+    def _at(self, sizes: np.ndarray, first_step: int) -> np.ndarray:
+        """[requests, layers, steps] misses with a size for each layer, [layers]."""
+        curves = self.missed[:, :, first_step:]
+        return _interpolate(curves, np.broadcast_to(sizes[None, :, None], curves.shape[:-1]))
+
+
+def by_layer(misses: LayerMisses, size: float, first_step: int) -> dict[str, Any]:
+    """Compare the divisions of one size.
+
+    Returns:
+        Rows that a request misses in a layer in a step with equal shares, misses of the others over these, and the size
+        of each layer, in selections.
+    """
+    equal = misses.equal(size, first_step)
+    best, best_sizes = misses.best(size, first_step)
+    controlled, sizes = misses.controlled(size, first_step)
+    return {
+        "size": size,
+        "missed": round(equal, 1),
+        "controller": round(controlled / max(equal, 1e-9), 3),
+        "best": round(best / max(equal, 1e-9), 3),
+        "controller_sizes": sizes.tolist(),
+        "best_sizes": best_sizes.tolist(),
+    }
+
+
+def _interpolate(curves: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Misses [...] of curves [..., n] with sizes [...]; below 1 selection, those of 1."""
+    places = np.clip((sizes - 1) / STEP, 0, curves.shape[-1] - 1)
+    low = np.floor(places).astype(int)
+    high = np.minimum(low + 1, curves.shape[-1] - 1)
+    first, second = (np.take_along_axis(curves, each[..., None], -1)[..., 0] for each in (low, high))
+    return first + (places - low) * (second - first)
+
+
+def _count(positions: np.ndarray, first_position: int, num_rows: np.ndarray, missed: np.ndarray) -> None:
+    """Count the misses of one layer of one request.
+
+    Args:
+        positions: [steps, top_k] int32 selections, -1 for none.
+        first_position: newest position of the first step, which needs no copy.
+        num_rows: [n] float64 rows of the buffers.
+        missed: [steps, n] float64, to fill.
+    """
+    last_use = np.full(first_position + len(positions), -(1 << 30))
+    last_use[:first_position] = np.arange(-first_position, 0)
+    for step, selected in enumerate(positions):
+        rows = selected[(selected >= 0) & (selected < first_position + step)]
+        ages = step - last_use
+        known = np.flatnonzero(ages < 1 << 29)
+        by_age = np.bincount(ages[known])
+        before = by_age.cumsum() - by_age
+        selected_by_age = np.bincount(ages[rows][ages[rows] < 1 << 29], minlength=len(by_age))
+        used = np.flatnonzero(selected_by_age)
+        kept = np.clip((num_rows[:, None] - before[used]) / by_age[used], 0, 1)
+        missed[step] = len(rows) - kept @ selected_by_age[used]
+        last_use[rows] = step
+        last_use[first_position + step] = step
