@@ -95,13 +95,15 @@ def test_preemption_and_prefix_reuse(model: Path, tmp_path: Path) -> None:
     assert hot[1]["wrong_rows"] == 0
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_a_layer_of_full_attention(tmp_path: Path, kv_cache_dtype: str) -> None:
-    """Its KV stays on the device, and comes back from the host with a second turn."""
+def test_a_layer_of_full_attention(tmp_path: Path) -> None:
+    """Its KV stays on the device, and comes back from the host with a second turn.
+
+    NOTE: in bf16 alone: vLLM gives every layer after the first sparse one the format of sparse layers, if it is fp8.
+    """
     mixed = make("hyv4_mixed", tmp_path)
     first = {"prompts": [make_prompt(length) for length in (65, 2500, 5000, 7000)], "max_tokens": 48}
     again = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 32}
-    options = {"kv_cache_dtype": kv_cache_dtype, "enable_prefix_caching": True}
+    options = {"enable_prefix_caching": True}
     started = {
         "hot": EngineRun.start(tmp_path, "hot", hot_args(mixed, **options), [first, again], **ROW_CHECK),
         "full": EngineRun.start(tmp_path, "full", engine_args(mixed, **options), [first, again]),
