@@ -1,6 +1,6 @@
-"""MLA over all rows of a request on the CPU: layers of a DSA model that do not select.
+"""MLA over all rows of a request on the CPU, for layers of a DSA model that do not select.
 
-vLLM's own CPU backends need other block sizes than the layers that select.
+vLLM's own CPU backends are not used, because they need other block sizes than the layers that select.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ def quantize_groups(
         scales: [..., groups] float32, written.
         group_size: elements of a group.
         num_columns, row_stride: unused, because `values` is contiguous.
-        eps: least value that is taken for a group's largest one.
+        eps: smaller maxima of a group count as this value.
         fp8_min, fp8_max: range of fp8.
         use_ue8m0: True if scales are powers of two.
-        tuning: arguments that the kernel alone needs.
+        tuning: arguments that only the kernel needs.
     """
     groups = values.reshape(-1, group_size).float()
     largest = groups.abs().amax(-1)

@@ -1,4 +1,4 @@
-"""Use of hot buffers as workers measure it, for the scheduler's side."""
+"""Use of hot buffers: measurements of the workers for the scheduler's side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Rows of a hot buffer for which misses are estimated, in selections.
+# Sizes of a hot buffer for which misses are estimated, in multiples of a selection.
 SIZES = (1, 1.125, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64)
 
 
@@ -19,7 +19,7 @@ class Usage:
         step: number of the last step that is counted.
         hits, misses: selected units that were hot, and that were copied.
         curve: share of a selection that a hot buffer of each of `SIZES` would miss, from the last uses of the hot rows
-            of one request; None: no request was sampled. NaN where the request's rows do not tell.
+            of one request, NaN for sizes that these do not determine. None: no request was sampled.
     """
 
     step: int
@@ -29,20 +29,19 @@ class Usage:
 
 
 def miss_curve(counts_by_age: np.ndarray) -> tuple[float, ...] | None:
-    """Estimate how much of a selection LRU buffers of other sizes would miss, from the ages of hot rows.
+    """Estimate the share of a selection that LRU buffers of other sizes would miss, from the ages of hot rows.
 
-    A row's age is the time since its last use. Some of the rows of age `a` are used in the next step; the others become
-    the rows of age `a + 1`. In a steady state, the numbers of rows of the two ages differ by
-    the hits of age `a`. A buffer that keeps the rows below an age therefore misses as many rows in a step as there are
-    of this age.
+    A row's age is the time since its last use. Some rows of age `a` are used in the next step; the others become rows
+    of age `a + 1`. In a steady state, the numbers of rows of these two ages therefore differ by the hits of age `a`. So
+    a buffer that keeps only the rows below an age misses as many rows in a step as there are rows of this age.
 
     Args:
-        counts_by_age: [buffers, ages] rows of each age, the newest first. An age that no row has in any buffer is that
-            of no step.
+        counts_by_age: [buffers, ages] number of rows of each age, the newest first. An age without rows in all buffers
+            belongs to no step, and is left out.
 
     Returns:
-        Share of a selection that is missed with each of `SIZES`, as a mean of the buffers; NaN beyond the rows that the
-        ages tell of. None: there are too few ages.
+        Share of a selection that is missed with each of `SIZES`, as a mean of the buffers; NaN for sizes beyond the
+        known rows. None: there are too few ages.
     """
     by_step = counts_by_age[:, counts_by_age.sum(0) > 0].astype(np.float64)
     # NOTE: rows of the highest age are left out, because some of them may have been evicted.
@@ -61,10 +60,10 @@ class MeanCurve:
     """Moving mean of curves of several requests.
 
     Attributes:
-        shares: [len(SIZES)] float64 share of a selection that is missed, NaN where no curve has told.
+        shares: [len(SIZES)] float64 share of a selection that is missed; NaN for sizes that no curve has.
     """
 
-    WEIGHT = 0.2  # of a new curve
+    WEIGHT = 0.2  # weight of a new curve in the mean
 
     def __init__(self) -> None:
         self.shares = np.full(len(SIZES), np.nan)
@@ -82,8 +81,8 @@ class MeanCurve:
     def missed(self, sizes: np.ndarray, wholes: np.ndarray) -> np.ndarray:
         """Estimate the share of a selection that is missed, in any shape.
 
-        Beyond the largest size that is known, misses are taken to fall in a straight line to 0 where the buffer holds
-        the sequence; in a real curve they fall faster.
+        Beyond the largest known size, misses are assumed to fall linearly to 0 at the size that holds the whole
+        sequence; real curves fall faster.
 
         Args:
             sizes: rows of hot buffers, in selections.

@@ -1,4 +1,4 @@
-"""How many requests run at once: as many as raise the tokens per second."""
+"""Limits the requests that run at once to as many as raise the tokens per second."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.usage import MeanCurve, Usage
 
 TOLERANCE = 0.02  # share of the tokens/s that may be lost before requests are held back
-GROWTH, SHRINKAGE = 1.5, 0.75  # times the most and the fewest requests that were measured: predictions between count
-UNEVENNESS = 0.85  # of the largest number with a prediction: above, a fall of the rates may be no more than unevenness
-DECISIONS = 4  # consecutive predictions that a higher limit needs
+GROWTH, SHRINKAGE = 1.5, 0.75  # factors of the most and fewest measured requests, between which predictions are trusted
+UNEVENNESS = 0.85  # share of the largest predicted number; above it, lower rates may be due to uneven rates alone
+DECISIONS = 4  # consecutive predictions that must agree on a higher limit
 MIN_STEPS = 4  # decode steps that a measurement needs
-MAX_STEPS_WITHOUT = 64  # steps that requests wait for the first measurement; then all are admitted until it comes
-ROW_RATE = 40e9  # bytes/s at which rows are copied, before it has been measured: an H200 reaches 36 to 46 GB/s
-EXCESS_WEIGHT = 0.25  # of the newest difference between counted and estimated misses
-MAX_LENGTHS, MAX_NUMBERS = 16, 96  # lengths and numbers of requests that a prediction looks at
+MAX_STEPS_WITHOUT = 64  # steps for which requests wait for the first measurement; then all are admitted until it comes
+ROW_RATE = 40e9  # assumed bytes/s of copied rows, until a measurement; an H200 reaches 36 to 46 GB/s
+EXCESS_WEIGHT = 0.25  # weight of the newest difference between counted and estimated misses
+MAX_LENGTHS, MAX_NUMBERS = 16, 96  # largest numbers of lengths, and of numbers of requests, in a prediction
 SECONDS_PER_LOG = 30.0
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -31,14 +31,14 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 
 @dataclass(frozen=True)
 class Demand:
-    """Device memory that the running requests share, and what they could use.
+    """Device memory that the running requests share, and the memory that they could use.
 
     Attributes:
         num_requests: running requests.
-        tokens: [n] float64 lengths of these, or of a sample; ascending.
-        least: [n] float64 blocks that each has in any case.
-        more: [n] float64 blocks with which it is hot as a whole, beyond `least`.
-        rows: [n] float64 hot rows that it has in any case.
+        tokens: [n] float64 lengths of these requests, or of a sample, ascending.
+        least: [n] float64 blocks that each request always has.
+        more: [n] float64 further blocks with which it is hot as a whole.
+        rows: [n] float64 hot rows that it always has.
         num_blocks: blocks of the device.
         rows_per_block: hot rows in a block.
     """
@@ -53,7 +53,7 @@ class Demand:
 
     @classmethod
     def of(cls, spec: HotBufferSpec, lengths: Sequence[int], num_blocks: int) -> Demand:
-        """Describe requests.
+        """Make the description of requests.
 
         Args:
             spec: KV cache spec of the hot buffers.
@@ -71,24 +71,24 @@ class Demand:
 
     @property
     def most(self) -> int:
-        """Requests of such lengths that have room."""
+        """Number of requests of such lengths for which there is room."""
         return int(self.num_blocks / self.least.mean())
 
     @property
     def most_whole(self) -> int:
-        """Requests of such lengths that can all be hot as a whole."""
+        """Number of requests of such lengths that can all be hot as a whole."""
         return int(self.num_blocks / (self.least + self.more).mean())
 
     def rows_with(self, numbers: np.ndarray) -> np.ndarray:
-        """Divide the memory as `lending.divide` does, for other numbers of requests of the same lengths.
+        """Divide the memory like `lending.divide`, for other numbers of requests of the same lengths.
 
         Args:
-            numbers: [m] requests.
+            numbers: [m] numbers of requests.
 
         Returns:
             [m, n] float64 hot rows of each request; infinite where it is hot as a whole.
         """
-        times = numbers[:, None] / len(self.tokens)  # requests that each length stands for
+        times = numbers[:, None] / len(self.tokens)  # requests that each length represents
         spare = np.maximum(self.num_blocks - times * self.least.sum(), 0)
         taken = times * self.more.cumsum()
         whole = taken <= spare
@@ -102,7 +102,7 @@ class Prediction:
     """Tokens/s by the number of running requests.
 
     Attributes:
-        numbers: [m] requests, ascending.
+        numbers: [m] numbers of requests, ascending.
         rates: [m] decode steps of a request per second, summed over the requests.
         copy_shares: [m] share of a step in which it waits for copies.
         is_cut: True if larger numbers have room, but are too far from what has been measured.
@@ -123,23 +123,23 @@ class Prediction:
         """Index of the largest number that costs no more than `TOLERANCE` of the best rate.
 
         NOTE: rates go up and down by some percent from number to number, because a few requests are hot as a whole and
-        the others divide what is left.
+        the others divide the remaining memory.
         """
         return int(np.flatnonzero(self.rates >= (1 - TOLERANCE) * self.rates[self.best])[-1])
 
     @property
     def largest(self) -> int:
-        """The largest number that pays."""
+        """The largest number of requests that pays."""
         return int(self.numbers[self.last])
 
     @property
     def limit(self) -> int | None:
-        """The largest number that pays; None if all that have room do."""
+        """The largest number of requests that pays; None if every number with room pays."""
         return self.largest if self.is_certain or self.is_cut else None
 
     @property
     def is_certain(self) -> bool:
-        """True if larger numbers are predicted not to pay; False if there are none, or hardly any that are known."""
+        """True if enough larger numbers were predicted, and do not pay."""
         return self.largest < (UNEVENNESS if self.is_cut else 1.0) * self.numbers[-1]
 
     def describe(self, index: int) -> tuple[int, float, float]:
@@ -150,23 +150,22 @@ class Prediction:
 class AdmissionControl:
     """Limits the running requests to as many as raise the tokens per second.
 
-    The time of a step grows with its requests and with the rows that it copies, and the rows that each request misses
-    grow with the number of requests that share the device memory. Both are learned from measurements: times of decode
-    steps, counts of misses, and the ages of hot rows, which tell what would be missed with fewer rows
-    (`usage.miss_curve`). Before the first measurement, requests that would not be hot as a whole wait for it, but not
-    for long.
+    The time of a step grows with its requests and with the rows that it copies. Each request misses more rows if more
+    requests share the device memory. Both relations are learned from measurements: times of decode steps, counts of
+    misses, and ages of hot rows, from which the misses with fewer rows are estimated (`usage.miss_curve`). Before the
+    first measurement, requests that would not be hot as a whole wait, at most for `MAX_STEPS_WITHOUT` steps.
 
-    It decides about requests that have yet to start; those that run are left alone.
+    The limit holds for requests that have yet to start; no running request is stopped.
 
     Args:
         top_k: tokens of a selection.
         unit_bytes: bytes of a selected unit in one layer.
-        max_num_running: requests that may run in any case.
+        max_num_running: largest number of running requests, whatever the prediction.
         max_query_len: tokens that a decoding request computes in a step at most.
         clock: returns seconds.
 
     Attributes:
-        limit: requests that may run at once; None: as many as have room.
+        limit: number of requests that may run at once; None: as many as there is room for.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class AdmissionControl:
         self._times = StepTimes(max_query_len, clock)
         self._model, self._curve = DecodeModel(unit_bytes / ROW_RATE), MeanCurve()
         self._selected = 0.0  # units that a request selects in a step, in all layers
-        self._excess = 0.0  # share of a selection that is missed beyond what the curve tells
+        self._excess = 0.0  # share of a selection that is missed in addition to the curve's estimate
         self._decisions: deque[Prediction] = deque(maxlen=DECISIONS)
         self._steps_without = 0
         self._last_log = -SECONDS_PER_LOG
@@ -193,7 +192,7 @@ class AdmissionControl:
         return self._model.num_reports > 0 and self._curve.is_known
 
     def step_scheduled(self, num_scheduled: Mapping[str, int]) -> None:
-        """Note a step; called once for each.
+        """Record a scheduled step; called once for each step.
 
         Args:
             num_scheduled: request id -> tokens that the step computes.
@@ -201,15 +200,15 @@ class AdmissionControl:
         self._times.scheduled(num_scheduled)
 
     def step_processed(self) -> None:
-        """Note that vLLM has the output of a step; called once for each, in the same order."""
+        """Record that vLLM has the output of a step; called once for each step, in the same order."""
         self._times.processed()
 
     def holds_back(self, num_running: int, is_hot_as_a_whole: Callable[[], bool]) -> bool:
-        """Decide whether one more request has to wait; asked at most once in a step that starts no other.
+        """Return True if one more request has to wait; called at most once in a step that starts no other request.
 
         Args:
-            num_running: requests that run.
-            is_hot_as_a_whole: returns True if all requests would be with this one, too.
+            num_running: number of running requests.
+            is_hot_as_a_whole: returns True if all requests, including this one, would be hot as a whole.
         """
         if num_running == 0:
             return False
@@ -225,7 +224,7 @@ class AdmissionControl:
 
         Args:
             usage: the report.
-            demand: description of the running requests; None: there is none.
+            demand: description of the running requests; None: no request runs.
         """
         steps, selected = self._times.take(usage.step), usage.hits + usage.misses
         if usage.curve is not None:
@@ -257,14 +256,15 @@ class AdmissionControl:
         return Prediction(numbers, numbers / seconds, costs.per_row * rows / seconds, largest < most)
 
     def _missed(self, demand: Demand, numbers: np.ndarray) -> np.ndarray:
-        """[m] float64 share of a selection that a mean request misses, for numbers of requests [m]."""
+        """Return the share of a selection that a mean request misses, [m] float64, for numbers of requests [m]."""
         wholes = demand.tokens / self._top_k
         sizes = np.minimum(demand.rows_with(numbers) / self._top_k, wholes)
         return self._curve.missed(sizes, np.broadcast_to(wholes, sizes.shape)).mean(1)
 
     def _set_limit(self, prediction: Prediction) -> None:
-        """Set the limit. Where a larger number was predicted not to pay, it rises only if several predictions agree,
-        because requests that have started stay.
+        """Set the limit.
+
+        A limit rises only if several predictions agree, because a request that has started is not stopped.
         """
         self._decisions.append(prediction)
         if any(each.is_certain for each in self._decisions):
@@ -276,7 +276,7 @@ class AdmissionControl:
             self._log(prediction)
 
     def _log(self, prediction: Prediction) -> None:
-        """Log a new limit, not too often."""
+        """Log a new limit, at most once in `SECONDS_PER_LOG`."""
         now = self._clock()
         if now - self._last_log < SECONDS_PER_LOG:
             return

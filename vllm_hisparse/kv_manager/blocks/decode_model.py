@@ -9,19 +9,19 @@ from math import log2
 import numpy as np
 
 STEP_NOISE = 0.02  # relative error of a measured step, and of the model
-NOISE_PER_REPORT = 0.001  # that an older measurement has in addition, for each report since
-NOISE_PER_OCTAVE = 0.1  # that a measurement of requests of twice or half the length has in addition
-WEIGHT = 0.25  # of a new measurement beside an older one of the same kind
+NOISE_PER_REPORT = 0.001  # additional error of an older measurement, for each report since then
+NOISE_PER_OCTAVE = 0.1  # additional error of a measurement with requests of twice or half the length
+WEIGHT = 0.25  # weight of a new measurement in the mean with older ones of the same kind
 MAX_CELLS = 64
-# Before other numbers of requests have been measured: share of a step without copies that grows with the requests, and
-# its error.
+# Share of a step, without copies, that grows with the number of requests, and its error: a first guess, until several
+# numbers of requests have been measured.
 GROWING_SHARE, GROWING_ERROR = 0.4, 0.4
 ROW_TIME_ERROR = 1.0  # relative error of the time of a copied row, before it has been measured
 
 
 @dataclass
 class _Cell:
-    """Mean of measurements with about as many requests and copied rows.
+    """Mean of measurements with similar numbers of requests and copied rows.
 
     Attributes:
         requests: decoding requests.
@@ -47,18 +47,18 @@ class StepCosts:
     per_row: float
 
     def seconds(self, requests: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Seconds of steps."""
+        """Return the seconds of steps."""
         return self.fixed + self.per_request * requests + self.per_row * rows
 
 
 class DecodeModel:
     """Learns the costs of a step from measurements.
 
-    Measurements of the same kind are averaged. Older ones, and those of requests of other lengths, count less. Costs
-    that measurements do not tell stay near a first guess.
+    Measurements of the same kind are averaged. Older measurements, and measurements with requests of other lengths,
+    count less. Costs that the measurements do not determine stay near a first guess.
 
     Args:
-        row_seconds: first guess of the time in which a row is copied.
+        row_seconds: first guess of the seconds in which a row is copied.
     """
 
     def __init__(self, row_seconds: float):
@@ -93,7 +93,7 @@ class DecodeModel:
         cell.report = self.num_reports
 
     def fit(self) -> StepCosts:
-        """Fit the costs, none of them below 0, by least squares of relative errors; after the first measurement."""
+        """Fit the costs, all at least 0, by least squares of relative errors. Needs at least one measurement."""
         assert self._latest is not None
         now = self._latest
         equations = []
@@ -111,7 +111,7 @@ class DecodeModel:
 
 
 def _least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Minimise |a x - b| over x >= 0, with few columns: the best solution in which some of them are 0.
+    """Minimise |a x - b| over x >= 0, by trying every choice of columns that are 0; for few columns.
 
     Args:
         a: [rows, columns] float64.
@@ -132,5 +132,5 @@ def _least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
                 best, least = np.zeros(num_columns), error
                 best[list(columns)] = solution
         if size == num_columns and np.isfinite(least):
-            break  # without a bound in the way, no other solution is better
+            break  # if no bound is active, no other solution is better
     return best / scale

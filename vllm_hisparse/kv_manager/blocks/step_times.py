@@ -1,4 +1,4 @@
-"""Times of decode steps, as the scheduler's side sees them."""
+"""Times of decode steps, measured on the scheduler's side."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-MAX_STEPS = 256  # steps that are remembered until a report of the workers tells of them
-OUTLIER = 3.0  # a step that takes so many times the median is left out: the engine did something else, too
+MAX_STEPS = 256  # steps that are kept until a report of the workers covers them
+OUTLIER = 3.0  # a step of more than so many medians is left out, because the engine did other work, too
 
 
 @dataclass
@@ -37,8 +37,8 @@ class MeasuredSteps:
     Attributes:
         request_steps: steps of all requests.
         num_decoding: steps in which every request decoded, without outliers.
-        requests: mean number of requests in these; 0 without any.
-        seconds: mean time of these; 0 without any.
+        requests: mean number of requests in these steps; 0 if there are none.
+        seconds: mean time of these steps; 0 if there are none.
     """
 
     request_steps: int
@@ -48,7 +48,7 @@ class MeasuredSteps:
 
 
 class StepTimes:
-    """Notes how long decode steps take: from the end of the step before, or from when they were scheduled.
+    """Records the time of decode steps, from the end of the step before or from their scheduling, whichever is later.
 
     Args:
         max_query_len: tokens that a decoding request computes in a step at most.
@@ -62,7 +62,7 @@ class StepTimes:
         self._number, self._last_end = 0, clock()
 
     def scheduled(self, num_scheduled: Mapping[str, int]) -> None:
-        """Note a step; called once for each.
+        """Record a scheduled step; called once for each step.
 
         Args:
             num_scheduled: request id -> tokens that the step computes.
@@ -72,7 +72,7 @@ class StepTimes:
         self._in_flight.append(_Step(self._number, len(num_scheduled), decodes, self._clock()))
 
     def processed(self) -> None:
-        """Note that vLLM has the output of a step; called once for each, in the same order."""
+        """Record that vLLM has the output of a step; called once for each step, in the same order."""
         now, step = self._clock(), self._in_flight.popleft()
         step.seconds = now - max(step.start, self._last_end)
         self._steps.append(step)
