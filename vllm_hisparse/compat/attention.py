@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,19 @@ def disable_dense_prefill(layer: MLAAttention) -> None:
 def key_scale(layer: torch.nn.Module) -> torch.Tensor:
     """Return the scale with which keys of an attention layer are quantised: [1] float32, or a scalar tensor."""
     return layer._k_scale
+
+
+class QuantScales(NamedTuple):
+    """Scales by which a layer's queries, keys and values were divided when they were quantised: scalar tensors."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def quant_scales(layer: torch.nn.Module) -> QuantScales:
+    """Return the scales of an attention layer of a dense model."""
+    return QuantScales(layer._q_scale, layer._k_scale, layer._v_scale)
 
 
 def join_query(nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

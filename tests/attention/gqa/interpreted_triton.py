@@ -26,7 +26,6 @@ package.get_autotune_warmup_bounds = None
 sys.modules["vllm.triton_utils"] = package
 
 from vllm.v1.attention.ops.triton_unified_attention import _get_tile_size  # noqa: E402
-from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: E402
 
 from vllm_hisparse.attention.gqa.cuda import FP8  # noqa: E402
 from vllm_hisparse.attention.gqa.triton_cuda import HotTritonImpl  # noqa: E402
@@ -53,7 +52,7 @@ def check(num_rows: int, num_heads: int, head_size: int, unit: int, num_selected
     units[3:][units[3:] == last] = 1
     units[0][units[0] == last] = 1
     keys, values = pages.split(head_size, -1)
-    layer = SimpleNamespace(_k_scale=torch.tensor(2.0), _v_scale=torch.tensor(0.25))
+    layer = SimpleNamespace(_q_scale=None, _k_scale=torch.tensor(2.0), _v_scale=torch.tensor(0.25))
     if fp8:
         pages = pages.to(FP8)
         keys, values = pages.split(head_size, -1)
@@ -63,7 +62,6 @@ def check(num_rows: int, num_heads: int, head_size: int, unit: int, num_selected
         query_starts=torch.arange(num_rows + 1, dtype=torch.int32),
         scale=head_size**-0.5,
         stores_fp8=fp8,
-        _kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
         algorithm=SimpleNamespace(tokens_per_unit=unit),
     )
     HotTritonImpl._run_kernel(impl, layer, query, units, lengths, out)

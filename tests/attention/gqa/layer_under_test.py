@@ -14,7 +14,6 @@ import torch
 from algorithm_states import poisoned_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
-from vllm.v1.kv_cache_interface import KVQuantMode
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm
 from vllm_hisparse.cpu.gqa import HotGQACpuImpl, HotGQACpuMetadataBuilder
@@ -319,7 +318,6 @@ class CudaLayer(LayerUnderTest):
         super().__init__(algorithm_class, max_query_len)
         self.builder.device = torch.device("cpu")
         self.builder.allocate(max_query_len, 6)
-        self.impl._kv_quant_mode = KVQuantMode.FP8_PER_TENSOR if self.stores_fp8 else KVQuantMode.NONE
         self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
 
     def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:

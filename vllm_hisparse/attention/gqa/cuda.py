@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.gqa.base import preferred_block_size
+from vllm_hisparse.compat.attention import quant_scales
 from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
@@ -229,7 +230,8 @@ class HotGQAImpl:
         padded, key, value = (step.pad_queries(rows) for rows in (bytes_of_query, key, value))
         query = padded.view(query.dtype)
         if self.stores_fp8:
-            key, value = to_fp8(key, layer._k_scale), to_fp8(value, layer._v_scale)
+            scales = quant_scales(layer)
+            key, value = to_fp8(key, scales.key), to_fp8(value, scales.value)
         query_of_selection = self._query_of_selection(layer, query)
         selected_unit_ids = self.hot_buffer.select(self.layer_index, self._keys(key), query_of_selection)
         step.write_tokens(self.layer_index, key, value)
@@ -257,7 +259,8 @@ class HotGQAImpl:
         """
         if not self.stores_fp8:
             return query
-        scale = layer._k_scale * layer._q_scale if query.dtype == FP8 else layer._k_scale
+        scales = quant_scales(layer)
+        scale = scales.key * scales.query if query.dtype == FP8 else scales.key
         return (query.float() * scale).to(self.algorithm.shape.dtype)
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:

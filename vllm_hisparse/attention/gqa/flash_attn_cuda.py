@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_hisparse.attention.gqa.cuda import FP8_DTYPES, HotGQABackend, HotGQAImpl, HotGQAMetadataBuilder
+from vllm_hisparse.compat.attention import quant_scales
 
 MAX_SPLITS = 32  # parts of a request's selection on different thread blocks; a CUDA graph needs a bound
 MAX_SPLIT_REQUESTS = 992  # up to so many requests, the kernel chooses the number of splits
@@ -54,8 +55,8 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
     ) -> None:
         scales, by_row = {}, (len(query), 1)
         if self.stores_fp8:
-            given = {"q_descale": layer._q_scale, "k_descale": layer._k_scale, "v_descale": layer._v_scale}
-            scales = {name: scale.expand(by_row) for name, scale in given.items()}
+            names = "q_descale", "k_descale", "v_descale"
+            scales = {name: scale.expand(by_row) for name, scale in zip(names, quant_scales(layer), strict=True)}
         num_splits = 0  # versions 2 and 4 choose by the batch's shapes, which a CUDA graph fixes
         if self.vllm_flash_attn_version == 3:  # version 3 would choose by lengths
             num_splits = MAX_SPLITS if len(query) <= MAX_SPLIT_REQUESTS else 1

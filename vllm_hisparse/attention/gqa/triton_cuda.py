@@ -13,8 +13,10 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from vllm_hisparse.attention.gqa.cuda import FP8, HotGQABackend, HotGQAImpl, HotGQAMetadata, HotGQAMetadataBuilder
+from vllm_hisparse.compat.attention import quant_scales
 
 MAX_SPLIT_ROWS = 128  # so many rows fill the device; with fewer, each row is divided among thread blocks
 NUM_SPLITS = 16  # vLLM's number
@@ -41,12 +43,12 @@ class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
     ) -> None:
         scales: dict[str, Any] = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
         if self.stores_fp8:
-            by_row = len(query), 1
+            given, by_row = quant_scales(layer), (len(query), 1)
             scales = {
-                "q_descale": layer._q_scale if query.dtype == FP8 else None,
-                "k_descale": layer._k_scale.expand(by_row),
-                "v_descale": layer._v_scale.expand(by_row),
-                "kv_quant_mode": self._kv_quant_mode,
+                "q_descale": given.query if query.dtype == FP8 else None,
+                "k_descale": given.key.expand(by_row),
+                "v_descale": given.value.expand(by_row),
+                "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR,
             }
         num_rows, splits = len(query), len(query) <= MAX_SPLIT_ROWS
         unified_attention(
