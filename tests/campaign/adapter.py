@@ -68,7 +68,7 @@ class Sizes:
 
     Attributes:
         num_device_blocks, num_host_blocks: the pools.
-        max_num_seqs, token_budget: of a step.
+        max_num_seqs, token_budget: largest numbers of requests and tokens of a step.
         policy: "fcfs" or "priority".
         recomputes_failures: whether a failed transfer is computed here, or ends its request with an error.
         is_hot_first: whether the group of hot blocks comes before the group of resident blocks.
@@ -155,7 +155,7 @@ class Product:
 
         Args:
             output: the step.
-            before: what the step in flight computes.
+            before: tokens that the step in flight computes.
             drafter: drafts for this step, if the scheduler leaves that to the worker.
         """
         restarted = {request.req_id for request in output.scheduled_new_reqs}

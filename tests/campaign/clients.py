@@ -31,7 +31,7 @@ class Session:
 
     Attributes:
         num_turns: turns to come.
-        num_tokens: how long it may be by now.
+        num_tokens: largest length that it may have by now.
         minds_length: whether its client ends it before it outgrows the model.
     """
 
@@ -49,11 +49,11 @@ class Clients:
     """Sends requests to the engines of a world until `stop`.
 
     Args:
-        configuration: of the world.
-        rng: of the world.
-        engines: where requests go, each to a random one.
+        configuration: configuration of the world.
+        rng: random numbers of the world.
+        engines: engines of the world; each request goes to a random one.
         prefill: the prefill instance.
-        counts: what happened in the world; added to.
+        counts: counts of the world's events, which are added to.
     """
 
     def __init__(

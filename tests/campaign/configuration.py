@@ -16,7 +16,7 @@ class Configuration:
     """Options that the worlds of one row share; pool sizes, policy and budget are drawn for each world.
 
     Attributes:
-        name: how rows of the result call it.
+        name: name in rows of the result.
         role: "kv_both": one instance; "kv_consumer": prompts come from a prefill instance, too.
         is_async: whether two batches are in flight.
         has_resident_group: whether the device keeps KV of every token (indexer keys, layers with full KV).
@@ -28,8 +28,8 @@ class Configuration:
         num_engines: data parallel engines.
         num_ranks: tensor parallel ranks of an engine.
         shares_host_pool: one host pool for all ranks of an engine, or one each.
-        sibling_share: of remote prompts, those sent with the transfer parameters of another prompt.
-        malformed_share: of remote prompts, those whose transfer parameters are damaged.
+        sibling_share: share of remote prompts that come with the transfer parameters of another prompt.
+        malformed_share: share of remote prompts whose transfer parameters are damaged.
         has_tier: whether there is a tier below the host pool; engines share it.
         lends_blocks: whether there are more device blocks than requests need, at times.
         num_drafts: tokens that are drafted at most for a request's next step, and verified there. With two batches in

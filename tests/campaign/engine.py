@@ -63,8 +63,8 @@ class Engine:
         sizes: options that were drawn for the world.
         rng: random numbers of the world.
         prefill: the prefill instance.
-        counts: what happened in the world; added to.
-        pace: how its devices and NIXL behave; drawn unless given.
+        counts: counts of the world's events, which are added to.
+        pace: behaviour of its devices and NIXL; drawn unless given.
         make_tiers: makes the tiers from the host pool and the memories of the ranks; None: there is none.
         options: more options of the product.
     """

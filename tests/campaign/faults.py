@@ -29,10 +29,10 @@ class Fault:
         lost_blocks: blocks of a surviving engine that did not come back.
         wrong_tokens: answers whose tokens are not full KV's.
         unanswered: requests that ended without an answer although both engines lived; None, as below: not looked at.
-        seconds: how long the host pool was looked at, once it was full.
+        seconds: time for which the host pool was watched, after it was full.
         full_share: share of these seconds in which it had no empty block and requests were waiting.
         refusing_share: share in which it had just refused one. The others wait behind the prompt that is computed.
-        least_used_blocks, num_blocks: of the host pool, in these seconds and in all.
+        least_used_blocks, num_blocks: fewest used blocks in these seconds, and blocks of the host pool.
         preemptions: requests that lost their blocks.
     """
 

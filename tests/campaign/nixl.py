@@ -85,7 +85,7 @@ class Nixl:
 
     Args:
         rng: decides when what is written and which pulls fail.
-        prefill: where blocks are read.
+        prefill: prefill instance whose blocks are read.
         ranks: the engine's ranks.
         shares_host_pool: whether rank 0 alone pulls into the host pool.
         failure_share: share of transfers that fail.

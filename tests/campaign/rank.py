@@ -51,7 +51,7 @@ class BatchEntry:
         device_ids: its device-resident blocks.
         text: its tokens as known when the step runs, then its drafts, continued to `last`.
         samples: whether the step yields a token.
-        num_drafts: how many of its tokens were drafted.
+        num_drafts: number of drafts among its tokens.
         num_undrafted: tokens that the scheduler has scheduled for drafts, but nothing was drafted.
         num_corrected: rejected drafts of the step before, which the scheduler counted as computed.
     """
@@ -109,7 +109,7 @@ class Rank:
         max_model_len: tokens of a request.
         layout: rows of a layer in a hot block, tokens of a state block.
         zeroes_first: whether vLLM zeroes new blocks before the worker half's copies (Model Runner V2) or after (V1).
-        num_draft_passes: how often a draft layer runs after the forward and the saves; 0: there is none.
+        num_draft_passes: runs of a draft layer after the forward and the saves; 0: there is no draft layer.
     """
 
     def __init__(

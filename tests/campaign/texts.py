@@ -30,8 +30,8 @@ class Text:
     """Tokens of a request and the rows of their KV, continued as the model does.
 
     Args:
-        token_ids: what is known.
-        num_tokens: how far to continue it at least.
+        token_ids: known tokens.
+        num_tokens: least length to which it is continued.
     """
 
     def __init__(self, token_ids: Sequence[int], num_tokens: int = 0):

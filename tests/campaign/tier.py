@@ -56,14 +56,14 @@ class Store:
     """The store behind the tiers of all engines, its answers, and the time.
 
     Args:
-        rng: of the world.
+        rng: random numbers of the world.
 
     Attributes:
         now: seconds since the world began.
         looked_s: those in which the engines have looked at the tier, a tenth of the timeout in each step at most.
-        mood: how it answers.
+        mood: its behaviour.
         since, step: when it began to, in seconds and in steps.
-        blocks: what is stored, by key.
+        blocks: stored blocks by key.
         troubles: when it has ceased to be silent or to trickle.
     """
 
@@ -93,16 +93,16 @@ class Store:
             self._until = self.now + self.rng.uniform(*lengths[self.mood])
 
     def is_long_healthy(self) -> bool:
-        """True if whoever has asked for something has an answer by now."""
+        """Return True if every question that was asked has an answer by now."""
         return self.mood is Mood.HEALTHY and self.now > self.since + TIMEOUT_S and self.step > self.since_step + 10
 
     def does(self, num_polls: int, since: float, share: float) -> bool:
-        """True if it does now what it was asked for.
+        """Return True if the store ends a job now.
 
         Args:
-            num_polls: how often somebody has looked whether it has.
-            since: when it began to.
-            share: of what is looked for the first time and done.
+            num_polls: number of checks whether it has ended.
+            since: time at which the job began.
+            share: share of jobs that are done at the first check.
         """
         if self.mood is Mood.TRICKLING:
             return self.now > since + 0.8 * TIMEOUT_S
@@ -178,9 +178,9 @@ class SimulatedTier(SecondaryTierManager):
 
     Args:
         view: the transfer buffer.
-        rng: of the world.
-        store: where blocks are; engines share it.
-        counts: what happened in the world; added to.
+        rng: random numbers of the world.
+        store: store of the blocks, which engines share.
+        counts: counts of the world's events, which are added to.
     """
 
     medium = Medium.STORAGE
@@ -284,7 +284,7 @@ class WatchedTiers(Tiers):
 
     Args:
         store: the tier's.
-        counts: of the world.
+        counts: counts of the world's events.
         args: those of `Tiers`.
     """
 
@@ -345,11 +345,11 @@ def simulated_tiers(
     """Tiers of one simulated engine, in which a few prefixes or many short parts of them are loaded at once.
 
     Args:
-        host_pool: of its scheduler half.
-        memories: of its ranks.
-        rng: of the world.
-        store: what the tier has.
-        counts: of the world.
+        host_pool: host pool of its scheduler half.
+        memories: memory of each rank.
+        rng: random numbers of the world.
+        store: store of the tier.
+        counts: counts of the world's events.
     """
     buffer = TransferBuffer(BLOCK_BYTES, rng.randint(8, 24))
     primary = BufferTier(buffer.num_chunks, buffer)

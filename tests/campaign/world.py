@@ -22,8 +22,8 @@ class World:
     """Many lives in the same pools.
 
     Args:
-        configuration: what is not drawn.
-        seed: of everything that is.
+        configuration: settings that are not drawn.
+        seed: seed of everything that is drawn.
     """
 
     def __init__(self, configuration: Configuration, seed: int):

@@ -143,7 +143,7 @@ def assert_same_but_ties(
 
     Args:
         got, expected: completions.
-        control: what full KV with other chunks gives; `got` must not leave `expected` much earlier than this does.
+        control: tokens of full KV with other chunks; `got` must not part from `expected` much earlier than these.
     """
     found = differences(got, expected)
     record_comparison(found)

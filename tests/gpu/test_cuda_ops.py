@@ -26,7 +26,7 @@ class Case:
     """Sizes of one comparison.
 
     Attributes:
-        batch, top_k, row_bytes: of the operations.
+        batch, top_k, row_bytes: sizes of the operations.
         num_slots: hot slots that a long request has at least, reserved ones not counted; `max_slots` are the most.
         block_size: tokens of a host block. rows_per_block: rows of a hot block. gap: rows between two hot blocks.
         shortest, longest: tokens of the requests before the first step.

@@ -123,7 +123,7 @@ def compare_with_stock(model: Path, folder: Path, engines: tuple[str, ...], **op
     """Compare engines with a budget of everything with a stock engine.
 
     Args:
-        model, folder: of all engines.
+        model, folder: model and folder of all engines.
         engines: names of algorithms, with `_drafts` where the engine drafts.
         options: engine arguments of all.
     """

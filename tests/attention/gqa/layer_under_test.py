@@ -79,7 +79,7 @@ class LayerUnderTest(ABC):
     """One attention layer with its builder over a small host pool; hot rows start as NaN.
 
     Args:
-        algorithm_class: of the algorithm.
+        algorithm_class: class of the algorithm.
         max_query_len: tokens that a decoding request computes in a step.
     """
 

@@ -260,7 +260,7 @@ class Model:
         Args:
             batch: requests and how many tokens.
             layer_writes: the layer's own kernel writes the new rows, as the fused one does.
-            expect_zeros: in place of the formula.
+            expect_zeros: whether zeros are expected instead of the formula's result.
             in_microbatches: the layer's own kernel writes the new rows, and the layer attends microbatch by microbatch.
         """
         spans = [(request, range(request.num_computed, request.num_computed + num)) for request, num in batch]
