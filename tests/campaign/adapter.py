@@ -187,11 +187,7 @@ class Product:
 
     def leftovers(self) -> dict[str, Any]:
         """State that must be empty when no request is left."""
-        half = self.half
-        left = half.leftovers()
-        if half.transport:
-            left["heartbeats"] = half.transport.connector.connector_scheduler._heartbeat_by_engine
-        return left
+        return self.half.leftovers()
 
     def progress(self) -> str:
         """Return the progress of every request, for the report of a deadlock."""
@@ -212,7 +208,7 @@ class Product:
         num_corrected = in_flight.num_rejected if in_flight else 0
         last = request.num_computed_tokens - num_corrected
         num_placeholders, num_known = len(drafts), last - len(drafts)
-        text, samples = Text(request._all_token_ids, num_known), not request.is_prefill_chunk
+        text, samples = Text(request.all_token_ids, num_known), not request.is_prefill_chunk
         num_pending = len(in_flight.sampled()) if in_flight else 0
         num_tokens_known = request.num_tokens + num_pending
         is_right = not samples or num_known == num_tokens_known

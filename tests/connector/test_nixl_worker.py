@@ -131,7 +131,7 @@ class Decode:
         assert REQUEST in warning and "kv_lease_duration" in warning
 
 
-@pytest.fixture(scope="module", params=["recompute", "fail"])
+@pytest.fixture(params=["recompute", "fail"])
 def policy_engine(request: pytest.FixtureRequest) -> Engine:
     return Engine(policy=request.param, kv_lease_duration=300)
 
@@ -144,10 +144,6 @@ def decode(policy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
     monkeypatch.setattr(
         nixl_scheduler, "logger", SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
     )
-    transport = policy_engine.transport
-    transport._claims.clear()
-    transport._has_warned_of_leases = False
-    transport.connector.connector_scheduler._last_heartbeat_time = 0.0
     decode = Decode(policy_engine, clock, warnings)
     counts, add = policy_engine.half.counts, policy_engine.half.counts.add
     monkeypatch.setattr(counts, "add", lambda **counters: (decode.counters.update(counters), add(**counters)))

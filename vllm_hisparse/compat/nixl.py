@@ -13,6 +13,9 @@ RELEASES = ">=0.32"
 VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector.NixlPullConnector.connector_worker",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._heartbeat_interval",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._heartbeat_by_engine",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._heartbeat_req_engine",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._reqs_need_recv",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker.NixlPullConnectorWorker._read_blocks_for_req",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.use_mla",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_wrapper",
@@ -34,6 +37,16 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
     several local ones, and register host and device memory together.
     """
     connector.connector_worker.use_mla = True
+
+
+def pending_pulls(connector: NixlPullConnector) -> dict[str, object]:
+    """Return by name what NIXL's scheduler half remembers of requests: heartbeats to send, and pulls to start."""
+    nixl = connector.connector_scheduler
+    return {
+        "heartbeats by engine": nixl._heartbeat_by_engine,
+        "heartbeats by request": nixl._heartbeat_req_engine,
+        "pulls to start": nixl._reqs_need_recv,
+    }
 
 
 class PullHooks:

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_hisparse.compat.nixl import send_heartbeats_every
+from vllm_hisparse.compat.nixl import pending_pulls, send_heartbeats_every
 from vllm_hisparse.compat.request_ids import owns_transfer, transfer_of_sample
 from vllm_hisparse.connector.leases import DEFAULT_LEASE_S
 from vllm_hisparse.connector.nixl_config import host_resident_config
@@ -153,6 +153,11 @@ class NixlSchedulerTransport:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.connector.update_connector_output(output)
+
+    def leftovers(self) -> dict[str, object]:
+        """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
+        left = {"accepted": self._accepted, "arrivals": self._arrivals, **pending_pulls(self.connector)}
+        return {name: value for name, value in left.items() if value}
 
     def set_handshake_metadata(self, metadata: dict) -> None:
         self.connector.set_xfer_handshake_metadata_pp_aware(metadata)

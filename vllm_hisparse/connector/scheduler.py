@@ -264,6 +264,8 @@ class HiSparseSchedulerConnector:
             left |= self.tiers.leftovers()
         if self.request_log is not None:
             left |= self.request_log.leftovers()
+        if self.transport is not None:
+            left |= self.transport.leftovers()
         if self.counts.transfers:
             left["transfers"] = self.counts.transfers
         return left

@@ -53,6 +53,7 @@ class Tracked:
     """A tracker with what vLLM gives it.
 
     Attributes:
+        hot: request id -> its own hot blocks, in vLLM's table.
         resident: request id -> its blocks of device-resident KV; None: there is none.
     """
 
@@ -71,9 +72,9 @@ class Tracked:
             draft_row_bytes=8 * has_draft_layers,
         )
         spec = HotBufferSpec.from_mla_spec(mla_spec(12), layout, 5 if is_dense else 4, elastic=False)
-        hot: dict[str, list[KVCacheBlock]] = defaultdict(list)
+        self.hot: dict[str, list[KVCacheBlock]] = defaultdict(list)
         self.resident: dict[str, list[KVCacheBlock]] | None = None if is_dense else {}
-        managers = [SimpleNamespace(req_to_blocks=hot), SimpleNamespace(req_to_blocks=self.resident)]
+        managers = [SimpleNamespace(req_to_blocks=self.hot), SimpleNamespace(req_to_blocks=self.resident)]
         self.pool, self.host_pool, self.deferred = DevicePool(), HostBlockPool(32, BLOCK_SIZE), Deferred()
         kv_cache_manager = SimpleNamespace(
             coordinator=SimpleNamespace(single_type_managers=managers),
@@ -254,7 +255,7 @@ def test_first_decodes_of_dense_models() -> None:
     first_decodes = [tracked.step((request, num_tokens)).first_decodes for num_tokens in (5, 1, 1, 3, 1)]
     assert first_decodes == [[], [(7, 5)], [], [], [(7, 10)]]
     tracked.tracker.release("a", 0)
-    tracked.tracker._own_hot_blocks.pop("a")
+    tracked.hot.pop("a")
     tracked.admit(request, 19)
     assert tracked.step((request, 1)).first_decodes == [(19, 11)]
 
@@ -314,7 +315,7 @@ def test_check_integrity_finds(damage: str) -> None:
     request = tracked.arrive("a", 10)
     tracked.admit(request, 7)
     tracked.tracker.check_integrity()
-    admitted, own = tracked.tracker.admitted["a"], tracked.tracker._own_hot_blocks["a"]
+    admitted, own = tracked.tracker.admitted["a"], tracked.hot["a"]
     if damage == "shared":
         own[1].ref_cnt += 1
     elif damage == "twice":
@@ -322,7 +323,7 @@ def test_check_integrity_finds(damage: str) -> None:
     elif damage == "other first":
         admitted.first_hot_block_id = 8
     elif damage == "only host":
-        tracked.tracker._own_hot_blocks.pop("a")
+        tracked.hot.pop("a")
     else:
         tracked.host_pool.free("a")
     with pytest.raises(AssertionError):
