@@ -11,7 +11,7 @@ from .world import World
 LIVES = 240
 
 
-@pytest.mark.parametrize("num_lives", [LIVES, pytest.param(1200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_lives", [LIVES, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda configuration: configuration.name)
 def test_lives(configuration: Configuration, num_lives: int) -> None:
     result = run_lives(configuration, num_lives)
