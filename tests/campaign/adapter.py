@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
 from vllm_hisparse.connector import connector
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
-from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.connector.worker import hot_buffer_shape
 from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block_manager
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -145,10 +145,8 @@ class Product:
 
     def num_tables(self) -> int:
         """Requests whose state the worker half has room for."""
-        worker = object.__new__(HiSparseWorkerConnector)
-        worker.vllm_config, worker.groups, worker.layout = self.vllm_config, self.half.groups, self.half.groups.layout
-        worker.config = HiSparseConfig.from_vllm_config(self.vllm_config)
-        return worker._shape(self.num_device_blocks).num_requests
+        config = HiSparseConfig.from_vllm_config(self.vllm_config)
+        return hot_buffer_shape(self.vllm_config, config, self.half.groups, self.num_device_blocks).num_requests
 
     def batch(self, output: SchedulerOutput, before: Sequence[BatchEntry], drafter: Drafter) -> list[BatchEntry]:
         """The tokens that a step computes, read right after it was scheduled.

@@ -198,7 +198,7 @@ class HiSparseWorkerConnector:
             HiSparseConfigError: the device has no room for the tensors that are kept beside the KV cache.
         """
         cache = caches[0]
-        shape = self._shape(len(cache))
+        shape = hot_buffer_shape(self.vllm_config, self.config, self.groups, len(cache))
         release_residency()
         if cache.device.type != "cpu":
             check_residency_fits(self.layout, shape.num_device_blocks, _free_bytes(cache.device))
@@ -250,23 +250,34 @@ class HiSparseWorkerConnector:
             check_fixed_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         return algorithm
 
-    def _shape(self, num_device_blocks: int) -> HotBufferShape:
-        assert self.config.top_k is not None
-        max_batch, spec = self.vllm_config.scheduler_config.max_num_seqs, self.groups.hot_spec
-        blocks_per_request = spec.num_blocks(1) + self.layout.state.num_blocks(1)
-        return HotBufferShape(
-            num_requests=min(max_batch, (num_device_blocks - 1) // blocks_per_request),
-            max_batch=max_batch,
-            num_layers=self.layout.num_layers,
-            top_k=self.config.top_k,
-            max_blocks=cdiv(self.vllm_config.model_config.max_model_len, self.layout.block_size),
-            block_size=self.layout.block_size,
-            num_device_blocks=num_device_blocks,
-            max_hot_blocks=spec.max_blocks_per_request(self.vllm_config.model_config.max_model_len),
-            rows_per_hot_block=self.layout.rows_per_hot_block,
-            max_query_len=self.layout.max_query_len,
-            state_columns=self.layout.state.columns(self.vllm_config.model_config.max_model_len),
-        )
+
+def hot_buffer_shape(
+    vllm_config: VllmConfig, config: HiSparseConfig, groups: DeviceGroups, num_device_blocks: int
+) -> HotBufferShape:
+    """Sizes of a rank's hot buffers, with room for every request that may run.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: checked options.
+        groups: the device KV cache groups.
+        num_device_blocks: blocks of a KV cache tensor.
+    """
+    assert config.top_k is not None
+    max_batch, spec = vllm_config.scheduler_config.max_num_seqs, groups.hot_spec
+    blocks_per_request = spec.num_blocks(1) + groups.layout.state.num_blocks(1)
+    return HotBufferShape(
+        num_requests=min(max_batch, (num_device_blocks - 1) // blocks_per_request),
+        max_batch=max_batch,
+        num_layers=groups.layout.num_layers,
+        top_k=config.top_k,
+        max_blocks=cdiv(vllm_config.model_config.max_model_len, groups.layout.block_size),
+        block_size=groups.layout.block_size,
+        num_device_blocks=num_device_blocks,
+        max_hot_blocks=spec.max_blocks_per_request(vllm_config.model_config.max_model_len),
+        rows_per_hot_block=groups.layout.rows_per_hot_block,
+        max_query_len=groups.layout.max_query_len,
+        state_columns=groups.layout.state.columns(vllm_config.model_config.max_model_len),
+    )
 
 
 def _free_bytes(device: torch.device) -> int:
