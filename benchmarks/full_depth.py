@@ -521,7 +521,7 @@ def run(
     elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
     admission: Annotated[
         Admission, typer.Option(help="Of the plugin: limit running requests, or not.")
-    ] = Admission.auto,
+    ] = Admission.off,
     drafts: Annotated[int, typer.Option(min=0, help="Drafts of a step, by a draft layer.")] = 0,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability of each, if those before it are.")] = 0.8,
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,

@@ -105,7 +105,7 @@ class HiSparseConfig(BaseModel):
     elastic: bool = True
     """Whether hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
     that where device memory is free; else all have this size."""
-    admission: Literal["auto", "off"] = "auto"
+    admission: Literal["auto", "off"] = "off"
     """Whether requests wait while more running ones would decode fewer tokens per second: `auto`, as soon as that has
     been measured; `off`: they start as long as there is memory."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
