@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
 DEFAULT_LEASE_S = 30  # the default of vLLM's NIXL connector
-MARGIN_S = 1.0  # largest margin for the way of a renewal to the prefill instance, and for differences of clocks
+MARGIN_S = 1.0  # at most: a renewal takes time to reach the prefill instance, and two clocks differ
 
 
 @dataclass

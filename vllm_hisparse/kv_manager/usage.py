@@ -32,8 +32,8 @@ def miss_curve(counts_by_age: np.ndarray) -> tuple[float, ...] | None:
     """Estimate the share of a selection that LRU buffers of other sizes would miss, from the ages of hot rows.
 
     A row's age is the time since its last use. Some rows of age `a` are used in the next step; the others become rows
-    of age `a + 1`. In a steady state, the numbers of rows of these two ages therefore differ by the hits of age `a`. So
-    a buffer that keeps only the rows below an age misses as many rows in a step as there are rows of this age.
+    of age `a + 1`. In a steady state, rows of age `a` therefore outnumber those of age `a + 1` by the hits of age `a`.
+    So a buffer that keeps only the rows below an age misses as many rows in a step as there are rows of this age.
 
     Args:
         counts_by_age: [buffers, ages] number of rows of each age, the newest first. An age without rows in all buffers
