@@ -25,7 +25,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["gpu_engine_imports"])
 VOCABULARY = range(3, 500)
 DEVICE_KV_BYTES = 2 << 30
 HOST_POOL_GIB = 2.0
@@ -95,6 +94,7 @@ class EngineRun:
         """Start an engine; `job_options` as in tests/e2e/offline_engine.py."""
         job, result, log = (directory / f"{name}.{suffix}" for suffix in ("job.json", "result.json", "log"))
         job.write_text(json.dumps({"engine": engine, "phases": phases, **job_options}))
+        FORKS.set_forkserver_preload(["gpu_engine_imports"])  # NOTE: here, because the end-to-end tests have others
         process = FORKS.Process(target=run_job, args=(job, result, log))
         with mock.patch.dict(os.environ, ENVIRONMENT):
             process.start()
