@@ -353,7 +353,7 @@ def test_refuses_traces_of_drafts() -> None:
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_ds_mla", "int8", "float32"])
 def test_refuses_quantised_kv(dtype: str) -> None:
     message = refusal(cache_config__cache_dtype=dtype)
-    check_parts(message, "--kv-cache-dtype", repr(dtype), "one of auto, bfloat16, float16 with", "Remove it")
+    check_parts(message, "--kv-cache-dtype", repr(dtype), "one of auto, bfloat16, float16 with", "Set it to bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
@@ -573,7 +573,11 @@ def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, An
 def test_refuses_other_quantised_kv_of_dense_models(device: str, dtype: str, expected: str) -> None:
     changes = {"device_config__device_type": device, "cache_config__cache_dtype": dtype}
     check_parts(
-        dense_refusal({"algorithm": "quest"}, **changes), "--kv-cache-dtype", repr(dtype), expected, "Remove it"
+        dense_refusal({"algorithm": "quest"}, **changes),
+        "--kv-cache-dtype",
+        repr(dtype),
+        expected,
+        "Set it to bfloat16",
     )
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, Selector, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-GRAPH_OPTIONS = ("algorithm", "full_kv_layers")  # options that decide which layers write KV themselves
+# Options that decide which layers write KV themselves, or how much memory they need at start-up.
+GRAPH_OPTIONS = ("algorithm", "full_kv_layers", "algorithm_options")
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 # In addition to these: of DSA models, and of dense models.
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}
@@ -258,11 +259,16 @@ class HiSparseConfig(BaseModel):
         assert self.top_k is not None
         return self.top_k
 
-    @property
-    def controls_admission(self) -> bool:
-        """True if running requests are limited to as many as pay. Buffers of a fixed size miss as much with any number
-        of requests."""
-        return self.admission == "auto" and self.elastic
+    def controls_admission(self, max_query_len: int) -> bool:
+        """Return True if running requests are limited to as many as pay.
+
+        Buffers of a fixed size miss as much with any number of requests. With pages or drafts, the ages of hot rows do
+        not tell what smaller buffers would miss: several selections have the same age.
+
+        Args:
+            max_query_len: tokens that a decoding request computes in a step.
+        """
+        return self.admission == "auto" and self.elastic and self.tokens_per_unit == max_query_len == 1
 
     @property
     def size_option(self) -> tuple[str, float]:
@@ -289,7 +295,7 @@ class HiSparseConfig(BaseModel):
                 "--kv-cache-dtype",
                 dtype,
                 f"one of {', '.join(dtypes)} with algorithm '{self.algorithm}' on {device}",
-                "Remove it to keep the KV in the model's dtype.",
+                "Set it to bfloat16, because the checkpoint may ask for another dtype where the option is not given.",
             )
 
     def _for_model(self, vllm_config: VllmConfig) -> HiSparseConfig:

@@ -128,6 +128,7 @@ def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:
     """A plain layer; `changes` are of the layer, or of its implementation with a prefix `impl__`."""
     own = {name.removeprefix("impl__"): value for name, value in changes.items() if name.startswith("impl__")}
     impl = {"alibi_slopes": None, "logits_soft_cap": 0, "vllm_flash_attn_version": 3, "kv_cache_dtype": "auto"}
+    impl["fa4_hd256"] = False
     plain = {
         "layer_name": f"model.layers.{index}.self_attn.attn",
         "attn_backend": backend,

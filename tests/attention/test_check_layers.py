@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
@@ -46,6 +47,7 @@ def plain(cls: type = Attention, impl: dict[str, Any] | None = None, **changes: 
         "head_size": 64,
         "head_size_v": 64,
         "kv_cache_dtype": "auto",
+        "k_scale": torch.tensor(1.0),
         "impl": SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0.0, **(impl or {})}),
     }
     return make(cls, **attributes | changes)
@@ -69,6 +71,7 @@ def test_one_plain_layer_each_is_accepted() -> None:
         (plain(use_mm_prefix=True), "with use_mm_prefix"),
         (plain(head_size_v=32), "with head_size_v=32"),
         (plain(kv_cache_dtype="fp8"), "with kv_cache_dtype='fp8'"),
+        (plain(k_scale=torch.ones(2)), "with k_scale='one for each KV head'"),
         (plain(impl={"alibi_slopes": [0.5]}), r"with alibi_slopes=\[0.5\]"),
         (plain(impl={"logits_soft_cap": 30.0}), "with logits_soft_cap=30.0"),
         (plain(impl={"chunk_lookback": 4}), "with chunk_lookback=4"),

@@ -91,8 +91,8 @@ class RowCheck:
             for row_ids, host_row_ids in self.held_rows(worker, tables, layer):
                 hot = impl.hot.rows[row_ids].cpu()
                 # NOTE: a dense model's host blocks are on the CPU as vLLM's kernels order them.
-                load = getattr(impl, "_load_units", layers[layer].host.__getitem__)
-                host = load(host_row_ids)
+                read, host_rows = getattr(worker.hot_buffer.ops, "read_host_rows", None), layers[layer].host
+                host = read(host_rows, host_row_ids) if read else host_rows[host_row_ids]
                 same = (hot.view(torch.uint8) == host.view(torch.uint8)).all(-1)
                 self.num_rows += len(same)
                 self.num_wrong += int((~same).sum())

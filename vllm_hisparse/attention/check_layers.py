@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -14,7 +15,6 @@ from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from vllm.config import VllmConfig
 
 PLAIN = "causal attention over all earlier tokens in every layer, with KV of one size"
@@ -23,6 +23,7 @@ NEAREST_DSA = f"Serve DeepSeek-V3.2, GLM-5 or HY-V4, or remove {CONNECTOR_NAME}.
 NEAREST = f"Serve a model with such layers (Llama, Qwen3, Qwen3-MoE, Mixtral), or remove {CONNECTOR_NAME}."
 NEAREST_OF = {
     "sliding_window": "Add --disable-sliding-window, which limits sequences to the window, or serve another model.",
+    "k_scale": "Set --kv-cache-dtype bfloat16.",
     "kv_cache_dtype": "Set --kv-cache-dtype bfloat16 or fp8: the checkpoint asks for KV of another kind.",
 }
 
@@ -103,9 +104,16 @@ def _additions(layer: Attention, vllm_config: VllmConfig) -> dict[str, Any]:
         "use_mm_prefix": layer.use_mm_prefix or None,
         "head_size_v": None if layer.head_size_v == layer.head_size else layer.head_size_v,
         "chunk_lookback": None if getattr(impl, "chunk_lookback", -1) == -1 else impl.chunk_lookback,
+        "k_scale": None if _num_scales(layer) <= 1 else "one for each KV head",
         "kv_cache_dtype": None if layer.kv_cache_dtype in dtypes else layer.kv_cache_dtype,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _num_scales(layer: Attention) -> int:
+    """Number of scales that the checkpoint has for a layer's keys."""
+    scale = getattr(layer, "k_scale", None)
+    return scale.numel() if isinstance(scale, torch.Tensor) else 0
 
 
 def _kv_size(layer: Attention) -> tuple[int, int, str]:

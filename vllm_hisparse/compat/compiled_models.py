@@ -27,7 +27,7 @@ def separate_compiled_models(connector: str, options: Sequence[str]) -> None:
     from vllm.config import KVTransferConfig
 
     compute_hash = KVTransferConfig.compute_hash
-    if hasattr(compute_hash, "__wrapped__"):
+    if hasattr(compute_hash, "hashes_options"):
         return
 
     @wraps(compute_hash)
@@ -40,4 +40,5 @@ def separate_compiled_models(connector: str, options: Sequence[str]) -> None:
         values = [self.kv_connector_extra_config.get(name) for name in options]
         return safe_hash(repr([own_hash, connector, values]).encode(), usedforsecurity=False).hexdigest()
 
+    hash_with_options.hashes_options = True
     KVTransferConfig.compute_hash = hash_with_options

@@ -24,7 +24,7 @@ def when_built(check: Callable[[VllmConfig], None], visit: Callable[[torch.nn.Mo
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     create = BaseModelLoader.create_model
-    if hasattr(create, "__wrapped__"):
+    if hasattr(create, "visits_models"):
         return
 
     @wraps(create)
@@ -36,4 +36,5 @@ def when_built(check: Callable[[VllmConfig], None], visit: Callable[[torch.nn.Mo
         visit(model, vllm_config)
         return model
 
+    create_and_visit.visits_models = True
     BaseModelLoader.create_model = create_and_visit

@@ -70,7 +70,7 @@ class HiSparseSchedulerConnector:
         self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
         self.deferred = Deferred()
         self.admission: AdmissionControl | None = None
-        if config.controls_admission:
+        if config.controls_admission(self.layout.max_query_len):
             sizes = config.selection_size, self.layout.unit_bytes, max_num_running, self.layout.max_query_len
             self.admission = AdmissionControl(*sizes)
         self.tracker = RequestTracker(

@@ -91,7 +91,7 @@ class HiSparseWorkerConnector:
         self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
         self.store.attach(any_cache.device)
         self.hot_buffer = self._make_hot_buffer(list(hot_caches.values()))
-        if self.config.controls_admission and self.reports_requests:
+        if self.config.controls_admission(self.layout.max_query_len) and self.reports_requests:
             self._sampler = UsageSampler(self.hot_buffer)
         layers = self.vllm_config.compilation_config.static_forward_context
         self.impls = [layers[name].impl for name in hot_caches]

@@ -195,14 +195,19 @@ def test_layers_without_storage_get_no_metadata(layer_class: type[CudaLayer]) ->
     ],
 )
 def test_units_that_each_version_of_flash_attention_reads(version: int, unit: int, reason: str | None) -> None:
-    impl = SimpleNamespace(vllm_flash_attn_version=version, kv_cache_dtype="auto")
+    impl = SimpleNamespace(vllm_flash_attn_version=version, kv_cache_dtype="auto", fa4_hd256=False)
     found = FlashAttnLayer.impl_class.unsupported(impl, unit)
     assert found is None if reason is None else reason in found
 
 
+def test_pages_of_flash_attention_4_for_the_largest_heads() -> None:
+    impl = SimpleNamespace(vllm_flash_attn_version=4, kv_cache_dtype="auto", fa4_hd256=True)
+    assert "pages of 128 tokens" in FlashAttnLayer.impl_class.unsupported(impl, 16)
+
+
 @pytest.mark.parametrize(("version", "reads"), [(2, False), (3, True), (4, False)])
 def test_version_3_of_flash_attention_reads_fp8(version: int, reads: bool) -> None:
-    impl = SimpleNamespace(vllm_flash_attn_version=version, kv_cache_dtype="fp8")
+    impl = SimpleNamespace(vllm_flash_attn_version=version, kv_cache_dtype="fp8", fa4_hd256=False)
     assert (FlashAttnLayer.impl_class.unsupported(impl, 16) is None) == reads
 
 

@@ -457,6 +457,7 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         ((str(ROOT / "pyproject.toml"),), "is no JSON"),
         (("Llama-3.1-8B", "--gpu", str(ROOT / "benchmarks" / "models" / "code-dsa" / "config.json")), "of the GPU ''"),
         (("Llama-3.1-8B", "--tensor-parallel-size", "3"), "expected a divisor of the 32 attention heads"),
+        (("GLM-4.5", "--tensor-parallel-size", "6"), "expected a divisor or a multiple of the 8 KV heads"),
         (("Llama-3.1-8B", "--context", "9000-400"), "expected tokens as a number"),
         (("Llama-3.1-8B", "--context", "0"), "expected tokens as a number"),
         (("Llama-3.1-8B", "--context", "200000"), "that Llama-3.1-8B takes"),

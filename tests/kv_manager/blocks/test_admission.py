@@ -176,7 +176,14 @@ def test_before_any_measurement_a_request_waits_but_not_for_long() -> None:
     control = AdmissionControl(2048, 656, 100, 1)
     assert not control.holds_back(0, lambda: False), "nobody runs"
     assert not control.holds_back(5, lambda: True), "all stay hot"
-    held = [control.holds_back(5, lambda: False) for _ in range(MAX_STEPS_WITHOUT + 5)]
+    held = []
+    for _ in range(MAX_STEPS_WITHOUT + 5):
+        control.holds_back(5, lambda: False)
+        control.step_scheduled({})  # nothing is computed while prompts are pulled: such a step does not count
+        control.step_processed()
+        held.append(control.holds_back(5, lambda: False))
+        control.step_scheduled({"a": 1})
+        control.step_processed()
     assert held == [True] * MAX_STEPS_WITHOUT + [False] * 5
     assert control.limit is None
 

@@ -1,4 +1,4 @@
-"""Reports of hits, misses and ages: from hot buffers of both kinds whose selections are known."""
+"""Reports of hits, misses and ages: from hot buffers whose selections are known."""
 
 from __future__ import annotations
 

@@ -203,6 +203,9 @@ class HotGQAImpl:
             self._prefill(layer, query[tokens], key[tokens], value[tokens], group, output[tokens])
         return output
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False  # `forward` has no use for the output's scale
+
     def represent(self, span: KeySpan) -> None:
         """Add keys that are on the host to the algorithm's state."""
         block_size = self.staging.block_size

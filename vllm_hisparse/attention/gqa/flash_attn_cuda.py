@@ -41,6 +41,8 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
             return f"FlashAttention {version} is unknown"
         if self.kv_cache_dtype in FP8_DTYPES and version != 3:
             return f"FlashAttention {version} does not read KV in fp8 from such pages; version 3 does, on Hopper"
+        if self.fa4_hd256:
+            return f"FlashAttention {version} reads pages of 128 tokens for heads of 256 elements"
         if tokens_per_unit % multiple:
             return f"FlashAttention {version} reads pages of a multiple of {multiple} tokens"
         return None

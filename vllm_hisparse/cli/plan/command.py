@@ -120,7 +120,7 @@ def plan_command(
         )
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
-    model = CHECKPOINTS.get(shape.name, model)
+    model = CHECKPOINTS.get(shape.name, str(Path(model).parent) if Path(model).is_file() else model)
     starts = commands(plan, model, kv_cache_dtype)
     deployments: dict[str, Any] = {"helm_values": None, "ray_options": None}
     if not replicas_refusal(plan):

@@ -125,6 +125,7 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
     "GLM-5": "zai-org/GLM-5",
     "GLM-5.2": "zai-org/GLM-5.2",
     "GLM-5.3": "zai-org/GLM-5.3",
+    "HY-V4": "/path/to/HY-V4",  # no name is known
     "Llama-3.1-8B": "meta-llama/Llama-3.1-8B-Instruct",
     "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct",
     "Qwen3-8B": "Qwen/Qwen3-8B",

@@ -128,6 +128,12 @@ class Plan:
                 f"--tensor-parallel-size: got {self.tensor_parallel}, expected a divisor of the {self.model.num_heads} "
                 f"attention heads of {self.model.name}"
             )
+        kv_heads, ranks = self.model.num_kv_heads, self.tensor_parallel
+        if not self.model.is_dsa and max(kv_heads, ranks) % min(kv_heads, ranks):
+            raise PlanError(
+                f"--tensor-parallel-size: got {ranks}, expected a divisor or a multiple of the {kv_heads} KV heads of "
+                f"{self.model.name}"
+            )
         if self.load.longest > self.model.max_model_len:
             raise PlanError(
                 f"--context and --output-tokens: got {self.load.longest} tokens at most, expected up to the "

@@ -183,7 +183,7 @@ class AdmissionControl:
         self._selected = 0.0  # units that a request selects in a step, in all layers
         self._excess = 0.0  # share of a selection that is missed in addition to the curve's estimate
         self._decisions: deque[Prediction] = deque(maxlen=DECISIONS)
-        self._steps_without = 0
+        self._steps_without, self._has_held_back = 0, False
         self._last_log = -SECONDS_PER_LOG
 
     @property
@@ -198,6 +198,8 @@ class AdmissionControl:
             num_scheduled: request id -> tokens that the step computes.
         """
         self._times.scheduled(num_scheduled)
+        self._steps_without += self._has_held_back and bool(num_scheduled)
+        self._has_held_back = False
 
     def step_processed(self) -> None:
         """Record that vLLM has the output of a step; called once for each step, in the same order."""
@@ -215,7 +217,7 @@ class AdmissionControl:
         if not self.is_measured:
             if self._steps_without >= MAX_STEPS_WITHOUT or is_hot_as_a_whole():
                 return False
-            self._steps_without += 1
+            self._has_held_back = True
             return True
         return self.limit is not None and num_running >= self.limit and not is_hot_as_a_whole()
 

@@ -236,7 +236,8 @@ class RequestTracker:
 
     def demand(self) -> Demand | None:
         """Describe the running requests for `AdmissionControl`; None: there is none."""
-        lengths = [admitted.num_tokens for admitted in self.admitted.values() if admitted.num_tokens]
+        running = (admitted for name, admitted in self.admitted.items() if name in self.requests)
+        lengths = [admitted.num_tokens for admitted in running if admitted.num_tokens]
         return Demand.of(self.spec, lengths, self.block_pool.num_gpu_blocks - 1) if lengths else None
 
     def _is_held_back(self, request_id: str, num_tokens: int) -> bool:
@@ -251,9 +252,13 @@ class RequestTracker:
         return self.admission.holds_back(self._num_running(), lambda: needed <= num_blocks)
 
     def _num_running(self) -> int:
-        """Requests that hold blocks, except sessions between two turns."""
-        held = self.sessions & self.admitted.keys() if self.sessions else ()
-        return len(self.admitted) - sum(self.requests[name].status != RequestStatus.RUNNING for name in held)
+        """Return the number of requests that hold blocks.
+
+        Sessions between two turns do not count, nor requests that ended while their KV was pulled.
+        """
+        admitted = self.admitted.keys() & self.requests.keys()
+        held = self.sessions & admitted if self.sessions else ()
+        return len(admitted) - sum(self.requests[name].status != RequestStatus.RUNNING for name in held)
 
     # Blocks
 
