@@ -64,7 +64,7 @@ class Store:
         mood: its behaviour.
         since, step: when it began to, in seconds and in steps.
         blocks: stored blocks by key.
-        troubles: when it has ceased to be silent or to trickle.
+        troubles: when it has ceased to be silent or to trickle, once for each pause that it may cause.
     """
 
     def __init__(self, rng: random.Random):
@@ -85,12 +85,16 @@ class Store:
         self.step += 1
         if self.now > self._until:
             if self.mood is not Mood.HEALTHY:
-                self.troubles.append(self.now)
+                self.troubles += [self.now] * self.num_pauses()
             self.mood = Mood.HEALTHY if self.mood is not Mood.HEALTHY else self.rng.choice(list(Mood)[1:])
             self.since, self.since_step = self.now, self.step
             # NOTE: a silence is over before a source is asked again that was left alone because of it.
             lengths = {Mood.HEALTHY: (5.0, 40.0), Mood.SILENT: (1.0, 0.9 * RETRY_S), Mood.TRICKLING: (10.0, 60.0)}
             self._until = self.now + self.rng.uniform(*lengths[self.mood])
+
+    def num_pauses(self) -> int:
+        """Number of pauses that the present trouble may cause: a long one is still there when a pause is over."""
+        return 0 if self.mood is Mood.HEALTHY else 1 + int((self.now - self.since) / RETRY_S)
 
     def is_long_healthy(self) -> bool:
         """Return True if every question that was asked has an answer by now."""
@@ -322,8 +326,7 @@ class WatchedTiers(Tiers):
             self._retry_at = source.retry_at
             self.counts["pauses"] += 1
             check(not store.is_long_healthy(), f"a store is blamed that has been well for {store.now - store.since} s")
-        is_troubled = store.mood is not Mood.HEALTHY
-        num_troubles = sum(ended > source.answered_at for ended in store.troubles) + is_troubled
+        num_troubles = sum(ended > source.answered_at for ended in store.troubles) + store.num_pauses()
         check(
             source.pause_s <= RETRY_S * 2**num_troubles, f"a pause of {source.pause_s} s after {num_troubles} troubles"
         )
