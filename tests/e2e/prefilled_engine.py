@@ -15,6 +15,7 @@ JOB = {
     "host_pool_gib": 0.25,
     "device_buffer_size": 512,
     "elastic": True,
+    "admission": "off",
     "drafts": 0,
     "tensor_parallel": 1,
     "data_parallel": 1,
