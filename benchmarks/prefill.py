@@ -150,8 +150,8 @@ def run(
     longest = max(*context, DECODE_CONTEXT + 8 * repeats * max(context) // chunk)
     job = {"model": str(model), "name": MODELS[ModelName.deepseek]["model_type"], **sizes, **parallel}
     job |= {"max_model_len": -(-(longest + 64) // 64) * 64, "max_num_seqs": numbers[-1], "graph_sizes": numbers}
-    job |= {"chunk": chunk, "device_buffer_size": device_buffer_size, "elastic": True, "forces_selections": False}
-    job["admission"] = "off"
+    job |= {"chunk": chunk, "device_buffer_size": device_buffer_size, "elastic": True, "admission": "off"}
+    job["forces_selections"] = False
     rows: list[dict[str, Any]] = []
     for system in SYSTEMS:
         for row in measure_all(system, job, [(each, other) for other in decoding for each in context], repeats):

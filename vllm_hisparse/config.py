@@ -104,11 +104,11 @@ class HiSparseConfig(BaseModel):
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
     elastic: bool = True
-    """Whether hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
+    """True: hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
     that where device memory is free; else all have this size."""
     admission: Literal["auto", "off"] = "off"
-    """Whether requests wait while more running ones would decode fewer tokens per second: `auto`, as soon as that has
-    been measured; `off`: they start as long as there is memory."""
+    """`auto`: requests wait while more running ones would decode fewer tokens per second, as soon as that has been
+    measured. `off`: they start as long as there is memory."""
     host_to_device_ratio: float | None = Field(default=None, gt=0)
     """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
     host_pool_gib: float | None = Field(default=None, gt=0)
