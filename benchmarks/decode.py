@@ -224,8 +224,8 @@ class Engine:
             typer.echo(f"{self.system} failed with exit code {self._process.exitcode}", err=True)
             return None
 
-    def measure(self, case: tuple[int, int]) -> dict[str, Any] | None:
-        """Measure a case (context, requests); None if the process has ended."""
+    def measure(self, case: Any) -> dict[str, Any] | None:
+        """Measure a case, such as (context, requests); None if the process has ended."""
         if not self.alive:
             return None
         with suppress(OSError):

@@ -6,8 +6,8 @@ sampler accepts or rejects the drafts. Acceptance and hit rates are therefore a 
 that its steps wait for the host.
 
 Prompts are computed. All requests of an engine are submitted at once and never end: after some steps to settle, those
-in which nobody prefills are timed. Each engine runs in a process of its own; they are loaded side by side and
-measured one after the other.
+in which nobody prefills are timed. Each engine runs in a process of its own. All are loaded before the first one is
+measured, because loading engines take the host's time; then they take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import product
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,14 +25,13 @@ import torch
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
-from benchmarks.decode import counters, moved
+from benchmarks.decode import Engine, counters, moved
 from benchmarks.full_depth import Clock
 
 MODEL = Path(__file__).parent / "models" / "code-dsa"
 NUM_HEADS = 64  # which vLLM's sparse kernels need at least
 TEMPERATURE = 0.8
-STOP_TIMEOUT_S = 60
-SIZES = ("kv_dtype", "device_kv_gib", "device_buffer_size", "settle")  # of a job that a row names
+SIZES = ("drafts", "context", "requests", "kv_dtype", "device_kv_gib", "device_buffer_size", "settle")  # of a row
 
 app = typer.Typer(add_completion=False)
 
@@ -83,7 +81,7 @@ def make_prompts(model: Path, context: int, num_prompts: int) -> list[list[int]]
     return [(ids[start:] + ids)[:context] for start in starts]
 
 
-def engine_args(system: System, drafts: int, job: dict[str, Any]) -> dict[str, Any]:
+def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; systems differ only in where KV is stored."""
     args: dict[str, Any] = {
         "model": job["model"],
@@ -98,8 +96,8 @@ def engine_args(system: System, drafts: int, job: dict[str, Any]) -> dict[str, A
         "disable_log_stats": False,
         "seed": 0,
     }
-    if drafts:
-        args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+    if job["drafts"]:
+        args["speculative_config"] = {"method": "mtp", "num_speculative_tokens": job["drafts"]}
     if system == System.ours:
         options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size")}
         args["kv_transfer_config"] = {
@@ -110,7 +108,7 @@ def engine_args(system: System, drafts: int, job: dict[str, Any]) -> dict[str, A
     return args
 
 
-def measure(llm: Any, prompts: list[list[int]], job: dict[str, Any], drafts: int) -> dict[str, Any]:
+def measure(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[str, Any]:
     """Decode all prompts at once, and time steps in which nobody prefills."""
     from vllm import SamplingParams
 
@@ -119,7 +117,8 @@ def measure(llm: Any, prompts: list[list[int]], job: dict[str, Any], drafts: int
         num_tokens = job["max_model_len"] - len(prompt) - 16
         sampling = {"temperature": TEMPERATURE, "seed": index, "ignore_eos": True, "detokenize": False}
         engine.add_request(f"{index}", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=num_tokens, **sampling))
-    clock, schedule, num_decodes = Clock(), scheduler.schedule, 0
+    clock, drafts, num_decodes = Clock(), job["drafts"], 0
+    schedule, update = scheduler.schedule, scheduler.update_from_output
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_decodes
@@ -138,43 +137,39 @@ def measure(llm: Any, prompts: list[list[int]], job: dict[str, Any], drafts: int
     if num_decodes < job["steps"]:
         raise RuntimeError("a request prefilled while steps were timed")
     row = clock.summary(first) | moved(before, counters())
+    scheduler.schedule, scheduler.update_from_output = schedule, update
     engine.abort_request([str(index) for index in range(len(prompts))])
     while engine.has_unfinished_requests():
         engine.step()
     return row | {"acceptance": round((row["tokens_per_step"] - 1) / drafts, 3) if drafts else None}
 
 
-def serve(connection: Connection, system: System, drafts: int, job: dict[str, Any]) -> None:
+def serve(connection: Connection, system: str, job: dict[str, Any]) -> None:
     """Load one engine in this process, and measure whenever asked. It sends None when ready; None ends it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the scheduler can be measured
     from vllm import LLM
 
-    llm = LLM(**engine_args(system, drafts, job))
+    llm = LLM(**engine_args(system, job))
     connection.send(None)
     for prompts in iter(connection.recv, None):
-        connection.send(measure(llm, prompts, job, drafts))
+        described = {"system": system, "model": MODEL.name} | {name: job[name] for name in SIZES}
+        connection.send(described | measure(llm, prompts, job))
 
 
-def measure_all(job: dict[str, Any], drafts: list[int], prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """A row of each engine; one that fails has none."""
-    context, engines = get_context("spawn"), []
-    for number, system in product(drafts, System):
-        connection, other = context.Pipe()
-        process = context.Process(target=serve, args=(other, system, number, job))
-        process.start()
-        other.close()
-        engines.append((system, number, connection, process))
-    for system, number, connection, process in engines:
-        described = {"system": str(system), "model": MODEL.name, "drafts": number}
-        try:
-            connection.recv()
-            connection.send(prompts)
-            yield described | {name: job[name] for name in ("context", "requests", *SIZES)} | connection.recv()
-            connection.send(None)
-        except (EOFError, OSError):
-            typer.echo(f"{system} with {number} drafts has ended", err=True)
-        process.join(STOP_TIMEOUT_S)
-        process.kill()
+def measure_all(
+    job: dict[str, Any], drafts: list[int], prompts: list[list[int]], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of each engine and repetition; an engine that fails yields no more rows."""
+    engines = [Engine(str(system), job | {"drafts": number}, serve) for number, system in product(drafts, System)]
+    try:
+        for engine in engines:
+            engine.wait()
+        for _, engine in product(range(repeats), engines):
+            if row := engine.measure(prompts):
+                yield row
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 @app.command()
@@ -189,6 +184,7 @@ def run(
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 1024,
     settle: Annotated[int, typer.Option(min=1, help="Steps of decoding before those that are timed.")] = 64,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each engine.")] = 3,
     model_dir: Annotated[Path, typer.Option(help="Where the model with more heads is written.")] = Path(
         "build/models/code-dsa-64-heads"
     ),
@@ -209,7 +205,7 @@ def run(
         "max_model_len": context + 8 * (settle + steps),
     }
     hardware, rows = gpu_hardware() if torch.cuda.is_available() else None, []
-    for row in measure_all(job, drafts, make_prompts(MODEL, context, requests)):
+    for row in measure_all(job, drafts, make_prompts(MODEL, context, requests), repeats):
         typer.echo(json.dumps(row), err=True)
         rows.append(row)
         write_result(output, ctx, "benchmarks.trained_drafts", rows, hardware)

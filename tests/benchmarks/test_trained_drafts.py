@@ -1,11 +1,14 @@
-"""`benchmarks.trained_drafts` without an engine: the model with more heads, and the prompts."""
+"""`benchmarks.trained_drafts` without an engine: the model with more heads, the prompts, the turns of engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
+import pytest
 import torch
 
+from benchmarks import trained_drafts
 from benchmarks.dsa_model import AttentionMode
 from benchmarks.selections import load_model
 from benchmarks.trained_drafts import MODEL, make_prompts, pad_heads
@@ -28,3 +31,30 @@ def test_prompts_are_different_windows() -> None:
     prompts = make_prompts(MODEL, 700, 5)
     assert [len(prompt) for prompt in prompts] == [700] * 5
     assert len({tuple(prompt) for prompt in prompts}) == 5
+
+
+class FakeEngine:
+    """An engine that notes what it is asked for."""
+
+    asked: ClassVar[list[tuple[str, str, int]]] = []
+
+    def __init__(self, system: str, job: dict[str, Any], serve: object):
+        self.name = (system, job["drafts"])
+
+    def wait(self) -> None:
+        self.asked.append(("wait", *self.name))
+
+    def measure(self, case: Any) -> dict[str, Any]:
+        self.asked.append(("measure", *self.name))
+        return {"engine": self.name}
+
+    def stop(self) -> None:
+        self.asked.append(("stop", *self.name))
+
+
+def test_no_engine_is_measured_while_another_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_drafts, "Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "asked", [])
+    rows = list(trained_drafts.measure_all({}, [0, 2], [[1]], repeats=2))
+    assert [row["engine"] for row in rows] == [("full", 0), ("ours", 0), ("full", 2), ("ours", 2)] * 2
+    assert [what for what, *_ in FakeEngine.asked] == ["wait"] * 4 + ["measure"] * 8 + ["stop"] * 4
