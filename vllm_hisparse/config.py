@@ -41,17 +41,21 @@ _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
 _BLOCKS = "the model itself selects blocks for each KV head, in kernels of its own"
 _NO_CONNECTOR = "its attention backend takes no KV connector"
-# Models that select positions but cannot have hot buffers: class -> reason.
+_OWN_CACHE = "its own kernels write the KV cache, which hot buffers replace, and leave queries to the attention layer"
+# Models whose layers look like those that hot buffers serve, but cannot have any: class -> reason.
 REFUSED_MODELS = {
+    "BeamForCausalLM": _OWN_CACHE,
     "DeepseekV4ForCausalLM": _V4,
     "DeepseekV4ForConditionalGeneration": _V4,
     "DeepseekV41ForCausalLM": f"{_V4}, and several layers read the KV of one",
     "Dots3NoteForCausalLM": _WINDOWS,
     "Dots3NoteForConditionalGeneration": _WINDOWS,
+    "FlintForCausalLM": _OWN_CACHE,
     "Glm5NextForCausalLM": _LINEAR,
     "Glm5NextForConditionalGeneration": _LINEAR,
     "MiniMaxM3SparseForCausalLM": _BLOCKS,
     "MiniMaxM3SparseForConditionalGeneration": _BLOCKS,
+    "MuseSparkForConditionalGeneration": _OWN_CACHE,
     "Qwen4ExpForCausalLM": _NO_CONNECTOR,
     "Qwen4ExpForConditionalGeneration": _NO_CONNECTOR,
     "Step5ForCausalLM": _WINDOWS,

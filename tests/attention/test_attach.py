@@ -80,6 +80,8 @@ class MLALayers:
             cls,
             use_sparse=use_sparse,
             indexer="an indexer",
+            head_size=576,
+            kv_cache_dtype="auto",
             impl=make(backend.get_impl_cls(), weights="of the layer"),
             attn_backend=backend,
             prefill_backend="dense",
@@ -308,15 +310,20 @@ def sparse_layer(index: int, indexer: Any = None, use_sparse: bool = True) -> An
     name = f"model.layers.{index}.self_attn.attn"
     impl = make(SparseMLACpuImpl, num_heads=3)
     attributes = {"layer_name": name, "use_sparse": use_sparse, "indexer": indexer, "impl": impl}
+    attributes |= {"head_size": 576, "kv_cache_dtype": "auto"}
     return make(MLAAttention, **attributes, attn_backend=SparseMLACpuBackend)
 
 
 @pytest.mark.parametrize("connector", [None, "HiSparseHostConnector"])
 def test_mla_layers_on_the_cpu(connector: str | None) -> None:
     """A layer that shares another's indexer is sparse, too; one that does not select keeps its KV on the device."""
-    layers = [sparse_layer(0, "an indexer"), sparse_layer(1), sparse_layer(2, use_sparse=False)]
+    layers = [
+        sparse_layer(0, "an indexer"),
+        sparse_layer(1),
+        *(sparse_layer(index, use_sparse=False) for index in (2, 3)),
+    ]
     attach.attach_hot_buffers(model_of([*layers, make(IndexerCpuCache)]), vllm_config(connector, is_dsa=True))
-    is_hot = [connector is not None] * 2 + [False]
+    is_hot = [connector is not None] * 2 + [False] * 2
     assert [type(layer) is HotMLAAttention for layer in layers] == is_hot
     assert [type(layer.impl) is HotMLACpuImpl for layer in layers] == is_hot
     assert [layer.attn_backend is HotMLACpuBackend for layer in layers] == is_hot

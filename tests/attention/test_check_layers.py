@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 
-from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers
+from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers, check_resident_layers
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 NAME = "language_model.model.layers.{}.self_attn.attn"
@@ -111,16 +112,20 @@ def sparse(indexer: Any = None) -> Any:
     return make(Sparse, use_sparse=True, indexer=indexer)
 
 
+def full(head_size: int = 576) -> Any:
+    return make(MLAAttention, use_sparse=False, head_size=head_size, kv_cache_dtype="auto")
+
+
 def test_full_mla_layers_and_indexer_keys_beside_sparse_layers_are_accepted() -> None:
-    layers = [sparse(indexer="one"), make(MLAAttention, use_sparse=False), make(DeepseekV32IndexerCache), sparse()]
+    layers = [sparse("one"), full(), full(), make(DeepseekV32IndexerCache), sparse()]
     check_mla_layers(dense(*layers), {Sparse: Sparse}, DeepseekV32IndexerCache)
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([make(MLAAttention, use_sparse=False)], r"MLAAttention \(.*layers.0.*full attention, as all others"),
-        ([make(MLAAttention, use_sparse=False), sparse(), sparse("one")], r"Sparse \(.*layers.1.*no indexer, and"),
+        ([full()], r"MLAAttention \(.*layers.0.*full attention, as all others"),
+        ([full(), sparse(), sparse("one")], r"Sparse \(.*layers.1.*no indexer, and"),
         ([], "NoneType .no layer"),
     ],
 )
@@ -136,3 +141,30 @@ def test_a_dsa_model_without_a_selection_is_refused(layers: list[Any], message: 
 def test_other_layers_of_a_dsa_model_are_refused(layer: Any) -> None:
     with pytest.raises(HiSparseConfigError, match=rf"^--model: got '{type(layer).__name__} \(.*its own way"):
         check_mla_layers(dense(layer), {Sparse: Sparse}, DeepseekV32IndexerCache)
+
+
+@pytest.mark.parametrize("sizes", [(576,), (576, 512)])
+def test_as_many_indexers_as_full_layers_are_refused_before_weights_are_loaded(sizes: tuple[int, ...]) -> None:
+    layers = [sparse("one"), *map(full, sizes), make(DeepseekV32IndexerCache), sparse()]
+    with pytest.raises(HiSparseConfigError, match=r"^--model: got '1 layers with an indexer, .*layers\.1\.self_attn"):
+        check_mla_layers(dense(*layers), {Sparse: Sparse}, DeepseekV32IndexerCache)
+
+
+@pytest.mark.parametrize(
+    ("num_hot", "num_indexers", "rows", "is_refused"),
+    [
+        (3, 1, [1152], True),
+        (3, 2, [1152], False),
+        (1, 1, [1152], False),
+        (30, 2, [1152, 1152], True),
+        (30, 1, [1152, 576], True),
+        (30, 2, [1152, 576], False),
+        (61, 61, [], False),
+    ],
+)
+def test_groups_that_vllm_would_split_are_refused(
+    num_hot: int, num_indexers: int, rows: list[int], is_refused: bool
+) -> None:
+    sizes = {f"layers.{index}": width for index, width in enumerate(rows)}
+    with pytest.raises(HiSparseConfigError, match=r"^--model: got .*layers\.0") if is_refused else nullcontext():
+        check_resident_layers(num_hot, num_indexers, sizes)

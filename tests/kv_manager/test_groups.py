@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.groups import DeviceGroups, check_hot_layers
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
 
@@ -95,6 +96,14 @@ def test_other_groups_are_refused(groups: list[tuple[list[str], KVCacheSpec]]) -
         ValueError, match=re.escape(f"one KV cache group of hot rows and at most one other, got {kinds}")
     ):
         DeviceGroups.from_config(plan(*groups))
+
+
+def test_a_loader_that_built_the_model_by_itself_is_named() -> None:
+    check_hot_layers(plan((["k0"], KEYS), (["m0"], HOT_MLA)), "of_others")
+    with pytest.raises(HiSparseConfigError) as refused:
+        check_hot_layers(plan((["k0"], KEYS), (["f0"], FULL_GQA)), "of_others")
+    for part in ("--load-format: got 'of_others'", "create_model", "FullAttentionSpec, MLAAttentionSpec", "Remove it"):
+        assert part in str(refused.value)
 
 
 WIDE_KEYS = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=264, dtype=torch.uint8)

@@ -72,8 +72,8 @@ def check_mla_layers(
         key_cache: class of the layers that keep indexer keys.
 
     Raises:
-        HiSparseConfigError: a layer is of another kind, no layer is sparse, or the first sparse layer has no indexer
-            and no selection to share.
+        HiSparseConfigError: a layer is of another kind, no layer is sparse, the first sparse layer has no indexer and
+            no selection to share, or `check_resident_layers` refuses the numbers of layers.
     """
     for name, layer in layers.items():
         if type(layer) not in (hot_layers if _is_sparse(layer) else (MLAAttention, key_cache)):
@@ -84,6 +84,35 @@ def check_mla_layers(
         raise _refusal(name, layer, "full attention, as all others (layer_types of config.json)", NEAREST_DSA, SPARSE)
     if layer.indexer is None:
         raise _refusal(name, layer, "no indexer, and none before it", NEAREST_DSA, SPARSE)
+    full = {  # NOTE: the sizes of their rows in bytes follow from these, but vLLM knows them only later
+        name: (layer.head_size, layer.kv_cache_dtype)
+        for name, layer in layers.items()
+        if isinstance(layer, MLAAttention) and not layer.use_sparse
+    }
+    # NOTE: layers that draft are not built yet; each adds an indexer and a layer that keeps its KV on the device.
+    check_resident_layers(len(sparse), sum(layer.indexer is not None for layer in sparse.values()), full)
+
+
+def check_resident_layers(num_hot_layers: int, num_indexers: int, sizes: Mapping[str, object]) -> None:
+    """Refuse layers that vLLM would not put into one group of hot rows and one group of device-resident KV.
+
+    Args:
+        num_hot_layers: layers with hot rows.
+        num_indexers: layers with indexer keys, draft layers included.
+        sizes: size of one token's KV, in bytes or in another form, in each layer that keeps its KV on the device.
+
+    Raises:
+        HiSparseConfigError: there are equally many layers with each size of device-resident KV, which vLLM takes for a
+            pattern by which it also splits the hot layers.
+    """
+    if sizes and {num_indexers, *Counter(sizes.values()).values()} == {num_indexers} and num_indexers < num_hot_layers:
+        raise HiSparseConfigError(
+            "--model",
+            f"{num_indexers} layers with an indexer, and as many with full attention (such as {next(iter(sizes))})",
+            f"more or fewer layers with an indexer than others with full attention: vLLM takes equal numbers for a "
+            f"pattern, by which it would split the {num_hot_layers} layers with hot rows, too",
+            f"Serve another model, or remove {CONNECTOR_NAME}.",
+        )
 
 
 def _is_sparse(layer: AttentionLayerBase) -> bool:

@@ -25,7 +25,7 @@ from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.connector.scheduler import HiSparseSchedulerConnector
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector
-from vllm_hisparse.kv_manager.groups import DeviceGroups
+from vllm_hisparse.kv_manager.groups import DeviceGroups, check_hot_layers
 from vllm_hisparse.kv_manager.rows.host_memory import num_host_pools
 from vllm_hisparse.kv_manager.tiers.make_tiers import make_tiers
 from vllm_hisparse.vllm_patches.failed_loads import release_failed_loads
@@ -58,6 +58,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         end_with_parent()
         config = HiSparseConfig.from_vllm_config(vllm_config)
+        check_hot_layers(kv_cache_config, str(vllm_config.load_config.load_format))
         groups = DeviceGroups.from_config(kv_cache_config)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, iter_layer_specs
 
+from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import KVLayout
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class DeviceGroups:
                 planned layers or blocks that differ from the layout.
         """
         groups = kv_cache_config.kv_cache_groups
-        specs = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in groups]
+        specs = _first_specs(kv_cache_config)
         hot_ids = [i for i, spec in enumerate(specs) if isinstance(spec, HotBufferSpec)]
         if len(groups) > 2 or len(hot_ids) != 1:
             kinds = [type(spec).__name__ for spec in specs]
@@ -89,6 +90,32 @@ class DeviceGroups:
         for name, value in planned.items():
             if value != getattr(layout, name):
                 raise ValueError(f"{name} of the KV cache: vLLM planned {value}, the layers {getattr(layout, name)}")
+
+
+def check_hot_layers(kv_cache_config: KVCacheConfig, load_format: str) -> None:
+    """Refuse a model that has no layer with hot rows, because its loader built it by itself.
+
+    Args:
+        kv_cache_config: the KV cache as vLLM planned it.
+        load_format: `--load-format`.
+
+    Raises:
+        HiSparseConfigError: no layer has hot rows.
+    """
+    specs = _first_specs(kv_cache_config)
+    if not any(isinstance(spec, HotBufferSpec) for spec in specs):
+        raise HiSparseConfigError(
+            "--load-format",
+            load_format,
+            "a loader that builds the model with vLLM's `BaseModelLoader.create_model`, where layers get hot buffers; "
+            f"no layer has one, because all are of {', '.join(sorted({type(spec).__name__ for spec in specs}))}",
+            "Remove it, or let the loader's `load_model` call `create_model`.",
+        )
+
+
+def _first_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """The spec of the first layer of each group."""
+    return [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in kv_cache_config.kv_cache_groups]
 
 
 def _layer_specs(group: KVCacheGroupSpec | None) -> list[AttentionSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_hisparse.attention.mla import base as mla_base
 from vllm_hisparse.attention.mla.base import HotMLAAttention
-from vllm_hisparse.config import HiSparseConfigError
 
 
 @pytest.mark.parametrize(("num_layers", "num_indexers", "rows"), [(61, 61, 7), (78, 20, 2), (4, 2, 3)])
@@ -86,23 +84,3 @@ def test_layers_that_do_not_select_keep_their_kv_on_the_device(
     assert layout.full_kv_row_bytes == 2 * 1152 and layout.draft_row_bytes == num_drafting * (1152 + 132)
     assert layout.resident_token_bytes == (9 + num_drafting) * 132 + (2 + num_drafting) * 1152
     assert layout.main_block_bytes == 64 * 32 * 1152
-
-
-@pytest.mark.parametrize(
-    ("num_hot", "num_indexers", "rows", "is_refused"),
-    [
-        (3, 1, [1152], True),
-        (3, 2, [1152], False),
-        (1, 1, [1152], False),
-        (30, 2, [1152, 1152], True),
-        (30, 1, [1152, 576], True),
-        (30, 2, [1152, 576], False),
-        (61, 61, [], False),
-    ],
-)
-def test_groups_that_vllm_would_split_are_refused(
-    num_hot: int, num_indexers: int, rows: list[int], is_refused: bool
-) -> None:
-    names = {f"layers.{index}": width for index, width in enumerate(rows)}
-    with pytest.raises(HiSparseConfigError, match=r"^--model: got .*layers\.0") if is_refused else nullcontext():
-        mla_base.check_resident_layers(num_hot, num_indexers, names)

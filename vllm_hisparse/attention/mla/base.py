@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.attention.backend import AttentionMetadata
 
+from vllm_hisparse.attention.check_layers import check_resident_layers
 from vllm_hisparse.compat.engine import is_draft_layer
-from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError, max_query_len
+from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
@@ -75,32 +75,6 @@ class HotBufferLayer:
         check_resident_layers(layout.num_layers, sum(has_indexer) + num_draft_indexers, row_bytes)
         reserve_residency(layout, vllm_config)
         return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)
-
-
-def check_resident_layers(num_hot_layers: int, num_indexers: int, row_bytes: Mapping[str, int]) -> None:
-    """Refuse layers that vLLM would not put into one group of hot rows and one group of device-resident KV.
-
-    Args:
-        num_hot_layers: layers with hot rows.
-        num_indexers: layers with indexer keys, draft layers included.
-        row_bytes: bytes of one token's KV in each layer that keeps its KV on the device.
-
-    Raises:
-        HiSparseConfigError: there are equally many layers with each size of device-resident KV, which vLLM takes for a
-            pattern by which it also splits the hot layers.
-    """
-    if (
-        row_bytes
-        and {num_indexers, *Counter(row_bytes.values()).values()} == {num_indexers}
-        and num_indexers < num_hot_layers
-    ):
-        raise HiSparseConfigError(
-            "--model",
-            f"{num_indexers} layers with an indexer, and as many with full attention (such as {min(row_bytes)})",
-            f"more or fewer layers with an indexer than others with full attention: vLLM takes equal numbers for a "
-            f"pattern, by which it would split the {num_hot_layers} layers with hot rows, too",
-            f"Serve another model, or remove {CONNECTOR_NAME}.",
-        )
 
 
 class HotMLAAttention(HotBufferLayer, MLAAttention):
