@@ -30,7 +30,7 @@ from benchmarks.decode import CHUNK_TOKENS
 from benchmarks.decode_models import LLAMA
 from benchmarks.full_depth import arrivals
 from vllm_hisparse.cli.plan.command import DENSE_TOP_K
-from vllm_hisparse.cli.plan.gpus import GPUS
+from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelShape
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, STOCK_PARTS, Step
@@ -61,7 +61,10 @@ DENSE_VOCABULARY = 512  # of the benchmark's Llama
 MIXED_CASE = "mixed"
 MOST_OFF, MOST_OFF_RUNNING = 0.15, 0.03  # errors of a row that is predicted
 # Rows that are not predicted: file -> system -> why.
-_HOST = "its steps wait for the host, whose time varies: with full KV 3.3 ms without drafts, 2.9 with one, 5.9 with two"
+_HOST = (
+    "its steps waited for a host that loaded other engines meanwhile: with full KV, 3.3 ms without drafts, 2.9 with "
+    "one, 5.9 with two, so that no time per step and per draft fits"
+)
 _LENT = "an earlier version lent its requests memory while steps were timed, so that hits rose from 74% to 100%"
 UNPREDICTED = {
     "h200/mtp_trained.json": {System.full: _HOST, System.plugin: _HOST},
@@ -82,6 +85,7 @@ class Measured:
         system: system that decoded.
         row: the result's row; of a case that was measured several times, the median.
         repeats: number of measurements.
+        gpu: GPU on which it was measured.
         model: sizes of the benchmark's model.
         host_bytes: host pool of a rank.
         lengths: tokens of equally frequent requests while steps were timed.
@@ -96,6 +100,7 @@ class Measured:
     system: System
     row: dict[str, Any]
     repeats: int
+    gpu: Gpu
     model: ModelShape
     host_bytes: int
     lengths: tuple[int, ...]
@@ -152,7 +157,7 @@ class Measured:
         hit_rate = 1.0 if self.system == System.full else self._hit_rate(int(requests))
         return Step(
             model=self.model,
-            gpu=GPUS["H200"],
+            gpu=self.gpu,
             system=self.system,
             requests=requests,
             num_tokens=float(np.mean(self.lengths)),
@@ -234,9 +239,12 @@ def read_rows(folder: Path, group: str, name: str) -> list[Measured]:
     result = json.loads((folder / name).read_text())
     rows, repeats = _medians(result["rows"])
     host_bytes = int(float(_option(result["command"], "--host-pool-gib")) * 2**30)
+    gpu = Gpu.from_doctor({"gpu": {"name": result["hardware"]["gpu"]}})
     read = {"dense model": _dense, "drafts of a small model": _small}.get(group, _full_depth)
     return [
-        Measured(group, name, SYSTEMS[row["system"]], host_bytes=host_bytes, repeats=count, **read(result, row))
+        Measured(
+            group, name, SYSTEMS[row["system"]], host_bytes=host_bytes, repeats=count, gpu=gpu, **read(result, row)
+        )
         for row, count in zip(rows, repeats, strict=True)
     ]
 
@@ -251,8 +259,8 @@ def _medians(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int
         each[0]
         | {
             name: median(row[name] for row in each)
-            for name in ("tokens_per_s", "itl_ms_p50", "hit_rate")
-            if each[0][name] is not None
+            for name in ("tokens_per_s", "itl_ms_p50", "tokens_per_step", "hit_rate")
+            if each[0].get(name) is not None
         }
         for each in cases.values()
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,14 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(app, ["plan", *words])
 
 
+def not_json(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
 def planned(*words: str) -> dict:
     result = invoke(*words, "--json")
     assert result.exit_code == 0, result.output
-    return json.loads(result.output)
+    return json.loads(result.output, parse_constant=not_json)
 
 
 def refusal(*words: str) -> str:
@@ -295,6 +300,30 @@ def test_a_plan_says_what_was_not_measured() -> None:
     assert "datasheets" in planned(*words, "16", "--gpu", "H100")["confidence"]
 
 
+def test_a_plan_says_where_steps_wait_for_the_host() -> None:
+    """A small model's steps take less than the slowest measured host needs for them; those of large models do not."""
+    small = (str(ROOT / "benchmarks" / "models" / "code-dsa"), "--context", "4000", "--concurrency", "1")
+    found = planned(*small)
+    assert "Steps wait for a slow host: for a step, the GPU needs" in found["waits_for_host"]
+    assert found["waits_for_host"] in " ".join(invoke(*small).output.split())
+    large = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--concurrency", "1")
+    assert planned(*large)["waits_for_host"] is None
+    parts = Step(ModelShape.load(small[0]), GPUS["H200"], System.full, 1, 4000, 256).parts_ms()
+    fastest = json.loads(CALIBRATION.read_text())["factors"]["host"]["step"]
+    assert sum(parts.values()) == pytest.approx(fastest) and parts["waiting for the host"] > 0
+
+
+def test_a_plan_says_that_fewer_requests_give_more_tokens() -> None:
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--overlap")
+    few, planned_speed = planned(*words, "0.6"), planned(*words, "0.9")
+    number = few["more_tokens_per_s_with"]
+    at_number = planned(*words, "0.6", "--concurrency", str(number))["systems"]["vllm_hisparse"]
+    assert at_number["tokens_per_s"] > 1.02 * few["systems"]["vllm_hisparse"]["tokens_per_s"]
+    output = " ".join(invoke(*words, "0.6").output.split())
+    assert f"start it with --max-num-seqs {number}, or with the option admission: auto" in output
+    assert planned_speed["more_tokens_per_s_with"] is None
+
+
 def test_it_does_not_pay_where_full_kv_fits() -> None:
     words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "2000")
     found = planned(*words, "--concurrency", "16")
@@ -341,6 +370,15 @@ def merged(base: Any, over: Any) -> Any:
     return base | {key: merged(base.get(key), value) for key, value in over.items()}
 
 
+@cache
+def parser() -> Any:
+    """Parser of `vllm serve`."""
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
 STARTED = {
     "dsa": ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8"),
     "drafts": ("GLM-5.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts", "2"),
@@ -358,8 +396,6 @@ def test_commands_are_taken_by_the_programs_that_get_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parsers of vLLM and of the router, and the schemas of the chart and of the Ray application."""
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm_hisparse_ray.config import AppConfig
     from vllm_router.launch_router import parse_router_args
 
@@ -375,7 +411,7 @@ def test_commands_are_taken_by_the_programs_that_get_them(
             assert args.vllm_pd_disaggregation and len(args.prefill_urls) == len(args.decode_urls) == 1
             continue
         assert words[:2] == ["vllm", "serve"]
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+        args = parser().parse_args(words[2:])
         assert bool(args.speculative_config) == drafts
         if title != "prefill" and name not in ("refused", "fp4"):
             HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
@@ -390,9 +426,39 @@ def test_commands_are_taken_by_the_programs_that_get_them(
     assert decode["hisparse"]["hostPoolGiB"] * decode["replicas"] == 512
     engine = found["helm_values"]["engine"]["extraArgs"]
     assert ("--speculative-config" in engine) == drafts
-    make_arg_parser(FlexibleArgumentParser()).parse_args([*engine, *decode["extraArgs"]])
+    parser().parse_args([*engine, *decode["extraArgs"]])
     app = AppConfig.parse(found["ray_options"])
     HiSparseConfig.from_extra_config(app.decode.hisparse)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_commands_of_every_preset_are_taken(preset: str) -> None:
+    """vLLM's parser takes them, the plugin its options, and the length is one that the model's config.json allows."""
+    from vllm_hisparse.config import HiSparseConfig
+
+    config = PRESETS[preset]
+    ranks = next(number for number in (8, 4) if config["num_attention_heads"] % number == 0)
+    words = (preset, "--tensor-parallel-size", str(ranks))
+    found, hosted = planned(*words), preset != "HY-V4"
+    assert set(found["commands"]) == ({"one instance", "prefill", "decode", "router"} if hosted else {"one instance"})
+    for title in found["commands"].keys() - {"router"}:
+        command = [word for word in shlex.split(found["commands"][title]) if not re.match(r"[A-Z_]+=", word)]
+        args = parser().parse_args(command[2:])
+        assert args.max_model_len <= config["max_position_embeddings"]
+        if hosted and title != "prefill":
+            options = HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
+            assert (options.algorithm == "quest") == (not config.get("index_topk"))
+    assert bool(found["helm_values"]) == bool(found["ray_options"]) == hosted
+
+
+@pytest.mark.parametrize("words", [("GLM-5.2", "--tensor-parallel-size", "8", "--drafts", "1"), ("Mistral-7B",)])
+def test_the_table_says_what_the_json_says(words: tuple[str, ...]) -> None:
+    found, lines = planned(*words), invoke(*words).output.splitlines()
+    for system, values in found["systems"].items():
+        line = next(line for line in lines if line.strip().startswith(system))
+        cells = [float(cell) for cell in re.findall(r" (\d+(?:\.\d+)?)", line)]
+        assert values["running"] in cells and min(abs(cell - values["tokens_per_s"]) for cell in cells) < 0.6
+    assert not any("…" in line for line in lines), "nothing is cut off"
 
 
 @pytest.mark.parametrize(
@@ -403,12 +469,13 @@ def test_commands_are_taken_by_the_programs_that_get_them(
         ("L40S", "Llama-3.1-8B", "fp8", "TRITON_ATTN"),
         ("B200", "Llama-3.1-8B", "auto", "FLASH_ATTN"),
         ("B300", "Qwen3-30B-A3B", "fp8", "TRITON_ATTN"),
-        ("B200", "DeepSeek-V3.2", "fp8", None),
+        ("B200", "DeepSeek-V3.2", "fp8", "FLASHMLA_SPARSE"),
+        ("GH200", "DeepSeek-V3.2", "fp8", None),
     ],
 )
 def test_back_ends_that_vllm_would_not_take_first(gpu: str, model: str, kv_dtype: str, backend: str | None) -> None:
     """The printed commands start: vLLM's first choice on Blackwell has no hot buffers."""
-    parallel = ("--tensor-parallel-size", "8") if model == "DeepSeek-V3.2" else ()
+    parallel = ("--tensor-parallel-size", "16") if model == "DeepSeek-V3.2" else ()
     found = planned(model, "--gpu", gpu, "--kv-cache-dtype", kv_dtype, *parallel)
     for side in ("one instance", "prefill", "decode"):
         words = shlex.split(found["commands"][side])
@@ -452,6 +519,10 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected a multiple of 16, at least 2048"),
         (("GLM-5", "--indexer-kv-dtype", "mxfp4"), "got mxfp4, and H200 for --gpu"),
         (("Llama-3.1-8B", "--indexer-kv-dtype", "fp8"), "Llama-3.1-8B has no indexer"),
+        (("GLM-5", "--gpu", "L40S", "--tensor-parallel-size", "64"), "got GLM-5, and L40S for --gpu"),
+        (("Qwen3-8B", "--gpu", "A100", "--kv-cache-dtype", "fp8"), "got fp8, and A100 for --gpu"),
+        (("GLM-5", "--tensor-parallel-size", "16", "--drafts", "2", "--device-buffer-size", "4096"), "(--drafts 2)"),
+        (("Mixtral-8x7B", "--context", "33000"), "got 34024 tokens at most, expected up to the 32768"),
         (("Llama-3.1-8B", "--top-k", "100"), "expected a multiple of Quest's page of 16 tokens"),
         (("GLM-5", "--drafts", "4", "--tensor-parallel-size", "16"), "expected at most 3"),
         ((str(ROOT / "pyproject.toml"),), "is no JSON"),

@@ -24,11 +24,26 @@ from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
 
 DENSE_TOP_K = 2048
+DEFAULT_CONTEXT = 32768
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in multiples of top-k
 RANGE_STEPS = 33  # number of lengths that represent a range or a file
-MIN_WIDTH = 120  # columns of the tables
+MIN_WIDTH = 150  # columns of the tables
+TITLES = {  # printed above commands and options
+    "one instance": "To start one instance",
+    "prefill": "Or a prefill/decode pair; its prefill side",
+    "decode": "its decode side",
+    "router": "its router",
+    "helm_values": "Or Helm values for such a pair (helm install -f FILE)",
+    "ray_options": "Or arguments of the Ray Serve application",
+}
+PARTS = {  # part of a step -> label, where its name does not say enough
+    "resolve": "finding hot rows",
+    "copies": "waiting for copies from the host",
+    "other": "other kernels",
+}
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 KEY_DTYPES = ("auto", "fp8", "mxfp4")
+FP8_CAPABILITY = 89  # from which on TRITON_ATTN stores KV in fp8
 FP4_GPUS = ("B200", "B300", "GB200")
 
 
@@ -47,7 +62,10 @@ def plan_command(
     ] = None,
     device_kv_gib: Annotated[float | None, typer.Option(min=0.1, help="Device memory for KV on each GPU.")] = None,
     host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory for KV, of all ranks.")] = 512.0,
-    context: Annotated[str, typer.Option(help="Prompt tokens: a number, LOW-HIGH, or a file of lengths.")] = "32768",
+    context: Annotated[
+        str | None,
+        typer.Option(help="Prompt tokens: a number, LOW-HIGH, or a file of lengths. Default: 32768, if the model can."),
+    ] = None,
     output_tokens: Annotated[str, typer.Option(help="Answer tokens, in the same way.")] = "1024",
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: all that fit.")] = None,
     request_rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second, instead.")] = None,
@@ -81,6 +99,7 @@ def plan_command(
         raise typer.BadParameter(
             f"got {indexer_kv_dtype}, but {shape.name} has no indexer", param_hint="--indexer-kv-dtype"
         )
+    _check_gpu(shape, found_gpu, kv_cache_dtype)
     if indexer_kv_dtype == "mxfp4" and not any(name in found_gpu.name for name in FP4_GPUS):
         message = f"got mxfp4, and {found_gpu.name} for --gpu: it needs one of {', '.join(FP4_GPUS)}"
         raise typer.BadParameter(message, param_hint="--indexer-kv-dtype")
@@ -95,7 +114,10 @@ def plan_command(
         raise typer.BadParameter(message, param_hint="--top-k")
     selected = shape.top_k or top_k or DENSE_TOP_K
     _check_sizes(shape, selected, drafts, device_buffer_size)
-    prompts, answers = lengths(context, "--context"), lengths(output_tokens, "--output-tokens")
+    answers = lengths(output_tokens, "--output-tokens")
+    if context is None:
+        context = str(max(1, min(DEFAULT_CONTEXT, shape.max_model_len - max(answers))))
+    prompts = lengths(context, "--context")
     longest = max(prompts) + max(answers)
     load = Load(quantiles(prompts), fmean(answers), longest, concurrency, request_rate)
     rate, locality = _locality(hit_rate, overlap, trace, selected)
@@ -134,6 +156,16 @@ def plan_command(
         draw(plan, chart)
 
 
+def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
+    """Refuse what no attention back end of vLLM with hot buffers runs on a GPU."""
+    if shape.is_dsa and gpu.capability < 90:
+        message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM selects positions on Hopper and Blackwell only"
+        raise typer.BadParameter(message, param_hint="MODEL")
+    if kv_cache_dtype == "fp8" and not shape.is_dsa and not shape.refusal and gpu.capability < FP8_CAPABILITY:
+        message = f"got fp8, and {gpu.name} for --gpu: hot buffers in fp8 need compute capability 8.9. Leave it out"
+        raise typer.BadParameter(message, param_hint="--kv-cache-dtype")
+
+
 def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size: int | None) -> None:
     """Refuse sizes that an engine would refuse at start-up."""
     unit, least = 1 if shape.is_dsa else QUEST_PAGE, top_k * (1 + drafts)
@@ -149,7 +181,8 @@ def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size:
     if device_buffer_size is not None and (device_buffer_size < least or device_buffer_size % unit):
         multiple = f"a multiple of {unit}, " if unit > 1 else ""
         raise typer.BadParameter(
-            f"got {device_buffer_size}, expected {multiple}at least {least}: {top_k} selected rows of each token",
+            f"got {device_buffer_size}, expected {multiple}at least {least}: {top_k} selected rows of each of "
+            f"{1 + drafts} tokens (--drafts {drafts})",
             param_hint="--device-buffer-size",
         )
 
@@ -253,30 +286,33 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     console.width = max(console.width, MIN_WIDTH)
     ranks, load = f"{plan.tensor_parallel * plan.data_parallel} x {plan.gpu.name}", plan.load
     console.print(
-        f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights, {plan.kv_gib:.1f} GiB for KV "
-        f"on each GPU; {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "
-        f"{load.output:.0f} tokens. Locality: {plan.locality}."
+        f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights and {plan.kv_gib:.1f} GiB for "
+        f"KV on each GPU, {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "
+        f"{load.output:.0f} tokens. Locality: {plan.locality}.\n"
     )
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
-    console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]\n")
-    if plan.hosts:
-        console.print(f"{plan.hosts}\n")
+    for note in filter(None, (fewer_requests(plan), plan.waits_for_host, plan.hosts)):
+        console.print(note)
+    console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]")
     for title, command in starts.items():
-        console.print(f"[bold]{title}[/]")
+        console.print(f"\n[bold]{TITLES[title]}[/]")
         console.print(command, markup=False)
     for title, options in deployments.items():
-        console.print(f"\n[bold]{title.replace('_', ' ')}[/]")
+        console.print(f"\n[bold]{TITLES[title]}[/]")
         text = yaml.safe_dump(options, sort_keys=False).rstrip() if options else f"none: {replicas_refusal(plan)}"
         console.print(text, markup=False)
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table(
-        title=f"{plan.concurrency} requests at once", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
-    )
-    memory = ("GPU MiB", "host MiB", "host GiB in all")
-    for header in ("", *memory, "seats", "limited by", "running", "tokens/s", "ms/token", "hits"):
+    title = f"With {_requests(plan.concurrency)} at once"
+    if plan.load.requests_per_s is not None:
+        title += f", because {plan.load.requests_per_s:g} arrive per second"
+    elif plan.load.concurrency is None:
+        title += ", as many as fit"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    memory = ("GPU MiB per\nrequest", "host MiB per\nrequest", "host GiB\nin all")
+    for header in ("", *memory, "requests\nthat fit", "limited by", "running", "tokens/s", "ms per token", "hit rate"):
         table.add_column(header, justify="left" if header in ("", "limited by") else "right", no_wrap=True)
     for system in plan.systems:
         seats, point = plan.seats(system), plan.point(system, plan.concurrency)
@@ -295,20 +331,42 @@ def _summary(plan: Plan) -> Table:
 def _step_table(plan: Plan) -> Table:
     points = {system: plan.point(system, plan.concurrency) for system in plan.systems}
     parts = list(dict.fromkeys(part for point in points.values() for part in point.parts_ms))
-    table = Table(title="milliseconds of a step", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(
+        title="Milliseconds of a step, with the requests that run",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
     for header in ("", *map(str, points)):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
     for part in parts:
-        if not any(p.parts_ms.get(part) for p in points.values()):
-            continue
-        label = "copies waited for" if part == "copies" else part
-        table.add_row(label, *(f"{p.parts_ms[part]:.1f}" if part in p.parts_ms else "" for p in points.values()))
+        if any(p.parts_ms.get(part) for p in points.values()):
+            cells = (f"{p.parts_ms[part]:.1f}" if part in p.parts_ms else "" for p in points.values())
+            copies = " (native HiSparse: and copies)" if part == "resolve" and System.native in points else ""
+            table.add_row(PARTS.get(part, part) + copies, *cells)
+    table.add_row("in all", *(f"{sum(p.parts_ms.values()):.1f}" for p in points.values()))
     if any(p.hidden_copy_ms for p in points.values()):
-        table.add_row(
-            "copies hidden", *(f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms else "" for p in points.values())
-        )
-    table.add_row("all", *(f"{sum(p.parts_ms.values()):.1f}" for p in points.values()))
+        cells = (f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms else "" for p in points.values())
+        table.add_row("besides, copies that nothing waits for", *cells)
     return table
+
+
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
+
+
+def fewer_requests(plan: Plan) -> str:
+    """Return a sentence that says with how many requests the plugin decodes more tokens; empty if with none fewer."""
+    point = plan.fewer_requests
+    if point is None:
+        return ""
+    per_rank, full = -(-point.running // plan.data_parallel), plan.point(System.full, plan.concurrency).tokens_per_s
+    ratio = f", {point.tokens_per_s / full:.2f}x those of full KV" if full else ""
+    automatic = "" if plan.drafts or not plan.model.is_dsa else ", or with the option admission: auto, which finds it"
+    return (
+        f"With {_requests(point.running)} at once, vllm_hisparse gives {point.tokens_per_s:.0f} tokens/s{ratio}, "
+        f"because each has more hot rows: start it with --max-num-seqs {per_rank}{automatic}."
+    )
 
 
 def verdict(plan: Plan) -> str:
@@ -332,14 +390,18 @@ def verdict(plan: Plan) -> str:
 
 
 def _comparison(plan: Plan, full: Point, plugin: Point, ratio: float) -> str:
+    requests = _requests(plan.concurrency)
     if plan.crossover is None:
         return (
-            f"It does not pay: {ratio:.2f}x the tokens/s of full KV at {plan.concurrency} requests. Stock vLLM is as "
-            "good for this load."
+            f"It does not pay: {ratio:.2f}x the tokens/s of full KV with {requests}. Stock vLLM is as good for this "
+            "load."
         )
+    waiting = plan.concurrency - full.running
+    others = f", while {_requests(waiting)} wait for memory" if waiting else ""
     return (
-        f"It pays from {plan.crossover} requests on; below that, stock vLLM is as good. At {plan.concurrency} "
-        f"requests: {ratio:.2f}x full KV's tokens/s, {plugin.itl_ms:.1f} instead of {full.itl_ms:.1f} ms per token."
+        f"It pays from {_requests(plan.crossover)} on; with fewer, stock vLLM is as good. With {requests}: "
+        f"{ratio:.2f}x full KV's tokens/s. A running request gets a token every {plugin.itl_ms:.1f} ms; with full KV, "
+        f"{full.running} run and get one every {full.itl_ms:.1f} ms{others}."
     )
 
 

@@ -30,13 +30,15 @@ def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
 
 
 def attention_backend(plan: Plan, kv_cache_dtype: str) -> str | None:
-    """Return the back end that the engines of a dense model have to be told, or None if vLLM's first choice will do.
+    """Return the back end that the engines have to be told, or None if vLLM's first choice has hot buffers.
 
-    vLLM takes FlashInfer first from Blackwell on, which has no hot buffers. FlashAttention 3, which is for Hopper, and
-    Triton read hot units in fp8; no other back end does.
+    From Blackwell on, vLLM takes FlashInfer first, which has none. FlashAttention 3, which is for Hopper, and Triton
+    read hot units in fp8; no other back end of dense models does.
     """
-    if plan.model.is_dsa or plan.model.refusal or 90 <= plan.gpu.capability < 100:
+    if plan.model.refusal or 90 <= plan.gpu.capability < 100:
         return None
+    if plan.model.is_dsa:
+        return "FLASHMLA_SPARSE"
     if kv_cache_dtype == "fp8":
         return "TRITON_ATTN"
     return "FLASH_ATTN" if plan.gpu.capability >= 100 else None

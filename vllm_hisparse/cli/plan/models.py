@@ -80,7 +80,9 @@ _HYV4: dict[str, Any] = _V32 | {
 }
 
 
-def _dense(name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+def _dense(
+    name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, max_model_len: int = 131072
+) -> dict[str, Any]:
     return {
         "architectures": [name],
         "num_hidden_layers": layers,
@@ -90,7 +92,7 @@ def _dense(name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads
         "num_key_value_heads": kv_heads,
         "head_dim": 128,
         "vocab_size": vocab,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": max_model_len,
     }
 
 
@@ -102,16 +104,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "HY-V4": _HYV4,
     "Llama-3.1-8B": _dense("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128256),
     "Llama-3.3-70B": _dense("LlamaForCausalLM", 80, 8192, 28672, 64, 8, 128256),
-    "Qwen3-8B": _dense("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936),
-    "Qwen3-32B": _dense("Qwen3ForCausalLM", 64, 5120, 25600, 64, 8, 151936),
-    "Qwen3-30B-A3B": _dense("Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936)
+    "Mistral-7B": _dense("MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768),
+    "Mistral-Small-24B": _dense("MistralForCausalLM", 40, 5120, 32768, 32, 8, 131072, 32768),
+    "Qwen2.5-7B": _dense("Qwen2ForCausalLM", 28, 3584, 18944, 28, 4, 152064, 32768),
+    "Qwen2.5-72B": _dense("Qwen2ForCausalLM", 80, 8192, 29568, 64, 8, 152064, 32768),
+    "Qwen3-8B": _dense("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 151936, 40960),
+    "Qwen3-32B": _dense("Qwen3ForCausalLM", 64, 5120, 25600, 64, 8, 151936, 40960),
+    "Qwen3-30B-A3B": _dense("Qwen3MoeForCausalLM", 48, 2048, 6144, 32, 4, 151936, 40960)
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    "Qwen3-235B-A22B": _dense("Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936)
+    "Qwen3-235B-A22B": _dense("Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936, 40960)
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
-    "Qwen2-57B-A14B": _dense("Qwen2MoeForCausalLM", 28, 3584, 18944, 28, 4, 151936)
+    "Qwen2-57B-A14B": _dense("Qwen2MoeForCausalLM", 28, 3584, 18944, 28, 4, 151936, 32768)
     | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
     | {"shared_expert_intermediate_size": 20480},
-    "Mixtral-8x7B": _dense("MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32000)
+    "Mixtral-8x7B": _dense("MixtralForCausalLM", 32, 4096, 14336, 32, 8, 32000, 32768)
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "GLM-4.5": _dense("Glm4MoeForCausalLM", 92, 5120, 12288, 96, 8, 151552)
     | {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
@@ -128,6 +134,10 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
     "HY-V4": "/path/to/HY-V4",  # no name is known
     "Llama-3.1-8B": "meta-llama/Llama-3.1-8B-Instruct",
     "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct",
+    "Mistral-7B": "mistralai/Mistral-7B-Instruct-v0.3",
+    "Mistral-Small-24B": "mistralai/Mistral-Small-24B-Instruct-2501",
+    "Qwen2.5-7B": "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen2.5-72B": "Qwen/Qwen2.5-72B-Instruct",
     "Qwen3-8B": "Qwen/Qwen3-8B",
     "Qwen3-32B": "Qwen/Qwen3-32B",
     "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",

@@ -11,10 +11,11 @@ from typing import Any
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, Seats, System
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL, ModelShape
-from vllm_hisparse.cli.plan.step_time import Step
+from vllm_hisparse.cli.plan.step_time import WAITING, Step, measured_hosts_ms
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
+NATIVE_HIT_RATES = 0.8, 0.9  # of vLLM's own HiSparse in these results; its copies were not timed apart
 HOST_GPUS = 8  # of most hosts
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
@@ -267,6 +268,19 @@ class Plan:
             found = concurrency
         return found
 
+    @cached_property
+    def fewer_requests(self) -> Point | None:
+        """Return the plugin's fastest point, if fewer requests than planned give clearly more tokens per second.
+
+        With fewer requests at once, each has more hot rows.
+        """
+        if self.model.refusal:
+            return None
+        best = max(self.curve(System.plugin), key=lambda point: point.tokens_per_s)
+        planned = self.point(System.plugin, self.concurrency)
+        pays = best.tokens_per_s > WORTH_IT * planned.tokens_per_s
+        return best if pays and best.running < planned.running else None
+
     @property
     def confidence(self) -> str:
         """Return a few sentences about the accuracy of the prediction."""
@@ -288,11 +302,36 @@ class Plan:
                 "Scaled from an H200 by datasheets, the link too: expect errors of 30%. Run `vllm-hisparse doctor` "
                 "there."
             )
+        native = self.point(System.native, self.concurrency).hit_rate if System.native in self.systems else None
+        low, high = NATIVE_HIT_RATES
+        if native is not None and not low <= native <= high:
+            found += (
+                f" Native HiSparse was measured with hit rates between {low:.0%} and {high:.0%} only, and is predicted "
+                f"as with these: {native:.0%} would make its steps {'longer' if native < low else 'shorter'}."
+            )
         if self.tensor_parallel * self.data_parallel > MEASURED_GPUS:
             found += f" Nobody measured more than {MEASURED_GPUS} GPUs: communication is extrapolated."
         if self.model.num_experts > MEASURED_EXPERTS:
             found += f" Nobody measured layers of more than {MEASURED_EXPERTS} experts, or unlike choices of tokens."
         return found
+
+    @property
+    def waits_for_host(self) -> str:
+        """Return a warning if steps would wait for one of the measured hosts; empty if the GPUs are the slower part."""
+        fastest, slowest = measured_hosts_ms(self.drafts)
+        points = {system: self.point(system, self.concurrency) for system in self.systems}
+        own_ms = {
+            system: sum(point.parts_ms.values()) - point.parts_ms[WAITING]
+            for system, point in points.items()
+            if point.running
+        }
+        short = [f"{value:.1f} ms ({system})" for system, value in own_ms.items() if value < slowest]
+        if not short:
+            return ""
+        return (
+            f"Steps wait for a slow host: for a step, the GPU needs {', '.join(short)}, and the hosts that were "
+            f"measured needed {fastest:.1f} to {slowest:.1f} ms. The prediction is for the fastest of them."
+        )
 
     @property
     def hosts(self) -> str:
@@ -342,6 +381,8 @@ class Plan:
             "host_kv_gib": round(self.host_gib, 1),
             "locality": self.locality,
             "confidence": self.confidence,
+            "more_tokens_per_s_with": self.fewer_requests.running if self.fewer_requests else None,
+            "waits_for_host": self.waits_for_host or None,
             "hosts": self.hosts or None,
             "wanted_tokens_per_s": round(self.wanted_tokens_per_s, 1) or None,
             "not_hosted": self.model.refusal or None,

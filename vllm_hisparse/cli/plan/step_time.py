@@ -17,6 +17,7 @@ from vllm_hisparse.cli.plan.models import ModelShape
 CALIBRATION = Path(__file__).with_name("calibration.json")
 # Parts that a step has in every system: the kinds of kernels that `benchmarks.full_depth` profiles.
 STOCK_PARTS = ("matrix products", "experts", "attention", "indexer", "communication", "other")
+WAITING = "waiting for the host"  # part of a step whose other parts take less time than the host needs for it
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,24 @@ class Step:
         if self.system == System.plugin and self.model.is_dsa:
             stock_ms = sum(parts.get(part, 0.0) for part in STOCK_PARTS)
             parts["copies"] = self.exposed_copy_ms(stock_ms, factors["copies"])
-        host_ms = factors["host"]["step"] + factors["host"]["drafts"] * self.drafts
-        parts["waiting for the host"] = max(0.0, host_ms - sum(parts.values()))
+        parts[WAITING] = max(0.0, host_ms(factors["host"], self.drafts) - sum(parts.values()))
         return parts
 
     def total_ms(self, factors: Mapping[str, Mapping[str, float]] | None = None) -> float:
         """Return the milliseconds of the step."""
         return sum(self.parts_ms(factors).values())
+
+
+def host_ms(factors: Mapping[str, float], drafts: int) -> float:
+    """Return the milliseconds that a host needs for a step with so many drafts."""
+    return factors["step"] + factors["drafts"] * drafts
+
+
+def measured_hosts_ms(drafts: int) -> tuple[float, float]:
+    """Return the milliseconds of the fastest and of the slowest host that was measured; predictions use the fastest."""
+    hosts = calibration()["factors"]["host"], *calibration()["slow_hosts"].values()
+    times = [host_ms(factors, drafts) for factors in hosts]
+    return min(times), max(times)
 
 
 @cache
