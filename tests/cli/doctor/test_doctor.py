@@ -6,16 +6,20 @@ import json
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from vllm_hisparse.cli.doctor import checks
+from vllm_hisparse.cli.doctor import checks, command, nixl_peer, rates
 from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
+from vllm_hisparse.cli.doctor.command import examine
 from vllm_hisparse.cli.doctor.nixl_peer import check_peer, check_two_processes, serve, transport_of
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.cli.main import app
@@ -50,14 +54,96 @@ def test_versions(report: Report, monkeypatch: pytest.MonkeyPatch, versions: dic
     assert found(report) == expected
 
 
-def test_a_machine_without_a_gpu_is_no_error(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_program(*args: object, **kwargs: object) -> None:
+    raise FileNotFoundError("nvidia-smi")
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty directory in place of /proc, and no nvidia-smi."""
+    monkeypatch.setattr(checks.subprocess, "run", no_program)
+    return tmp_path
+
+
+def write_driver(proc: Path) -> None:
+    """Write what the kernel module of a GPU's driver tells."""
+    (proc / "driver/nvidia").mkdir(parents=True)
+    (proc / "driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder@host)\n"
+        "GCC version:  gcc version 13.3.0 (Ubuntu 13.3.0-6ubuntu2~24.04)\n"
+    )
+
+
+def test_a_machine_without_a_gpu_is_no_error(report: Report, monkeypatch: pytest.MonkeyPatch, no_driver: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
-    assert not check_gpu(report)
+    assert not check_gpu(report, no_driver)
     assert found(report) == {"GPU": "note"} and report.exit_status == 0
-    monkeypatch.setattr(checks.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    check_gpu(report)
-    assert report.exit_status == 1  # a driver, but a CPU build of torch
+    write_driver(no_driver)
+    assert not check_gpu(report, no_driver)
+    assert report.exit_status == 1  # a driver, but a CPU build of torch, or a container without GPUs
+    assert "Driver 580.159.04 is there" in report.findings[-1].advice
+
+
+def test_torch_that_cannot_be_imported(report: Report, monkeypatch: pytest.MonkeyPatch, no_driver: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert not check_gpu(report, no_driver)
+    assert found(report) == {"GPU": "note"} and "torch is not imported" in report.findings[0].found
+
+
+def test_a_gpu_that_fails(report: Report, monkeypatch: pytest.MonkeyPatch, no_driver: Path) -> None:
+    def fails(device: int) -> None:
+        raise RuntimeError("CUDA error: uncorrectable\nECC error encountered")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", fails)
+    assert not check_gpu(report, no_driver)
+    (finding,) = report.findings
+    assert finding.status == Status.error and "uncorrectable ECC error" in finding.found and not report.gpu
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_module", "expected"),
+    [
+        ("570.86.10\n570.86.10\n", True, "570.86.10"),
+        ("[N/A]\n", True, "580.159.04"),
+        (None, True, "580.159.04"),
+        (None, False, None),
+    ],
+)
+def test_the_driver_without_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str | None, has_module: bool, expected: str | None
+) -> None:
+    """Containers may lack the program, or have one that does not answer."""
+    result = SimpleNamespace(stdout=answer)
+    monkeypatch.setattr(checks.subprocess, "run", no_program if answer is None else lambda *args, **kwargs: result)
+    if has_module:
+        write_driver(tmp_path)
+    assert checks._driver(tmp_path) == expected
+
+
+def test_containers_without_sysfs(report: Report, tmp_path: Path) -> None:
+    """Neither huge pages nor NUMA nodes nor RDMA devices can be seen; nothing of it is an error."""
+    assert check_memory(report, 0.1, tmp_path / "sys")
+    check_numa(report, 1, tmp_path / "sys", tmp_path / "proc")
+    check_network(report, tmp_path / "sys")
+    assert "huge pages of shared memory" not in found(report)
+    assert (found(report)["NUMA"], found(report)["RDMA"]) == ("note", "warning") and report.exit_status == 0
+
+
+def test_a_kernel_that_does_not_tell_the_nodes_of_memory(report: Report, tmp_path: Path) -> None:
+    proc = make_proc(tmp_path / "proc", "0")
+    (proc / "self/status").write_text("Name:\tpython\n")
+    check_numa(report, 1, make_sysfs(tmp_path / "sys", 0), proc)
+    assert found(report)["NUMA"] == "ok" and "memory on unknown nodes" in report.findings[0].found
+
+
+def test_a_check_that_fails_does_not_end_the_others(report: Report, tmp_path: Path) -> None:
+    sysfs = make_sysfs(tmp_path / "sys", 0)
+    for path in sysfs.rglob("cpulist"):
+        path.unlink()
+        path.mkdir()  # like a file without permission, it cannot be read
+    assert examine(report, "NUMA", check_numa, 1, sysfs, make_proc(tmp_path / "proc", "0")) is None
+    assert found(report) == {"NUMA": "warning"} and "IsADirectoryError" in report.findings[0].found
 
 
 def test_host_memory_and_locked_memory(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +226,29 @@ def test_reads_over_tcp_are_a_warning(report: Report, monkeypatch: pytest.Monkey
     assert "UCX_PROTO_INFO" not in os.environ
 
 
+def ends_at_once(device: str, ready: Connection) -> None:
+    os._exit(3)
+
+
+def test_a_process_that_cannot_serve_says_why_at_once(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_peer, "TIMEOUT_S", 1e6)  # nothing waits for it
+    check_two_processes(report, "nonsense")
+    monkeypatch.setattr(nixl_peer, "_serve_once", ends_at_once)
+    check_two_processes(report, "cpu")
+    assert [finding.status for finding in report.findings] == [Status.error] * 2
+    assert "nonsense" in report.findings[0].found and report.findings[1].found == "the other process has ended"
+
+
+def test_nixl_that_is_not_installed(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_peer, "is_installed", lambda: False)
+    check_two_processes(report, "cpu")
+    assert [finding.status for finding in report.findings] == [Status.note]  # only a pair needs it
+    check_peer(report, "127.0.0.1:1")
+    assert report.exit_status == 1
+    refused = CliRunner().invoke(app, ["doctor", "--serve", "1"])
+    assert refused.exit_code == 2 and "nixl is not installed" in " ".join(refused.output.split())
+
+
 def test_ports_and_rdma(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
@@ -207,3 +316,28 @@ def test_the_command_writes_what_the_plan_reads(tmp_path: Path) -> None:
     assert {"vLLM", "torch", "nixl", "host memory", "RDMA"} <= {finding["name"] for finding in report["findings"]}
     refused = CliRunner().invoke(app, ["doctor", "--peer", "host"])
     assert refused.exit_code == 2 and "expected HOST:PORT" in " ".join(refused.output.split())
+
+
+def test_what_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pool that does not fit is not pinned, because the kernel would end the doctor; a full GPU is a finding."""
+
+    def full(report: Report, host_pool_gib: float) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(command, "check_gpu", lambda report: True)
+    monkeypatch.setattr(rates, "measure_rates", full)
+    names = {}
+    for size in ("0.1", "1000000"):
+        output = tmp_path / "doctor.json"
+        result = CliRunner().invoke(app, ["doctor", "--host-pool-gib", size, "--no-nixl", "--output", str(output)])
+        assert result.exit_code == int(size != "0.1"), result.output
+        findings = json.loads(output.read_text())["findings"]
+        names[size] = next(each for each in findings if each["name"] == "rates of the link")
+    assert names["0.1"]["status"] == "warning" and "CUDA out of memory" in names["0.1"]["found"]
+    assert names["1000000"]["status"] == "note" and "may not fit" in names["1000000"]["found"]
+
+
+def test_options_that_cannot_be_used_are_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "check_gpu", lambda report: pytest.fail("checks have begun"))
+    refused = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "missing" / "doctor.json")])
+    assert refused.exit_code == 2 and "No such file or directory" in " ".join(refused.output.split())

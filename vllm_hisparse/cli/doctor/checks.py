@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import socket
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -60,18 +60,30 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_gpu(report: Report) -> bool:
+def check_gpu(report: Report, proc: Path = Path("/proc")) -> bool:
     """Check the GPU, the driver and the kernel library; return True if rates can be measured on the GPU."""
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # not installed, or a library that it needs is not there
+        report.add("GPU", Status.note, f"unknown, because torch is not imported: {in_one_line(error)}")
+        return False
+    driver = _driver(proc)
     if not torch.cuda.is_available():
         found = "none that torch can use"
-        if shutil.which("nvidia-smi"):
-            report.add("GPU", Status.error, found, "A driver is there: install the CUDA builds of torch and vLLM.")
+        if driver is not None:
+            advice = (
+                f"Driver {driver} is there: install the CUDA builds of torch and vLLM. In a container, start it with "
+                "the GPUs (docker run --gpus all)."
+            )
+            report.add("GPU", Status.error, found, advice)
         else:
             report.add("GPU", Status.note, found, "The CPU platform serves tests and demonstrations.")
         return False
-    properties = torch.cuda.get_device_properties(0)
+    try:
+        properties = torch.cuda.get_device_properties(0)
+    except RuntimeError as error:
+        report.add("GPU", Status.error, f"CUDA fails: {in_one_line(error)}", "Look at the driver's messages (dmesg).")
+        return False
     capability = (properties.major, properties.minor)
     report.gpu = {
         "name": properties.name,
@@ -86,13 +98,18 @@ def check_gpu(report: Report) -> bool:
         report.add("GPU", Status.warning, found, "The kernels are built for it, but no such GPU was ever tried.")
     else:
         report.add("GPU", Status.error, found, "Use a GPU of compute capability 8.0 or newer; Hopper is tested.")
-    _check_driver(report, _driver(), torch.version.cuda or "")
+    _check_driver(report, driver, torch.version.cuda or "")
     return _check_kernels(report)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's message without line breaks, or the name of its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_driver(report: Report, driver: str | None, cuda: str) -> None:
     if driver is None:
-        report.add("driver", Status.note, "unknown: nvidia-smi does not answer")
+        report.add("driver", Status.note, "unknown: neither nvidia-smi nor /proc/driver/nvidia/version tells it")
         return
     least = LEAST_DRIVERS.get(int(cuda.partition(".")[0] or 0), 0)
     fits = int(driver.partition(".")[0]) >= least
@@ -100,13 +117,16 @@ def _check_driver(report: Report, driver: str | None, cuda: str) -> None:
     report.add("driver", Status.ok if fits else Status.error, f"{driver}, for CUDA {cuda}", advice)
 
 
-def _driver() -> str | None:
+def _driver(proc: Path) -> str | None:
+    """Return the driver's version. A container may have no nvidia-smi, or one that does not answer."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.split("\n")[0].strip() or None
+    texts = []
+    with suppress(OSError, subprocess.SubprocessError):
+        texts.append(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
+    with suppress(OSError):
+        texts.append((proc / "driver/nvidia/version").read_text())
+    found = (re.search(r"(?<![\w.])\d+\.\d+(\.\d+)*(?![\w.])", text) for text in texts)
+    return next((match[0] for match in found if match), None)
 
 
 def _check_kernels(report: Report) -> bool:
@@ -116,14 +136,14 @@ def _check_kernels(report: Report) -> bool:
         CudaSwapInOps()
     except Exception as error:  # a library that is missing, of another version, or of another platform
         advice = "Install the wheel, or build from source with nvcc (CUDA 12.8 or newer) on the PATH."
-        report.add("kernel library", Status.error, " ".join(str(error).split()), advice)
+        report.add("kernel library", Status.error, in_one_line(error), advice)
         return False
     report.add("kernel library", Status.ok, "loads, and has the interface of this version")
     return True
 
 
-def check_memory(report: Report, host_pool_gib: float) -> None:
-    """Compare the host pool with free memory, the limit of locked memory and the page size."""
+def check_memory(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys")) -> bool:
+    """Compare the host pool with free memory, the limit of locked memory and the page size; return True if it fits."""
     from vllm_hisparse.kv_manager.rows.free_memory import free_memory
 
     free = free_memory()
@@ -140,19 +160,20 @@ def check_memory(report: Report, host_pool_gib: float) -> None:
         report.add(
             "locked memory", Status.ok if enough else Status.warning, f"{soft / GIB:.2f} GiB", "" if enough else advice
         )
-    path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if path.is_file():
-        chosen = path.read_text().partition("[")[2].partition("]")[0]
+    with suppress(OSError):  # some containers have no such file
+        text = (sysfs / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        chosen = text.partition("[")[2].partition("]")[0]
         huge = chosen in ("always", "within_size", "advise", "force")
         advice = "Scattered reads translate more addresses with 4 KiB pages; `advise` lets shared pools have huge ones."
         report.add("huge pages of shared memory", Status.ok if huge else Status.note, chosen, "" if huge else advice)
+    return status == Status.ok
 
 
 def check_numa(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> None:
     """Compare the NUMA node of the GPU with the cores and the memory that this process may use."""
     nodes = sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
-        report.add("NUMA", Status.ok, "one node")
+        report.add("NUMA", *((Status.ok, "one node") if nodes else (Status.note, "unknown: not in /sys")))
         return
     gpu_nodes = {int(path.read_text()) for path in sysfs.glob("bus/pci/drivers/nvidia/*/numa_node")} - {-1}
     cores, own = os.sched_getaffinity(0), set()
@@ -160,12 +181,13 @@ def check_numa(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"),
         if cores & _cores((node / "cpulist").read_text()):
             own.add(int(node.name[4:]))
     allowed = _allowed_nodes(proc / "self/status")
-    found = f"GPUs on {_names(gpu_nodes)}, cores of this process on {_names(own)}, memory on {_names(allowed)}"
+    memory = _names(allowed) if allowed else "unknown nodes"
+    found = f"GPUs on {_names(gpu_nodes)}, cores of this process on {_names(own)}, memory on {memory}"
     if not gpu_nodes:
         report.add("NUMA", Status.note, found)
         return
     nearest = min(gpu_nodes)
-    if own != gpu_nodes or not gpu_nodes <= allowed:
+    if own != gpu_nodes or (allowed and not gpu_nodes <= allowed):
         advice = (
             f"Start the server with numactl --cpunodebind={nearest} --membind={nearest}: the pool is then near the GPU."
         )
@@ -182,7 +204,7 @@ def check_numa(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"),
 
 
 def _allowed_nodes(status: Path) -> set[int]:
-    """Return the NUMA nodes from which this process may get memory."""
+    """Return the NUMA nodes from which this process may get memory; none if the kernel does not tell."""
     lines = status.read_text().splitlines()
     return next((_cores(line.split(":")[1]) for line in lines if line.startswith("Mems_allowed_list")), set())
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
+from vllm_hisparse.cli.doctor.checks import (
+    check_gpu,
+    check_memory,
+    check_network,
+    check_numa,
+    check_versions,
+    in_one_line,
+)
 from vllm_hisparse.cli.doctor.report import Report, Status
 
 MIN_WIDTH = 120  # columns of the table
@@ -30,34 +38,35 @@ def doctor_command(
     """Check versions, GPU, memory and network of this machine and measure its links. Exits with 1 after an error."""
     if peer is not None and not peer.rpartition(":")[2].isdigit():
         raise typer.BadParameter(f"got {peer!r}, expected HOST:PORT", param_hint="--peer")
+    if output is not None:
+        _check_writable(output)
     console, report = Console(highlight=False, stderr=as_json), Report()
-    check_versions(report)
-    has_kernels = check_gpu(report)
+    examine(report, "versions", check_versions)
+    has_kernels = examine(report, "GPU", check_gpu)
     device = "cuda" if report.gpu else "cpu"
     if serve is not None:
-        from vllm_hisparse.cli.doctor.nixl_peer import serve as serve_peers
-
-        console.print(f"Serving peers on port {serve}; stop with Ctrl-C.")
-        serve_peers(serve, device)
+        _serve(console, serve, device)
         return
-    check_memory(report, host_pool_gib)
-    check_numa(report, host_pool_gib)
-    check_network(report)
-    if has_kernels and rates:
+    fits = examine(report, "host memory", check_memory, host_pool_gib)
+    examine(report, "NUMA", check_numa, host_pool_gib)
+    examine(report, "network", check_network)
+    if has_kernels and rates and not fits:
+        report.add("rates of the link", Status.note, "not measured: the host pool may not fit", "See host memory.")
+    elif has_kernels and rates:
         from vllm_hisparse.cli.doctor.rates import measure_rates
 
         with console.status(f"pinning {host_pool_gib:g} GiB and measuring the link"):
-            measure_rates(report, host_pool_gib)
+            examine(report, "rates of the link", measure_rates, host_pool_gib)
     if nixl:
         from vllm_hisparse.cli.doctor.nixl_peer import check_two_processes
 
         with console.status("reading from another process over NIXL"):
-            check_two_processes(report, device)
+            examine(report, "NIXL", check_two_processes, device)
     if peer is not None:
         from vllm_hisparse.cli.doctor.nixl_peer import check_peer
 
         with console.status(f"reading from {peer} over NIXL"):
-            check_peer(report, peer)
+            examine(report, f"NIXL from {peer}", check_peer, peer)
     text = json.dumps(report.as_json(), indent=2)
     if output is not None:
         output.write_text(text + "\n")
@@ -67,6 +76,43 @@ def doctor_command(
         console.width = max(console.width, MIN_WIDTH)
         console.print(_table(report))
     raise typer.Exit(report.exit_status)
+
+
+def examine(report: Report, name: str, check: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a check and return its result. If it fails, that is a finding, and the result is None: the others still run.
+
+    Args:
+        report: gets the findings.
+        name: name of the finding.
+        check: gets the report and the arguments.
+    """
+    try:
+        return check(report, *arguments)
+    except Exception as error:  # files without permission, packages that are missing, a GPU without free memory
+        found = f"not checked: {type(error).__name__}: {in_one_line(error)}"
+        report.add(name, Status.warning, found)
+        return None
+
+
+def _check_writable(output: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    try:
+        output.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"got {output}: {error.strerror}", param_hint="--output") from None
+
+
+def _serve(console: Console, port: int, device: str) -> None:
+    from vllm_hisparse.cli.doctor.nixl_peer import is_installed
+    from vllm_hisparse.cli.doctor.nixl_peer import serve as serve_peers
+
+    if not is_installed():
+        raise typer.BadParameter(f"got {port}, but nixl is not installed: pip install nixl", param_hint="--serve")
+    console.print(f"Serving peers on port {port}; stop with Ctrl-C.")
+    try:
+        serve_peers(port, device)
+    except OSError as error:
+        raise typer.BadParameter(f"got {port}: {error.strerror}", param_hint="--serve") from None
 
 
 def _table(report: Report) -> Table:

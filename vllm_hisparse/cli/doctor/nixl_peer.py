@@ -5,6 +5,7 @@ The side with the data listens on a TCP port and sends its NIXL agent's metadata
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_hisparse.cli.doctor.checks import in_one_line
 from vllm_hisparse.cli.doctor.report import Report, Status
 
 TRANSFER_BYTES = 256 << 20
@@ -139,7 +141,7 @@ def _report_read(host: str, port: int, sender: Connection) -> None:
     try:
         sender.send(_read(host, port))
     except Exception as error:  # NIXL has exception classes of its own
-        sender.send(" ".join(str(error).split()) or type(error).__name__)
+        sender.send(in_one_line(error))
 
 
 def _read(host: str, port: int) -> float:
@@ -176,21 +178,42 @@ def _transfer(agent: Any, local: Any, remote: Any, name: Any) -> None:
     agent.release_xfer_handle(handle)
 
 
+def is_installed() -> bool:
+    """Return True if NIXL can be imported; `check_versions` says what to do if it cannot."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+def _serve_once(device: str, ready: Connection) -> None:
+    """Serve one reader of this host; send the port, or what is wrong."""
+    try:
+        serve(0, device, "127.0.0.1", once=True, ready=ready)
+    except Exception as error:  # NIXL has exception classes of its own
+        ready.send(in_one_line(error))
+
+
 def check_two_processes(report: Report, device: str) -> None:
     """Read from another process of this host."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(0, device, "127.0.0.1", True, sender), daemon=True)
-    process.start()
     kind = "GPU memory" if device == "cuda" else "host memory"
     name = f"NIXL from another process's {kind}"
+    if not is_installed():
+        report.add(name, Status.note, "not tried: nixl is not installed")
+        return
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve_once, args=(device, sender), daemon=True)
+    process.start()
+    sender.close()  # so that the end of the other process is seen
     try:
         if not receiver.poll(TIMEOUT_S):
             raise RuntimeError("the other process does not answer")
-        _add_rate(report, name, "nixl_local_gb_s", read_from("127.0.0.1", receiver.recv()))
-    except Exception as error:  # the other process may raise, too
+        answer = receiver.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        _add_rate(report, name, "nixl_local_gb_s", read_from("127.0.0.1", answer))
+    except Exception as error:  # the other process may raise or end, too
         advice = "A prefill/decode pair would not work here. Try UCX_TLS=tcp,shm,self (cuda_copy with a GPU)."
-        report.add(name, Status.error, " ".join(str(error).split()), advice)
+        found = "the other process has ended" if isinstance(error, EOFError) else in_one_line(error)
+        report.add(name, Status.error, found, advice)
     finally:
         process.kill()
         process.join()
@@ -200,11 +223,14 @@ def check_peer(report: Report, peer: str) -> None:
     """Read from a doctor that serves on another host."""
     host, _, port = peer.rpartition(":")
     name = f"NIXL from {peer}"
+    if not is_installed():
+        report.add(name, Status.error, "not tried: nixl is not installed", "pip install nixl")
+        return
     try:
         _add_rate(report, name, "nixl_peer_gb_s", read_from(host, int(port)))
     except Exception as error:
         advice = "Run `vllm-hisparse doctor --serve PORT` there, and open this port and UCX's between the hosts."
-        report.add(name, Status.error, " ".join(str(error).split()), advice)
+        report.add(name, Status.error, in_one_line(error), advice)
 
 
 def _add_rate(report: Report, name: str, key: str, transfer: Transfer) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_hisparse.cli.doctor.checks import in_one_line
 from vllm_hisparse.cli.doctor.report import Report, Status
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     try:
         pinned = PinnedMemory(memory)
     except RuntimeError as error:
-        report.add("pinning", Status.error, " ".join(str(error).split()))
+        report.add("pinning", Status.error, in_one_line(error))
         return
     report.rates["pin_s"] = time.perf_counter() - start
     try:
@@ -84,7 +85,7 @@ def _measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> N
 
     from vllm_hisparse.ops.cuda_ops import CudaSwapInOps
 
-    ops, num_pool_rows = CudaSwapInOps(), view.numel() // ROW_BYTES
+    ops, num_pool_rows = CudaSwapInOps(), min(view.numel() // ROW_BYTES, torch.iinfo(torch.int32).max)
     rows = view[: num_pool_rows * ROW_BYTES].view(num_pool_rows, 1, ROW_BYTES)
     ids = torch.randint(num_pool_rows, (NUM_ROWS,), dtype=torch.int32, device=device)
     out = torch.empty(NUM_ROWS, ROW_BYTES, dtype=torch.uint8, device=device)
