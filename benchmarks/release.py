@@ -57,6 +57,7 @@ PARTS: dict[str, Part] = {
     "parity_fp8": Part((PARITY,), "test_parity_with_cuda_graphs and fp8 and not generic", 3),
     "pd": Part((PD,), "imported and (fp8 or llama) and not mtp and not tp2", 2),
     "kernels": Part(("tests/gpu/test_cuda_ops.py", "tests/gpu/test_unit_ops.py")),
+    "flashinfer_units": Part(("tests/gpu/test_flashinfer_units.py",)),  # compiles XQA for each size, 15 s each
     "parity_bf16_flash_attn": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flash_attn", 3),
     "parity_bf16_flashmla": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flashmla", 3),
     "preemption": Part((PARITY,), "test_preemption_and_prefix_reuse", 2),
@@ -65,7 +66,8 @@ PARTS: dict[str, Part] = {
     "ngram": Part((PARITY,), "test_drafts_with_cuda_graphs and fp8", 3),
     "shared": Part((PARITY,), "test_shared_indexers_with_cuda_graphs and fp8", 2),
     "moe": Part((DENSE,), "test_models_with_experts", 2),
-    "backends": Part((DENSE,), "test_other_backends", 4),
+    "backends": Part((DENSE,), "test_other_backends and not flashinfer", 4),
+    "flashinfer": Part((DENSE,), "test_other_backends and flashinfer", 3),  # compiles FlashInfer's prefill and decode
     "dense_fp8": Part((DENSE,), "test_kv_in_fp8", 4),
     "generic": Part((PARITY,), "test_parity_with_cuda_graphs and fp8_generic", 3),
     "memory": Part((MEMORY,), "test_vllm_sizes and (dense or fused)", 2, is_alone=True),

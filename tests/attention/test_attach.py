@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from beside_flashinfer import import_flashinfer_cuda
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.platforms.interface import DeviceCapability
@@ -169,7 +171,7 @@ def test_layers_of_a_dense_model_on_cuda_but_full_kv_layers(gqa_cuda: ModuleType
     [
         (
             {"name": "FLEX_ATTENTION"},
-            "^--attention-backend: got 'FLEX_ATTENTION', expected FLASH_ATTN or TRITON_ATTN",
+            "^--attention-backend: got 'FLEX_ATTENTION', expected FLASH_ATTN or TRITON_ATTN or FLASHINFER",
         ),
         (
             {"impl__vllm_flash_attn_version": 2},
@@ -199,6 +201,29 @@ def test_triton_layers_of_a_dense_model_on_cuda(gqa_cuda: ModuleType) -> None:
     attach.attach_hot_buffers(model_of(layers), vllm_config(num_layers=2))
     assert layers[0].attn_backend is HotTritonBackend and type(layers[0].impl) is HotTritonImpl
     assert type(layers[1].impl) is TritonAttentionImpl and HotTritonBackend.get_name() == "TRITON_ATTN"
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_flashinfer_layers_of_a_dense_model_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of 16 tokens in blocks of 64 at most, although full-KV layers may need larger ones."""
+    backend = import_flashinfer_cuda()
+    monkeypatch.setattr(
+        backend, "current_platform", SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
+    )
+    monkeypatch.setattr("vllm_hisparse.attention.gqa.base.preferred_block_size", lambda _: 128)
+    engine = vllm_config(num_layers=2)
+    engine.cache_config = SimpleNamespace(user_specified_block_size=True, block_size=64)
+    layers = [gqa_layer(index, backend.FlashInferBackend, impl__head_size=64) for index in range(2)]
+    with pytest.raises(HiSparseConfigError, match=r"^--attention-backend: got 'FLASHINFER', .* units of 1 tokens: "):
+        attach.attach_hot_buffers(model_of(layers), engine)
+    monkeypatch.setattr(sys.modules[__name__], "UNIT", 16)
+    attach.attach_hot_buffers(model_of(layers), engine)
+    assert layers[0].attn_backend is backend.HotFlashInferBackend and type(layers[0].impl) is backend.HotFlashInferImpl
+    assert type(layers[1].impl) is backend.FlashInferImpl and backend.HotFlashInferBackend.get_name() == "FLASHINFER"
+    engine.cache_config.user_specified_block_size = False
+    layers = [gqa_layer(index, backend.FlashInferBackend, impl__head_size=64) for index in range(2)]
+    with pytest.raises(HiSparseConfigError, match=r"^--block-size: got 128, .*at most 64 .*Set full_kv_layers to \[\]"):
+        attach.attach_hot_buffers(model_of(layers), engine)
 
 
 def test_nothing_is_attached_without_the_connector() -> None:

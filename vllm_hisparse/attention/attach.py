@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers, kv_layers
 from vllm_hisparse.compat.attention import disable_dense_prefill
@@ -20,11 +21,19 @@ from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
     from vllm.config import VllmConfig
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
 TRIED_CAPABILITIES = ((9, 0),)
+# Backend of a dense model on CUDA -> its hot-buffer version. NOTE: names, because not every machine has FlashInfer.
+HOT_GQA_BACKENDS = {
+    "FLASH_ATTN": "vllm_hisparse.attention.gqa.flash_attn_cuda.HotFlashAttnBackend",
+    "TRITON_ATTN": "vllm_hisparse.attention.gqa.triton_cuda.HotTritonBackend",
+    "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
+}
 DERIVED = {"forward_mqa", "get_impl_cls"}  # methods of versions for hot buffers that run the layer's own
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -78,7 +87,8 @@ def _attach_mla(model: torch.nn.Module) -> None:
     for layer in layers.values():
         if not isinstance(layer, MLAAttention) or not layer.use_sparse:
             continue
-        _attach(layer, HOT_LAYERS[type(layer)], _hot_backend(layer, HOT_BACKENDS))
+        hot_backend = HOT_BACKENDS[_backend_name(layer, HOT_BACKENDS)]
+        _attach(layer, HOT_LAYERS[type(layer)], derive_hot_class(hot_backend, layer.attn_backend))
         disable_dense_prefill(layer)
 
 
@@ -87,40 +97,59 @@ def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
 
     layers = kv_layers(model)
     check_dense_layers(layers, vllm_config)
-    tokens_per_unit = HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit
     for layer in layers.values():
         if not is_full_kv_layer(layer, vllm_config):
-            _attach(layer, HotGQAAttention, _hot_gqa_backend(layer, tokens_per_unit))
+            _attach(layer, HotGQAAttention, _hot_gqa_backend(layer, vllm_config))
 
 
-def _hot_gqa_backend(layer: Attention, tokens_per_unit: int) -> type:
+def _hot_gqa_backend(layer: Attention, vllm_config: VllmConfig) -> type:
     """Return the hot-buffer version of the backend of a dense model's layer.
 
     Args:
         layer: the layer as vLLM has built it.
-        tokens_per_unit: tokens of the algorithm's units; a unit is a page to the kernel.
+        vllm_config: configuration of the engine.
 
     Raises:
-        HiSparseConfigError: the backend has no such version, or its kernel cannot read such units on this GPU.
+        HiSparseConfigError: the backend has no such version, its kernel cannot read the algorithm's units on this GPU,
+            or blocks are larger than it can read.
     """
     if current_platform.is_cpu():
         from vllm_hisparse.cpu.gqa import HotGQACpuBackend
 
         return HotGQACpuBackend
-    from vllm_hisparse.attention.gqa.flash_attn_cuda import HotFlashAttnBackend
-    from vllm_hisparse.attention.gqa.triton_cuda import HotTritonBackend
-
-    backend = _hot_backend(layer, {each.get_name(): each for each in (HotFlashAttnBackend, HotTritonBackend)})
+    qualified_name = HOT_GQA_BACKENDS[_backend_name(layer, HOT_GQA_BACKENDS)]
+    backend = derive_hot_class(resolve_obj_by_qualname(qualified_name), layer.attn_backend)
+    # A unit is a page to the kernel.
+    tokens_per_unit = HiSparseConfig.from_vllm_config(vllm_config).tokens_per_unit
     reason = backend.get_impl_cls().unsupported(layer.impl, tokens_per_unit)
     if reason is not None:
         raise HiSparseConfigError(
             "--attention-backend",
             layer.attn_backend.get_name(),
             f"one that reads units of {tokens_per_unit} tokens: {reason}",
-            f"Set it to {HotTritonBackend.get_name()}, which reads units of any size on every GPU from SM80 (KV in fp8 "
+            "Set it to TRITON_ATTN, which reads units of any size on every GPU from SM80 (KV in fp8 "
             "from SM89), or choose an algorithm with other units.",
         )
+    _check_block_size(backend, vllm_config)
     return backend
+
+
+def _check_block_size(backend: type, vllm_config: VllmConfig) -> None:
+    """Refuse blocks that are larger than vLLM's backend can read while a request prefills."""
+    from vllm_hisparse.attention.gqa.base import preferred_block_size
+
+    if backend.max_block_size is None:
+        return
+    cache = vllm_config.cache_config
+    block_size = cache.block_size if cache.user_specified_block_size else preferred_block_size(vllm_config)
+    if block_size > backend.max_block_size:
+        raise HiSparseConfigError(
+            "--block-size",
+            block_size,
+            f"at most {backend.max_block_size} with {backend.get_name()}; unless it is set, it follows from "
+            "full_kv_layers",
+            "Set full_kv_layers to [] and remove --block-size, or set --attention-backend to FLASH_ATTN.",
+        )
 
 
 def _attach(layer: Attention | MLAAttention, layer_class: type, backend: type) -> None:
@@ -129,22 +158,22 @@ def _attach(layer: Attention | MLAAttention, layer_class: type, backend: type) -
     layer.__class__, layer.attn_backend = layer_class, backend
 
 
-def _hot_backend(layer: Attention | MLAAttention, hot_backends: dict[str, type]) -> type:
-    """Return the hot-buffer version of a layer's own backend.
+def _backend_name(layer: Attention | MLAAttention, hot_backends: Collection[str]) -> str:
+    """Return the name of a layer's own backend.
 
     Args:
         layer: a layer as vLLM has built it.
-        hot_backends: name of vLLM's backend -> hot-buffer version.
+        hot_backends: names of vLLM's backends that have a hot-buffer version.
 
     Raises:
-        HiSparseConfigError: the backend has no such version, or it is a model's own one, whose changes would be lost.
+        HiSparseConfigError: the backend has no such version.
     """
     name = layer.attn_backend.get_name()
     if name not in hot_backends:
         fitting = " or ".join(hot_backends)
         fix = f"Set --attention-backend to {fitting}: if it is not set, vLLM takes its own first choice for the GPU."
         raise HiSparseConfigError("--attention-backend", name, fitting, fix)
-    return derive_hot_class(hot_backends[name], layer.attn_backend)
+    return name
 
 
 @cache

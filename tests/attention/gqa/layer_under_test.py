@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from algorithm_states import poisoned_state
+from beside_flashinfer import import_flashinfer_cuda
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 
@@ -39,10 +40,26 @@ def attend_paged(**call: Any) -> None:
         call["out"][i] = weights @ values
 
 
+def attend_xqa(**call: Any) -> None:
+    """`flashinfer_xqa_batch_decode_with_kv_cache`, which takes strides of pages and tokens only; padding gets NaN."""
+    keys, values = call["kv_cache"]
+    units, num_tokens, page_size = call["block_tables"], call["seq_lens"], keys.shape[1]
+    assert call["kv_layout"] == "NHD" and keys.shape[2] == 1 and page_size in flashinfer_cuda.UNITS
+    assert call["max_seq_len"] == units.shape[1] * page_size
+    assert all(each.is_contiguous() for each in (call["query"], call["out"], units, num_tokens))
+    assert units.dtype == num_tokens.dtype == torch.int32
+    scale = call["bmm1_scale"] * call["bmm2_scale"]
+    paged = {"q": call["query"], "k": keys, "v": values, "out": call["out"], "block_table": units}
+    attend_paged(**paged, seqused_k=num_tokens, softmax_scale=scale)
+    call["out"][num_tokens == 0] = float("nan")
+
+
 if not hasattr(fa_utils, "flash_attn_varlen_func"):
     fa_utils.flash_attn_varlen_func = attend_paged  # a CPU build of vLLM has none
 
 from vllm_hisparse.attention.gqa import flash_attn_cuda, triton_cuda  # noqa: E402
+
+flashinfer_cuda = import_flashinfer_cuda()
 
 BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 32, 16, 224
 NUM_DEVICE_BLOCKS, LAYERS_IN_A_BLOCK = 40, 3  # the layer under test is the second
@@ -112,6 +129,7 @@ class LayerUnderTest(ABC):
         self.impl = object.__new__(self.impl_class)
         self.impl.num_kv_heads, self.impl.head_size, self.impl.scale = NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5
         self.impl.kv_cache_dtype = "fp8" if self.stores_fp8 else "auto"
+        self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
         self.impl.bind(self.buffer, 0, self.host, self.device[:, 1])
         model = SimpleNamespace(get_num_attention_heads=lambda _: NUM_HEADS, dtype=torch.float32)
         self.builder = object.__new__(self.builder_class)
@@ -301,10 +319,11 @@ class CudaLayer(LayerUnderTest):
 
     module: ModuleType
     kernel: str
+    formula = staticmethod(attend_paged)
 
     def __init__(self, algorithm_class: type, max_query_len: int = 1):
         patch = pytest.MonkeyPatch()
-        patch.setattr(self.module, self.kernel, attend_paged)
+        patch.setattr(self.module, self.kernel, self.formula)
         patch.setattr(self.impl_class.vllm_class, "forward", attend_staged)
         patch.setattr(self.impl_class.vllm_class, "do_kv_cache_update", update_cache)
         vllm_builder = next(cls for cls in self.builder_class.__mro__ if cls.__module__.startswith("vllm."))
@@ -318,7 +337,6 @@ class CudaLayer(LayerUnderTest):
         super().__init__(algorithm_class, max_query_len)
         self.builder.device = torch.device("cpu")
         self.builder.allocate(max_query_len, 6)
-        self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
 
     def forward(self, batch, starts, seq_lens, tables, rows) -> torch.Tensor:
         order = sorted(range(len(batch)), key=lambda i: batch[i][1])  # Model Runner V2: decodes first
@@ -362,6 +380,17 @@ class FlashAttnLayer(CudaLayer):
 class TritonLayer(CudaLayer):
     impl_class, builder_class = triton_cuda.HotTritonImpl, triton_cuda.HotTritonMetadataBuilder
     module, kernel = triton_cuda, "unified_attention"
+
+
+class FlashInferLayer(CudaLayer):
+    impl_class = flashinfer_cuda.HotFlashInferImpl
+    builder_class = flashinfer_cuda.HotFlashInferMetadataBuilder
+    module, kernel = flashinfer_cuda, "flashinfer_xqa_batch_decode_with_kv_cache"
+    formula = staticmethod(attend_xqa)
+
+    def __init__(self, algorithm_class: type, max_query_len: int = 1):
+        super().__init__(algorithm_class, max_query_len)
+        self.builder.paged_kv_indices = torch.zeros(8, dtype=torch.int32)
 
 
 class Fp8FlashAttnLayer(FlashAttnLayer):

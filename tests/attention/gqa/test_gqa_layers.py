@@ -19,13 +19,16 @@ from layer_under_test import (
     CpuLayer,
     CudaLayer,
     FlashAttnLayer,
+    FlashInferLayer,
     Fp8FlashAttnLayer,
     Fp8TritonLayer,
     LayerUnderTest,
     Request,
     RoundedRequest,
     TritonLayer,
+    flashinfer_cuda,
 )
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.utils import customize_attention_spec
 
@@ -47,8 +50,14 @@ def algorithm(request: pytest.FixtureRequest) -> type[SparseAlgorithm]:
     return request.param
 
 
-@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer])
+def skip_units_that_xqa_does_not_read(layer_class: type, algorithm: type[SparseAlgorithm]) -> None:
+    if layer_class is FlashInferLayer and algorithm is Oracle:
+        pytest.skip("XQA reads pages, not single tokens")
+
+
+@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer, FlashInferLayer])
 def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
+    skip_units_that_xqa_does_not_read(request.param, algorithm)
     layer = request.param(algorithm)
     yield layer
     if isinstance(layer, CudaLayer):
@@ -172,10 +181,12 @@ def test_no_metadata_gives_zeros(layer: LayerUnderTest) -> None:
     assert not layer.impl.forward(None, out, out, out, None, None, out).any()
 
 
-@pytest.mark.parametrize("layer_class", [FlashAttnLayer, TritonLayer])
+@pytest.mark.parametrize("layer_class", [FlashAttnLayer, TritonLayer, FlashInferLayer])
 def test_layers_without_storage_get_no_metadata(layer_class: type[CudaLayer]) -> None:
     """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
     builder = object.__new__(layer_class.builder_class)
+    builder.device = torch.device("cpu")
+    builder.allocate(max_query_len=1, max_batch=1)
     impl = object.__new__(layer_class.impl_class)
     layers = {"layer": SimpleNamespace(impl=impl)}
     builder.layer_names = ["layer"]
@@ -238,13 +249,59 @@ def test_splits_of_each_version_of_flash_attention(
         layer.undo()
 
 
-@pytest.mark.parametrize("backend", [flash_attn_cuda.HotFlashAttnBackend, triton_cuda.HotTritonBackend])
+@pytest.mark.parametrize(
+    "backend", [flash_attn_cuda.HotFlashAttnBackend, triton_cuda.HotTritonBackend, flashinfer_cuda.HotFlashInferBackend]
+)
 def test_backends_leave_the_spec_of_hot_rows_alone(backend: type) -> None:
     """vLLM's Triton backend adds room for scales to a spec with the quantisation mode that makes vLLM zero blocks."""
     layout = KVLayout(512, 512, 4, 0, 16, 16, 4, 1, 0, ((16, 512),))
     full = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
     spec = HotBufferSpec.from_full_spec(full, layout, 128, elastic=True)
     assert customize_attention_spec(backend, spec) == spec
+
+
+@pytest.mark.parametrize(
+    ("capability", "unit", "impl", "reason"),
+    [
+        ((9, 0), 16, {}, None),
+        ((10, 3), 32, {}, None),
+        ((12, 0), 128, {}, None),
+        ((8, 0), 16, {}, "compute capability 9.0, 10.x and 12.x"),
+        (None, 16, {}, "compute capability"),
+        ((9, 0), 1, {}, "pages of 16, 32, 64, 128 tokens"),
+        ((9, 0), 48, {}, "pages of 16, 32, 64, 128 tokens"),
+        ((9, 0), 16, {"head_size": 72}, "multiple of 16 elements up to 256; the model's have 72"),
+        ((9, 0), 16, {"head_size": 512}, "the model's have 512"),
+        ((9, 0), 16, {"kv_cache_dtype": "fp8"}, "KV in fp8 was never tried"),
+    ],
+)
+def test_what_xqa_reads(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    unit: int,
+    impl: dict[str, Any],
+    reason: str | None,
+) -> None:
+    found = capability and DeviceCapability(*capability)
+    monkeypatch.setattr(flashinfer_cuda, "current_platform", SimpleNamespace(get_device_capability=lambda: found))
+    layer = SimpleNamespace(**{"head_size": 128, "kv_cache_dtype": "auto"} | impl)
+    message = FlashInferLayer.impl_class.unsupported(layer, unit)
+    assert message is None if reason is None else reason in message
+
+
+def test_flashinfers_kernel_runs_before_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled in its first call; padding gets zeros, although the kernel may write NaN."""
+    calls: list[dict[str, Any]] = []
+    formula = FlashInferLayer.formula
+    watched = staticmethod(lambda **call: calls.append(call) or formula(**call))
+    monkeypatch.setattr(FlashInferLayer, "formula", watched)
+    layer = FlashInferLayer(Quest)
+    try:
+        (call,) = calls
+        assert call["query"].shape == (1, NUM_HEADS // 2, HEAD_SIZE) and not call["out"].any()
+        assert call["workspace_buffer"].nbytes > 8 << 20 and not call["workspace_buffer"].any()
+    finally:
+        layer.undo()
 
 
 def test_triton_without_tensor_descriptors_reads_any_unit() -> None:
@@ -342,8 +399,9 @@ def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type,
         torch.testing.assert_close(reused, fresh)
 
 
-@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer])
+@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer, FlashInferLayer])
 def drafting_layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
+    skip_units_that_xqa_does_not_read(request.param, algorithm)
     layer = request.param(algorithm, max_query_len=4)
     yield layer
     if isinstance(layer, CudaLayer):

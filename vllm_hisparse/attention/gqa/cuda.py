@@ -111,10 +111,12 @@ class HotGQABackend:
 
     Attributes:
         vllm_class, runs_own_class: as in `derive_hot_class`.
+        max_block_size: tokens of the largest block that vLLM's backend reads; None: any block.
     """
 
     vllm_class: ClassVar[type]
     runs_own_class: ClassVar[bool] = False
+    max_block_size: ClassVar[int | None] = None
     forward_includes_kv_cache_update = True  # `forward` writes new rows to the host pool and the hot buffer
 
     @classmethod
