@@ -174,3 +174,42 @@ def test_tiers(tmp_path: Path) -> None:
     [row] = result["rows"]
     assert row["same_tokens"] and row["loaded_bytes"] > 0
     assert set(row["ttft_ms"]) >= {"median", "p10", "p90"}
+
+
+def test_imports(run) -> None:
+    """Between two processes, from memory to memory."""
+    options = ("--device", "cpu", "--choice", "shared memory", "--mib", "8")
+    (row,) = run("imports", *options)["rows"]
+    assert row["error"] is None and row["gb_s"] > 0
+    assert (row["choice"], row["way"], row["mib"]) == ("shared memory", "host", 7)  # whole pieces of 41 KiB
+    assert "memory" in row["transport"]
+
+
+UCX_TABLES = """
+| ucp_context_0 intra-node cfg#1 | remote memory read by ucp_get*(multi) into cuda/GPU1 from cuda/dev[0] |
+|                       0..4095  | short                          | tcp/lo             |
+|                       4K..inf  | zero-copy                      | cuda_ipc/cuda      |
+| ucp_context_0 intra-node cfg#1 | remote memory read by ucp_get*(multi) into host memory from cuda |
+|                       0..inf   | software emulation             | tcp/lo             |
+| ucp_context_0 intra-node cfg#1 | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda |
+|                       0..inf   | zero-copy                      | rc_mlx5/mlx5_0     |
+| ucp_context_0 intra-node cfg#1 | active message by ucp_am_send*(multi) |
+|                       0..inf   | short                          | sysv/memory        |
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_device", "is_write", "transport"),
+    [
+        (True, False, "zero-copy: cuda_ipc/cuda"),
+        (False, False, "software emulation: tcp/lo"),
+        (True, True, "zero-copy: rc_mlx5/mlx5_0"),
+    ],
+)
+def test_imports_name_the_transport_of_the_largest_pieces(
+    monkeypatch: pytest.MonkeyPatch, is_device: bool, is_write: bool, transport: str
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    imports = importlib.import_module("benchmarks.imports")
+    assert imports.transport_of(UCX_TABLES, is_device, is_write) == transport
+    assert imports.transport_of("", is_device, is_write) is None
