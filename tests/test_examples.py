@@ -189,6 +189,15 @@ def test_documented_servers_are_found() -> None:
     assert found >= {"README.md", "quickstart.md", "configuration.md", "deployment.md"}
 
 
+def test_the_documented_load_is_one_that_vllm_can_generate() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_cli_args(parser)
+    text = (ROOT / "docs" / "deployment.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"vllm bench serve (.*)", text)
+    args = parser.parse_args(shlex.split(command.replace("$((4 * n))", "16").replace("$n", "4")))
+    assert (args.num_prompts, args.max_concurrency, args.percentile_metrics) == (16, 4, "ttft,itl")
+
+
 def test_the_documented_algorithm_is_the_example() -> None:
     documented = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
     assert documented is not None
