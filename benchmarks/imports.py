@@ -60,11 +60,11 @@ class Job:
     """Sizes of a transfer.
 
     Attributes:
-        device: where the data is.
-        num_bytes: all of it.
+        device: place of the data.
+        num_bytes: size of the data.
         piece_bytes: bytes of a descriptor, such as one layer's rows of a block.
         bounce_bytes: bytes of a buffer in device memory.
-        num_threads: of NIXL's UCX backend; 0: none of its own.
+        num_threads: threads of NIXL's UCX backend; 0: none of its own.
     """
 
     device: Device
@@ -78,8 +78,8 @@ class Side:
     """NIXL and the memory of one process.
 
     Args:
-        job: sizes.
-        name: of the agent.
+        job: sizes of the transfers.
+        name: name of the agent.
     """
 
     def __init__(self, job: Job, name: str):
@@ -147,7 +147,7 @@ class Reader:
 
     Args:
         holder: connection to `hold`.
-        job: sizes.
+        job: sizes of the transfers.
     """
 
     def __init__(self, holder: Connection, job: Job):
