@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +27,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig
-from vllm_hisparse.connector import connector
+from vllm_hisparse.connector import connector, scheduler
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.connector.worker import hot_buffer_shape
 from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl
@@ -91,6 +92,7 @@ class Product:
         sizes: options that were drawn for it.
         make_tiers: makes the tiers below the host pool once `connect_host_pools` is called; None: there is none.
         options: more options of the product.
+        clock: the seconds by which running requests are limited, if the options ask for that.
     """
 
     def __init__(
@@ -99,12 +101,20 @@ class Product:
         sizes: Sizes,
         make_tiers: Callable[[HostBlockPool], Tiers] | None = None,
         options: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.num_device_blocks, self.is_async = sizes.num_device_blocks, configuration.is_async
         kv_cache_config = _kv_cache_config(sizes, configuration)
         self.vllm_config = _vllm_config(configuration, sizes, kv_cache_config, dict(options or {}))
         scheduler_class = AsyncScheduler if configuration.is_async else Scheduler
-        with patch.object(connector, "make_tiers", lambda config, parsed, layout, pool, files: make_tiers(pool)):
+
+        def make_control(top_k: int, *sizes: int) -> AdmissionControl:
+            return AdmissionControl(BLOCK_SIZE, *sizes, clock)  # no sequence is as long as the model's top-k
+
+        with (
+            patch.object(connector, "make_tiers", lambda config, parsed, layout, pool, files: make_tiers(pool)),
+            patch.object(scheduler, "AdmissionControl", make_control),
+        ):
             self.scheduler = scheduler_class(
                 vllm_config=self.vllm_config,
                 kv_cache_config=kv_cache_config,
@@ -126,12 +136,6 @@ class Product:
         self.scheduler.running.remove(request)
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self.scheduler._preempt_request(request, 0.0)
-
-    def limit_running(self, clock: Callable[[], float]) -> None:
-        """Let the scheduler half limit running requests, by a simulated clock."""
-        layout, max_num_running = self.layout, self.vllm_config.scheduler_config.max_num_seqs
-        control = AdmissionControl(BLOCK_SIZE, layout.unit_bytes, max_num_running, layout.max_query_len, clock)
-        self.half.admission = self.half.tracker.admission = control
 
     @staticmethod
     def usage(step: int, rng: random.Random) -> HiSparseWorkerMetadata:
@@ -323,7 +327,8 @@ def _vllm_config(
     config.kv_transfer_config.kv_load_failure_policy = "recompute" if sizes.recomputes_failures else "fail"
     block_bytes = DeviceGroups.from_config(kv_cache_config).layout.host_block_bytes
     num_bytes = (sizes.num_host_blocks + 0.5) * block_bytes
-    options = {"host_pool_gib": num_bytes / 2**30, "admission": "off", **options}  # `limit_running` turns it on
+    admission = "auto" if configuration.limits_running else "off"
+    options = {"host_pool_gib": num_bytes / 2**30, "admission": admission, **options}
     if configuration.has_tier and "tiers" not in options:
         options["tiers"] = [{"type": "fs", "path": "unused", "quota_gib": 1.0}]  # the simulated one takes its place
     config.kv_transfer_config.kv_connector_extra_config = options

@@ -84,11 +84,9 @@ class Engine:
         self.is_async, self.has_draft_layer = configuration.is_async, configuration.has_draft_layer
         memories: list[HostMemory] = []
         tiers = None if make_tiers is None else lambda host_pool: make_tiers(host_pool, memories)
-        self.product = Product(configuration, sizes, tiers, options)
-        self.scheduler = self.product.scheduler
         self._seconds, self._limits_running = 0.0, configuration.limits_running
-        if self._limits_running:
-            self.product.limit_running(lambda: self._seconds)
+        self.product = Product(configuration, sizes, tiers, options, lambda: self._seconds)
+        self.scheduler = self.product.scheduler
         self.pace = pace = pace or Pace.draw(rng)
         self.scheduler.needs_kv_cache_zeroing = pace.zeroes_blocks
         self.scheduler.use_v2_model_runner = pace.zeroes_first

@@ -1,5 +1,8 @@
-import copy
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -14,8 +17,9 @@ def make_pool(num_blocks: int = 8) -> HostBlockPool:
     return HostBlockPool(num_blocks, BLOCK_SIZE)
 
 
-def snapshot(pool: HostBlockPool) -> dict:
-    return copy.deepcopy(vars(pool) | {"_keys": vars(pool._keys)})
+def snapshot(pool: HostBlockPool) -> bytes:
+    """The whole state of a pool."""
+    return pickle.dumps(pool)
 
 
 def admit(pool: HostBlockPool, request_id: str, num_tokens: int, match: HostMatch | None = None) -> list[int]:
@@ -141,7 +145,8 @@ def test_a_cached_hash_stays_with_its_block() -> None:
     publish(pool, "b", "x")
     assert pool.cached_prefix("x", 4).block_ids == first
     pool.free("b")
-    assert second[0] in pool._free
+    assert (pool.num_free, pool.num_cached) == (7, 0)
+    assert second[0] in iter(pool.take, None)
     pool.check_integrity()
 
 
@@ -156,7 +161,7 @@ def test_evicts_least_recently_used_and_tails_first() -> None:
     evicted = []
     for step in range(6):
         admit(pool, f"new{step}", 1)
-        evicted += [name for name in "uvwxyz" if pool._keys.find(name) is None and name not in evicted]
+        evicted += [name for name in "uvwxyz" if pool.find(name) is None and name not in evicted]
     assert "".join(evicted) == "xwzyvu"
 
 
@@ -311,28 +316,62 @@ def test_blocks_without_an_owner_cannot_be_pinned() -> None:
         make_pool().pin([0])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda pool: pool._free.append(pool._free[0]),
-        lambda pool: pool._free.popleft(),
-        lambda pool: pool._free.append(pool.block_ids("a")[0]),
-        lambda pool: pool.block_ids("a").append(pool.block_ids("a")[0]),
-        lambda pool: pool._num_refs.__setitem__(pool.block_ids("a")[0], 2),
-        lambda pool: pool._keys._by_block.__setitem__(pool.block_ids("a")[0], "other"),
-        lambda pool: pool._evictable.popitem(),
-        lambda pool: pool._keys._by_key.pop("x"),
-        lambda pool: pool._keys.remove(next(iter(pool._evictable))),
-    ],
-)
-def test_check_integrity_finds_damage(damage) -> None:
+def containers(part: object) -> Iterator[Any]:
+    """Everything that a pool keeps in a list, a deque or a dictionary, its keys' state included."""
+    for value in vars(part).values():
+        if isinstance(value, list | deque | dict):
+            yield from [value] if value else []
+        elif hasattr(value, "__dict__"):
+            yield from containers(value)
+
+
+def lose_first(container: Any) -> None:
+    del container[next(iter(container)) if isinstance(container, dict) else 0]
+
+
+def add_again(container: Any) -> None:
+    """What another entry says is said once more: by another name, if names are unique."""
+    if isinstance(container, dict):
+        known = next(iter(container))
+        container["another name" if isinstance(known, str) else known - 1] = container[known]
+    else:
+        container.append(container[0])
+
+
+def used_pool() -> HostBlockPool:
+    """Two used blocks, one of them published, and a cached block."""
     pool = make_pool()
     admit(pool, "a", 8)
     publish(pool, "a", "x")
     admit(pool, "b", 4)
     publish(pool, "b", "y")
     pool.free("b")
-    damage(pool)
+    return pool
+
+
+@pytest.mark.parametrize("damage", [lose_first, add_again])
+def test_check_integrity_finds_damage(damage: Callable[[Any], None]) -> None:
+    # requests, free and cached blocks, references, pins, keys by block, blocks by key
+    assert len(list(containers(used_pool()))) == 7
+    for index in range(7):
+        pool = used_pool()
+        damage(list(containers(pool))[index])
+        with pytest.raises(AssertionError):
+            pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda pool: pool.block_ids("a").append(pool.block_ids("a")[0]),
+        lambda pool: pool.block_ids("a").pop(),
+        lambda pool: pool.block_ids("a").append(pool.find("y")),
+        lambda pool: pool.unpin(pool.block_ids("a")),
+    ],
+)
+def test_check_integrity_finds_misuse(misuse: Callable[[HostBlockPool], None]) -> None:
+    pool = used_pool()
+    misuse(pool)
     with pytest.raises(AssertionError):
         pool.check_integrity()
 
@@ -585,8 +624,9 @@ class HostBlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
-        assert list(self.pool._evictable) == self.evictable, "eviction order"
-        assert set(self.pool._free) == self.free_blocks()
+        taken = list(iter(pickle.loads(snapshot(self.pool)).take, None))
+        assert taken[self.pool.num_free :] == self.evictable, "eviction order"
+        assert set(taken[: self.pool.num_free]) == self.free_blocks()
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.NUM_BLOCKS
         assert {name: list(self.pool.block_ids(name)) for name in self.running} == {
             name: request.block_ids for name, request in self.running.items()

@@ -329,8 +329,9 @@ class HostBlockPool:
         return block_ids
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError if a block is lost, owned twice or cached under a wrong key."""
+        """Raise an AssertionError if a block is lost, owned twice, cached under a wrong key or unpinned too often."""
         num_refs = list(self._num_pins)
+        assert min(num_refs, default=0) >= 0, "a block was unpinned without having been pinned"
         for request_id, block_ids in self._requests.items():
             assert len(set(block_ids)) == len(block_ids), f"{request_id} holds a block twice"
             for block_id in block_ids:
