@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_hisparse.connector import nixl_scheduler
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.kv_manager.blocks import request_tracker
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
@@ -77,21 +78,21 @@ def change_metadata(monkeypatch: pytest.MonkeyPatch, change: Callable[[HiSparseM
 
 def another_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request pulls the KV of the prompt of the same length before it."""
-    start, latest = NixlSchedulerTransport.start, {}
+    accept, latest = NixlSchedulerTransport.accept, {}
 
-    def start_another(self: NixlSchedulerTransport, request, *args) -> None:
-        params, num_tokens = self._accepted[request.request_id], request.num_prompt_tokens
-        own = params["remote_block_ids"]
-        params["remote_block_ids"] = latest.get(num_tokens, own)
-        latest[num_tokens] = own
-        start(self, request, *args)
+    def accept_another(self: NixlSchedulerTransport, request: Request) -> bool:
+        if (params := request.kv_transfer_params) and not request.abort_immediately:
+            own = params["remote_block_ids"]
+            params["remote_block_ids"] = latest.get(request.num_prompt_tokens, own)
+            latest[request.num_prompt_tokens] = own
+        return accept(self, request)
 
-    monkeypatch.setattr(NixlSchedulerTransport, "start", start_another)
+    monkeypatch.setattr(NixlSchedulerTransport, "accept", accept_another)
 
 
 def unclaimed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every prompt of an HTTP request may use the transfer that was made for one of them."""
-    monkeypatch.setattr(NixlSchedulerTransport, "_check_owner", lambda *args: None)
+    monkeypatch.setattr(nixl_scheduler, "owns_transfer", lambda *args: True)
 
 
 def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +120,6 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     step = BlockStores.step
 
     def step_early(self: BlockStores, deferred: Deferred) -> None:
-        published = range(self.host_pool.num_blocks)
-        self.host_pool._newly_cached.update(dict.fromkeys(published))
         unwritten, self.manager.unwritten = self.manager.unwritten, Counter()
         all_over = Deferred()
         all_over.num_scheduled = all_over.num_processed = deferred.num_scheduled
@@ -128,6 +127,7 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         self.manager.unwritten = unwritten
 
     monkeypatch.setattr(BlockStores, "step", step_early)
+    monkeypatch.setattr(HostBlockPool, "take_newly_cached", lambda self: list(range(self.num_blocks)))
 
 
 def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +200,15 @@ def one_unsaved_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reused_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host block may be given to a request while it is copied to a tier."""
-    pool = HostBlockPool
-    monkeypatch.setattr(pool, "hold", lambda *args: None)
-    unpin = pool.unpin
+    unpin, held = HostBlockPool.unpin, Counter()
 
     def unpin_pinned(self: HostBlockPool, block_ids) -> None:
-        unpin(self, [block_id for block_id in block_ids if self._num_pins[block_id]])
+        pinned = [block_id for block_id in block_ids if not held[self, block_id]]
+        held.subtract((self, block_id) for block_id in block_ids if held[self, block_id])
+        unpin(self, pinned)
 
-    monkeypatch.setattr(pool, "unpin", unpin_pinned)
+    monkeypatch.setattr(HostBlockPool, "hold", lambda self, block_id: held.update([(self, block_id)]))
+    monkeypatch.setattr(HostBlockPool, "unpin", unpin_pinned)
 
 
 def ranks_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 2048
 TIMEOUT_S = 1.0
+SLOW_POLLS = 40  # looks at a slow copy after which it is done
 MAX_POLLS = 3  # after which a healthy store has done what it was asked for
 MAX_HELD_S = 7.5 * TIMEOUT_S  # of `looked_s`, for a request that waits for a tier
 
@@ -155,12 +156,14 @@ class _LateFuture(Future):
     def __init__(self, work: Callable[[], Any], rng: random.Random):
         super().__init__()
         self._work, self._rng, self._num_polls = work, rng, 0
-        if rng.random() < 0.3:
+        is_slow = rng.random() < 0.05
+        self._share, self._max_polls = (0.03, SLOW_POLLS) if is_slow else (0.5, MAX_POLLS)
+        if rng.random() < self._share:
             self._run()
 
     def done(self) -> bool:
         self._num_polls += 1
-        if not super().done() and (self._num_polls >= MAX_POLLS or self._rng.random() < 0.5):
+        if not super().done() and (self._num_polls >= self._max_polls or self._rng.random() < self._share):
             self._run()
         return super().done()
 
