@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -106,6 +107,7 @@ class SimulatedEngine:
 
     def __post_init__(self) -> None:
         self.spec = hot_spec()
+        self.num_request_blocks = lru_cache(None)(self.spec.num_request_blocks)  # asked for every request in every step
         self.num_blocks = int(self.device_gib * 2**30) // self.spec.layout.device_block_bytes - 1
         self.now, self.rng = 0.0, np.random.default_rng(self.seed)
         self.control = AdmissionControl(TOP_K, ROW_BYTES, self.max_num_seqs, 1, lambda: self.now)
@@ -141,7 +143,7 @@ class SimulatedEngine:
 
     def best_rate(self, tokens: int, available: int) -> tuple[float, int]:
         """The highest steady rate of up to `available` requests that have room, and with how many."""
-        most = min(available, self.num_blocks // self.spec.num_request_blocks(tokens))
+        most = min(available, self.num_blocks // self.num_request_blocks(tokens))
         return max((self.steady_rate(tokens, number), number) for number in range(1, most + 1))
 
     # The engine
@@ -175,9 +177,9 @@ class SimulatedEngine:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs:
             lengths = [each.tokens for each in [*self.running, self.waiting[0]]]
-            if sum(self.spec.num_request_blocks(length) for length in lengths) > self.num_blocks:
+            if sum(self.num_request_blocks(length) for length in lengths) > self.num_blocks:
                 return
-            whole = sum(self.spec.num_request_blocks(length, is_whole=True) for length in lengths)
+            whole = sum(self.num_request_blocks(length, is_whole=True) for length in lengths)
             is_hot = whole <= self.num_blocks
             if self.is_controlled and self.control.holds_back(len(self.running), lambda is_hot=is_hot: is_hot):
                 assert not is_hot and self.running
@@ -186,9 +188,9 @@ class SimulatedEngine:
             self.running.append(self.waiting.popleft())
 
     def _divide(self, requests: list[SimulatedRequest]) -> None:
-        least = {each.name: self.spec.num_request_blocks(each.tokens) for each in requests}
+        least = {each.name: self.num_request_blocks(each.tokens) for each in requests}
         wanted = {
-            each.name: self.spec.num_request_blocks(each.tokens, is_whole=True) - least[each.name] for each in requests
+            each.name: self.num_request_blocks(each.tokens, is_whole=True) - least[each.name] for each in requests
         }
         whole = {each.name for each in requests if each.is_whole}
         lent = divide(wanted, whole, self.num_blocks - sum(least.values()))

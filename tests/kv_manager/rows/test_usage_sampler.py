@@ -15,7 +15,7 @@ from vllm_hisparse.kv_manager.rows.usage_sampler import STEPS_PER_REPORT, UsageS
 from vllm_hisparse.kv_manager.usage import SIZES, Usage
 from vllm_hisparse.ops.base import HotRows
 
-TOP_K, NUM_LAYERS, BLOCK_SIZE, ROWS_PER_BLOCK, NUM_BLOCKS, PROMPT = 16, 6, 8, 5, 90, 300
+TOP_K, NUM_LAYERS, BLOCK_SIZE, ROWS_PER_BLOCK, NUM_BLOCKS, PROMPT = 16, 6, 8, 5, 110, 300
 SHAPE = HotBufferShape(
     num_requests=3,
     max_batch=3,
@@ -79,18 +79,23 @@ def test_counts_are_those_since_the_last_report() -> None:
     assert sum(usage.misses for usage in found) == requests.buffer.counts.by_seq.sum(0)[1]
 
 
-@pytest.mark.parametrize("num_blocks", [16, 70])  # 5 selections; a slot for every token
-def test_ages_tell_what_a_small_buffer_misses(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curve of one buffer beside the misses of another one with the same selections."""
+def test_ages_tell_what_a_small_buffer_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves of two large buffers beside the misses of a small one with the same selections."""
     monkeypatch.setattr(usage_sampler, "LAYERS_PER_REPORT", NUM_LAYERS)
+    monkeypatch.setattr(usage_sampler, "STEPS_PER_REPORT", 4)
     small_rows = 2 * TOP_K + 3  # one row is reserved for the new token
-    sampled = reports(Requests({10: num_blocks}), 240)
-    small = reports(Requests({10: small_rows // ROWS_PER_BLOCK}), 240)
-    curves = np.array([usage.curve for usage in sampled[5:]])
-    measured = [usage.misses / (usage.hits + usage.misses) for usage in small[5:]]
-    expected, size = float(np.mean(measured)), (small_rows - 1) / TOP_K
-    assert np.interp(size, SIZES[:8], curves.mean(0)[:8]) == pytest.approx(expected, abs=0.02)
+    # A small buffer, one of 5 selections, and one with a slot for every token; reports take turns
+    requests = Requests({5: small_rows // ROWS_PER_BLOCK, 13: 16, 30: 70})
+    reports(requests, 80)
+    before = requests.buffer.counts.by_seq[0].tolist()
+    curves = np.array([usage.curve for usage in reports(requests, 144)])
+    hits, misses = (requests.buffer.counts.by_seq[0] - torch.tensor(before)).tolist()
+    assert hits + misses == 144 * NUM_LAYERS * TOP_K
+    expected, size = misses / (hits + misses), (small_rows - 1) / TOP_K
     assert 0.1 < expected < 0.6
+    for turn in (1, 2):
+        curve = curves[turn::3].mean(0)
+        assert np.interp(size, SIZES[:8], curve[:8]) == pytest.approx(expected, abs=0.03)
 
 
 def test_rows_of_the_prompt_tell_nothing() -> None:
