@@ -244,33 +244,39 @@ class LayerUnderTest(ABC):
     def expected(self, request: Request, span: range) -> torch.Tensor:
         """[tokens, num_heads, head_size]."""
         if len(span) > self.max_query_len:
-            return torch.stack([attention(request, p, [range(p + 1)] * NUM_KV_HEADS) for p in span])
-        return torch.stack([self.expected_of(request, position) for position in span])
+            causal = torch.arange(span.stop) <= torch.tensor(span)[:, None]
+            return attention(request, span, causal[:, None].expand(-1, NUM_KV_HEADS, -1))
+        return torch.cat([self.expected_of(request, position) for position in span])
 
     def expected_of(self, request: Request, position: int) -> torch.Tensor:
-        """[num_heads, head_size] of a token that is decoded."""
+        """[1, num_heads, head_size] of a token that is decoded."""
         per_unit = self.algorithm.tokens_per_unit
         state = poisoned_state(self.algorithm, 1)
         self.algorithm.construct_representations(state, 0, request.key[: position + 1], 0)
         selection = self.algorithm.retrieve_topk(
             state, torch.tensor([0]), request.query[position][None], torch.tensor([position + 1])
         )
-        chosen = []
-        for units in selection[0].tolist():
-            tokens = [unit * per_unit + i for unit in units if unit >= 0 for i in range(per_unit)]
-            chosen.append([token for token in tokens if token <= position])
-        return attention(request, position, chosen)
+        is_chosen = torch.zeros(1, NUM_KV_HEADS, -(-MAX_TOKENS // per_unit), dtype=torch.bool)
+        for head, units in enumerate(selection[0]):
+            is_chosen[0, head, units[units >= 0].long()] = True
+        tokens = is_chosen.repeat_interleave(per_unit, -1)[..., : position + 1]
+        return attention(request, range(position, position + 1), tokens)
 
 
-def attention(request: Request, position: int, chosen: list) -> torch.Tensor:
-    """[num_heads, head_size]."""
-    out, per_group = [], NUM_HEADS // NUM_KV_HEADS
-    for head in range(NUM_HEADS):
-        tokens, kv_head = list(chosen[head // per_group]), head // per_group
-        keys, values = request.key[tokens, kv_head], request.value[tokens, kv_head]
-        weights = (keys @ request.query[position, head] * HEAD_SIZE**-0.5).softmax(0)
-        out.append(weights @ values)
-    return torch.stack(out)
+def attention(request: Request, span: range, is_chosen: torch.Tensor) -> torch.Tensor:
+    """Attention of each KV head's query heads to the tokens that it has chosen.
+
+    Args:
+        is_chosen: [tokens, num_kv_heads, span.stop] bool.
+
+    Returns:
+        [tokens, num_heads, head_size]
+    """
+    query = request.query[list(span)].unflatten(1, (NUM_KV_HEADS, -1))
+    keys, values = request.key[: span.stop], request.value[: span.stop]
+    scores = torch.einsum("tkhd,skd->tkhs", query, keys) * HEAD_SIZE**-0.5
+    weights = scores.masked_fill(~is_chosen[:, :, None], float("-inf")).softmax(-1)
+    return torch.einsum("tkhs,skd->tkhd", weights, values).flatten(1, 2)
 
 
 def update_cache(_impl: Any, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots) -> None:
