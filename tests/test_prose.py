@@ -7,10 +7,9 @@ worker knows"). Start with a name or a verb instead.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +34,8 @@ CODE = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
+BLOCKS = ast.stmt | ast.ExceptHandler | ast.match_case  # nodes that may contain a class or a function
+STRING_OR_COMMENT = re.compile(r"""(?s:("{3}|'{3}).*?(?<!\\)\1)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#.*""")
 SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*]*\s+")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: .*\n?|\n)+)", re.MULTILINE)
 ARGUMENT = re.compile(r"^    [\w*]+(?:, [\w*]+)*: .*$", re.MULTILINE)
@@ -58,19 +59,29 @@ def markdown_paragraphs(text: str) -> Iterator[str]:
             yield re.sub(r"^\s*(?:[*\-#>]+|\d+\.)\s+", "", cell)
 
 
+@cache
+def docstrings(source: str) -> list[str]:
+    """Docstrings of a Python file, its classes and its functions, in their order."""
+    found, nodes = [], [ast.parse(source)]
+    for node in nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(ast.get_docstring(node) or "")
+        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS)]
+    return found
+
+
 def code_paragraphs(source: str) -> Iterator[str]:
     """Paragraphs of a Python file's docstrings, and its comments; comments on consecutive lines are one."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for paragraph in re.split(r"\n\s*\n|\n(?=\s*[*\-] )", ast.get_docstring(node) or ""):
-                yield re.sub(r"^\s*[*\-] ", "", paragraph)
-    comment, last_line = "", -1
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            if token.start[0] != last_line + 1:
+    for docstring in docstrings(source):
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[*\-] )", docstring):
+            yield re.sub(r"^\s*[*\-] ", "", paragraph)
+    comment, end = "", 0
+    for token in STRING_OR_COMMENT.finditer(source):
+        if token[0].startswith("#"):
+            if source[end : token.start()].strip() or source.count("\n", end, token.start()) != 1:
                 yield comment
                 comment = ""
-            comment, last_line = f"{comment} {token.string.lstrip('# ')}", token.start[0]
+            comment, end = f"{comment} {token[0].lstrip('# ')}", token.end()
     yield comment
 
 
@@ -80,13 +91,12 @@ def bad_arguments(source: str) -> list[str]:
     A shape and dtype may come first. "as in `name`" and its like are references to another description.
     """
     found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for section in SECTION.findall(ast.get_docstring(node) or ""):
-                for line in ARGUMENT.findall(section):
-                    description = SHAPE.sub("", line.partition(": ")[2])
-                    if NO_NOUN.match(description) and not REFERENCE.match(description):
-                        found.append(line.strip()[:80])
+    for docstring in docstrings(source):
+        for section in SECTION.findall(docstring):
+            for line in ARGUMENT.findall(section):
+                description = SHAPE.sub("", line.partition(": ")[2])
+                if NO_NOUN.match(description) and not REFERENCE.match(description):
+                    found.append(line.strip()[:80])
     return found
 
 

@@ -470,7 +470,7 @@ def is_sound(params: dict[str, Any]) -> bool:
     )
 
 
-@settings(max_examples=max(settings().max_examples, 400))
+@settings(max_examples=max(settings().max_examples, 200))
 @given(st.builds(lambda changes: transfer(**changes), CHANGES) | JSON)
 @example(transfer())
 @example(transfer(remote_block_ids=7))

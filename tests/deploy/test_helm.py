@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,15 @@ CRDS = {
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on PATH: the chart is not rendered")
 
 
+@cache
+def parsed(path: Path) -> bytes:
+    """All documents of a file, pickled, so that nobody changes another test's."""
+    return pickle.dumps([doc for doc in yaml.load_all(path.read_text(), yaml.CSafeLoader) if doc])
+
+
 def load(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
+    (document,) = pickle.loads(parsed(path))
+    return document
 
 
 def merge(base: dict, over: dict) -> dict:
@@ -53,7 +62,7 @@ def check_schema(values: dict) -> None:
 
 
 def rendered(name: str) -> list[dict]:
-    return [doc for doc in yaml.safe_load_all((HELM / "rendered" / f"{name}.yaml").read_text()) if doc]
+    return pickle.loads(parsed(HELM / "rendered" / f"{name}.yaml"))
 
 
 def by_name(name: str, kind: str) -> dict[str, dict]:

@@ -330,7 +330,7 @@ def lose_first(container: Any) -> None:
 
 
 def add_again(container: Any) -> None:
-    """What another entry says is said once more: by another name, if names are unique."""
+    """Repeat an entry, under another name if names are unique."""
     if isinstance(container, dict):
         known = next(iter(container))
         container["another name" if isinstance(known, str) else known - 1] = container[known]
