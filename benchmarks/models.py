@@ -107,8 +107,6 @@ def cases(device: str) -> list[Case]:
         return [Case(model.name, "HISPARSE_MLA_CPU" if model.is_dsa else "CPU_ATTN", "auto") for model in MODELS]
     found = []
     for model in MODELS:
-        if ModelShape.load(model.name).refusal:  # on GPUs
-            continue
         found.append(Case(model.name, *(("FLASHMLA_SPARSE", "fp8") if model.is_dsa else ("FLASH_ATTN 3", "bfloat16"))))
     found += [Case("DeepSeek-V3.2", name, "bfloat16") for name in ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]
     found += [Case("Llama-3.1-8B", name, "bfloat16") for name in ("TRITON_ATTN", "FLASH_ATTN 2", "FLASH_ATTN 4")]

@@ -61,8 +61,6 @@ REFUSED_MODELS = {
     "Step5ForCausalLM": _WINDOWS,
     "Step5ForConditionalGeneration": _WINDOWS,
 }
-# The same, but on CUDA alone.
-REFUSED_ON_CUDA = {"HYV4ForCausalLM": "its attention sinks were never tried over hot buffers on a GPU"}
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # default top_k of a dense model, in tokens
 DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
@@ -593,12 +591,11 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
 def _check_model(vllm_config: VllmConfig) -> None:
     """Refuse models by class, before their layers are built, and loaders that build the model themselves."""
     architecture = vllm_config.model_config.architecture
-    refused = REFUSED_MODELS | (REFUSED_ON_CUDA if vllm_config.device_config.device_type == "cuda" else {})
-    if architecture in refused:
+    if architecture in REFUSED_MODELS:
         raise HiSparseConfigError(
             "--model",
             architecture,
-            f"a model that hot buffers can serve: {refused[architecture]}",
+            f"a model that hot buffers can serve: {REFUSED_MODELS[architecture]}",
             f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. See docs/models.md for models that can.",
         )
     multimodal = vllm_config.model_config.multimodal_config

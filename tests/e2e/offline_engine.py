@@ -147,7 +147,8 @@ def pools(core: Any) -> dict[str, Any]:
 def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
     if phase.get("forgets"):
-        assert llm.reset_prefix_cache(reset_connector=True), "the caches could not be emptied"
+        reset_connector = phase["forgets"] != "device"
+        assert llm.reset_prefix_cache(reset_connector=reset_connector), "the caches could not be emptied"
     outputs = llm.generate(prompts, sampling_params(phase), use_tqdm=False)
     return [completion(output) for output in outputs]
 
@@ -214,7 +215,7 @@ def poison_of(worker: Any, rows: Any) -> float:
     vLLM's CPU kernel for dense models multiplies the rest of a block with weights of 0: there it is a large number.
     """
     if worker.config.dense_unit is not None:
-        return 1e4
+        return 1e4 if rows.is_floating_point() else 0x7E  # the largest number of fp8
     return float("nan") if rows.is_floating_point() else 0x7F
 
 
@@ -308,10 +309,6 @@ class OfflineEngine:
     def __init__(self, job: dict[str, Any]):
         from vllm import LLM
 
-        from vllm_hisparse.config import REFUSED_ON_CUDA
-
-        for name in job.get("untried", []):  # models that are tried for the first time
-            REFUSED_ON_CUDA.pop(name, None)
         if job.get("async_scheduling"):
             schedule_asynchronously()
         self.llm = LLM(**job["engine"])

@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any], dict
     "dense": ("llama", {"num_heads": 16}, EVERYTHING, {"hf_overrides": {}}, {}),
 }
 COMMON = {"max_model_len": 8192, "max_num_batched_tokens": 2048}
+LLAMA_8B = {**COMMON, "hf_overrides": {}, "max_num_seqs": 4}
+SHORT_PHASE = {"prompts": [make_prompt(length) for length in (1, 65, 2500)], "max_tokens": 16}
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +64,35 @@ def test_vllm_sizes_the_kv_cache(
     assert_pools_empty(record)
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [("pq_cache", {"full_kv_layers": []}), ("quest", {})])
-def test_residency_bytes_of_llama_8b(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str, options: dict[str, Any]
-) -> None:
-    """An engine with the layers and KV heads of Llama-3.1-8B, and most of the device, starts: its residency is a small
-    share of its KV cache, and vLLM leaves room for it."""
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the layers and KV heads of Llama-3.1-8B."""
     from vllm_hisparse.cli import tiny_model
 
-    monkeypatch.setitem(tiny_model.VARIANTS, "llama", {**tiny_model.VARIANTS["llama"], "head_dim": 128})
-    model = tiny_model.make_model("llama", tmp_path / "model", num_layers=32, num_heads=32)
-    phase = {"prompts": [make_prompt(length) for length in (1, 65, 2500)], "max_tokens": 16}
-    common = {**COMMON, "hf_overrides": {}, "max_num_seqs": 4}
-    reference = EngineRun.start(tmp_path, "full", engine_args(model, **common), [phase]).phases()[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny_model.VARIANTS, "llama", {**tiny_model.VARIANTS["llama"], "head_dim": 128})
+        return tiny_model.make_model("llama", tmp_path_factory.mktemp("llama_8b"), num_layers=32, num_heads=32)
+
+
+@pytest.fixture(scope="module")
+def llama_8b_reference(llama_8b: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Full KV's completions, not compiled because that takes longest."""
+    engine = engine_args(llama_8b, **LLAMA_8B, enforce_eager=True)
+    return EngineRun.start(tmp_path_factory.mktemp("reference"), "full", engine, [SHORT_PHASE]).phases()[0][
+        "completions"
+    ]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("pq_cache", {"full_kv_layers": []}), ("quest", {})])
+def test_residency_bytes_of_llama_8b(
+    llama_8b: Path, llama_8b_reference: list[dict[str, Any]], tmp_path: Path, algorithm: str, options: dict[str, Any]
+) -> None:
+    """An engine with most of the device starts: its residency is a small share of its KV cache, and vLLM leaves room
+    for it."""
     everything = {"algorithm": algorithm, "top_k": 4096, "device_buffer_size": 4096, "host_pool_gib": 4.0, **options}
-    engine = hot_args(model, everything, **common)
+    engine = hot_args(llama_8b, everything, **LLAMA_8B)
     del engine["kv_cache_memory_bytes"]
     engine["gpu_memory_utilization"] = LARGE_DEVICE_SHARE
-    record = EngineRun.start(tmp_path, algorithm, engine, [phase]).phases()[0]
-    assert_same_but_ties(record["completions"], reference["completions"])
+    record = EngineRun.start(tmp_path, algorithm, engine, [SHORT_PHASE]).phases()[0]
+    assert_same_but_ties(record["completions"], llama_8b_reference)
     assert_pools_empty(record)

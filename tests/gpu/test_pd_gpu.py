@@ -62,6 +62,7 @@ CASES = {
     "auto": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS),
     "fp8": Case("dsv32", DSA_SIZES, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "fp8_mtp": Case("dsv32", {**DSA_SIZES, "draft_layers": 1}, MTP_ARGS, MTP_OPTIONS, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "hyv4": Case("hyv4", {**DSA_SIZES, "num_heads": 32}, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
     "auto_tp2": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS, num_ranks=2),
     "llama_tp2": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS, num_ranks=2),

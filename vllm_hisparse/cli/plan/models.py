@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_hisparse.config import REFUSED_MODELS, REFUSED_ON_CUDA
+from vllm_hisparse.config import REFUSED_MODELS
 from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_row_bytes
 
 BF16, FP8 = 2, 1
@@ -277,8 +277,8 @@ class ModelShape:
 def refusal(config: dict[str, Any]) -> str:
     """Return why hot buffers cannot serve a model, as far as its config.json tells; empty if they can."""
     architecture = next(iter(config.get("architectures") or []), "")
-    if reason := (REFUSED_MODELS | REFUSED_ON_CUDA).get(architecture):
-        return reason
+    if architecture in REFUSED_MODELS:
+        return REFUSED_MODELS[architecture]
     kinds = [kind for kind in config.get("layer_types") or [] if kind not in PLAIN_LAYERS]
     if kinds:
         return f"{len(kinds)} of its layers are {' and '.join(sorted(set(kinds)))}, not plain attention"
