@@ -27,18 +27,14 @@ import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.decode_models import LLAMA, make_dsa_model, make_llama_model
+from benchmarks.models import ATTENTION
 
 app = typer.Typer(add_completion=False)
 
 Architecture = StrEnum("Architecture", ["dsa", "llama"])
 SYSTEMS = ("full", "vllm_native", "ours")  # vLLM's native HiSparse serves DSA models only
-# The plugin over vLLM's first choice, and over other back ends of dense models -> `attention_config`.
-OUR_SYSTEMS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "ours_triton": {"backend": "TRITON_ATTN"},
-    "ours_fa2": {"backend": "FLASH_ATTN", "flash_attn_version": 2},
-    "ours_fa4": {"backend": "FLASH_ATTN", "flash_attn_version": 4},
-}
+DENSE_BACKENDS = tuple(name for name in ATTENTION if "MLA" not in name)
+BASE_BACKEND = "FLASH_ATTN 3"  # the others are compared with it
 COUNTERS = ("cache_hits", "cache_misses", "host_to_device_bytes")
 PREFIX = "vllm:hisparse_"  # vLLM's native HiSparse and this plugin export the same names
 VOCABULARY = range(3, 500)
@@ -126,10 +122,11 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(job["device_kv_gib"] * 2**30),
         "gpu_memory_utilization": job["device_share"],
         "max_num_seqs": max(job["max_num_seqs"], 1),
-        "max_num_batched_tokens": CHUNK_TOKENS,
+        "max_num_batched_tokens": job["chunk"],
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         "seed": 0,
+        "attention_config": dict(ATTENTION[job["backend"]]) if job["backend"] else {},
     }
     if system == "vllm_native":
         args["kv_transfer_config"] = {
@@ -137,8 +134,8 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"host_pool_gib": job["host_pool_gib"]},
         }
-        args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
-    elif system in OUR_SYSTEMS:
+        args["attention_config"] |= {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
+    elif system == "ours":
         options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic")}
         if job["architecture"] == "llama":
             options |= {"algorithm": "quest", "top_k": job["top_k"], "full_kv_layers": []}
@@ -147,8 +144,6 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": options,
         }
-        if OUR_SYSTEMS[system]:
-            args["attention_config"] = dict(OUR_SYSTEMS[system])
     return args
 
 
@@ -161,6 +156,7 @@ def load_engine(system: str, job: dict[str, Any]) -> Any:
     """Load one system in this process; returns its `vllm.LLM`."""
     # Runs the engine in this process, so that its scheduler can be measured.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled for a minute, and tokens are greedy
     from vllm import LLM
 
     return LLM(**engine_args(system, job))
@@ -266,7 +262,7 @@ def take_turns(engines: list[Engine], cases: list[tuple[int, int]], repeats: int
 
 
 def describe(system: str, job: dict[str, Any], context: int, requests: int) -> dict[str, Any]:
-    names = ("model_class", "kv_dtype", "device_kv_gib", "device_buffer_size", "elastic", "max_tokens")
+    names = ("backend", "model_class", "kv_dtype", "device_kv_gib", "device_buffer_size", "elastic", "max_tokens")
     return {"system": system, "model": job["model_name"], "context": context, "requests": requests} | {
         name: job[name] for name in names
     }
@@ -305,9 +301,7 @@ def run(
     single: Annotated[list[int], typer.Option(min=1, help="Prompt tokens of a case with one request; repeatable.")] = [  # noqa: B006
         16000
     ],
-    system: Annotated[
-        list[str], typer.Option(help=f"{', '.join(dict.fromkeys((*SYSTEMS, *OUR_SYSTEMS)))}; repeatable.")
-    ] = list(SYSTEMS),  # noqa: B006
+    system: Annotated[list[str], typer.Option(help=f"{', '.join(SYSTEMS)}; repeatable.")] = list(SYSTEMS),  # noqa: B006
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
     device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV and for Quest's state.")] = 1.0,
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV.")] = 24.0,
@@ -333,6 +327,8 @@ def run(
         "model": str(model_dir),
         "model_name": make_model_of(architecture, model_dir, num_layers, query_noise),
         "model_class": model_class,
+        "backend": None,
+        "chunk": CHUNK_TOKENS,
         "num_layers": num_layers,
         "kv_dtype": kv_dtype,
         "device_kv_gib": device_kv_gib,
@@ -350,6 +346,60 @@ def run(
             write_result(output, ctx, "benchmarks.decode run", rows, gpu_hardware())
     columns = ("system", "context", "requests", "tokens_per_s", "itl_ms_p50", "itl_ms_p99", "running_max", "hit_rate")
     show("Decode", [{name: row.get(name) for name in columns} for row in rows])
+
+
+@app.command()
+def backends(
+    ctx: typer.Context,
+    backend: Annotated[list[str], typer.Option(help="Repeatable.")] = list(DENSE_BACKENDS),  # noqa: B006
+    context: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 12000,
+    requests: Annotated[list[int], typer.Option(min=1, help="Requests of a case; repeatable.")] = [1, 4, 16],  # noqa: B006
+    model_dir: Annotated[Path, typer.Option(help="Where the model is made.")] = Path("build/models/backends"),
+    output: Annotated[Path | None, typer.Option(help="Result file; default: by GPU.")] = None,
+) -> None:
+    """Compare the back ends of dense models, with full KV and with the plugin, in 8 layers of Llama-3.1-8B.
+
+    Full KV has device memory for four requests. All engines are loaded at the same time, and need 65 GB.
+    """
+    if unknown := set(backend) - set(DENSE_BACKENDS):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}; back ends are {', '.join(DENSE_BACKENDS)}")
+    gpu = gpu_hardware()
+    systems = [(system, name) for name in backend for system in ("full", "ours")]
+    job: dict[str, Any] = {
+        "architecture": Architecture.llama.value,
+        "model": str(model_dir),
+        "model_name": make_model_of(Architecture.llama, model_dir, num_layers=8, query_noise=0.3),
+        "model_class": None,
+        "chunk": 4096,  # smaller than that of other benchmarks, because many engines share the GPU
+        "num_layers": 8,
+        "kv_dtype": "bfloat16",
+        "device_kv_gib": 1.5,
+        "host_pool_gib": 0.42 * max(requests),
+        "top_k": 1024,
+        "device_buffer_size": 2048,
+        "elastic": True,
+        "max_tokens": 128,
+        "device_share": DEVICE_SHARE / len(systems),
+        "contexts": [context],
+        "max_num_seqs": max(requests),
+    }
+    engines = [Engine(system, {**job, "backend": name}) for system, name in systems]
+    rows: list[dict[str, Any]] = []
+    for row in take_turns(engines, [(context, number) for number in requests], repeats=3):
+        rows.append(row | {"of_base": of_base(row, rows)})
+        path = output or RESULTS / str(gpu["gpu"]).split()[1].lower() / "backends.json"
+        write_result(path, ctx, "benchmarks.decode backends", rows, gpu)
+    if not rows:
+        raise typer.Exit(1)
+    columns = ("backend", "system", "requests", "tokens_per_s", "of_base", "itl_ms_p50", "running_max", "hit_rate")
+    show("Back ends of dense models", [{name: row.get(name) for name in columns} for row in rows])
+
+
+def of_base(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """Tokens per second of a row over those of the latest row with the same case and system over `BASE_BACKEND`."""
+    same = {"backend": BASE_BACKEND} | {name: row[name] for name in ("system", "context", "requests")}
+    speeds = [each["tokens_per_s"] for each in (*rows, row) if same.items() <= each.items()]
+    return round(row["tokens_per_s"] / speeds[-1], 3) if speeds and speeds[-1] and row["tokens_per_s"] else None
 
 
 def make_model_of(architecture: Architecture, model_dir: Path, num_layers: int, query_noise: float | None) -> str:

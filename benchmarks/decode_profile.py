@@ -17,6 +17,7 @@ import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.decode import (
+    CHUNK_TOKENS,
     DEVICE_SHARE,
     Architecture,
     Engine,
@@ -111,6 +112,8 @@ def run(
         "model": str(model_dir),
         "model_name": make_model_of(Architecture.dsa, model_dir, num_layers, query_noise),
         "model_class": None,
+        "backend": None,
+        "chunk": CHUNK_TOKENS,
         "num_layers": num_layers,
         "kv_dtype": kv_dtype,
         "device_kv_gib": 1.0,

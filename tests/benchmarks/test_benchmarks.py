@@ -114,6 +114,40 @@ def test_engines_of_the_decode_benchmark_take_turns(
     assert not any(engine._process.is_alive() for engine in engines)
 
 
+def test_back_ends_are_compared_with_the_base_of_the_same_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    decode = importlib.import_module("benchmarks.decode")
+
+    def row(backend: str, system: str, requests: int, speed: float | None) -> dict[str, Any]:
+        return {"backend": backend, "system": system, "context": 9, "requests": requests, "tokens_per_s": speed}
+
+    base = decode.BASE_BACKEND
+    rows = [row(base, "full", 1, 10.0), row(base, "ours", 1, 20.0), row(base, "ours", 1, 40.0)]
+    assert decode.of_base(rows[0], rows) == 1.0
+    assert decode.of_base(row("TRITON_ATTN", "ours", 1, 30.0), rows) == 0.75
+    assert decode.of_base(row("TRITON_ATTN", "full", 1, 8.0), rows) == 0.8
+    assert decode.of_base(row("TRITON_ATTN", "ours", 4, 8.0), rows) is None
+    assert decode.of_base(row("TRITON_ATTN", "ours", 1, None), rows) is None
+    assert base in decode.DENSE_BACKENDS and "FLASHINFER" in decode.DENSE_BACKENDS
+
+
+def test_the_decode_benchmark_runs_each_back_end_with_either_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines differ in the back end and in the connector alone."""
+    monkeypatch.syspath_prepend(ROOT)
+    decode, found = importlib.import_module("benchmarks.decode"), []
+    monkeypatch.setattr(decode, "gpu_hardware", lambda: {"gpu": "NVIDIA H100"})
+    monkeypatch.setattr(decode, "make_model_of", lambda *_, **__: "llama")
+    monkeypatch.setattr(decode, "take_turns", lambda engines, cases, repeats: [])
+    monkeypatch.setattr(decode, "Engine", lambda system, job: found.append(decode.engine_args(system, job)))
+    result = CliRunner().invoke(decode.app, ["backends", "--backend", "FLASH_ATTN 2", "--backend", "FLASHINFER"])
+    assert result.exit_code == 1 and not result.output, result.output  # no engine has measured anything
+    attention = [{"backend": "FLASH_ATTN", "flash_attn_version": 2}] * 2 + [{"backend": "FLASHINFER"}] * 2
+    assert [each.pop("attention_config") for each in found] == attention
+    options = [each.pop("kv_transfer_config", {}).get("kv_connector") for each in found]
+    assert options == [None, "HiSparseHostConnector"] * 2 and all(each == found[0] for each in found)
+    assert CliRunner().invoke(decode.app, ["backends", "--backend", "FLEX"]).exit_code == 2
+
+
 def test_the_profile_of_a_step_adds_up_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     module = importlib.import_module("benchmarks.decode_profile")
