@@ -324,6 +324,13 @@ def test_a_plan_says_that_fewer_requests_give_more_tokens() -> None:
     assert planned_speed["more_tokens_per_s_with"] is None
 
 
+def test_a_plan_says_where_native_was_not_measured() -> None:
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--hit-rate")
+    notes = {rate: planned(*words, rate)["confidence"] for rate in ("0.5", "0.87", "0.99")}
+    assert "with 50%, its steps are longer" in notes["0.5"] and "with 99%, its steps are shorter" in notes["0.99"]
+    assert "Native HiSparse" not in notes["0.87"]
+
+
 def test_it_does_not_pay_where_full_kv_fits() -> None:
     words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "2000")
     found = planned(*words, "--concurrency", "16")
@@ -515,6 +522,10 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--gpu", "H1000"), "expected one of H200"),
         (("Llama-3.1-8B", "--drafts", "1"), "has no draft layer that plan knows: dense models draft with EAGLE"),
         (("Llama-3.1-8B", "--acceptance", "0.5"), "got 0.5, and no --drafts to accept"),
+        (
+            ("Llama-3.1-8B", "--device-kv-gib", "70", "--gpu", "H100"),
+            "got 70, and H100 for --gpu, which has 80 GiB, 14",
+        ),
         (("Llama-3.1-8B", "--device-kv-gib", "9", "--gpu-memory-utilization", "0.5"), "got 9.0, and 0.5 for --gpu-mem"),
         (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected a multiple of 16, at least 2048"),
         (("GLM-5", "--indexer-kv-dtype", "mxfp4"), "got mxfp4, and H200 for --gpu"),

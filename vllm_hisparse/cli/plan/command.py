@@ -27,6 +27,7 @@ DENSE_TOP_K = 2048
 DEFAULT_CONTEXT = 32768
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in multiples of top-k
 RANGE_STEPS = 33  # number of lengths that represent a range or a file
+SHOWN_MS = 0.05  # less is 0.0 in the table
 MIN_WIDTH = 150  # columns of the tables
 TITLES = {  # printed above commands and options
     "one instance": "To start one instance",
@@ -284,11 +285,12 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     """Print the plan."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, MIN_WIDTH)
+    drafts = f" {plan.drafts} drafts per step, each accepted with {plan.acceptance:.0%}." if plan.drafts else ""
     ranks, load = f"{plan.tensor_parallel * plan.data_parallel} x {plan.gpu.name}", plan.load
     console.print(
         f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights and {plan.kv_gib:.1f} GiB for "
         f"KV on each GPU, {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "
-        f"{load.output:.0f} tokens. Locality: {plan.locality}.\n"
+        f"{load.output:.0f} tokens.{drafts} Locality: {plan.locality}.\n"
     )
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
@@ -345,8 +347,8 @@ def _step_table(plan: Plan) -> Table:
             copies = " (native HiSparse: and copies)" if part == "resolve" and System.native in points else ""
             table.add_row(PARTS.get(part, part) + copies, *cells)
     table.add_row("in all", *(f"{sum(p.parts_ms.values()):.1f}" for p in points.values()))
-    if any(p.hidden_copy_ms for p in points.values()):
-        cells = (f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms else "" for p in points.values())
+    if any(p.hidden_copy_ms >= SHOWN_MS for p in points.values()):
+        cells = (f"{p.hidden_copy_ms:.1f}" if p.hidden_copy_ms >= SHOWN_MS else "" for p in points.values())
         table.add_row("besides, copies that nothing waits for", *cells)
     return table
 

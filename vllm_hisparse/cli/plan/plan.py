@@ -15,7 +15,7 @@ from vllm_hisparse.cli.plan.step_time import WAITING, Step, measured_hosts_ms
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
-NATIVE_HIT_RATES = 0.8, 0.9  # of vLLM's own HiSparse in these results; its copies were not timed apart
+NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its copies were not timed apart
 HOST_GPUS = 8  # of most hosts
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
@@ -123,6 +123,11 @@ class Plan:
                 f"{self.model.name} has {self.weights_gib:.0f} GiB of weights on each GPU, {self.gpu.name} has "
                 f"{self.gpu.memory_gib:.0f} GiB: no memory is left for KV. Raise --tensor-parallel-size or "
                 "--data-parallel-size, or choose a larger --gpu"
+            )
+        if self.device_kv_gib is not None and self.device_kv_gib + self.weights_gib > self.gpu.memory_gib:
+            raise PlanError(
+                f"--device-kv-gib: got {self.device_kv_gib:g}, and {self.gpu.name} for --gpu, which has "
+                f"{self.gpu.memory_gib:.0f} GiB, {self.weights_gib:.0f} of them for weights"
             )
         if self.model.num_heads % self.tensor_parallel:
             raise PlanError(
@@ -306,8 +311,8 @@ class Plan:
         low, high = NATIVE_HIT_RATES
         if native is not None and not low <= native <= high:
             found += (
-                f" Native HiSparse was measured with hit rates between {low:.0%} and {high:.0%} only, and is predicted "
-                f"as with these: {native:.0%} would make its steps {'longer' if native < low else 'shorter'}."
+                " Native HiSparse was measured with hit rates of 83% to 89% only, and is predicted as with these: with "
+                f"{native:.0%}, its steps are {'longer' if native < low else 'shorter'}."
             )
         if self.tensor_parallel * self.data_parallel > MEASURED_GPUS:
             found += f" Nobody measured more than {MEASURED_GPUS} GPUs: communication is extrapolated."
