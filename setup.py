@@ -12,6 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ARCHITECTURES = ("80", "90", "100")  # machine code of each, and PTX of the last for newer ones
+WITH_FEATURES = {"90": "90a"}  # machine code with instructions that no other architecture has: WGMMA
 
 
 SOURCES = Path("csrc/cuda")
@@ -26,7 +27,10 @@ def limit_flags() -> list[str]:
 def nvcc_flags() -> list[str]:
     from tvm_ffi import libinfo
 
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+    targets = [
+        f"-gencode=arch=compute_{arch},code=sm_{arch}"
+        for arch in (WITH_FEATURES.get(each, each) for each in ARCHITECTURES)
+    ]
     targets.append(f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}")
     # The CUDA runtime is linked in. The TVM FFI runtime is not: who loads the library has loaded it.
     host = ["-Xcompiler=-fPIC,-fvisibility=hidden", *(f"-I{path}" for path in libinfo.include_paths())]

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from benchmarks.code_corpus import permissive_packages, unseen
 from benchmarks.common import RESULTS, show, write_result
 from benchmarks.dsa_model import AttentionMode, Model
-from benchmarks.selections import load_model
+from benchmarks.selections import load_model, load_shape
 from benchmarks.train_dsa import LOOKUP_PREFIX, load_tokenizer, make_corpus
 
 PACKAGES = ("charset-normalizer", "starlette", "uvicorn")
@@ -220,6 +220,25 @@ def rows(model_dir: Path, windows: list[Window], hot_rows: int) -> Iterator[dict
     }
 
 
+def held_out_windows(model_dir: Path, num_windows: int, num_tokens: int, seed: int) -> list[Window]:
+    """Windows of source code that the model has not seen, each with a repetition.
+
+    Args:
+        model_dir: directory of the model.
+        num_windows: number of windows.
+        num_tokens: tokens of each.
+        seed: seed of the places and repetitions.
+    """
+    packages = [package for package in unseen(permissive_packages(1 << 30), model_dir) if package.name in PACKAGES]
+    tokenizer = load_tokenizer(model_dir, [], load_shape(model_dir))
+    corpus = make_corpus(packages, tokenizer, 1 << 30, torch.device("cpu"), seed)
+    drawn = []
+    for _ in range(num_windows):
+        tokens, repeat = corpus.windows(1, num_tokens + 1, 1.0)
+        drawn.append(Window(tokens[0].numpy(), int(repeat[0])))
+    return drawn
+
+
 @app.command()
 def main(
     ctx: typer.Context,
@@ -231,13 +250,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Measure, write, show."""
-    packages = [package for package in unseen(permissive_packages(1 << 30), model) if package.name in PACKAGES]
-    shape = load_model(model, torch.device("cpu")).shape
-    corpus = make_corpus(packages, load_tokenizer(model, [], shape), 1 << 30, torch.device("cpu"), seed)
-    drawn = []
-    for _ in range(windows):
-        tokens, repeat = corpus.windows(1, num_tokens + 1, 1.0)
-        drawn.append(Window(tokens[0].numpy(), int(repeat[0])))
+    drawn = held_out_windows(model, windows, num_tokens, seed)
     frame = {"model": model.name, "windows": windows, "context": num_tokens}
     found = [frame | row for row in rows(model, drawn, hot_rows)]
     write_result(output, ctx, "benchmarks.code_quality", found)

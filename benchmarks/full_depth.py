@@ -273,7 +273,8 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
         }
         args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
     else:
-        options = {name: job[name] for name in ("host_pool_gib", "device_buffer_size", "elastic", "admission")}
+        names = "host_pool_gib", "device_buffer_size", "elastic", "admission", "indexer_key_dtype"
+        options = {name: job[name] for name in names}
         args["kv_transfer_config"] = connector | {
             "kv_connector": "HiSparseHostConnector",
             "kv_connector_extra_config": options,
@@ -497,7 +498,8 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     described |= {"selection": str(case.selection), "overlap": case.overlap}
     if case.context:
         described["settle"] = job["settle"] if case.settle is None else case.settle
-    return described | {name: job[name] for name in (*names, *parallel)}
+    key_dtype = job["indexer_key_dtype"] if system == System.ours else "auto"
+    return described | {name: job[name] for name in (*names, *parallel)} | {"indexer_key_dtype": key_dtype}
 
 
 @app.command()
@@ -522,6 +524,7 @@ def run(
     admission: Annotated[
         Admission, typer.Option(help="Of the plugin: limit running requests, or not.")
     ] = Admission.off,
+    indexer_key_dtype: Annotated[str, typer.Option(help="auto or fp4, of the plugin.")] = "auto",
     drafts: Annotated[int, typer.Option(min=0, help="Drafts of a step, by a draft layer.")] = 0,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability of each, if those before it are.")] = 0.8,
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
@@ -555,6 +558,7 @@ def run(
         "device_buffer_size": device_buffer_size,
         "elastic": elastic,
         "admission": str(admission),
+        "indexer_key_dtype": indexer_key_dtype,
         "settle": settle,
         "steps": steps,
         "mixed_s": mixed_s,

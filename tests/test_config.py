@@ -149,6 +149,7 @@ def test_refuses_unknown_options(name: str) -> None:
         ("top_k", 0, "greater than 0"),
         ("device_buffer_size", [512], "a valid integer"),
         ("device_buffer_size", -1, "greater than 0"),
+        ("indexer_key_dtype", "fp8", "'auto' or 'fp4'"),
         ("elastic", 1, "a valid boolean"),
         ("elastic", "no", "a valid boolean"),
         ("host_pool_gib", "2", "a valid number"),
@@ -321,6 +322,42 @@ def test_refuses_drafts_that_do_not_follow_from_each_other() -> None:
     parallel["speculative_config"].parallel_drafting = True
     message, option = dense_refusal({"algorithm": "quest"}, **parallel), "--speculative-config parallel_drafting"
     check_parts(message, option, "True", "False: drafts that follow from each other", "Remove it.")
+
+
+NARROW = {**GIB, "indexer_key_dtype": "fp4"}
+
+
+def narrow_engine(head_dim: int = 128, heads: int = 64, **changes: Any) -> SimpleNamespace:
+    config = engine(NARROW, **{"kv_transfer_config__kv_role": "kv_both", **changes})
+    model = config.model_config.hf_text_config
+    model.index_head_dim, model.index_n_heads = head_dim, heads
+    return config
+
+
+@pytest.mark.parametrize("heads", [4, 32, 64])
+def test_indexer_keys_in_4_bits_on_the_cpu(heads: int) -> None:
+    assert HiSparseConfig.from_vllm_config(narrow_engine(heads=heads)).has_narrow_keys
+    assert not HiSparseConfig.from_vllm_config(engine()).has_narrow_keys
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"head_dim": 64}, "auto with indexer keys of 64 elements, not 128"),
+        ({"heads": 4, "device_config__device_type": "cuda"}, "auto with 4 indexer heads on cuda, not 32 or 64"),
+        ({"kv_transfer_config__kv_role": "kv_consumer"}, "auto with kv_role kv_consumer in this release"),
+    ],
+)
+def test_refuses_indexer_keys_in_4_bits(sizes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(HiSparseConfigError) as error:
+        HiSparseConfig.from_vllm_config(narrow_engine(**sizes))
+    check_parts(str(error.value), "indexer_key_dtype", "'fp4'", reason, "Remove it.")
+
+
+def test_refuses_indexer_keys_in_4_bits_without_an_indexer() -> None:
+    message = dense_refusal({"algorithm": "quest", "indexer_key_dtype": "fp4"})
+    expected = "auto with algorithm 'quest', which has no indexer"
+    check_parts(message, "indexer_key_dtype", "'fp4'", expected, "Remove it.")
 
 
 class Unforgetting(StreamingLLM):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, Selector, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-# Options that decide which layers write KV themselves, or how much memory they need at start-up.
-GRAPH_OPTIONS = ("algorithm", "full_kv_layers", "algorithm_options")
+# Options that decide what layers write themselves, or how much memory they need at start-up.
+GRAPH_OPTIONS = ("algorithm", "full_kv_layers", "algorithm_options", "indexer_key_dtype")
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 # In addition to these: of DSA models, and of dense models.
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}
@@ -61,6 +61,7 @@ REFUSED_MODELS = {
     "Step5ForCausalLM": _WINDOWS,
     "Step5ForConditionalGeneration": _WINDOWS,
 }
+NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS = 128, (32, 64)  # of an indexer whose keys may have 4 bits; heads on CUDA
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
 DEFAULT_TOP_K = 2048  # default top_k of a dense model, in tokens
 DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
@@ -119,6 +120,8 @@ class HiSparseConfig(BaseModel):
     """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm."""
+    indexer_key_dtype: Literal["auto", "fp4"] = "auto"
+    """How the device keeps indexer keys of a DSA model: in the model's 8 bits (auto), or in 4 bits."""
     full_kv_layers: list[int] | None = None
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
     prefill_tp_size: int | None = Field(default=None, gt=0)
@@ -174,6 +177,8 @@ class HiSparseConfig(BaseModel):
         _check_model(vllm_config)
         _check_engine(vllm_config)
         config._check_kv_cache_dtype(vllm_config)
+        if config.has_narrow_keys:
+            _check_narrow_keys(config, vllm_config)
         if config.tiers:
             _check_prefix_cache(vllm_config)
             _check_own_address(config)
@@ -197,6 +202,11 @@ class HiSparseConfig(BaseModel):
     def dense_unit(self) -> int | None:
         """`tokens_per_unit` of a dense model, in which every KV head selects units of its own; None for a DSA model."""
         return None if self.algorithm_class.model_family == "mla" else self.tokens_per_unit
+
+    @property
+    def has_narrow_keys(self) -> bool:
+        """True if the device keeps indexer keys in 4 bits."""
+        return self.indexer_key_dtype == "fp4"
 
     def kv_cache_dtypes(self, device: str) -> tuple[str, ...]:
         """Supported values of `--kv-cache-dtype` on a device ("cpu" or "cuda")."""
@@ -466,6 +476,24 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
             "top_k", top_k, f"{model_top_k}, the model's index_topk", f"Remove top_k or set it to {model_top_k}."
         )
     return top_k
+
+
+def _check_narrow_keys(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
+    """Refuse indexer keys in 4 bits where there are none, or none that fit."""
+    model, device = vllm_config.model_config.hf_text_config, vllm_config.device_config.device_type
+    head_dim, heads = getattr(model, "index_head_dim", None), getattr(model, "index_n_heads", None)
+    role = vllm_config.kv_transfer_config.kv_role
+    reasons = {
+        f"algorithm '{config.algorithm}', which has no indexer": config.dense_unit is not None,
+        f"indexer keys of {head_dim} elements, not {NARROW_KEY_ELEMENTS}": head_dim != NARROW_KEY_ELEMENTS,
+        f"{heads} indexer heads on cuda, not {' or '.join(map(str, NARROW_KEY_HEADS))}": (
+            device == "cuda" and heads not in NARROW_KEY_HEADS
+        ),
+        f"kv_role {role} in this release, whose keys NIXL writes to the device in 8 bits": role == "kv_consumer",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise HiSparseConfigError("indexer_key_dtype", "fp4", f"auto with {reason}", "Remove it.")
 
 
 def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:

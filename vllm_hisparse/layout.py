@@ -121,6 +121,8 @@ class KVLayout:
         draft_row_bytes: bytes of one token's KV in all draft layers.
         state_entries: growing fields of an algorithm's state, as in `StateLayout`.
         full_kv_row_bytes: bytes of one token's KV in all layers of a DSA model that do not select.
+        narrow_key_bytes: bytes of one token's indexer key in one layer on the device, without draft layers, if the
+            device keeps it in fewer bits than the host, which keeps `resident_row_bytes`. None: both keep the same.
     """
 
     row_bytes: int
@@ -134,6 +136,7 @@ class KVLayout:
     draft_row_bytes: int = 0
     state_entries: tuple[tuple[int, int], ...] = ()
     full_kv_row_bytes: int = 0
+    narrow_key_bytes: int | None = None
 
     @cached_property
     def rows_per_hot_block(self) -> int:
@@ -160,7 +163,7 @@ class KVLayout:
 
     def _is_page_of_both(self, num_units: int) -> bool:
         page_bytes = num_units * self.tokens_per_unit * self.row_bytes
-        return page_bytes in (self.block_size * self.resident_row_bytes, self.block_size * self.draft_row_bytes)
+        return page_bytes in (self.block_size * self.device_key_bytes, self.block_size * self.draft_row_bytes)
 
     @property
     def has_resident_kv(self) -> bool:
@@ -212,19 +215,29 @@ class KVLayout:
         return self.num_layers * self.block_size * self.row_bytes
 
     @property
+    def device_key_bytes(self) -> int:
+        """Bytes of one token's device-resident KV in one layer of the device, without draft layers."""
+        return self.resident_row_bytes if self.narrow_key_bytes is None else self.narrow_key_bytes
+
+    @property
     def resident_token_bytes(self) -> int:
-        """Bytes of one token's device-resident KV, all layers."""
-        return self.num_resident_layers * self.resident_row_bytes + self.wider_row_bytes
+        """Bytes of one token's device-resident KV, all layers, on the device."""
+        return self.num_resident_layers * self.device_key_bytes + self.wider_row_bytes
 
     @property
     def resident_block_bytes(self) -> int:
-        """Bytes of the device-resident KV of one block's tokens, all layers."""
+        """Bytes of the device-resident KV of one block's tokens, all layers, on the device."""
         return self.block_size * self.resident_token_bytes
 
     @property
+    def saved_block_bytes(self) -> int:
+        """Bytes of a copy of the same on the host."""
+        return self.block_size * (self.num_resident_layers * self.resident_row_bytes + self.wider_row_bytes)
+
+    @property
     def host_block_bytes(self) -> int:
-        """Bytes of one host block: main KV and device-resident KV of all layers."""
-        return self.main_block_bytes + self.resident_block_bytes
+        """Bytes of one host block: main KV and a copy of device-resident KV of all layers."""
+        return self.main_block_bytes + self.saved_block_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Host blocks, or device blocks of device-resident KV, that hold `num_tokens`."""

@@ -125,6 +125,28 @@ struct LatestBounds {
     int32_t count;  // 0: a new key extends the bounds of all keys of its page
 };
 
+// Indexer keys in 4 bits of one layer, as vllm_hisparse/ops/indexer_keys.py describes them.
+struct NarrowKeys {
+    uint8_t*
+        blocks;  // [num_blocks, bytes of block_size keys], blocks block_stride bytes apart, a multiple of kVectorBytes
+    int64_t block_stride;
+    int32_t block_size;
+};
+
+// What an indexer asks of the keys of a batch.
+struct LogitsBatch {
+    const uint8_t* query;  // [num_requests, num_queries, num_heads, 128] fp8 (e4m3)
+    const float* weights;  // [num_requests * num_queries, num_heads], rows weight_stride elements apart
+    const int32_t* seq_lens;  // [num_requests], of the newest query, seq_len_stride entries apart
+    const int32_t* block_table;  // [num_requests, ...], requests table_stride entries apart
+    int64_t seq_len_stride;
+    int64_t weight_stride;
+    int64_t table_stride;
+    int32_t num_requests;
+    int32_t num_queries;
+    int32_t num_heads;
+};
+
 // Rows of each layer of a launch. The launch has their sizes in other arguments. Pointers beyond its layers may be
 // null.
 struct LayerRows {
@@ -297,6 +319,49 @@ cudaError_t launch_page_scores(
     bool is_bfloat16,
     float* scores,
     cudaStream_t stream
+);
+
+// Quantise keys and write them to their slots: `indexer_keys.insert`.
+//
+// keys: [num_keys, 128] bfloat16, key_stride elements apart. slots: [num_keys], -1 is skipped.
+cudaError_t launch_insert_indexer_keys(
+    const NarrowKeys& cache,
+    const void* keys,
+    int64_t key_stride,
+    const int64_t* slots,
+    int64_t num_keys,
+    cudaStream_t stream
+);
+
+// Write the keys of whole requests side by side, in 8 bits: `indexer_keys.gather`.
+//
+// block_table: [num_requests, ...], requests table_stride entries apart. starts: [num_requests + 1]. values:
+// [max_keys, 128] fp8. scales: [max_keys] float32.
+cudaError_t launch_gather_indexer_keys(
+    const NarrowKeys& cache,
+    const int32_t* block_table,
+    int64_t table_stride,
+    const int32_t* starts,
+    int32_t num_requests,
+    uint8_t* values,
+    uint8_t* scales,
+    int64_t max_keys,
+    cudaStream_t stream
+);
+
+// Convert blocks of 64 keys: `indexer_keys.narrow_blocks` and, if not to_narrow, `widen_blocks`.
+//
+// wide: [num_blocks, 64 * 132]. narrow: [num_blocks, 64 * 68].
+cudaError_t launch_convert_indexer_keys(
+    uint8_t* wide, uint8_t* narrow, int64_t num_blocks, bool to_narrow, cudaStream_t stream
+);
+
+// Scores of all keys of each request: `indexer_keys.paged_logits`. GPUs of compute capability 9.0, 32 or 64 heads, blocks
+// of 64 keys.
+//
+// logits: [num_requests * num_queries, ...], rows logits_stride elements apart, with room for whole blocks.
+cudaError_t launch_indexer_logits(
+    const NarrowKeys& cache, const LogitsBatch& batch, float* logits, int64_t logits_stride, cudaStream_t stream
 );
 
 }  // namespace hisparse

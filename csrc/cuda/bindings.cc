@@ -501,6 +501,113 @@ void page_scores(
     ));
 }
 
+constexpr int64_t kKeyElements = 128;  // of an indexer key
+constexpr int64_t kNarrowKeyBytes = 68;
+constexpr int64_t kWideKeyBytes = 132;
+constexpr int64_t kKeyBlockSize = 64;
+
+NarrowKeys narrow_keys_of(const TensorView& cache) {
+    check(cache.ndim() == 3 && cache.size(2) == kNarrowKeyBytes, "a cache of keys in 4 bits is [blocks, keys, 68]");
+    check(
+        element_bytes(cache) == 1 && cache.stride(2) == 1 && cache.stride(1) == kNarrowKeyBytes, "keys are scattered"
+    );
+    const bool is_aligned = reinterpret_cast<uintptr_t>(cache.data_ptr()) % kVectorBytes == 0
+                            && cache.stride(0) % kVectorBytes == 0 && cache.size(1) % 4 == 0;
+    check(is_aligned, "blocks of keys are not aligned");
+    return {static_cast<uint8_t*>(cache.data_ptr()), cache.stride(0), static_cast<int32_t>(cache.size(1))};
+}
+
+// A matrix of bytes that is aligned for vectors.
+uint8_t* bytes_of(const TensorView& tensor, int64_t row_bytes, const char* name) {
+    const bool is_matrix = tensor.ndim() == 2 && tensor.IsContiguous() && element_bytes(tensor) == 1;
+    if (!is_matrix || tensor.size(1) != row_bytes) TVM_FFI_THROW(ValueError) << name << " has rows of another size";
+    const auto first = static_cast<uint8_t*>(tensor.data_ptr());
+    if (reinterpret_cast<uintptr_t>(first) % sizeof(float) != 0) TVM_FFI_THROW(ValueError) << name << " is not aligned";
+    return first;
+}
+
+void insert_indexer_keys(TensorView cache, TensorView keys, TensorView slots, int64_t stream) {
+    const DLDataType type = keys.dtype();
+    if (type.code != kDLBfloat || type.bits != 16) TVM_FFI_THROW(TypeError) << "keys are bfloat16, not " << type;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(keys.data_ptr()) % 4 == 0 && keys.stride(0) % 2 == 0;
+    check(keys.ndim() == 2 && keys.size(1) == kKeyElements && keys.stride(1) == 1 && is_aligned, "keys are scattered");
+    check(slots.size(0) == keys.size(0), "keys and slots are of other tokens");
+    check(launch_insert_indexer_keys(
+        narrow_keys_of(cache), keys.data_ptr(), keys.stride(0), contiguous<int64_t>(slots, "slots"), keys.size(0),
+        stream_of(stream)
+    ));
+}
+
+void gather_indexer_keys(
+    TensorView cache,
+    TensorView block_table,
+    TensorView cu_seq_lens,
+    TensorView values,
+    TensorView scales,
+    int64_t stream
+) {
+    check(values.size(0) == scales.size(0), "values and scales are of other tokens");
+    check(launch_gather_indexer_keys(
+        narrow_keys_of(cache), matrix<int32_t>(block_table, "block_table"), block_table.stride(0),
+        contiguous<int32_t>(cu_seq_lens, "cu_seq_lens"), static_cast<int32_t>(cu_seq_lens.size(0)) - 1,
+        bytes_of(values, kKeyElements, "values"), bytes_of(scales, sizeof(float), "scales"), values.size(0),
+        stream_of(stream)
+    ));
+}
+
+void convert_indexer_keys(const TensorView& wide, const TensorView& narrow, bool to_narrow, int64_t stream) {
+    check(wide.size(0) == narrow.size(0), "as many blocks in 8 as in 4 bits");
+    check(launch_convert_indexer_keys(
+        bytes_of(wide, kKeyBlockSize * kWideKeyBytes, "wide"),
+        bytes_of(narrow, kKeyBlockSize * kNarrowKeyBytes, "narrow"), wide.size(0), to_narrow, stream_of(stream)
+    ));
+}
+
+void narrow_indexer_keys(TensorView wide, TensorView narrow, int64_t stream) {
+    convert_indexer_keys(wide, narrow, true, stream);
+}
+
+void widen_indexer_keys(TensorView narrow, TensorView wide, int64_t stream) {
+    convert_indexer_keys(wide, narrow, false, stream);
+}
+
+void indexer_logits(
+    TensorView cache,
+    TensorView query,
+    TensorView weights,
+    TensorView seq_lens,
+    TensorView block_table,
+    TensorView logits,
+    int64_t stream
+) {
+    check(query.ndim() == 4 && query.IsContiguous() && element_bytes(query) == 1, "queries are no contiguous fp8");
+    check(query.size(3) == kKeyElements, "queries have 128 elements");
+    check(reinterpret_cast<uintptr_t>(query.data_ptr()) % kVectorBytes == 0, "queries are not aligned");
+    const int64_t num_requests = query.size(0), num_queries = query.size(1), num_heads = query.size(2);
+    const bool has_weights = weights.size(0) == num_requests * num_queries && weights.size(1) == num_heads;
+    check(has_weights && logits.size(0) == weights.size(0), "weights or logits are of other queries");
+    check(seq_lens.size(0) == num_requests && seq_lens.size(1) >= 1, "lengths are of other requests");
+    check(block_table.size(0) >= num_requests, "the block table lacks requests");
+    check(logits.size(1) % kKeyBlockSize == 0, "logits need room for whole blocks");
+    const NarrowKeys keys = narrow_keys_of(cache);
+    check(launch_indexer_logits(
+        keys,
+        {
+            static_cast<const uint8_t*>(query.data_ptr()),
+            matrix<float>(weights, "weights"),
+            matrix<int32_t>(seq_lens, "seq_lens") + seq_lens.size(1) - 1,
+            matrix<int32_t>(block_table, "block_table"),
+            seq_lens.stride(0),
+            weights.stride(0),
+            block_table.stride(0),
+            static_cast<int32_t>(num_requests),
+            static_cast<int32_t>(num_queries),
+            static_cast<int32_t>(num_heads),
+        },
+        matrix<float>(logits, "logits"), logits.stride(0), stream_of(stream)
+    ));
+}
+
 // Return the limits that the library was built with, by their names in vllm_hisparse/ops/limits.py.
 ffi::Map<ffi::String, int64_t> limits() {
     return {
@@ -539,3 +646,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, hisparse::write_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_units, hisparse::select_units);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_page_bounds, hisparse::update_page_bounds);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_scores, hisparse::page_scores);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert_indexer_keys, hisparse::insert_indexer_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_indexer_keys, hisparse::gather_indexer_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_indexer_keys, hisparse::narrow_indexer_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(widen_indexer_keys, hisparse::widen_indexer_keys);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(indexer_logits, hisparse::indexer_logits);

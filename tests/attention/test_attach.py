@@ -51,6 +51,7 @@ def full_kv_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             full_kv_layers=FULL_KV_LAYERS,
             algorithm_class=SimpleNamespace(model_family=family),
             tokens_per_unit=UNIT,
+            has_narrow_keys=getattr(engine, "has_narrow_keys", False),
             kv_cache_dtypes=lambda _: ("auto", "bfloat16"),
         )
 
@@ -110,6 +111,48 @@ def test_sparse_mla_layers_on_cuda(cuda_modules: dict[str, ModuleType]) -> None:
         assert layer.impl.processed
         assert (layer.prefill_backend, layer._dense_mha_metadata_layer_name) == (None, "")
     assert model.other.prefill_backend == "dense" and type(model.other.impl) is backend.FlashMLASparseImpl
+
+
+class NarrowPlatform:
+    """A GPU as far as keys in 4 bits look at it."""
+
+    def __init__(self, capability: tuple[int, int] | None):
+        self.capability = capability
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def get_device_capability(self) -> DeviceCapability | None:
+        return None if self.capability is None else DeviceCapability(*self.capability)
+
+    def get_device_name(self) -> str:
+        return "Some GPU"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 9), None])
+@pytest.mark.usefixtures("on_cuda")
+def test_indexers_on_cuda_with_keys_in_4_bits(
+    monkeypatch: pytest.MonkeyPatch, cuda_modules: dict[str, ModuleType], capability: tuple[int, int] | None
+) -> None:
+    """A layer that shares an indexer has none; draft layers are not among the model's."""
+    supported: list[bool] = []
+    monkeypatch.setattr(attach, "current_platform", NarrowPlatform(capability))
+    monkeypatch.setattr(attach, "support_narrow_keys", lambda: supported.append(True))
+    layers, backend = cuda_modules["layers"], cuda_modules["backend"]
+    model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseBackend)
+    first = SimpleNamespace(k_cache=make(DeepseekV32IndexerCache, head_dim=132))
+    for layer in (*model.fused, model.generic):
+        layer.__dict__["indexer"] = first if layer is model.fused[0] else None
+    engine = vllm_config(is_dsa=True)
+    engine.has_narrow_keys = True
+    if capability != (9, 0):
+        expected = "^indexer_key_dtype: got 'fp4', expected auto on Some GPU: .* compute capability 9.0"
+        with pytest.raises(HiSparseConfigError, match=expected):
+            attach.attach_hot_buffers(model, engine)
+        assert first.k_cache.head_dim == 132 and not supported
+        return
+    attach.attach_hot_buffers(model, engine)
+    assert first.k_cache.head_dim == 68 and supported == [True]
 
 
 def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleType]) -> None:

@@ -28,9 +28,10 @@ def test_a_prefill_instance_has_another_entry() -> None:
     assert engine_hash("NixlConnector") != engine_hash(HOT)
 
 
-def test_layers_that_keep_full_kv_change_the_entry() -> None:
+def test_options_that_change_the_graph_change_the_entry() -> None:
     hashes = [
         engine_hash(HOT),
+        engine_hash(HOT, indexer_key_dtype="fp4"),
         engine_hash(HOT, algorithm="quest"),
         engine_hash(HOT, algorithm="quest", full_kv_layers=[]),
         engine_hash(HOT, algorithm="quest", full_kv_layers=[0]),

@@ -303,6 +303,43 @@ def schedule_asynchronously() -> None:
     torch.cuda.stream = nullcontext
 
 
+def in_4_bits(keys: Any) -> Any:
+    from vllm_hisparse.ops.indexer_keys import dequantize, quantize
+
+    values, scales = dequantize(*quantize(keys))
+    return values.float() * scales[:, None]
+
+
+def round_keys() -> None:
+    """Have a full-KV engine select with keys that 4 bits can hold; on CUDA, in eager mode."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm_hisparse.cpu import indexer_scores
+
+        insert = indexer_scores.insert_keys
+        indexer_scores.insert_keys = lambda cache, keys, slots: insert(cache, in_4_bits(keys), slots)
+        return
+    import torch
+    from vllm import _custom_ops
+    from vllm.models.deepseek_v32 import attention
+
+    stock, insert = attention.fused_norm_rope, _custom_ops.indexer_k_quant_and_cache
+
+    def insert_rounded(keys: Any, *args: Any) -> None:
+        insert(in_4_bits(keys).to(keys.dtype), *args)
+
+    def with_rounded_keys(*args: Any, indexer_k_cache: Any = None, index_k_out: Any = None, **kwargs: Any) -> Any:
+        if indexer_k_cache is None:
+            return stock(*args, indexer_k_cache=None, index_k_out=index_k_out, **kwargs)
+        keys, slots = torch.zeros_like(args[9]), kwargs["indexer_slot_mapping"]
+        out = stock(*args, indexer_k_cache=None, index_k_out=keys, **kwargs)
+        insert_rounded(keys[: len(slots)], indexer_k_cache, slots[: len(keys)], 128, "ue8m0")
+        return out
+
+    attention.fused_norm_rope, _custom_ops.indexer_k_quant_and_cache = with_rounded_keys, insert_rounded
+
+
 class OfflineEngine:
     """The engine of a job, with whatever watches it."""
 
@@ -311,6 +348,8 @@ class OfflineEngine:
 
         if job.get("async_scheduling"):
             schedule_asynchronously()
+        if job.get("narrow_keys"):
+            round_keys()
         self.llm = LLM(**job["engine"])
         self.recorder = make_recorder(self.llm)
         self.check = RowCheck(self.recorder.halves[1], **job["row_check"]) if "row_check" in job else None

@@ -249,6 +249,54 @@ def check_draft_layer(draft_model: Path, tmp_path: Path, name: str, label: str) 
     assert rates[0] == pytest.approx(rates[1], abs=0.05)
 
 
+@pytest.mark.parametrize("name", ["fp8", "bf16_flash_attn", "bf16_generic"])
+def test_indexer_keys_in_4_bits(model: Path, tmp_path: Path, name: str) -> None:
+    """Tokens of full KV whose indexer rounds keys to 4 bits."""
+    check_narrow_keys(model, tmp_path, name, f"narrow_{name}", {})
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_indexer_keys_in_4_bits_with_drafts(model: Path, tmp_path: Path, num_drafts: int) -> None:
+    drafts = {"speculative_config": NGRAM | {"num_speculative_tokens": num_drafts}, "disable_log_stats": False}
+    check_narrow_keys(model, tmp_path, "fp8", f"narrow_drafts_{num_drafts}", drafts)
+
+
+def check_narrow_keys(model: Path, tmp_path: Path, name: str, label: str, drafts: dict[str, Any]) -> None:
+    lengths = [1, 63, 2049, 4097, 8190, 8193, 9000, 12000, 20001]
+    phase = {"prompts": [*map(repeating, lengths), *map(make_prompt, lengths)], "max_tokens": 64}
+    options = {"indexer_key_dtype": "fp4", "device_buffer_size": 4 * 2048}
+    reference = engine_args(model, max_num_seqs=18, enforce_eager=True, **backend(name))
+    engine = hot_args(model, options, max_num_seqs=18, **drafts, **backend(name))
+    full = EngineRun.start(tmp_path, "full", reference, [phase], narrow_keys=True)
+    hot = EngineRun.start(tmp_path, "hot", engine, [phase], row_check=ROW_CHECK)
+    expected, got = full.phases()[0], hot.phases()[0]
+    report(label, {"hot": got}, expected)
+    assert_same_but_ties(got["completions"], expected["completions"])
+    assert_pools_empty(got)
+    assert got["counters"]["cache_misses"] > 0
+    assert got["wrong_rows"] == 0 < got["checked_rows"]
+
+
+def test_indexer_keys_in_4_bits_after_preemption_and_from_the_host(model: Path, tmp_path: Path) -> None:
+    """Keys go to the host in 8 bits and come back."""
+    first = {"prompts": [make_prompt(length) for length in range(5000, 5600, 100)], "max_tokens": 96}
+    again = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 32}
+    shared = {"enable_prefix_caching": True, "max_num_seqs": 8}
+    # Five requests fit when they start, as above: hot blocks have four rows here instead of seven.
+    engine = hot_args(model, {"indexer_key_dtype": "fp4"}, num_gpu_blocks_override=5 * 1025 + 409 + 6, **shared)
+    reference = engine_args(model, enforce_eager=True, **shared)
+    started = {
+        "hot": EngineRun.start(tmp_path, "hot", engine, [first, again], row_check=ROW_CHECK),
+        "full": EngineRun.start(tmp_path, "full", reference, [first, again], narrow_keys=True),
+    }
+    full, hot = started["full"].phases(), started["hot"].phases()
+    for ours, expected in zip(hot, full, strict=True):
+        assert_same_but_ties(ours["completions"], expected["completions"])
+        assert_pools_empty(ours)
+    assert hot[1]["counters"]["host_prefix_tokens"] > 0
+    assert hot[1]["wrong_rows"] == 0
+
+
 def report(name: str, runs: dict[str, dict[str, Any]], full: dict[str, Any]) -> None:
     """Write how far the runs agree with full KV to the folder of HISPARSE_TEST_REPORT, where that is set."""
     folder = os.environ.get("HISPARSE_TEST_REPORT")

@@ -18,7 +18,9 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers, kv_layers
 from vllm_hisparse.compat.attention import disable_dense_prefill
 from vllm_hisparse.compat.engine import uses_host_connector
+from vllm_hisparse.compat.indexer import support_narrow_keys
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.ops.indexer_keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,6 +37,7 @@ HOT_GQA_BACKENDS = {
     "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
 }
 DERIVED = {"forward_mqa", "get_impl_cls"}  # methods of versions for hot buffers that run the layer's own
+NARROW_KEYS_CAPABILITY = (9, 0)
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -55,7 +58,7 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     if not current_platform.is_cpu():
         warn_of_untried_device()
     if config.algorithm_class.model_family == "mla":
-        _attach_mla(model)
+        _attach_mla(model, config.has_narrow_keys)
     else:
         _attach_gqa(model, vllm_config)
 
@@ -72,15 +75,21 @@ def warn_of_untried_device() -> None:
         )
 
 
-def _attach_mla(model: torch.nn.Module) -> None:
+def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
     if current_platform.is_cpu():
         from vllm_hisparse.cpu.indexer import IndexerCpuCache as KeyCache
+        from vllm_hisparse.cpu.indexer import NarrowIndexerCpuCache as NarrowKeyCache
         from vllm_hisparse.cpu.mla import HOT_BACKENDS, HOT_LAYERS
     else:
         from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache as KeyCache
 
         from vllm_hisparse.attention.mla.cuda import HOT_BACKENDS
         from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
+
+        NarrowKeyCache = KeyCache  # whose reader looks at the width of the cache
+        if has_narrow_keys:
+            check_narrow_keys_device()
+            support_narrow_keys()
 
     layers = kv_layers(model)
     check_mla_layers(layers, HOT_LAYERS, KeyCache)
@@ -90,6 +99,24 @@ def _attach_mla(model: torch.nn.Module) -> None:
         hot_backend = HOT_BACKENDS[_backend_name(layer, HOT_BACKENDS)]
         _attach(layer, HOT_LAYERS[type(layer)], derive_hot_class(hot_backend, layer.attn_backend))
         disable_dense_prefill(layer)
+        if has_narrow_keys and layer.indexer is not None:
+            layer.indexer.k_cache.__class__, layer.indexer.k_cache.head_dim = NarrowKeyCache, KEY_BYTES
+
+
+def check_narrow_keys_device() -> None:
+    """Refuse keys in 4 bits on a GPU that has no kernel for them.
+
+    Raises:
+        HiSparseConfigError: the GPU is of another architecture.
+    """
+    capability = current_platform.get_device_capability()
+    if capability is None or tuple(capability) != NARROW_KEYS_CAPABILITY:
+        raise HiSparseConfigError(
+            "indexer_key_dtype",
+            "fp4",
+            f"auto on {current_platform.get_device_name()}: keys in 4 bits need compute capability 9.0 (H100, H200)",
+            "Remove it.",
+        )
 
 
 def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:

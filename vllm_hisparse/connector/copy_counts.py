@@ -49,8 +49,8 @@ class CopyCounts:
             num_tokens: tokens that the step computes.
         """
         layout, num_saves = self.layout, len(metadata.saves) + len(metadata.preemption_saves)
-        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.resident_block_bytes
-        restored = len(metadata.restores) * layout.resident_block_bytes
+        saved = num_tokens * layout.num_layers * layout.row_bytes + num_saves * layout.saved_block_bytes
+        restored = len(metadata.restores) * layout.saved_block_bytes
         self.add(device_to_host_bytes=saved * self.num_ranks, host_to_device_bytes=restored * self.num_ranks)
 
     def transfer_started(self, request_id: str, num_host_blocks: int, num_device_blocks: int) -> None:

@@ -27,6 +27,7 @@ from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.rows.host_memory import allocate_host_pool, num_host_pools
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
+from vllm_hisparse.kv_manager.rows.key_conversion import KeyConversion
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.reserved_memory import check_residency_fits, release_residency
 from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer, SelectionRecorder
@@ -89,7 +90,7 @@ class HiSparseWorkerConnector:
         resident_caches = {name: kv_caches[name] for name in self.groups.resident_layers}
         any_cache = next(iter(hot_caches.values()))
         self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
-        self.store.attach(any_cache.device)
+        self.store.attach(any_cache.device, self._key_conversion(list(resident_caches.values())))
         self.hot_buffer = self._make_hot_buffer(list(hot_caches.values()))
         if self.config.controls_admission(self.layout.max_query_len) and self.reports_requests:
             self._sampler = UsageSampler(self.hot_buffer)
@@ -187,6 +188,19 @@ class HiSparseWorkerConnector:
             self.transport.shutdown()
         self.store.close()
         self.host_memory.close_file()
+
+    def _key_conversion(self, caches: list[torch.Tensor]) -> KeyConversion | None:
+        """How blocks of device-resident KV differ between device and host; None if they do not.
+
+        Args:
+            caches: one per layer, [num_blocks, KV heads, block_size, row elements].
+        """
+        if self.layout.narrow_key_bytes is None:
+            return None
+        in_memory = sorted(caches, key=torch.Tensor.data_ptr)
+        return KeyConversion(
+            [(cache[0].nbytes, cache.shape[-1] == self.layout.narrow_key_bytes) for cache in in_memory]
+        )
 
     def _make_hot_buffer(self, caches: list[torch.Tensor]) -> HotBuffer:
         """Make the hot buffer for the model's family.

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm_hisparse.attention.base import CpuMetadataBuilder
 from vllm_hisparse.cpu import indexer_scores as ops
 from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.ops import indexer_keys
 
 
 @dataclass
@@ -97,8 +98,29 @@ class IndexerCpuBackend(AttentionBackend):
 
 
 class IndexerCpuCache(DeepseekV32IndexerCache):
+    """Keys in 8 bits."""
+
     def get_attn_backend(self) -> type[AttentionBackend]:
         return IndexerCpuBackend
+
+    def insert(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        """Quantise keys, [tokens, head_dim], and write them to their slots, [tokens] int64; -1 is skipped."""
+        ops.insert_keys(self.kv_cache, keys, slots)
+
+    def load(self, blocks: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """Keys of whole blocks, [..., blocks] int64: [..., blocks * block_size, head_dim] float32."""
+        return ops.load_keys(self.kv_cache, head_dim, blocks)
+
+
+class NarrowIndexerCpuCache(IndexerCpuCache):
+    """Keys in 4 bits."""
+
+    def insert(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        indexer_keys.insert(self.kv_cache, keys, slots)
+
+    def load(self, blocks: torch.Tensor, head_dim: int) -> torch.Tensor:
+        values, scales = indexer_keys.dequantize(*(part[blocks] for part in indexer_keys.key_views(self.kv_cache)))
+        return (values.float() * scales[..., None]).flatten(-3, -2)
 
 
 @CustomOp.register_oot(name="SparseAttnIndexer")
@@ -129,18 +151,18 @@ class SparseAttnIndexerCpu(SparseAttnIndexer):
     def _select(
         self, metadata: IndexerCpuMetadata, query: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        cache, head_dim = self.k_cache.kv_cache, k.shape[-1]
+        cache, head_dim = self.k_cache, k.shape[-1]
         num_tokens = metadata.num_actual_tokens
-        ops.insert_keys(cache, k[:num_tokens], metadata.slot_mapping)
+        cache.insert(k[:num_tokens], metadata.slot_mapping)
         top_k = self.topk_indices_buffer
         top_k[:num_tokens] = -1
         if len(tokens := metadata.decode_tokens):
-            keys = ops.load_keys(cache, head_dim, metadata.decode_blocks)
+            keys = cache.load(metadata.decode_blocks, head_dim)
             positions = metadata.decode_positions
             selected = ops.select_top_k(query[tokens, None], keys, weights[tokens, None], positions, self.topk_tokens)
             top_k[tokens] = selected[:, 0]
         for tokens, positions, blocks in metadata.prefills:
-            keys = ops.load_keys(cache, head_dim, blocks)
+            keys = cache.load(blocks, head_dim)
             selected = ops.select_top_k(query[None, tokens], keys, weights[None, tokens], positions, self.topk_tokens)
             top_k[tokens] = selected[0]
 

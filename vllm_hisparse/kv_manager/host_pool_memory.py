@@ -43,7 +43,7 @@ class HostPoolLayout:
     @property
     def resident_shape(self) -> tuple[int, int]:
         """Shape of these bytes: (blocks, bytes of a block in all layers)."""
-        return self.num_blocks, self.kv.resident_block_bytes
+        return self.num_blocks, self.kv.saved_block_bytes
 
 
 @dataclass(frozen=True)

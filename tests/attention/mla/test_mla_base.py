@@ -14,13 +14,20 @@ from vllm_hisparse.attention.mla import base as mla_base
 from vllm_hisparse.attention.mla.base import HotMLAAttention
 
 
-@pytest.mark.parametrize(("num_layers", "num_indexers", "rows"), [(61, 61, 7), (78, 20, 2), (4, 2, 3)])
+def options(has_narrow_keys: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(rows=4096, elastic=True, has_narrow_keys=has_narrow_keys)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_indexers", "has_narrow_keys", "rows"),
+    [(61, 61, False, 7), (61, 61, True, 4), (78, 20, False, 2), (78, 20, True, 1), (4, 2, False, 3)],
+)
 def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
-    monkeypatch: pytest.MonkeyPatch, num_layers: int, num_indexers: int, rows: int
+    monkeypatch: pytest.MonkeyPatch, num_layers: int, num_indexers: int, has_narrow_keys: bool, rows: int
 ) -> None:
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
-    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096, elastic=True))
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: options(has_narrow_keys))
     layers = [object.__new__(HotMLAAttention) for _ in range(num_layers)]
     for index, layer in enumerate(layers):
         layer.__dict__["indexer"] = object() if index < num_indexers else None
@@ -36,6 +43,8 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     assert (spec.layout.num_layers, spec.layout.num_resident_layers) == (num_layers, num_indexers)
     assert spec.max_blocks_per_request(1) == -(-4097 // rows)
     assert spec.layout.draft_row_bytes == 0
+    assert spec.layout.resident_token_bytes == num_indexers * (68 if has_narrow_keys else 132)
+    assert spec.layout.saved_block_bytes == 64 * num_indexers * 132
 
 
 def engine(layers: list[Any], num_layers: int) -> Any:
@@ -54,7 +63,7 @@ def test_layers_that_draft_keep_their_kv_on_the_device(monkeypatch: pytest.Monke
     """Their rows and keys count where the widths of device blocks are chosen."""
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
-    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096, elastic=True))
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: options())
     layers = [object.__new__(HotMLAAttention) for _ in range(61)] + [object.__new__(MLAAttention)]
     for layer in layers:
         layer.__dict__["indexer"] = object()
@@ -72,7 +81,7 @@ def test_layers_that_do_not_select_keep_their_kv_on_the_device(
     """HY-V4 with two layers of full attention among 34, in which nine of the others have an indexer."""
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
-    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: SimpleNamespace(rows=4096, elastic=True))
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: options())
     classes = [MLAAttention if index in (0, 18) else HotMLAAttention for index in range(34)] + [
         MLAAttention
     ] * num_drafting

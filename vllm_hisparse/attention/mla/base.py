@@ -20,6 +20,7 @@ from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes
 from vllm_hisparse.ops.base import HotRows
+from vllm_hisparse.ops.indexer_keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -71,6 +72,7 @@ class HotBufferLayer:
             max_query_len=max_query_len(vllm_config),
             draft_row_bytes=sum(row_bytes[name] for name in drafting) + key_bytes * num_draft_indexers,
             full_kv_row_bytes=sum(row_bytes[name] for name in row_bytes.keys() - drafting),
+            narrow_key_bytes=KEY_BYTES if config.has_narrow_keys else None,
         )
         check_resident_layers(layout.num_layers, sum(has_indexer) + num_draft_indexers, row_bytes)
         reserve_residency(layout, vllm_config)

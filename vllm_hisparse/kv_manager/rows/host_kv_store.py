@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
+from vllm_hisparse.kv_manager.rows.key_conversion import KeyConversion
 from vllm_hisparse.kv_manager.rows.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
@@ -45,10 +46,19 @@ class HostKVStore:
         }
         self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
         self._pinned: PinnedMemory | None = None
+        self._to_host: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._to_device: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._flat, self._device_view = flat, self.resident_kv
 
-    def attach(self, device: torch.device) -> None:
-        """Let the device read and write the store; this pins the memory, except for the CPU."""
+    def attach(self, device: torch.device, conversion: KeyConversion | None = None) -> None:
+        """Let the device read and write the store; this pins the memory, except for the CPU.
+
+        Args:
+            device: device of the caches.
+            conversion: conversion of blocks of device-resident KV. None: host and device keep the same bytes.
+        """
+        if conversion is not None:
+            self._to_host, self._to_device = conversion.to_host, conversion.to_device
         if device.type != "cpu":
             self._pinned = PinnedMemory(self._flat)
             self._device_view = self._pinned.device_view(self.resident_kv)
@@ -60,7 +70,7 @@ class HostKVStore:
             cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: (device, host) block ids.
         """
-        self._copy(cache, self._device_view, pairs)
+        self._copy(cache, self._device_view, pairs, self._to_host)
 
     def restore_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of all layers to the device.
@@ -69,7 +79,7 @@ class HostKVStore:
             cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: (host, device) block ids.
         """
-        self._copy(self._device_view, cache, pairs)
+        self._copy(self._device_view, cache, pairs, self._to_device)
 
     def wait(self) -> None:
         """Wait until the copies between host and device are done."""
@@ -82,7 +92,13 @@ class HostKVStore:
             self._pinned.close()
             self._pinned = None
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        pairs: Sequence[tuple[int, int]],
+        convert: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         """Copy blocks, through at most `CHUNK_BYTES` of device memory at a time.
 
         NOTE: blocks are copied in words, not in bytes, because torch's kernels move one element per lane, also over the
@@ -91,6 +107,7 @@ class HostKVStore:
         Args:
             source, target: [blocks, bytes of all layers] uint8.
             pairs: (source, target) block ids.
+            convert: from the source's form of blocks to the target's; None: they are the same.
         """
         if not pairs:
             return
@@ -99,7 +116,10 @@ class HostKVStore:
         source_ids, target_ids = self._ids(pairs, self._device_view.device)
         size = max(CHUNK_BYTES // (source.shape[1] * source.element_size()), 1)
         for ids, homes in zip(source_ids.split(size), target_ids.split(size), strict=True):
-            target.index_copy_(0, homes, source.index_select(0, ids))
+            blocks = source.index_select(0, ids)
+            if convert is not None:
+                blocks = convert(blocks.view(torch.uint8)).view(dtype)
+            target.index_copy_(0, homes, blocks)
 
     def _ids(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.tensor(pairs, pin_memory=self._pinned is not None).to(device, non_blocking=True)

@@ -101,6 +101,8 @@ class BlockIdentity:
         del sizes["max_query_len"], sizes["state_entries"]  # sizes of steps and of the device do not change blocks
         if not layout.full_kv_row_bytes:
             del sizes["full_kv_row_bytes"]  # so that blocks of versions without it are found
+        if layout.narrow_key_bytes is None:
+            del sizes["narrow_key_bytes"]  # so that blocks of versions without it are found
         if not layout.draft_row_bytes:
             del sizes["draft_row_bytes"]
         else:

@@ -1,0 +1,75 @@
+"""Blocks of device-resident KV whose indexer keys the device keeps in 4 bits, and the host in 8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+
+from vllm_hisparse.ops.indexer_keys import KEY_BYTES, TILE, WIDE_KEY_BYTES, narrow_blocks, widen_blocks
+
+NARROW_BYTES, WIDE_BYTES = TILE * KEY_BYTES, TILE * WIDE_KEY_BYTES  # of a block in a layer
+
+
+class KeyConversion:
+    """Converts whole blocks of all layers.
+
+    Args:
+        layers: layers of a device block in the order of memory: bytes of each, and True if these are keys in 4 bits.
+    """
+
+    def __init__(self, layers: Sequence[tuple[int, bool]]):
+        # Neighbours of one kind as one: whether they are keys, how many layers, bytes on the device and on the host.
+        self._parts: list[tuple[bool, int, int, int]] = []
+        for is_narrow, group in groupby(layers, key=lambda layer: layer[1]):
+            sizes = [size for size, _ in group]
+            wide_bytes = len(sizes) * WIDE_BYTES if is_narrow else sum(sizes)
+            self._parts.append((is_narrow, len(sizes), sum(sizes), wide_bytes))
+        self.device_bytes = sum(part[2] for part in self._parts)
+        self.host_bytes = sum(part[3] for part in self._parts)
+
+    def to_host(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The form in which the host keeps blocks: an exact copy.
+
+        Args:
+            blocks: [blocks, device_bytes] uint8.
+
+        Returns:
+            [blocks, host_bytes] uint8.
+        """
+        wide = blocks.new_empty(len(blocks), self.host_bytes)
+        for is_narrow, num_layers, device, host in self._places():
+            if is_narrow:
+                keys = blocks.new_empty(len(blocks) * num_layers, WIDE_BYTES)
+                widen_blocks(blocks[:, device].reshape(-1, NARROW_BYTES), keys)
+                wide[:, host] = keys.view(len(blocks), -1)
+            else:
+                wide[:, host] = blocks[:, device]
+        return wide
+
+    def to_device(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The form in which the device keeps blocks: keys are quantised.
+
+        Args:
+            blocks: [blocks, host_bytes] uint8.
+
+        Returns:
+            [blocks, device_bytes] uint8.
+        """
+        narrow = blocks.new_empty(len(blocks), self.device_bytes)
+        for is_narrow, num_layers, device, host in self._places():
+            if is_narrow:
+                keys = blocks.new_empty(len(blocks) * num_layers, NARROW_BYTES)
+                narrow_blocks(blocks[:, host].reshape(-1, WIDE_BYTES), keys)
+                narrow[:, device] = keys.view(len(blocks), -1)
+            else:
+                narrow[:, device] = blocks[:, host]
+        return narrow
+
+    def _places(self) -> Iterator[tuple[bool, int, slice, slice]]:
+        """For each part: whether it is keys, how many layers, its bytes in a device block and in a host block."""
+        device = host = 0
+        for is_narrow, num_layers, device_bytes, host_bytes in self._parts:
+            yield is_narrow, num_layers, slice(device, device + device_bytes), slice(host, host + host_bytes)
+            device, host = device + device_bytes, host + host_bytes
