@@ -260,8 +260,8 @@ def run(
         copies = [
             Launch.random(num_requests, context, num_queries, heads) for _ in range(-(-copies_bytes // key_bytes))
         ]
-        logits = copies[0].in_4_bits(context)
-        expected = copies[0].in_8_bits(context)()[:, :context]
+        visible = slice(context - num_queries + 1)  # to every query; beyond, the kernels may write anything
+        logits, expected = copies[0].in_4_bits(context)[:, visible], copies[0].in_8_bits(context)()[:, visible]
         difference = ((logits - expected).float().norm() / expected.float().norm()).item()
         narrow_us = launch_us([partial(each.in_4_bits, context) for each in copies], samples)
         wide_us = launch_us([each.in_8_bits(context) for each in copies], samples)

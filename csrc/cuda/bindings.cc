@@ -506,13 +506,14 @@ constexpr int64_t kNarrowKeyBytes = 68;
 constexpr int64_t kWideKeyBytes = 132;
 constexpr int64_t kKeyBlockSize = 64;
 
+// NOTE: DLPack does not keep the stride of a dimension that has one entry.
 NarrowKeys narrow_keys_of(const TensorView& cache) {
     check(cache.ndim() == 3 && cache.size(2) == kNarrowKeyBytes, "a cache of keys in 4 bits is [blocks, keys, 68]");
     check(
         element_bytes(cache) == 1 && cache.stride(2) == 1 && cache.stride(1) == kNarrowKeyBytes, "keys are scattered"
     );
     const bool is_aligned = reinterpret_cast<uintptr_t>(cache.data_ptr()) % kVectorBytes == 0
-                            && cache.stride(0) % kVectorBytes == 0 && cache.size(1) % 4 == 0;
+                            && (cache.size(0) <= 1 || cache.stride(0) % kVectorBytes == 0) && cache.size(1) % 4 == 0;
     check(is_aligned, "blocks of keys are not aligned");
     return {static_cast<uint8_t*>(cache.data_ptr()), cache.stride(0), static_cast<int32_t>(cache.size(1))};
 }
@@ -529,7 +530,8 @@ uint8_t* bytes_of(const TensorView& tensor, int64_t row_bytes, const char* name)
 void insert_indexer_keys(TensorView cache, TensorView keys, TensorView slots, int64_t stream) {
     const DLDataType type = keys.dtype();
     if (type.code != kDLBfloat || type.bits != 16) TVM_FFI_THROW(TypeError) << "keys are bfloat16, not " << type;
-    const bool is_aligned = reinterpret_cast<uintptr_t>(keys.data_ptr()) % 4 == 0 && keys.stride(0) % 2 == 0;
+    const bool is_aligned =
+        reinterpret_cast<uintptr_t>(keys.data_ptr()) % 4 == 0 && (keys.size(0) <= 1 || keys.stride(0) % 2 == 0);
     check(keys.ndim() == 2 && keys.size(1) == kKeyElements && keys.stride(1) == 1 && is_aligned, "keys are scattered");
     check(slots.size(0) == keys.size(0), "keys and slots are of other tokens");
     check(launch_insert_indexer_keys(

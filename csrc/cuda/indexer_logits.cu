@@ -354,8 +354,11 @@ cudaError_t indexer_logits(
 ) {
     const auto kernel = indexer_logits_kernel<kHeads>;
     const size_t num_bytes = Shared<kHeads>::num_bytes(batch.num_queries);
-    int device = 0, num_multiprocessors = 0, num_resident = 0;
+    int device = 0, major = 0, minor = 0, num_multiprocessors = 0, num_resident = 0;
     cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (error == cudaSuccess && (major != 9 || minor != 0)) return cudaErrorNoKernelImageForDevice;  // it is empty there
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
     }

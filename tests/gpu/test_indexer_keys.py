@@ -196,4 +196,7 @@ def test_wrong_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="keys are bfloat16"):
         indexer_keys.insert(cache, torch.zeros(1, HEAD_DIM, device="cuda"), torch.zeros(1, device="cuda").long())
     with pytest.raises(ValueError, match="rows of another size"):
-        indexer_keys.narrow_blocks(torch.zeros(1, 64, dtype=torch.uint8).cuda(), torch.zeros_like(cache.flatten(1)))
+        indexer_keys.narrow_blocks(torch.zeros(5, 64, dtype=torch.uint8).cuda(), torch.zeros_like(cache.flatten(1)))
+    with pytest.raises(ValueError, match="rows of another size"):
+        wide = torch.zeros(5, 2 * TILE * WIDE_KEY_BYTES, dtype=torch.uint8).cuda()[:, : TILE * WIDE_KEY_BYTES]
+        indexer_keys.narrow_blocks(wide, torch.zeros_like(cache.flatten(1)))

@@ -206,8 +206,9 @@ def narrow_blocks(wide: torch.Tensor, narrow: torch.Tensor) -> None:
         narrow: [blocks, TILE * KEY_BYTES] uint8, overwritten.
 
     Raises:
-        TypeError, ValueError: on CUDA, a tensor is of another dtype or shape, or not contiguous.
+        ValueError: a tensor is not contiguous, or on CUDA of another dtype or shape.
     """
+    _check_contiguous(wide, narrow)
     split = TILE * HEAD_DIM
     values, scales = wide[:, :split].view(FP8).unflatten(1, (TILE, -1)), wide[:, split:].view(torch.float32)
     for part, new in zip(key_views(narrow.unflatten(1, (TILE, -1))), quantize(_scaled(values, scales)), strict=True):
@@ -222,11 +223,17 @@ def widen_blocks(narrow: torch.Tensor, wide: torch.Tensor) -> None:
         narrow, wide: as in `narrow_blocks`; `wide` is overwritten.
 
     Raises:
-        TypeError, ValueError: as in `narrow_blocks`.
+        ValueError: as in `narrow_blocks`.
     """
+    _check_contiguous(wide, narrow)
     values, scales = dequantize(*key_views(narrow.unflatten(1, (TILE, -1))))
     wide[:, : TILE * HEAD_DIM] = values.view(torch.uint8).flatten(1)
     wide[:, TILE * HEAD_DIM :] = scales.view(torch.uint8)
+
+
+def _check_contiguous(*blocks: torch.Tensor) -> None:
+    if not all(each.is_contiguous() for each in blocks):
+        raise ValueError("blocks of keys are not contiguous")
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class KeyConversion:
         for is_narrow, num_layers, device, host in self._places():
             if is_narrow:
                 keys = blocks.new_empty(len(blocks) * num_layers, WIDE_BYTES)
-                widen_blocks(blocks[:, device].reshape(-1, NARROW_BYTES), keys)
+                widen_blocks(blocks[:, device].contiguous().view(-1, NARROW_BYTES), keys)
                 wide[:, host] = keys.view(len(blocks), -1)
             else:
                 wide[:, host] = blocks[:, device]
@@ -61,7 +61,7 @@ class KeyConversion:
         for is_narrow, num_layers, device, host in self._places():
             if is_narrow:
                 keys = blocks.new_empty(len(blocks) * num_layers, NARROW_BYTES)
-                narrow_blocks(blocks[:, host].reshape(-1, WIDE_BYTES), keys)
+                narrow_blocks(blocks[:, host].contiguous().view(-1, WIDE_BYTES), keys)
                 narrow[:, device] = keys.view(len(blocks), -1)
             else:
                 narrow[:, device] = blocks[:, host]
