@@ -107,7 +107,8 @@ def quality(
     for context in contexts:
         windows = code_quality.held_out_windows(model, max(num_tokens // context, 1), context, seed)
         for row in quality_rows(trained, windows):
-            found.append({"model": model.name, "windows": len(windows), "context": context} | row)
+            frame = {"model": model.name, "windows": len(windows), "tokens": len(windows) * context, "context": context}
+            found.append(frame | row)
             write_result(output, ctx, "benchmarks.indexer_keys quality", found)
     columns = ("context", "key_dtype", "perplexity", "lookup_accuracy", "draft_acceptance", "same_next_token")
     columns = (*columns, "selection_agreement")
