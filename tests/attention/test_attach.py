@@ -140,19 +140,19 @@ def test_indexers_on_cuda_with_keys_in_4_bits(
     monkeypatch.setattr(attach, "support_narrow_keys", lambda: supported.append(True))
     layers, backend = cuda_modules["layers"], cuda_modules["backend"]
     model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseBackend)
-    first = SimpleNamespace(k_cache=make(DeepseekV32IndexerCache, head_dim=132))
-    for layer in (*model.fused, model.generic):
-        layer.__dict__["indexer"] = first if layer is model.fused[0] else None
+    indexers = [SimpleNamespace(k_cache=make(DeepseekV32IndexerCache, head_dim=132)) for _ in model.fused]
+    for layer, indexer in zip((*model.fused, model.generic), (*indexers, None), strict=True):
+        layer.__dict__["indexer"] = indexer
     engine = vllm_config(is_dsa=True)
     engine.has_narrow_keys = True
     if capability != (9, 0):
         expected = "^indexer_key_dtype: got 'fp4', expected auto on Some GPU: .* compute capability 9.0"
         with pytest.raises(HiSparseConfigError, match=expected):
             attach.attach_hot_buffers(model, engine)
-        assert first.k_cache.head_dim == 132 and not supported
+        assert all(indexer.k_cache.head_dim == 132 for indexer in indexers) and not supported
         return
     attach.attach_hot_buffers(model, engine)
-    assert first.k_cache.head_dim == 68 and supported == [True]
+    assert all(indexer.k_cache.head_dim == 68 for indexer in indexers) and supported == [True]
 
 
 def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleType]) -> None:
