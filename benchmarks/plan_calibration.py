@@ -459,12 +459,12 @@ def predict_all(rows: Iterable[Measured], factors: Factors, hosts: Factors) -> l
     return found
 
 
-def predict_left_out(rows: list[Measured], hosts: Factors) -> list[dict[str, Any]]:
-    """Predict every row with factors that were fitted to all others."""
+def predict_left_out(rows: list[Measured]) -> list[dict[str, Any]]:
+    """Predict every row with factors and times of hosts that were fitted to all others."""
     found = []
     for row in rows:
         others = [other for other in rows if other is not row]
-        found += predict_all([row], fit(others), hosts)
+        found += predict_all([row], fit(others), fit_hosts(others))
     return found
 
 
@@ -512,7 +512,7 @@ def main(
     source |= {"sources": [name for names in GROUPS.values() for name in names]}
     factors_file.write_text(json.dumps(source | {"factors": factors, "slow_hosts": hosts}, indent=2) + "\n")
     counts = {"constants": sum(map(len, factors.values())) + sum(map(len, hosts.values())), "num_rows": len(rows)}
-    tables = {"errors": summary(predictions), "errors_left_out": summary(predict_left_out(rows, hosts))}
+    tables = {"errors": summary(predictions), "errors_left_out": summary(predict_left_out(rows))}
     output.write_text(json.dumps(source | counts | tables | {"rows": predictions}, indent=2) + "\n")
     for title, table in tables.items():
         show(title.replace("_", " "), table)
