@@ -261,8 +261,10 @@ def test_ports_and_rdma(report: Report, tmp_path: Path, monkeypatch: pytest.Monk
     assert found(again) == {"RDMA": "ok", "ports": "ok"}
 
 
-def test_nixl_between_two_processes(report: Report) -> None:
+def test_nixl_between_two_processes(report: Report, capfd: pytest.CaptureFixture[str]) -> None:
     check_two_processes(report, "cpu")
+    written = capfd.readouterr()
+    assert "NIXL" in written.err and not written.out, "the report alone is on stdout"
     assert report.findings[0].status in ("ok", "warning"), report.findings
     assert report.rates["nixl_local_gb_s"] > 0.01
 

@@ -137,7 +137,13 @@ def transport_of(log: str) -> str:
     return found
 
 
+def _write_to_stderr() -> None:
+    """Send what this process prints to stderr, because NIXL logs to stdout, which is the report's with `--json`."""
+    os.dup2(2, 1)
+
+
 def _report_read(host: str, port: int, sender: Connection) -> None:
+    _write_to_stderr()
     try:
         sender.send(_read(host, port))
     except Exception as error:  # NIXL has exception classes of its own
@@ -185,6 +191,7 @@ def is_installed() -> bool:
 
 def _serve_once(device: str, ready: Connection) -> None:
     """Serve one reader of this host; send the port, or what is wrong."""
+    _write_to_stderr()
     try:
         serve(0, device, "127.0.0.1", once=True, ready=ready)
     except Exception as error:  # NIXL has exception classes of its own
