@@ -1,0 +1,294 @@
+"""A soak: hours at saturation with full KV's tokens, flat memory, and nothing left at the end.
+
+    python -m benchmarks.soak --minutes 240
+
+There are always more requests than the host pool has room for: conversations of several turns, streaming sessions,
+prefixes that requests share, three priorities (so that requests are preempted), clients that leave, prefix caches that
+are emptied, an fs tier that is smaller than what is stored in it, and, if asked for, drafts. Every answer, whole or
+broken off, is compared with that of a second engine: stock vLLM with full KV, one request at a time. Tokens may differ
+at a tie alone: this engine's token is full KV's second best one, closer to the best than `TIE_MARGIN`. The comparison
+then goes on behind this engine's token. Rows in hot buffers are compared with the host pool byte by byte, and host
+blocks that are taken are filled with NaN. Memory and pools are looked at every minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import OrderedDict, deque
+from enum import StrEnum
+from itertools import combinations, takewhile
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.common import RESULTS, gpu_hardware, write_result
+from benchmarks.soak_engine import Lengths, serve, serve_full_kv
+
+ROOT = Path(__file__).parents[1]
+TIE_MARGIN = {"cpu": 0.5, "gpu": 0.75}  # those of the end-to-end tests
+MAX_BACKLOG = 300  # answers that wait for their comparison; with more, the engine waits
+MAX_KNOWN = 4000  # answers of full KV that are kept
+MIN_SAMPLES = 15  # after warm-up, to speak of a slope
+WARM_UP_SHARE = 1 / 3
+FLAT_MIB_PER_HOUR = 16.0
+MAX_SHOWN = 10
+
+Device = StrEnum("Device", ["cpu", "gpu"])
+app = typer.Typer(add_completion=False)
+
+
+def engine_args(device: Device, options: dict[str, Any] | None, drafts: int, host_pool_gib: float) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; without options of the connector, full KV that computes one request at a time."""
+    args: dict[str, Any] = {"seed": 0, "gpu_memory_utilization": 0.3}
+    if device == Device.cpu:
+        args = {"seed": 0, "dtype": "float32", "enforce_eager": True, "max_model_len": 1536}
+        args |= {"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 64 * 2**20}
+    else:
+        args |= {"dtype": "bfloat16", "max_model_len": 20480, "max_num_batched_tokens": 8192}
+        args |= {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 1 << 30}
+        args |= {"attention_config": {"backend": "FLASHMLA_SPARSE", "sparse_mla_force_mqa": True}}
+        args |= {"hf_overrides": {"max_position_embeddings": 1 << 18}}
+        args |= {"kernel_config": {"enable_flashinfer_autotune": False}}
+    if options is None:
+        return args | {"max_num_seqs": 1, "enable_prefix_caching": False}
+    transfer = {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    args |= {"max_num_seqs": 20 if device == Device.cpu else 32, "scheduling_policy": "priority"}
+    args |= {"kv_transfer_config": transfer, "disable_log_stats": False}
+    if drafts:
+        args["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": drafts,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        }
+    return args
+
+
+def model_of(device: Device) -> Path:
+    """A tiny model; on a GPU one whose heads and top-k are those that its kernels take."""
+    if device == Device.cpu:
+        return ROOT / "build" / "models" / "dsv32"
+    path = ROOT / "build" / "models" / "dsv32-soak"
+    if not (path / "config.json").exists():
+        from vllm_hisparse.cli.tiny_model import make_model
+
+        make_model("dsv32", path, num_layers=4, num_heads=64, index_n_heads=64, index_topk=2048)
+    return path
+
+
+# NOTE: a session that waits for its next turn keeps its blocks, and vLLM preempts no request that waits.
+MAX_SESSIONS = 3
+LENGTHS = {
+    Device.cpu: Lengths(document=(150, 700), question=(10, 120), answer=(8, 64)),
+    Device.gpu: Lengths(document=(2500, 12000), question=(20, 900), answer=(32, 256)),
+}
+
+
+class Judge:
+    """Compares answers with full KV's.
+
+    Args:
+        full_kv: a connection to `serve_full_kv`.
+        tie_margin: largest distance of full KV's two best tokens where another choice is a tie.
+    """
+
+    def __init__(self, full_kv: Connection, tie_margin: float):
+        self._full_kv, self._tie_margin = full_kv, tie_margin
+        self._known: OrderedDict[tuple, dict[str, list]] = OrderedDict()
+        self.num_answers, self.num_tokens, self.num_ties, self.num_wrong = 0, 0, 0, 0
+        self.widest_tie, self.largest_difference = 0.0, 0.0
+        self.wrong: list[dict[str, Any]] = []
+
+    def compare(self, answer: dict[str, Any]) -> None:
+        """Compare one answer, which may have been broken off."""
+        tokens, position = answer["reply"], 0
+        self.num_answers += 1
+        self.num_tokens += len(tokens)
+        while position < len(tokens):
+            full = self._ask(answer["tokens"] + tokens[:position], answer["max_tokens"] - position)
+            rest = tokens[position:]
+            same = sum(1 for _ in takewhile(bool, map(int.__eq__, rest, full["tokens"])))
+            ours = answer["logprobs"][position : position + same]
+            differences = [abs(one - other) for one, other in zip(ours, full["logprobs"], strict=False)]
+            self.largest_difference = max(self.largest_difference, float(np.mean(differences or [0.0])))
+            position += same
+            if position == len(tokens):
+                return
+            margin = full["margins"][same]
+            if tokens[position] != full["second"][same] or margin > self._tie_margin:
+                self._blame(answer, position, full["tokens"][same], margin)
+                return
+            self.num_ties += 1
+            self.widest_tie = max(self.widest_tie, margin)
+            position += 1
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "compared_answers": self.num_answers,
+            "compared_tokens": self.num_tokens,
+            "ties": self.num_ties,
+            "widest_tie": round(self.widest_tie, 3),
+            "largest_mean_logprob_difference": round(self.largest_difference, 4),
+            "wrong_tokens": self.num_wrong,
+        }
+
+    def _blame(self, answer: dict[str, Any], position: int, expected: int, margin: float) -> None:
+        self.num_wrong += 1
+        if len(self.wrong) < MAX_SHOWN:
+            names = ("number", "is_session", "max_tokens")
+            where = {name: answer[name] for name in names} | {"prompt_tokens": len(answer["tokens"])}
+            got = answer["reply"][position]
+            self.wrong.append({**where, "position": position, "got": got, "expected": expected, "margin": margin})
+
+    def _ask(self, prompt: list[int], max_tokens: int) -> dict[str, list]:
+        key = (tuple(prompt), max_tokens)
+        if key not in self._known:
+            self._full_kv.send((prompt, max_tokens))
+            self._known[key] = self._full_kv.recv()
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+
+def slope_per_hour(minutes: list[float], values: list[float]) -> float | None:
+    """The median slope of all pairs of samples after warm-up, per hour; None: there are too few."""
+    kept = [pair for pair in zip(minutes, values, strict=True) if pair[0] >= WARM_UP_SHARE * minutes[-1]]
+    if len(kept) < MIN_SAMPLES:
+        return None
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(kept, 2) if b[0] > a[0]]
+    return round(60 * float(np.median(slopes)), 2)
+
+
+def summary(samples: list[dict[str, Any]], judge: Judge, end: dict[str, Any] | None) -> dict[str, Any]:
+    """The row of a soak: the last sample, the comparison, slopes of memory, what is left at the end, all samples.
+
+    Args:
+        samples: samples so far, at least one.
+        judge: comparison so far.
+        end: counts of things left at the end; None: the soak still runs, or broke off.
+    """
+    minutes = [sample["minute"] for sample in samples]
+    kinds = ("rss_mib", "pss_mib")
+    slopes = {
+        f"{kind}_per_hour": slope_per_hour(minutes, [sum(sample[kind].values()) for sample in samples])
+        for kind in kinds
+    }
+    slope = slopes["pss_mib_per_hour"]
+    is_flat = None if slope is None else slope <= FLAT_MIB_PER_HOUR
+    state = {"has_ended": end is not None, **slopes, "is_flat": is_flat, "left_at_end": end}
+    return samples[-1] | judge.row() | state | {"wrong": judge.wrong, "samples": samples}
+
+
+def is_clean(row: dict[str, Any]) -> bool:
+    """True if the soak ended by itself, with full KV's tokens, flat memory and nothing left."""
+    left = {name: value for name, value in (row["left_at_end"] or {}).items() if name != "drafts"}
+    return (
+        row["has_ended"]
+        and not row["wrong_tokens"]
+        and not row["wrong_rows"]
+        and row["is_flat"] is not False
+        and (not any(left.values()))
+    )
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    minutes: Annotated[float, typer.Option(help="how long")] = 240.0,
+    device: Annotated[Device, typer.Option(help="cpu or gpu")] = Device.cpu,
+    host_pool_gib: Annotated[float, typer.Option(help="host pool, less than requests need together")] = 0.06,
+    tier_gib: Annotated[float, typer.Option(help="quota of the fs tier")] = 0.2,
+    drafts: Annotated[int, typer.Option(min=0, help="n-gram drafts of a step")] = 0,
+    async_scheduling: Annotated[
+        bool, typer.Option(help="on the CPU platform: two batches in flight, but no sessions")
+    ] = False,
+    live: Annotated[int, typer.Option(min=1, help="requests in flight")] = 32,
+    sample_s: Annotated[float, typer.Option(help="seconds between two looks at the memory")] = 60.0,
+    seed: Annotated[int, typer.Option(help="of the clients")] = 0,
+    output: Annotated[Path | None, typer.Option(help="result file; default: results/<cpu or h100>/soak.json")] = None,
+) -> None:
+    """Run a soak; the result file is written after every sample."""
+    output = output or RESULTS / ("cpu" if device == Device.cpu else "h100") / "soak.json"
+    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    defaults |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if device == Device.cpu:
+        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        defaults |= {"NUMBA_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(ROOT / "build" / "numba")}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    top_k = 256 if device == Device.cpu else 2048
+    options: dict[str, Any] = {"host_pool_gib": host_pool_gib, "device_buffer_size": max(1 + drafts, 1.25) * top_k}
+    model, context = {"model": str(model_of(device))}, get_context("spawn")
+    hardware = gpu_hardware() if device == Device.gpu else None
+    samples: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as tier_dir:
+        tier = {"type": "fs", "path": tier_dir, "quota_gib": tier_gib, "num_threads": 2}
+        options |= {"device_buffer_size": int(options["device_buffer_size"]), "tiers": [tier], "admission": "off"}
+        job = {
+            "engine": model | engine_args(device, options, drafts, host_pool_gib),
+            "async_on_cpu": async_scheduling and device == Device.cpu,
+            # NOTE: with two batches in flight, vLLM 0.32's model runner takes the newest token of a turn's answer for
+            # the last token of the next turn, if no other batch was between them.
+            "max_sessions": 0 if async_scheduling and device == Device.cpu else MAX_SESSIONS,
+            "tier_dir": tier_dir,
+            "lengths": vars(LENGTHS[device]),
+            "num_live": live,
+            "seed": seed,
+            "seconds": 60 * minutes,
+            "sample_s": sample_s,
+        }
+        engine, engine_end = context.Pipe()
+        full_kv, full_kv_end = context.Pipe()
+        full_kv_args = model | engine_args(device, None, 0, host_pool_gib)
+        processes = [
+            context.Process(target=serve_full_kv, args=(full_kv_end, full_kv_args), daemon=True),
+            context.Process(target=serve, args=(engine_end, job), daemon=True),
+        ]
+        for process in processes:
+            process.start()
+        engine_end.close()
+        full_kv_end.close()
+        full_kv.recv()
+        judge, end = Judge(full_kv, TIE_MARGIN[device]), None
+        described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}
+        described["async_scheduling"] = async_scheduling or device == Device.gpu
+        backlog: deque[dict[str, Any]] = deque()
+        try:
+            while end is None or backlog:
+                if end is None and len(backlog) < MAX_BACKLOG and engine.poll(0 if backlog else 1):
+                    kind, content = engine.recv()
+                    if kind == "answer":
+                        backlog.append(content)
+                    elif kind == "sample":
+                        samples.append(content)
+                        row = described | summary(samples, judge, None) | {"backlog": len(backlog)}
+                        write_result(output, ctx, "benchmarks.soak", [row], hardware)
+                        typer.echo(
+                            json.dumps({k: v for k, v in row.items() if k not in ("samples", "wrong")}), err=True
+                        )
+                    elif kind == "end":
+                        end = content
+                elif backlog:
+                    judge.compare(backlog.popleft())
+        except EOFError:
+            typer.echo("an engine has ended before its time", err=True)
+        row = described | summary(samples, judge, end)
+        write_result(output, ctx, "benchmarks.soak", [row], hardware)
+        typer.echo(json.dumps({k: v for k, v in row.items() if k not in ("samples",)}), err=True)
+        full_kv.send(None)
+        for process in processes:
+            process.join(60)
+            process.kill()
+    if not is_clean(row):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
