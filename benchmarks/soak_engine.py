@@ -100,8 +100,11 @@ class Clients:
             self._leave(self._rng.choice(list(self._conversations.values())))
         if self._rng.random() < RESET_SHARE:
             stops_running = self._rng.random() < 0.5
-            self.engine.reset_prefix_cache(reset_running_requests=stops_running, reset_connector=True)
-            self.counts["resets"] += 1
+            try:
+                self.engine.reset_prefix_cache(reset_running_requests=stops_running, reset_connector=True)
+                self.counts["resets"] += 1
+            except RuntimeError:  # vLLM cannot take the blocks of sessions that wait for a turn; others are preempted
+                self.counts["resets_refused"] += 1
 
     def receive(self, outputs: list[Any]) -> None:
         """Take the outputs of a step."""
