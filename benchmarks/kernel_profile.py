@@ -10,12 +10,14 @@ import torch
 
 # Kind of work -> what the names of its kernels contain; the first that fits.
 KINDS = {
-    "copies": r"hisparse.*gather_kernel|hisparse.*write_back|gather_rows|swap_in",
+    "copies": r"hisparse.*gather_kernel|hisparse.*write_back|gather_rows|swap_in|load_cache_to_device_buffer|hicache",
     "resolve": r"hisparse",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|cross_device",
     "forced selection": r"^_select$",
-    "attention": r"mla.*sparse|sparse.*mla|flash::|flash_fwd|FlashAttn|combine_kernel|get_mla_metadata|sched_meta",
-    "indexer": r"mqa_logits|cooperative_topk|persistent_topk|top_?k.*(radix|per_row)|_fused_q_kernel|indexer",
+    "attention": r"mla.*sparse|sparse.*mla|flash::|flash_fwd|flash_mla|FlashAttn|combine_kernel|get_mla_metadata"
+    r"|sched_meta",
+    "indexer": r"mqa_logits|topk_transform|fast_topk|hadamard"
+    r"|cooperative_topk|persistent_topk|top_?k.*(radix|per_row)|_fused_q_kernel|indexer",
     "experts": r"moe|single_group_topk|grouped_topk|expert",
     "matrix products": r"nvjet|gemm|cublas|cutlass|splitK",
 }

@@ -26,6 +26,7 @@ class Completion:
     margins: list[float] = field(default_factory=list)  # between the logprobs of the two best tokens
     text: str = ""
     finish_reason: str | None = None
+    num_cached_tokens: int | None = None  # of the prompt, found in a prefix cache; None: the server does not say
     first_token_s: float = 0.0  # seconds from sending to the first token
     total_s: float = 0.0  # seconds from sending to the end
 
@@ -33,9 +34,11 @@ class Completion:
         """Append a chunk of the stream; returns its number of tokens."""
         self.response_id = self.response_id or chunk["id"]
         num_before = len(self.token_ids)
+        if details := (chunk.get("usage") or {}).get("prompt_tokens_details"):
+            self.num_cached_tokens = details["cached_tokens"]
         for choice in chunk["choices"]:
             self.token_ids += choice["token_ids"]
-            logprobs = choice["logprobs"] or {}
+            logprobs = choice.get("logprobs") or {}
             self.logprobs += logprobs.get("token_logprobs", [])
             self.margins += [_margin(best.values()) for best in logprobs.get("top_logprobs", [])]
             self.text += choice["text"]
@@ -49,10 +52,11 @@ class OpenAIClient:
     Args:
         model: the served model's name.
         timeout_s: seconds for one request, from sending to its end.
+        num_logprobs: number of best tokens whose logprobs come with each token.
     """
 
-    def __init__(self, model: str, *, timeout_s: float = 300.0):
-        self._model = model
+    def __init__(self, model: str, *, timeout_s: float = 300.0, num_logprobs: int = 2):
+        self._model, self._num_logprobs = model, num_logprobs
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=timeout_s), connector=aiohttp.TCPConnector(limit=0)
         )
@@ -121,10 +125,11 @@ class OpenAIClient:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": 2,
+            "logprobs": self._num_logprobs or None,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # two tokens may have the same text
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
 
 
