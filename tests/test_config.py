@@ -356,7 +356,7 @@ def test_refuses_indexer_keys_in_4_bits(sizes: dict[str, Any], reason: str) -> N
 
 def test_refuses_indexer_keys_in_4_bits_without_an_indexer() -> None:
     message = dense_refusal({"algorithm": "quest", "indexer_key_dtype": "fp4"})
-    expected = "auto with algorithm 'quest', which has no indexer"
+    expected = "auto with algorithm 'quest', which has no DSA indexer"
     check_parts(message, "indexer_key_dtype", "'fp4'", expected, "Remove it.")
 
 
@@ -521,7 +521,7 @@ def test_options_of_dense_models() -> None:
 
 def test_refuses_unknown_algorithms_with_the_known_ones() -> None:
     message = parse_refusal({**GIB, "algorithm": "qest"})
-    known = "one of cluster_kv, dsa, oracle, pq_cache, quest, streaming_llm"
+    known = "one of cluster_kv, dsa, msa, oracle, pq_cache, quest, streaming_llm"
     check_parts(message, "algorithm", "'qest'", known, "Correct the name.")
 
 
@@ -571,7 +571,9 @@ def test_refuses_full_kv_layers_out_of_range(layers: list[int]) -> None:
 
 def test_refuses_full_kv_layers_of_a_dsa_model() -> None:
     message = refusal({**GIB, "full_kv_layers": [0]})
-    check_parts(message, "full_kv_layers", "[0]", "none: a DSA model has no full-KV layers", "Remove it.")
+    check_parts(
+        message, "full_kv_layers", "[0]", "none: the layers of a model with an indexer say themselves", "Remove it."
+    )
 
 
 @pytest.mark.parametrize(
@@ -682,3 +684,87 @@ def test_refuses_subspaces_that_do_not_divide_a_key() -> None:
     with pytest.raises(HiSparseConfigError) as refused:
         config.make_algorithm(AttentionShape(4, 2, 16, torch.float32), 1000)
     check_parts(str(refused.value), "algorithm_options", "{'num_subspaces': 3}", "divides the head size 16", "Correct")
+
+
+BLOCKS = {
+    "sparse_block_size": 128,
+    "sparse_topk_blocks": 16,
+    "sparse_local_block": 1,
+    "sparse_num_index_heads": 4,
+    "sparse_attention_freq": [0, 0, 0, 1],
+}
+
+
+def minimax(options: dict[str, Any] | None = None, indexer: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A `VllmConfig` of MiniMax-M3, under a name that is not refused."""
+    text_config = SimpleNamespace(
+        num_hidden_layers=4, num_key_value_heads=4, sparse_attention_config=BLOCKS | (indexer or {})
+    )
+    model = {"model_config__use_mla": False, "model_config__hf_text_config": text_config}
+    changes = {"device_config__device_type": "cuda", **model, "model_config__architecture": "Blocks", **changes}
+    return engine({**GIB, "algorithm": "msa", **(options or {})}, **changes)
+
+
+def minimax_refusal(*args: Any, **changes: Any) -> str:
+    with pytest.raises(HiSparseConfigError) as refused:
+        HiSparseConfig.from_vllm_config(minimax(*args, **changes))
+    return str(refused.value)
+
+
+def test_minimax_m3_selects_what_its_configuration_says() -> None:
+    config = HiSparseConfig.from_vllm_config(minimax())
+    assert (config.top_k, config.rows, config.tokens_per_unit, config.dense_unit) == (2048, 4096, 16, 16)
+    assert config.full_kv_layers == [] and not config.controls_admission(1)
+    assert config.kv_cache_dtypes("cuda") == ("auto", "bfloat16")
+    for dtype in ("auto", "bf16", "fp8"):
+        HiSparseConfig.from_vllm_config(minimax(attention_config__indexer_kv_dtype=dtype))
+    drafts = SimpleNamespace(
+        method="ngram",
+        num_speculative_tokens=2,
+        num_speculative_tokens_per_batch_size=None,
+        parallel_drafting=False,
+    )
+    assert HiSparseConfig.from_vllm_config(minimax(speculative_config=drafts)).rows == 3 * 2048
+
+
+def test_what_hot_buffers_of_minimax_m3_cannot_do_is_refused() -> None:
+    message = minimax_refusal(cache_config__cache_dtype="fp8")
+    check_parts(
+        message, "--kv-cache-dtype", "'fp8'", "one of auto, bfloat16 with algorithm 'msa'", "Set it to bfloat16"
+    )
+    message = minimax_refusal(attention_config__indexer_kv_dtype="mxfp4")
+    check_parts(message, "--attention-config indexer_kv_dtype", "'mxfp4'", "auto or bf16 or fp8", "Remove it.")
+    for method in ("mtp", "eagle3"):
+        drafts = SimpleNamespace(method=method, num_speculative_tokens=1)
+        message = minimax_refusal(speculative_config=drafts)
+        expected = "ngram or ngram_gpu with MiniMax-M3 on cuda"
+        check_parts(message, "--speculative-config method", repr(method), expected, "Remove --speculative-config.")
+    message = minimax_refusal({"top_k": 1024})
+    check_parts(message, "top_k", "1024", "2048, the model's sparse_topk_blocks x 128", "Remove top_k")
+    message = minimax_refusal({"full_kv_layers": [0]})
+    check_parts(message, "full_kv_layers", "[0]", "none: the layers of a model with an indexer", "Remove it.")
+    message = minimax_refusal(device_config__device_type="cpu")
+    check_parts(message, "algorithm", "'msa'", "a GPU: vLLM has no code for this model on the CPU", "with a GPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("sparse_block_size", 64, "128, the page of vLLM's kernels"),
+        ("sparse_local_block", 0, "at least 1: the newest block must be selected"),
+        ("sparse_local_block", None, "at least 1: the newest block must be selected"),
+        ("sparse_num_index_heads", 1, "4, the KV heads"),
+    ],
+)
+def test_an_indexer_of_another_kind_is_refused(name: str, value: int | None, expected: str) -> None:
+    message = minimax_refusal(indexer={name: value})
+    check_parts(message, f"sparse_attention_config.{name}", repr(value), expected, "Serve another model")
+
+
+def test_algorithms_that_do_not_fit_the_model_are_refused() -> None:
+    fix = "set algorithm to msa for this model"
+    check_parts(minimax_refusal({"algorithm": "dsa"}), "algorithm", "'dsa'", "a model with a DSA indexer", fix)
+    message = minimax_refusal({"algorithm": "quest"})
+    check_parts(message, "algorithm", "'quest'", "selects blocks itself, for which algorithm is msa", "Serve another")
+    message = refusal({**GIB, "algorithm": "msa"}, device_config__device_type="cuda")
+    check_parts(message, "algorithm", "'msa'", "sparse_attention_config in its config.json", "remove algorithm")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 from vllm_hisparse.compat.model_loading import OTHER_LOADERS
-from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.layout import BLOCK_SIZE, MSA_BLOCK_SIZE
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
 from vllm_hisparse.tier_config import (
     BUFFER_SHARE,
@@ -35,11 +35,12 @@ KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfl
 # In addition to these: of DSA models, and of dense models.
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}
 INDEXER_KV_DTYPES = ("auto", "fp8")
+MSA_INDEXER_KV_DTYPES = ("auto", "bf16", "fp8")
 DENSE_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_e4m3")}
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
 _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
-_BLOCKS = "the model itself selects blocks for each KV head, in kernels of its own"
+_BLOCKS = "its selection of blocks for each KV head was never tried over hot buffers on a GPU"
 _NO_CONNECTOR = "its attention backend takes no KV connector"
 _OWN_CACHE = "its own kernels write the KV cache, which hot buffers replace, and leave queries to the attention layer"
 # Models whose layers look like those that hot buffers serve, but cannot have any: class -> reason.
@@ -103,7 +104,7 @@ class HiSparseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     top_k: int | None = Field(default=None, gt=0)
-    """Tokens attended per query and layer. Default: `index_topk` of a DSA model, 2048 for a dense model."""
+    """Tokens attended per query and layer. Default: what the model's indexer selects, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
     elastic: bool = True
@@ -179,6 +180,7 @@ class HiSparseConfig(BaseModel):
         config._check_kv_cache_dtype(vllm_config)
         if config.has_narrow_keys:
             _check_narrow_keys(config, vllm_config)
+        config._check_indexer_kv_dtype(vllm_config)
         if config.tiers:
             _check_prefix_cache(vllm_config)
             _check_own_address(config)
@@ -200,7 +202,7 @@ class HiSparseConfig(BaseModel):
 
     @property
     def dense_unit(self) -> int | None:
-        """`tokens_per_unit` of a dense model, in which every KV head selects units of its own; None for a DSA model."""
+        """`tokens_per_unit` of a model in which every KV head has a selection of its own; None for a DSA model."""
         return None if self.algorithm_class.model_family == "mla" else self.tokens_per_unit
 
     @property
@@ -210,8 +212,8 @@ class HiSparseConfig(BaseModel):
 
     def kv_cache_dtypes(self, device: str) -> tuple[str, ...]:
         """Supported values of `--kv-cache-dtype` on a device ("cpu" or "cuda")."""
-        quantised = DSA_KV_CACHE_DTYPES if self.dense_unit is None else DENSE_KV_CACHE_DTYPES
-        return KV_CACHE_DTYPES[device] + quantised[device]
+        quantised = {"mla": DSA_KV_CACHE_DTYPES, "gqa": DENSE_KV_CACHE_DTYPES}.get(self.algorithm_class.model_family)
+        return KV_CACHE_DTYPES[device] + (quantised[device] if quantised else ())
 
     def make_algorithm(self, shape: AttentionShape, max_tokens: int, max_query_len: int = 1) -> SparseAlgorithm:
         """Create the algorithm; the defaults must be filled in.
@@ -310,10 +312,26 @@ class HiSparseConfig(BaseModel):
                 "Set it to bfloat16, because the checkpoint may ask for another dtype where the option is not given.",
             )
 
+    def _check_indexer_kv_dtype(self, vllm_config: VllmConfig) -> None:
+        is_msa = self.algorithm_class.model_family == "msa"
+        dtypes, got = (
+            MSA_INDEXER_KV_DTYPES if is_msa else INDEXER_KV_DTYPES,
+            vllm_config.attention_config.indexer_kv_dtype,
+        )
+        if got not in dtypes:
+            raise HiSparseConfigError(
+                "--attention-config indexer_kv_dtype",
+                got,
+                f"{' or '.join(dtypes)}: blocks of indexer keys are read and copied with the layout of these",
+                "Remove it.",
+            )
+
     def _for_model(self, vllm_config: VllmConfig) -> HiSparseConfig:
         model, algorithm = vllm_config.model_config, self.algorithm_class
         if algorithm.model_family == "mla":
             updates = {"top_k": _dsa_top_k(self, model), "full_kv_layers": []}
+        elif algorithm.model_family == "msa":
+            updates = {"top_k": _msa_top_k(self, vllm_config), "full_kv_layers": []}
         else:
             _check_dense_model(self, vllm_config)
             updates = {"top_k": _dense_top_k(self), "full_kv_layers": _full_kv_layers(self, model)}
@@ -458,24 +476,78 @@ def _check_prefix_cache(vllm_config: VllmConfig) -> None:
 def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
     model_top_k = getattr(model.hf_text_config, "index_topk", None)
     if model_top_k is None or not model.use_mla:
-        dense = ", ".join(name for name in ALGORITHMS if name != "dsa")
+        dense = ", ".join(name for name in ALGORITHMS if name not in ("dsa", "msa"))
+        fitting = "msa for this model" if _selects_blocks(model) else f"one of {dense} for a dense model"
         raise HiSparseConfigError(
             "algorithm",
             config.algorithm,
             "a model with a DSA indexer (index_topk in its config.json, such as DeepSeek-V3.2 or GLM-5)",
-            f"{model.model} has none: set algorithm to one of {dense} for a dense model, serve another model, "
+            f"{model.model} has none: set algorithm to {fitting}, serve another model, or remove {CONNECTOR_NAME}.",
+        )
+    _check_own_selection(config, model_top_k, "index_topk")
+    return model_top_k
+
+
+def _msa_top_k(config: HiSparseConfig, vllm_config: VllmConfig) -> int:
+    """Return the tokens of the selected blocks, after checks of the model's indexer."""
+    model = vllm_config.model_config
+    if not _selects_blocks(model):
+        raise HiSparseConfigError(
+            "algorithm",
+            config.algorithm,
+            "a model whose indexer selects blocks (sparse_attention_config in its config.json, such as MiniMax-M3)",
+            f"{model.model} has none: remove algorithm for a DSA model, choose another one for a dense model, "
             f"or remove {CONNECTOR_NAME}.",
         )
+    if vllm_config.device_config.device_type != "cuda":
+        raise HiSparseConfigError(
+            "algorithm",
+            config.algorithm,
+            "a GPU: vLLM has no code for this model on the CPU",
+            "Start it on a machine with a GPU.",
+        )
+    indexer, num_kv_heads = model.hf_text_config.sparse_attention_config, model.hf_text_config.num_key_value_heads
+    for name, expected, fits in (
+        ("sparse_block_size", f"{MSA_BLOCK_SIZE}, the page of vLLM's kernels", lambda size: size == MSA_BLOCK_SIZE),
+        ("sparse_local_block", "at least 1: the newest block must be selected", lambda number: (number or 0) >= 1),
+        ("sparse_num_index_heads", f"{num_kv_heads}, the KV heads", lambda number: number == num_kv_heads),
+    ):
+        if not fits(indexer.get(name)):
+            raise HiSparseConfigError(
+                f"sparse_attention_config.{name}",
+                indexer.get(name),
+                expected,
+                f"Serve another model, or remove {CONNECTOR_NAME}.",
+            )
+    top_k = indexer["sparse_topk_blocks"] * MSA_BLOCK_SIZE
+    _check_own_selection(config, top_k, f"sparse_topk_blocks x {MSA_BLOCK_SIZE}")
+    return top_k
+
+
+def _selects_blocks(model: ModelConfig) -> bool:
+    """Return True if a model has an indexer that selects blocks for each KV head."""
+    return bool(getattr(model.hf_text_config, "sparse_attention_config", None))
+
+
+def _check_own_selection(config: HiSparseConfig, top_k: int, source: str) -> None:
+    """Refuse options that contradict the selection of a model with an indexer.
+
+    Args:
+        config: the options.
+        top_k: tokens that the indexer selects.
+        source: the value's name in the model's configuration.
+    """
     if config.full_kv_layers:
         raise HiSparseConfigError(
-            "full_kv_layers", config.full_kv_layers, "none: a DSA model has no full-KV layers", "Remove it."
+            "full_kv_layers",
+            config.full_kv_layers,
+            "none: the layers of a model with an indexer say themselves which of them select",
+            "Remove it.",
         )
-    top_k = model_top_k if config.top_k is None else config.top_k
-    if top_k != model_top_k:
+    if config.top_k not in (None, top_k):
         raise HiSparseConfigError(
-            "top_k", top_k, f"{model_top_k}, the model's index_topk", f"Remove top_k or set it to {model_top_k}."
+            "top_k", config.top_k, f"{top_k}, the model's {source}", f"Remove top_k or set it to {top_k}."
         )
-    return top_k
 
 
 def _check_narrow_keys(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
@@ -484,7 +556,7 @@ def _check_narrow_keys(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     head_dim, heads = getattr(model, "index_head_dim", None), getattr(model, "index_n_heads", None)
     role = vllm_config.kv_transfer_config.kv_role
     reasons = {
-        f"algorithm '{config.algorithm}', which has no indexer": config.dense_unit is not None,
+        f"algorithm '{config.algorithm}', which has no DSA indexer": config.dense_unit is not None,
         f"indexer keys of {head_dim} elements, not {NARROW_KEY_ELEMENTS}": head_dim != NARROW_KEY_ELEMENTS,
         f"{heads} indexer heads on cuda, not {' or '.join(map(str, NARROW_KEY_HEADS))}": (
             device == "cuda" and heads not in NARROW_KEY_HEADS
@@ -499,9 +571,13 @@ def _check_narrow_keys(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
 def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse drafts that cannot be verified over hot buffers."""
     device, method = vllm_config.device_config.device_type, vllm_config.speculative_config.method
-    methods = (*(DSA_DRAFT_METHODS if config.dense_unit is None else DENSE_DRAFT_METHODS), *DRAFT_METHODS[device])
+    kind, with_layers = {
+        "mla": ("a DSA model", DSA_DRAFT_METHODS),
+        "msa": ("MiniMax-M3", ()),
+        "gqa": ("a dense model", DENSE_DRAFT_METHODS),
+    }[config.algorithm_class.model_family]
+    methods = (*with_layers, *DRAFT_METHODS[device])
     if method not in methods:
-        kind = "a DSA model" if config.dense_unit is None else "a dense model"
         expected = f"{' or '.join(methods)} with {kind} on {device} in this release"
         raise HiSparseConfigError("--speculative-config method", method, expected, "Remove --speculative-config.")
     if not config.algorithm_class.forgets_drafts:
@@ -540,6 +616,7 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     reasons = {
         "a model with multi-head latent attention": model.use_mla,
         "an encoder or pooling model": model.runner_type != "generate" or model.is_encoder_decoder,
+        "a model that selects blocks itself, for which algorithm is msa": _selects_blocks(model),
         "a model with recurrent layers": model.is_hybrid or model.is_attention_free,
         "a model with sliding window layers": (
             model.get_sliding_window() is not None or layer_types != {"full_attention"}
@@ -719,14 +796,6 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "--prefix-match-unit",
             vllm_config.cache_config.prefix_match_unit,
             "none: prefixes are matched in whole blocks of the host pool",
-            "Remove it.",
-        )
-    key_dtype = vllm_config.attention_config.indexer_kv_dtype
-    if key_dtype not in INDEXER_KV_DTYPES:
-        raise HiSparseConfigError(
-            "--attention-config indexer_kv_dtype",
-            key_dtype,
-            f"{' or '.join(INDEXER_KV_DTYPES)}: blocks of indexer keys are read and copied with the layout of fp8",
             "Remove it.",
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

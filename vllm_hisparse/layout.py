@@ -12,6 +12,8 @@ INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
+MSA_BLOCK_SIZE = 128  # the same of MiniMax-M3, whose indexer selects such blocks
+MSA_UNIT = 16  # tokens of its units: device blocks hold whole units, and units of 128 tokens would waste most of them
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: FlashAttention's least; larger ones waste
 RESIDENCY_ENTRY_BYTES = 8  # position and last use
 MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
@@ -155,8 +157,8 @@ class KVLayout:
         if unused_bytes > min(max(MAX_UNUSED_SHARE * block_bytes, unit_bytes / 2), MAX_UNUSED_UNITS * unit_bytes):
             num_units += 1
         num_units = max(1, num_units)
-        # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers.
-        has_as_many = self.num_layers == self.num_resident_layers and not self.wider_row_bytes
+        # NOTE: vLLM splits groups with equal page sizes into equal numbers of layers, unless some layers have others.
+        has_as_many = self.num_layers == self.num_resident_layers and not self.draft_row_bytes
         if not has_as_many and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)
         return num_units * self.tokens_per_unit

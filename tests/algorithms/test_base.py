@@ -38,14 +38,14 @@ def small(name: str, budget: int = 32, **sizes: int) -> SparseAlgorithm:
 
 
 def test_the_registry_knows_its_algorithms_by_name() -> None:
-    assert set(ALGORITHMS) == {*DENSE, "dsa"}
+    assert set(ALGORITHMS) == {*DENSE, "dsa", "msa"}
     for name in ALGORITHMS:
         assert find_algorithm(name).name == name
 
 
 @pytest.mark.parametrize("name", ["", "Quest", "quest ", "no.such.module", "vllm_hisparse.layout.KVLayout", "torch"])
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(LookupError, match="cluster_kv, dsa, oracle, pq_cache, quest, streaming_llm"):
+    with pytest.raises(LookupError, match="cluster_kv, dsa, msa, oracle, pq_cache, quest, streaming_llm"):
         find_algorithm(name)
 
 

@@ -19,6 +19,19 @@ def gqa_cuda() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def msa_cuda() -> ModuleType:
+    """Attention of MiniMax-M3 on CUDA, imported without the libraries that only its images need."""
+    name = "vllm.transformers_utils.processors.minimax_m3"
+    with pytest.MonkeyPatch.context() as patch:
+        module = ModuleType(name)
+        for kind in ("MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor", "MiniMaxVLProcessor"):
+            setattr(module, kind, type(kind, (), {}))
+        module.MIN_SHORT_SIDE_PIXEL, module.smart_resize = 0, print
+        patch.setitem(sys.modules, name, module)
+        return import_module("vllm_hisparse.attention.gqa.msa_cuda")
+
+
+@pytest.fixture(scope="session")
 def cuda_modules() -> dict[str, ModuleType]:
     """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `layers` and `microbatches`."""
     with pytest.MonkeyPatch.context() as patch:

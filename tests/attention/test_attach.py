@@ -34,19 +34,21 @@ def make(cls: type, **attributes: Any) -> Any:
     return built
 
 
-def vllm_config(connector: str | None = "HiSparseHostConnector", is_dsa: bool = False, num_layers: int = 4) -> Any:
+def vllm_config(
+    connector: str | None = "HiSparseHostConnector", is_dsa: bool = False, num_layers: int = 4, family: str = "gqa"
+) -> Any:
     text_config = SimpleNamespace(num_hidden_layers=num_layers, **({"index_topk": 64} if is_dsa else {}))
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type="cuda"),
         kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
-        model_config=SimpleNamespace(use_mla=is_dsa, hf_text_config=text_config),
+        model_config=SimpleNamespace(use_mla=is_dsa, family=family, hf_text_config=text_config),
     )
 
 
 @pytest.fixture(autouse=True)
 def full_kv_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def config(_: type, engine: Any) -> SimpleNamespace:
-        family = "mla" if engine.model_config.use_mla else "gqa"
+        family = "mla" if engine.model_config.use_mla else engine.model_config.family
         return SimpleNamespace(
             full_kv_layers=FULL_KV_LAYERS,
             algorithm_class=SimpleNamespace(model_family=family),
@@ -427,3 +429,52 @@ def test_a_gpu_that_was_never_tried_is_named(
     assert len(warnings) == (not is_tried)
     expected = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
     assert all(f"(Some GPU, compute capability {expected})" in warning for warning in warnings)
+
+
+def block_layer(index: int, backend: type, impl: type, indexer_impl: type, **changes: Any) -> Any:
+    """A layer of MiniMax-M3 that selects blocks."""
+    from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
+
+    return make(
+        MiniMaxM3SparseAttention,
+        layer_name=f"model.layers.{index}.self_attn.attn",
+        attn_backend=backend,
+        impl=make(impl, topk_blocks=16),
+        indexer=SimpleNamespace(impl=make(indexer_impl)),
+        **changes,
+    )
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_layers_of_minimax_m3_that_select(gqa_cuda: ModuleType, msa_cuda: ModuleType) -> None:
+    from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerTritonImpl
+
+    stock = msa_cuda.MiniMaxM3SparseBackend, msa_cuda.MiniMaxM3SparseTritonImpl, MiniMaxM3IndexerTritonImpl
+    layers = [gqa_layer(0, gqa_cuda.FlashAttentionBackend), block_layer(1, *stock), block_layer(2, *stock)]
+    attach.attach_hot_buffers(model_of([*layers, make(msa_cuda.MiniMaxM3IndexerCache)]), vllm_config(family="msa"))
+    assert [type(layer) for layer in layers] == [Attention, *[msa_cuda.HotMSAAttention] * 2]
+    assert type(layers[0].impl) is gqa_cuda.FlashAttentionImpl
+    for layer in layers[1:]:
+        assert type(layer.impl) is msa_cuda.HotMSAImpl and layer.impl.topk_blocks == 16
+        assert layer.get_attn_backend() is msa_cuda.HotMSABackend
+    # NIXL's handshake compares the names, and blocks of keys have the same size on both sides.
+    assert msa_cuda.HotMSABackend.get_name() == "MINIMAX_M3_SPARSE"
+    assert msa_cuda.HotMSABackend.get_supported_kernel_block_sizes() == [128]
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_layers_of_minimax_m3_that_hot_buffers_cannot_serve(gqa_cuda: ModuleType, msa_cuda: ModuleType) -> None:
+    from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerTritonImpl
+
+    backend, impl = msa_cuda.MiniMaxM3SparseBackend, msa_cuda.MiniMaxM3SparseTritonImpl
+    own, own_indexer = type("OtherImpl", (impl,), {}), type("OtherIndexer", (MiniMaxM3IndexerTritonImpl,), {})
+    full = gqa_layer(0, gqa_cuda.FlashAttentionBackend)
+    for layer, message in (
+        (block_layer(1, backend, own, MiniMaxM3IndexerTritonImpl), "with OtherImpl, vLLM's choice here"),
+        (block_layer(1, backend, impl, own_indexer), "with OtherIndexer, vLLM's choice here"),
+        (gqa_layer(1, gqa_cuda.FlashAttentionBackend, sliding_window=512), "with sliding_window=512"),
+        (make(MLAAttention), "its own way to attend"),
+        (gqa_layer(1, gqa_cuda.FlashAttentionBackend), "full attention, as all others"),
+    ):
+        with pytest.raises(HiSparseConfigError, match=f"^--model: got .*{message}.*MiniMax-M3's layers"):
+            attach.attach_hot_buffers(model_of([full, layer]), vllm_config(family="msa"))

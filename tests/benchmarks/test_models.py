@@ -22,7 +22,10 @@ def completion(tokens: list[int], margins: list[float]) -> dict[str, Any]:
 def test_every_model_has_a_row(device: str) -> None:
     rows = cases(device)
     assert {case.model for case in rows} == set(BY_NAME) and len(set(rows)) == len(rows)
-    assert {model.variant for model in MODELS} == set(VARIANTS) - {"hyv4_mixed"}  # no checkpoint has its layers
+    assert {model.variant for model in MODELS} == set(VARIANTS) - {
+        "hyv4_mixed",  # no checkpoint has its layers
+        "minimax_m3",  # vLLM has no code for it on the CPU
+    }
 
 
 def test_every_back_end_has_a_row() -> None:

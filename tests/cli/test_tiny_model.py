@@ -18,7 +18,7 @@ from vllm_hisparse.cli.tiny_model import (
     make_model,
 )
 
-DSA_VARIANTS = sorted(set(VARIANTS) - set(DENSE_VARIANTS))
+DSA_VARIANTS = sorted(set(VARIANTS) - {*DENSE_VARIANTS, "minimax_m3"})
 
 FILES = {"config.json", "manifest.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
@@ -84,6 +84,26 @@ def test_layers_hold_the_names_that_vllm_loads(config: dict) -> None:
     experts = "experts.down_proj" if config["model_type"] == "hy_v4" else "experts.7.down_proj.weight"
     assert f"model.layers.1.mlp.{experts}" in names
     assert "model.layers.2.mlp.shared_experts.up_proj.weight" in names
+
+
+@pytest.mark.parametrize("model_dir", ["minimax_m3"], indirect=True)
+def test_minimax_m3_has_the_sizes_and_names_that_vllm_loads(model_dir: Path, config: dict) -> None:
+    """Two layers of full attention, then layers whose blocks are selected for each KV head."""
+    from vllm.transformers_utils.config import get_config
+
+    loaded = get_config(str(model_dir), trust_remote_code=False)
+    indexer = loaded.sparse_attention_config
+    assert loaded.architectures == ["MiniMaxM3SparseForCausalLM"] and loaded.hidden_act == "swigluoai"
+    assert indexer["sparse_attention_freq"] == [0, 0, 1] and indexer["sparse_topk_blocks"] == 2
+    assert loaded.moe_layer_freq == [0, 0, 0] and loaded.num_hidden_layers == 3
+    names = {name: weight.shape for name, weight in checkpoint_weights(config)}
+    parts = {f"index_{name}_{kind}" for name in "qk" for kind in ("proj", "norm")}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.self_attn"
+        assert {part for part in parts if f"{prefix}.{part}.weight" in names} == (parts if layer == 2 else set())
+        assert names[f"{prefix}.k_norm.weight"] == (128,)
+    assert names["model.layers.2.self_attn.index_k_proj.weight"] == (128, 256)
+    assert names["model.layers.2.mlp.down_proj.weight"] == (256, 512)
 
 
 def test_weights_are_finite_and_of_the_declared_scale(model_dir: Path, config: dict) -> None:

@@ -74,13 +74,14 @@ class Selector:
 
     Attributes:
         name: value of the option `algorithm`.
-        model_family: "mla": the model's own indexer selects; "gqa": a `SparseAlgorithm` selects.
+        model_family: "mla": the model's own indexer selects rows for all heads; "msa": it selects blocks for each KV
+            head; "gqa": a `SparseAlgorithm` selects.
         forgets_drafts: True if the state can forget rejected drafts, so that speculative decoding is possible.
         Options: class of the `algorithm_options`.
     """
 
     name: ClassVar[str]
-    model_family: ClassVar[Literal["mla", "gqa"]]
+    model_family: ClassVar[Literal["mla", "msa", "gqa"]]
     forgets_drafts: ClassVar[bool] = False
     Options: ClassVar[type[AlgorithmOptions]] = AlgorithmOptions
 

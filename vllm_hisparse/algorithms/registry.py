@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 ALGORITHMS = {
     "cluster_kv": "vllm_hisparse.algorithms.cluster_kv.ClusterKV",
     "dsa": "vllm_hisparse.algorithms.dsa.DSA",
+    "msa": "vllm_hisparse.algorithms.msa.MSA",
     "oracle": "vllm_hisparse.algorithms.oracle.Oracle",
     "pq_cache": "vllm_hisparse.algorithms.pq_cache.PQCache",
     "quest": "vllm_hisparse.algorithms.quest.Quest",

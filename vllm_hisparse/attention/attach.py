@@ -15,7 +15,12 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_hisparse.attention.check_layers import check_dense_layers, check_mla_layers, kv_layers
+from vllm_hisparse.attention.check_layers import (
+    check_dense_layers,
+    check_mla_layers,
+    check_msa_layers,
+    kv_layers,
+)
 from vllm_hisparse.compat.attention import disable_dense_prefill
 from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.compat.indexer import support_narrow_keys
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
 TRIED_CAPABILITIES = ((9, 0),)
@@ -57,8 +63,11 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     config = HiSparseConfig.from_vllm_config(vllm_config)
     if not current_platform.is_cpu():
         warn_of_untried_device()
-    if config.algorithm_class.model_family == "mla":
+    family = config.algorithm_class.model_family
+    if family == "mla":
         _attach_mla(model, config.has_narrow_keys)
+    elif family == "msa":
+        _attach_msa(model, vllm_config)
     else:
         _attach_gqa(model, vllm_config)
 
@@ -117,6 +126,19 @@ def check_narrow_keys_device() -> None:
             f"auto on {current_platform.get_device_name()}: keys in 4 bits need compute capability 9.0 (H100, H200)",
             "Remove it.",
         )
+
+
+def _attach_msa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerCache, MiniMaxM3IndexerTritonImpl
+    from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
+
+    from vllm_hisparse.attention.gqa.msa_cuda import HotMSAAttention, HotMSABackend, HotMSAImpl
+
+    layers, impls = kv_layers(model), (HotMSAImpl.vllm_class, MiniMaxM3IndexerTritonImpl)
+    check_msa_layers(layers, vllm_config, MiniMaxM3SparseAttention, MiniMaxM3IndexerCache, impls)
+    for layer in layers.values():
+        if isinstance(layer, MiniMaxM3SparseAttention):
+            _attach(layer, HotMSAAttention, derive_hot_class(HotMSABackend, layer.attn_backend))
 
 
 def _attach_gqa(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
@@ -179,13 +201,13 @@ def _check_block_size(backend: type, vllm_config: VllmConfig) -> None:
         )
 
 
-def _attach(layer: Attention | MLAAttention, layer_class: type, backend: type) -> None:
+def _attach(layer: AttentionLayerBase, layer_class: type, backend: type) -> None:
     # NOTE: the layer's own implementation may be of a subclass of the class that the backend's version is made for.
     layer.impl = _with_class(layer.impl, derive_hot_class(backend.get_impl_cls(), type(layer.impl)))
     layer.__class__, layer.attn_backend = layer_class, backend
 
 
-def _backend_name(layer: Attention | MLAAttention, hot_backends: Collection[str]) -> str:
+def _backend_name(layer: AttentionLayerBase, hot_backends: Collection[str]) -> str:
     """Return the name of a layer's own backend.
 
     Args:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PLAIN = "causal attention over all earlier tokens in every layer, with KV of one size"
 SPARSE = "multi-head latent attention in every layer, over selected rows in some, the first of which has an indexer"
+BLOCKS = "MiniMax-M3's layers: some select blocks, by an indexer of their own, and the others attend to everything"
+NEAREST_MSA = f"Serve MiniMax-M3 on a GPU before SM100, or remove {CONNECTOR_NAME}."
 NEAREST_DSA = f"Serve DeepSeek-V3.2, GLM-5 or HY-V4, or remove {CONNECTOR_NAME}."
 NEAREST = f"Serve a model with such layers (Llama, Qwen3, Qwen3-MoE, Mixtral), or remove {CONNECTOR_NAME}."
 NEAREST_OF = {
@@ -112,6 +114,42 @@ def check_resident_layers(num_hot_layers: int, num_indexers: int, sizes: Mapping
             f"more or fewer layers with an indexer than others with full attention: vLLM takes equal numbers for a "
             f"pattern, by which it would split the {num_hot_layers} layers with hot rows, too",
             f"Serve another model, or remove {CONNECTOR_NAME}.",
+        )
+
+
+def check_msa_layers(
+    layers: Mapping[str, AttentionLayerBase],
+    vllm_config: VllmConfig,
+    sparse_layer: type,
+    key_cache: type,
+    impls: tuple[type, type],
+) -> None:
+    """Refuse a model whose indexers select blocks unless all its layers are known, and Triton kernels run them.
+
+    Args:
+        layers: all layers that keep KV or another state, by name.
+        vllm_config: configuration of the engine.
+        sparse_layer: class of the layers that select blocks.
+        key_cache: class of the layers that keep index keys.
+        impls: classes of the implementations of a layer that selects, and of its indexer.
+
+    Raises:
+        HiSparseConfigError: a layer is of another kind, or no layer selects.
+    """
+    for name, layer in layers.items():
+        if type(layer) not in (sparse_layer, key_cache, Attention):
+            raise _refusal(name, layer, "its own way to attend or to keep state", NEAREST_MSA, BLOCKS)
+        if type(layer) is sparse_layer:
+            for impl, known in zip((layer.impl, layer.indexer.impl), impls, strict=True):
+                if type(impl) is not known:
+                    raise _refusal(name, layer, f"{type(impl).__name__}, vLLM's choice here", NEAREST_MSA, BLOCKS)
+        if type(layer) is Attention:
+            for what, value in _additions(layer, vllm_config).items():
+                raise _refusal(name, layer, f"{what}={value!r}", NEAREST_OF.get(what, NEAREST_MSA), BLOCKS)
+    if not any(type(layer) is sparse_layer for layer in layers.values()):
+        name, layer = next(iter(layers.items()), ("no layer", None))
+        raise _refusal(
+            name, layer, "full attention, as all others (sparse_attention_freq of config.json)", NEAREST_MSA, BLOCKS
         )
 
 

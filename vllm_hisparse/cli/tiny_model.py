@@ -183,8 +183,16 @@ VARIANTS["hyv4_mixed"] = {
     **VARIANTS["hyv4"],
     "layer_types": ["deepseek_sparse_attention"] * 2 + ["full_attention"] + ["deepseek_sparse_attention"] * 62,
 }
+VARIANTS["minimax_m3"] = {
+    "architectures": ["MiniMaxM3SparseForCausalLM"],
+    "model_type": "minimax_m3_mtp",  # vLLM's only name for a configuration without images
+    "head_dim": 128,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+}
 DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
 HEADS_PER_KV_HEAD = 4  # query heads per KV head in dense variants
+M3_HEADS_PER_KV_HEAD, M3_BLOCK, M3_FULL_LAYERS = 16, 128, 2  # the last: leading layers that do not select
 
 Variant = StrEnum("Variant", list(VARIANTS))  # type: ignore[misc]
 Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
@@ -219,8 +227,8 @@ def make_model(
         raise ValueError(f"variant is {variant!r}, expected one of {', '.join(VARIANTS)}")
     if dtype not in list(Dtype):
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(Dtype)}")
-    if draft_layers and variant in DENSE_VARIANTS:
-        raise ValueError(f"draft_layers is {draft_layers}, expected 0 with the dense variant {variant!r}")
+    if draft_layers and variant in (*DENSE_VARIANTS, "minimax_m3"):
+        raise ValueError(f"draft_layers is {draft_layers}, expected 0 with the variant {variant!r}")
     out_dir = Path(out_dir)
     config = model_config(variant, num_layers, num_heads, index_n_heads, index_topk, draft_layers, dtype)
     manifest = {"variant": variant, "seed": seed, "dtype": dtype, "key": model_key(config, seed)}
@@ -249,6 +257,8 @@ def model_config(
         config["head_dim"] = config["hidden_size"] // num_heads  # vLLM's class supports no other value
     if variant in DENSE_VARIANTS:
         return {**config, "num_key_value_heads": max(num_heads // HEADS_PER_KV_HEAD, 1)}
+    if variant == "minimax_m3":
+        return {**config, **minimax_config(num_layers, max(num_heads // M3_HEADS_PER_KV_HEAD, 1), index_topk)}
     sizes = {
         "num_key_value_heads": num_heads,
         "index_n_heads": index_n_heads,
@@ -260,6 +270,28 @@ def model_config(
         name: config[name][:num_layers] for name in ("layer_types", "indexer_types") if name in config
     }
     return {**config, **of_layers}
+
+
+def minimax_config(num_layers: int, num_kv_heads: int, index_topk: int) -> dict[str, Any]:
+    """Return the sizes of MiniMax-M3. NOTE: without experts, which have nothing to do with KV."""
+    return {
+        "hidden_act": "swigluoai",
+        "num_key_value_heads": num_kv_heads,
+        "dense_intermediate_size": COMMON_CONFIG["intermediate_size"],
+        "moe_layer_freq": [0] * num_layers,
+        "num_mtp_modules": 0,
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_index_dim": 128,
+            "sparse_num_index_heads": num_kv_heads,
+            "sparse_topk_blocks": max(index_topk // M3_BLOCK, 1),
+            "sparse_block_size": M3_BLOCK,
+            "sparse_score_type": "max",
+            "sparse_init_block": 0,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [int(layer >= M3_FULL_LAYERS) for layer in range(num_layers)],
+        },
+    }
 
 
 def model_key(config: dict[str, Any], seed: int) -> str:
@@ -312,19 +344,24 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
     """Yield the names and weights of the checkpoint, in a fixed order."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", Weight((vocab, hidden), gain=hidden**0.5)
-    num_layers = config["num_hidden_layers"]
+    num_layers, norm = config["num_hidden_layers"], Weight((hidden,), constant=norm_weight(config, 1.0))
     for layer in range(num_layers + config.get("num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{layer}"
         if layer >= num_layers:
             yield from draft_weights(config, prefix)
-        yield f"{prefix}.input_layernorm.weight", Weight((hidden,), constant=1.0)
-        yield f"{prefix}.post_attention_layernorm.weight", Weight((hidden,), constant=1.0)
+        yield f"{prefix}.input_layernorm.weight", norm
+        yield f"{prefix}.post_attention_layernorm.weight", norm
         if "index_topk" in config:
             yield from attention_weights(config, f"{prefix}.self_attn")
             if layer >= num_layers or has_indexer(config, layer):
                 yield from indexer_weights(config, f"{prefix}.self_attn.indexer")
         else:
             yield from gqa_weights(config, f"{prefix}.self_attn")
+            if (
+                "sparse_attention_config" in config
+                and config["sparse_attention_config"]["sparse_attention_freq"][layer]
+            ):
+                yield from block_indexer_weights(config, f"{prefix}.self_attn")
         if config["model_type"] == "hy_v4" and layer < num_layers:
             yield from channel_weights(config, f"{prefix}.hc_attn_layer.hc_pre")
             yield from channel_weights(config, f"{prefix}.hc_mlp_layer.hc_pre")
@@ -334,7 +371,7 @@ def checkpoint_weights(config: dict[str, Any]) -> Iterator[tuple[str, Weight]]:
         yield "model.hc_head.hc_head_fn", Weight((num_channels, num_channels * hidden), fp32=True)
         yield "model.hc_head.hc_head_scale", Weight((1,), constant=0.5, fp32=True)
         yield "model.hc_head.hc_head_base", Weight((num_channels,), constant=-1.0, fp32=True)
-    yield "model.norm.weight", Weight((hidden,), constant=1.0)
+    yield "model.norm.weight", norm
     yield "lm_head.weight", Weight((vocab, hidden), gain=LOGIT_STD)
 
 
@@ -342,7 +379,7 @@ def feed_forward_weights(config: dict[str, Any], prefix: str, layer: int) -> Ite
     """Yield the weights of a layer's MLP or experts, under the names of the model's class."""
     hidden, model_type = config["hidden_size"], config["model_type"]
     first_with_experts = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
-    if model_type in ("llama", "qwen3") or layer < first_with_experts:
+    if model_type in ("llama", "qwen3", "minimax_m3_mtp") or layer < first_with_experts:
         yield from mlp_weights(hidden, config["intermediate_size"], f"{prefix}.mlp")
     elif model_type == "mixtral":
         yield from mixtral_weights(config, f"{prefix}.block_sparse_moe")
@@ -402,7 +439,7 @@ def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weig
     hidden, size = config["hidden_size"], config["head_dim"]
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     # If queries and keys are normalized, the gain is in the weights of the norm.
-    has_norm = config["model_type"].startswith("qwen3") or config.get("use_qk_norm", False)
+    has_norm = config["model_type"].startswith(("qwen3", "minimax_m3")) or config.get("use_qk_norm", False)
     yield f"{prefix}.q_proj.weight", Weight((num_heads * size, hidden), gain=1.0 if has_norm else SCORE_STD)
     yield f"{prefix}.k_proj.weight", Weight((num_kv_heads * size, hidden))
     yield f"{prefix}.v_proj.weight", Weight((num_kv_heads * size, hidden))
@@ -412,8 +449,22 @@ def gqa_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weig
         yield f"{prefix}.k_proj.bias", Weight((num_kv_heads * size,), constant=0.0)
         yield f"{prefix}.v_proj.bias", Weight((num_kv_heads * size,), constant=0.0)
     if has_norm:
-        yield f"{prefix}.q_norm.weight", Weight((size,), constant=SCORE_STD)
-        yield f"{prefix}.k_norm.weight", Weight((size,), constant=1.0)
+        yield f"{prefix}.q_norm.weight", Weight((size,), constant=norm_weight(config, SCORE_STD))
+        yield f"{prefix}.k_norm.weight", Weight((size,), constant=norm_weight(config, 1.0))
+
+
+def norm_weight(config: dict[str, Any], scale: float) -> float:
+    """Return the weight of a norm that multiplies by `scale`; MiniMax-M3's add 1 to theirs."""
+    return scale - 1.0 if config["model_type"].startswith("minimax_m3") else scale
+
+
+def block_indexer_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
+    """Yield the weights of MiniMax-M3's indexer, which has a query for each KV head, and one key."""
+    hidden, sizes = config["hidden_size"], config["sparse_attention_config"]
+    heads, size = sizes["sparse_num_index_heads"], sizes["sparse_index_dim"]
+    for name, num_heads in (("q", heads), ("k", 1)):
+        yield f"{prefix}.index_{name}_proj.weight", Weight((num_heads * size, hidden))
+        yield f"{prefix}.index_{name}_norm.weight", Weight((size,), constant=norm_weight(config, 1.0))
 
 
 def indexer_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Weight]]:
@@ -500,7 +551,7 @@ def make_model_command(
         Variant,
         typer.Argument(
             help="dsv32: DeepSeek-V3.2; glm: GLM-5; glm52, glm53: GLM-5.2 and 5.3; hyv4: HY-V4; hyv4_mixed: HY-V4 with "
-            "a layer of full attention; llama, qwen3: dense models; "
+            "a layer of full attention; minimax_m3: MiniMax-M3 without experts; llama, qwen3: dense models; "
             "qwen3_moe, qwen2_moe, mixtral, glm4_moe, ernie45_moe: the same with experts"
         ),
     ],

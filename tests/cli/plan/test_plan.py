@@ -594,10 +594,10 @@ def test_refusals(words: tuple[str, ...], expected: str) -> None:
 
 REFUSED = {
     "v3": (PRESETS["DeepSeek-V3.2"] | {"index_topk": None}, "no indexer"),
-    "m3": (PRESETS["Llama-3.1-8B"] | {"architectures": ["MiniMaxM3SparseForCausalLM"]}, "selects blocks"),
+    "step5": (PRESETS["Llama-3.1-8B"] | {"architectures": ["Step5ForCausalLM"]}, "a sliding window are mixed"),
     "vision": (
-        {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": PRESETS["Llama-3.1-8B"]},
-        "selects blocks",
+        {"architectures": ["Step5ForConditionalGeneration"], "text_config": PRESETS["Llama-3.1-8B"]},
+        "a sliding window are mixed",
     ),
     "gemma": (PRESETS["Qwen3-8B"] | {"layer_types": ["sliding_attention", "full_attention"] * 18}, "18 of its layers"),
     "mistral": (PRESETS["Llama-3.1-8B"] | {"sliding_window": 4096}, "sliding window of 4096"),
@@ -658,3 +658,20 @@ def test_draws_a_picture(tmp_path: Path) -> None:
     result = invoke("Llama-3.1-8B", "--gpu", "H100", "--chart", str(tmp_path / "plan.png"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_minimax_m3_keeps_keys_and_full_layers_on_the_device() -> None:
+    """60 layers of 4 KV heads of 128 elements; 57 of them have an indexer with one key of 128 elements."""
+    shape = ModelShape.load("MiniMax-M3")
+    assert (shape.top_k, shape.num_indexers, shape.num_full_kv_layers, shape.num_kv_heads) == (2048, 57, 3, 4)
+    assert (shape.token_bytes, shape.key_bytes) == (137_472, 256) and shape.is_dsa and shape.has_kv_heads
+    memory = KVMemory(shape, 80 * GIB, 900 * GIB, 1, 4096, 2048)
+    full, host = memory.request_bytes(System.full, 1 << 17)
+    assert (full, host) == (137_472 << 17, 0)
+    assert memory.request_bytes(System.plugin, 1 << 17) == (1281 * 128 * 20_736, 137_472 << 17)
+    divided = KVMemory(shape, 80 * GIB, 900 * GIB, 4, 4096, 2048)
+    token_bytes = 57 * 512 + 3 * 512 + 57 * 256  # keys are the same on all ranks
+    assert divided.request_bytes(System.full, 1 << 17) == (token_bytes << 17, 0)
+    assert divided.request_bytes(System.plugin, 1 << 17)[1] == 4 * (token_bytes << 17)
+    assert ModelShape.load("MiniMax-M3", key_dtype="fp8").token_bytes == 137_472 - 57 * 128
+    assert ModelShape.load("MiniMax-M3").weight_bytes == pytest.approx(2 * 427e9, rel=0.05)

@@ -237,7 +237,7 @@ class HotGQAImpl:
         if self.stores_fp8:
             scales = quant_scales(layer)
             key, value = to_fp8(key, scales.key), to_fp8(value, scales.value)
-        query_of_selection = self._query_of_selection(layer, query)
+        query_of_selection = self._query_of_selection(layer, query, len(output))
         selected_unit_ids = self.hot_buffer.select(self.layer_index, self._keys(key), query_of_selection)
         step.write_tokens(self.layer_index, key, value)
         resolved = self.swap_in(selected_unit_ids)
@@ -255,12 +255,13 @@ class HotGQAImpl:
         """Return stored keys in the dtype of the algorithm's state, without their scale."""
         return stored.view(FP8).to(self.algorithm.shape.dtype) if self.stores_fp8 else stored
 
-    def _query_of_selection(self, layer: torch.nn.Module, query: torch.Tensor) -> torch.Tensor:
-        """Return queries whose product with stored keys is the product of queries and keys.
+    def _query_of_selection(self, layer: torch.nn.Module, query: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return what the algorithm selects by: queries whose product with stored keys is that of queries and keys.
 
         Args:
             layer: vLLM's layer.
-            query: [batch * max_query_len, num_heads, head_size].
+            query: [batch * max_query_len, num_heads, head_size], padded.
+            num_tokens: number of tokens without padding, which are the first of the step's batch.
         """
         if not self.stores_fp8:
             return query
@@ -328,10 +329,23 @@ class HotGQAImpl:
         cache = self._staged_blocks(self.staging.cache)
         self.do_kv_cache_update(layer, key, value, cache, group.slots)
         self.staging.store(group, self.layer_index, self.host_rows)
-        super().forward(layer, query, key, value, cache, group.metadata, output)
+        self._attend_staged(layer, query, key, value, cache, group, output)
         for plan in group.plans:
             for span in plan.key_spans:
                 self._represent(self.staging.cache[plan.request.first_block :], span, 0)
+
+    def _attend_staged(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        group: PrefillGroup,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend over the staged blocks of a group, which contain the new tokens, with vLLM's implementation."""
+        super().forward(layer, query, key, value, cache, group.metadata, output)
 
     def _represent(self, blocks: torch.Tensor, span: KeySpan, first_position: int) -> None:
         """Add keys of staged blocks to the algorithm's state.

@@ -27,11 +27,8 @@ class HotTritonMetadataBuilder(HotGQAMetadataBuilder, TritonAttentionMetadataBui
         return self.build(0, common_attn_metadata)  # NOTE: vLLM's method needs lengths of its own metadata
 
 
-class HotTritonImpl(HotGQAImpl, TritonAttentionImpl):
-    vllm_class = TritonAttentionImpl
-
-    def unsupported(self, tokens_per_unit: int) -> str | None:
-        return "its tensor descriptors (VLLM_TRITON_USE_TD) read tiles within one page" if self.use_td else None
+class TritonUnitsImpl(HotGQAImpl):
+    """Mixin of an implementation of vLLM: attends over hot units with the Triton kernel."""
 
     def _run_kernel(
         self,
@@ -87,6 +84,13 @@ def _split_memory(query: torch.Tensor) -> dict[str, int | torch.Tensor]:
         "softmax_segm_max": output.new_empty(shape),
         "softmax_segm_expsum": output.new_empty(shape),
     }
+
+
+class HotTritonImpl(TritonUnitsImpl, TritonAttentionImpl):
+    vllm_class = TritonAttentionImpl
+
+    def unsupported(self, tokens_per_unit: int) -> str | None:
+        return "its tensor descriptors (VLLM_TRITON_USE_TD) read tiles within one page" if self.use_td else None
 
 
 class HotTritonBackend(HotGQABackend, TritonAttentionBackend):

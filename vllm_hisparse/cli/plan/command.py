@@ -21,6 +21,7 @@ from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options, re
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
+from vllm_hisparse.layout import MSA_UNIT
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
 
 DENSE_TOP_K = 2048
@@ -170,6 +171,7 @@ def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
 def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size: int | None) -> None:
     """Refuse sizes that an engine would refuse at start-up."""
     unit, least = 1 if shape.is_dsa else QUEST_PAGE, top_k * (1 + drafts)
+    unit = MSA_UNIT if shape.selects_blocks else unit
     most_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
     if top_k % unit or top_k > MAX_TOP_K * unit:
         message = f"got {top_k}, expected a multiple of Quest's page of {unit} tokens, at most {MAX_TOP_K * unit}"

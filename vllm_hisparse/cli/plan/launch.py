@@ -18,6 +18,8 @@ def connector_options(plan: Plan) -> dict[str, Any]:
     options: dict[str, Any] = {"host_pool_gib": round(plan.host_gib / plan.data_parallel, 1)}
     if not plan.model.is_dsa:
         options |= {"algorithm": "quest", "top_k": plan.top_k}
+    if plan.model.selects_blocks:
+        options["algorithm"] = "msa"
     if plan.device_buffer_size != plan.top_k * max(2, 1 + plan.drafts):
         options["device_buffer_size"] = plan.device_buffer_size
     return options
@@ -54,6 +56,9 @@ def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
         flags += ["--kv-cache-dtype", kv_cache_dtype]
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
         flags += ["--attention-backend", backend]
+    if plan.model.selects_blocks:
+        flags += ["--attention-config", json.dumps({"indexer_kv_dtype": plan.model.key_dtype})]
+        flags += ["--language-model-only"]
     if plan.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(plan.tensor_parallel)]
     if plan.data_parallel > 1:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from statistics import fmean
 
 from vllm_hisparse.cli.plan.models import ModelShape
-from vllm_hisparse.layout import KVLayout, dense_block_size
+from vllm_hisparse.layout import MSA_BLOCK_SIZE, MSA_UNIT, KVLayout, dense_block_size
 
 QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
 QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
@@ -67,10 +67,23 @@ class KVMemory:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the KV of one GPU. All ranks of a DSA model hold the same rows; a rank of a dense model holds a
-        share.
+        """Layout of the KV of one GPU. All ranks of a DSA model hold the same rows; a rank of a model with KV heads
+        holds a share.
         """
         model = self.model
+        heads = max(1, model.num_kv_heads // self.tensor_parallel)
+        if model.selects_blocks:
+            row_bytes = model.row_bytes * heads // model.num_kv_heads
+            return KVLayout(
+                row_bytes=row_bytes,
+                resident_row_bytes=model.key_bytes,
+                num_layers=model.num_layers - model.num_full_kv_layers,
+                num_resident_layers=model.num_indexers,
+                block_size=MSA_BLOCK_SIZE,
+                tokens_per_unit=MSA_UNIT,
+                num_kv_heads=heads,
+                full_kv_row_bytes=model.num_full_kv_layers * row_bytes,
+            )
         if model.is_dsa:
             return KVLayout(
                 row_bytes=model.row_bytes,
@@ -81,7 +94,6 @@ class KVMemory:
                 draft_row_bytes=model.row_bytes + model.key_bytes if self.drafts else 0,
                 full_kv_row_bytes=model.num_full_kv_layers * model.row_bytes,
             )
-        heads = max(1, model.num_kv_heads // self.tensor_parallel)
         row_bytes = model.row_bytes * heads // model.num_kv_heads
         bounds = ((QUEST_PAGE, model.bounds_bytes * heads // model.num_kv_heads),)
         num_full = self.full_kv_layers
@@ -117,7 +129,7 @@ class KVMemory:
         if system == System.full:
             return layout.full_request_bytes(num_tokens), 0
         host = layout.host_request_bytes(num_tokens)
-        host *= 1 if self.model.is_dsa else self.tensor_parallel
+        host *= self.tensor_parallel if self.model.has_kv_heads else 1
         if system == System.native:
             # vLLM's hot buffer has room for `device_buffer_size` rows and one more selection; it never grows.
             rows = self._native_rows(num_tokens)

@@ -13,6 +13,7 @@ from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_ro
 BF16, FP8 = 2, 1
 MXFP4_GROUP = 32  # elements that share a scale of one byte
 FP4_REFUSAL = "blocks of indexer keys are read and copied with the layout of fp8: leave out --indexer-kv-dtype mxfp4"
+FP8_REFUSAL = "KV in fp8 of a model that selects blocks was never tried: leave out --kv-cache-dtype fp8"
 
 _V32: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -57,6 +58,34 @@ _GLM5: dict[str, Any] = _V32 | {
 }
 
 
+_MINIMAX_M3: dict[str, Any] = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    "model_type": "minimax_m3_vl",
+    "text_config": {
+        "model_type": "minimax_m3_text",
+        "vocab_size": 200064,
+        "hidden_size": 6144,
+        "intermediate_size": 3072,
+        "dense_intermediate_size": 12288,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_layer_freq": [0] * 3 + [1] * 57,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 524288,
+        "sparse_attention_config": {
+            "sparse_index_dim": 128,
+            "sparse_num_index_heads": 4,
+            "sparse_topk_blocks": 16,
+            "sparse_block_size": 128,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0] * 3 + [1] * 57,
+        },
+    },
+}
 _HYV4: dict[str, Any] = _V32 | {
     "architectures": ["HYV4ForCausalLM"],
     "model_type": "hy_v4",
@@ -102,6 +131,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "GLM-5.2": _GLM5 | {"index_topk_freq": 4},
     "GLM-5.3": _GLM5 | {"index_topk_pattern": "FFSSS" + "FSSS" * 18 + "F"},
     "HY-V4": _HYV4,
+    "MiniMax-M3": _MINIMAX_M3,
     "Llama-3.1-8B": _dense("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128256),
     "Llama-3.3-70B": _dense("LlamaForCausalLM", 80, 8192, 28672, 64, 8, 128256),
     "Mistral-7B": _dense("MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768),
@@ -132,6 +162,7 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
     "GLM-5.2": "zai-org/GLM-5.2",
     "GLM-5.3": "zai-org/GLM-5.3",
     "HY-V4": "/path/to/HY-V4",  # no name is known
+    "MiniMax-M3": "MiniMaxAI/MiniMax-M3",
     "Llama-3.1-8B": "meta-llama/Llama-3.1-8B-Instruct",
     "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct",
     "Mistral-7B": "mistralai/Mistral-7B-Instruct-v0.3",
@@ -169,7 +200,7 @@ class ModelShape:
         name: name of the model in the output.
         num_layers: attention layers.
         num_indexers: layers with an indexer of their own; 0 for a dense model.
-        top_k: positions that a DSA model selects; 0 for a dense model.
+        top_k: positions that a model with indexers selects; 0 for a dense model.
         row_bytes: bytes of one token's main KV in one layer.
         key_bytes: bytes of one token's indexer key in one layer; 0 for a dense model.
         num_heads: attention heads.
@@ -182,9 +213,11 @@ class ModelShape:
         token_flops: multiplications and additions per token, without attention.
         row_flops: multiplications and additions per attended row, in all layers.
         has_draft_layer: True if the checkpoint of a DSA model has an MTP layer.
-        num_full_kv_layers: layers of a DSA model that do not select, and keep their KV on the device.
+        num_full_kv_layers: layers of a model with indexers that do not select, and keep their KV on the device.
         has_native: True if vLLM's own HiSparse serves the model.
         refusal: reason why hot buffers cannot serve the model; empty if they can.
+        selects_blocks: True if the indexers select blocks for each KV head (MiniMax-M3).
+        key_dtype: dtype of indexer keys, as `load` takes it.
     """
 
     name: str
@@ -207,10 +240,18 @@ class ModelShape:
     has_native: bool = False
     refusal: str = ""
     num_full_kv_layers: int = 0
+    selects_blocks: bool = False
+    key_dtype: str = "auto"
 
     @property
     def is_dsa(self) -> bool:
+        """True if the model has indexers."""
         return self.top_k > 0
+
+    @property
+    def has_kv_heads(self) -> bool:
+        """True if each KV head has rows of its own, so that tensor parallel ranks hold a share of them each."""
+        return not self.is_dsa or self.selects_blocks
 
     @property
     def weight_bytes(self) -> float:
@@ -251,11 +292,14 @@ class ModelShape:
         if missing:
             raise ModelError(f"{name}: config.json has no {', '.join(missing)}; no plan can be made for it")
         is_mla = config.get("kv_lora_rank") is not None
-        is_dsa = is_mla and bool(config.get("index_topk"))
+        selects_blocks = bool(config.get("sparse_attention_config"))
+        is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
         quantized = bool(config.get("quantization_config")) if weight_dtype == "auto" else weight_dtype == "fp8"
         try:
             attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
-            if key_dtype == "mxfp4" and is_dsa:
+            if selects_blocks:
+                _add_block_indexers(attention, config, FP8 if key_dtype == "fp8" else BF16)
+            elif key_dtype == "mxfp4" and is_dsa:
                 size = config["index_head_dim"]
                 attention["kv"]["key_bytes"] = size // 2 + size // MXFP4_GROUP
         except KeyError as error:
@@ -266,9 +310,13 @@ class ModelShape:
             num_heads=config["num_attention_heads"],
             max_model_len=config.get("max_position_embeddings", 1 << 17),
             num_full_kv_layers=num_full_kv_layers(config) if is_dsa else 0,
+            selects_blocks=selects_blocks,
+            key_dtype=key_dtype,
             has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
             has_native=is_dsa and next(iter(architectures or []), "") in NATIVE_MODELS,
-            refusal=refusal(config) or (FP4_REFUSAL if key_dtype == "mxfp4" else ""),
+            refusal=refusal(config)
+            or (FP4_REFUSAL if key_dtype == "mxfp4" else "")
+            or (FP8_REFUSAL if selects_blocks and kv_dtype == "fp8" else ""),
             **attention["kv"],
             **_weights(config, FP8 if quantized else BF16, attention["parameters"]),
         )
@@ -310,13 +358,18 @@ def _read(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def num_full_kv_layers(config: dict[str, Any]) -> int:
-    """Count the layers of a DSA model that do not select: those of HY-V4 that `layer_types` does not list as sparse."""
+    """Count the layers of a model with indexers that do not select.
+
+    They are those of HY-V4 that `layer_types` does not list as sparse, and those of MiniMax-M3 without an indexer.
+    """
     return len(_selecting(config)) - sum(_selecting(config))
 
 
 def _selecting(config: dict[str, Any]) -> list[bool]:
-    """For each layer of a DSA model, True if it attends to selected positions, of its own or of another layer."""
+    """For each layer of a model with indexers, True if it attends to selected positions, its own or another's."""
     num_layers = config["num_hidden_layers"]
+    if blocks := config.get("sparse_attention_config"):
+        return [bool(selects) for selects in blocks["sparse_attention_freq"]]
     if config.get("model_type") != "hy_v4":
         return [True] * num_layers
     return [kind in SPARSE_LAYERS for kind in config.get("layer_types") or [""] * num_layers]
@@ -379,16 +432,32 @@ def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
     }
 
 
+def _add_block_indexers(attention: dict[str, Any], config: dict[str, Any], element: int) -> None:
+    """Add MiniMax-M3's indexers, which have a query for each KV head and one key, to the sizes of its attention."""
+    sizes, num_sparse = config["sparse_attention_config"], sum(_selecting(config))
+    key, queries = sizes["sparse_index_dim"], sizes["sparse_num_index_heads"]
+    attention["kv"] |= {
+        "num_indexers": num_sparse,
+        "top_k": sizes["sparse_topk_blocks"] * sizes["sparse_block_size"],
+        "key_bytes": key * element,
+        "bounds_bytes": 0,
+    }
+    attention["parameters"] += num_sparse * config["hidden_size"] * key * (queries + 1)
+
+
 def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> dict[str, Any]:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     size = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
     first_with_experts = _first(config, "first_k_dense_replace", "moe_layer_start_index")
     first_with_experts = config.get("mlp_layer_types", []).count("dense") or first_with_experts
+    if isinstance(has_experts := config.get("moe_layer_freq"), list):
+        first_with_experts = has_experts.count(0)
     dense_layers = min(first_with_experts, layers) if experts else layers
     moe_layers = layers - dense_layers
     head = hidden * config.get("vocab_size", 0)  # a step does not read the whole embedding
-    dense = attention_parameters + dense_layers * 3 * hidden * config.get("intermediate_size", 0)
+    dense_size = config.get("dense_intermediate_size") or config.get("intermediate_size", 0)
+    dense = attention_parameters + dense_layers * 3 * hidden * dense_size
     shared = size * _first(config, "n_shared_experts", "moe_num_shared_experts")
     dense += moe_layers * 3 * hidden * (shared or config.get("shared_expert_intermediate_size", 0))
     expert = moe_layers * 3 * hidden * size if experts else 0

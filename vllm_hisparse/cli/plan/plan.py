@@ -135,7 +135,7 @@ class Plan:
                 f"attention heads of {self.model.name}"
             )
         kv_heads, ranks = self.model.num_kv_heads, self.tensor_parallel
-        if not self.model.is_dsa and max(kv_heads, ranks) % min(kv_heads, ranks):
+        if self.model.has_kv_heads and max(kv_heads, ranks) % min(kv_heads, ranks):
             raise PlanError(
                 f"--tensor-parallel-size: got {ranks}, expected a divisor or a multiple of the {kv_heads} KV heads of "
                 f"{self.model.name}"
@@ -291,6 +291,8 @@ class Plan:
         """Return a few sentences about the accuracy of the prediction."""
         if self.model.refusal and self.model.refusal != FP4_REFUSAL:
             return "Rough: no such model was measured. KV of windows and states of linear layers is counted as full KV."
+        if self.model.selects_blocks:
+            return "Rough: no such model was measured. Its times are those of a DSA model with as many selected rows."
         if not self.model.is_dsa:
             found = (
                 "Scaled from 8 layers of one Llama with Quest on an H200, which are predicted within 15%: expect "

@@ -128,7 +128,7 @@ class Step:
     @property
     def copied_bytes(self) -> float:
         """Bytes that a GPU copies from host memory in the step."""
-        shared = 1 if self.model.is_dsa else self.tensor_parallel
+        shared = self.tensor_parallel if self.model.has_kv_heads else 1
         return self.requests * self.missed_rows * self.hot_layers * self.model.row_bytes / shared
 
     @property

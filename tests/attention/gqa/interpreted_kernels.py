@@ -1,0 +1,66 @@
+"""vLLM's Triton kernels of MiniMax-M3, run on the CPU by Triton's interpreter. They are slow, and take float32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+FOLDER = Path(find_spec("vllm").submodule_search_locations[0]) / "models/minimax_m3/common/ops"
+
+
+@cache
+def interpreted() -> dict[str, ModuleType]:
+    """Import copies of the model's files of kernels: `index_topk` and `sparse_attn`."""
+    from vllm import triton_utils
+
+    pytest.importorskip("triton")
+    others = {name: module for name, module in sys.modules.items() if _is_of_triton(name)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in others:  # because a copy of Triton is needed whose own functions are interpreted, too
+            del sys.modules[name]
+        triton = import_module("triton")
+        patch.setattr(triton_utils, "triton", triton)
+        patch.setattr(triton_utils, "tl", triton.language)
+        autotune = triton.autotune
+        # Without a choice, nothing is measured, because that needs a GPU.
+        triton.autotune = lambda configs, **options: autotune(configs[-1:], **options)
+        builder = import_module("triton.runtime.interpreter").InterpreterBuilder
+        for method, mask in (("create_masked_load", 1), ("create_masked_store", 2)):
+            setattr(builder, method, _take_any_mask(getattr(builder, method), mask))
+        modules = {name: _copy(name) for name in ("index_topk", "sparse_attn")}
+        for name in [name for name in sys.modules if _is_of_triton(name)]:
+            del sys.modules[name]
+        sys.modules.update(others)
+    return modules
+
+
+def _copy(name: str) -> ModuleType:
+    spec = spec_from_file_location(f"interpreted_{name}", FOLDER / f"{name}.py")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_of_triton(name: str) -> bool:
+    return name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+
+
+def _take_any_mask(function: Callable, position: int) -> Callable:
+    """NOTE: the interpreter refuses a mask that is an integer, which Triton's compiler takes."""
+
+    def take_any_mask(self: Any, *args: Any) -> Any:
+        args[position].data = np.asarray(args[position].data).astype(bool)
+        return function(self, *args)
+
+    return take_any_mask
