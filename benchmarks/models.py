@@ -93,6 +93,7 @@ BY_NAME = {model.name: model for model in MODELS}
 ATTENTION: dict[str, dict[str, Any]] = {  # back end on CUDA -> `attention_config`
     "FLASHMLA_SPARSE": {"backend": "FLASHMLA_SPARSE"},
     "FLASH_ATTN_MLA_SPARSE": {"backend": "FLASH_ATTN_MLA_SPARSE"},
+    "FLASHINFER_MLA_SPARSE_SM90": {"backend": "FLASHINFER_MLA_SPARSE_SM90"},
     "FLASH_ATTN 3": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
     "FLASH_ATTN 2": {"backend": "FLASH_ATTN", "flash_attn_version": 2},
     "FLASH_ATTN 4": {"backend": "FLASH_ATTN", "flash_attn_version": 4},
@@ -109,6 +110,7 @@ def cases(device: str) -> list[Case]:
     for model in MODELS:
         found.append(Case(model.name, *(("FLASHMLA_SPARSE", "fp8") if model.is_dsa else ("FLASH_ATTN 3", "bfloat16"))))
     found += [Case("DeepSeek-V3.2", name, "bfloat16") for name in ("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE")]
+    found.append(Case("DeepSeek-V3.2", "FLASHINFER_MLA_SPARSE_SM90", "fp8"))
     found += [Case("Llama-3.1-8B", name, "bfloat16") for name in ("TRITON_ATTN", "FLASH_ATTN 2", "FLASH_ATTN 4")]
     found.append(Case("Qwen3-8B", "FLASHINFER", "bfloat16"))  # it has no heads as small as the tiny Llama's
     found += [Case("Llama-3.1-8B", name, "fp8") for name in ("FLASH_ATTN 3", "TRITON_ATTN")]

@@ -33,7 +33,8 @@ def msa_cuda() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def cuda_modules() -> dict[str, ModuleType]:
-    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `layers` and `microbatches`."""
+    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `flashinfer`, `layers` and
+    `microbatches`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             module = ModuleType(name)
@@ -41,6 +42,7 @@ def cuda_modules() -> dict[str, ModuleType]:
             patch.setitem(sys.modules, name, module)
         return {
             "backend": import_module("vllm_hisparse.attention.mla.cuda"),
+            "flashinfer": import_module("vllm_hisparse.attention.mla.flashinfer_cuda"),
             "layers": import_module("vllm_hisparse.attention.mla.fused_cuda"),
             "microbatches": import_module("vllm_hisparse.attention.mla.microbatches_cuda"),
         }

@@ -157,10 +157,24 @@ def test_indexers_on_cuda_with_keys_in_4_bits(
     assert all(indexer.k_cache.head_dim == 68 for indexer in indexers) and supported == [True]
 
 
+@pytest.mark.usefixtures("on_cuda")
+def test_flashinfer_layers_of_a_dsa_model_on_hopper(cuda_modules: dict[str, ModuleType]) -> None:
+    """Rows in fp8 with one scale per layer: vLLM would view the cache, which a fused layer may lack, as fp8."""
+    flashinfer, layers = cuda_modules["flashinfer"], cuda_modules["layers"]
+    model = MLALayers(layers.DeepseekV32Attention, flashinfer.FlashInferMLASparseSM90Backend)
+    for layer in model.fused:
+        layer._fp8_kv_needs_view = True
+    attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+    for layer in (*model.fused, model.generic):
+        assert layer.attn_backend is flashinfer.HotFlashInferMLABackend and not layer._fp8_kv_needs_view
+        assert type(layer.impl) is flashinfer.HotFlashInferMLAImpl
+    assert flashinfer.HotFlashInferMLABackend.get_builder_cls() is flashinfer.HotFlashInferMLAMetadataBuilder
+
+
 def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleType]) -> None:
     """NIXL's handshake compares them between the two sides."""
-    backends = cuda_modules["backend"].HOT_BACKENDS
-    assert set(backends) == {"FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"}
+    backends = cuda_modules["flashinfer"].HOT_BACKENDS
+    assert set(backends) == {"FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM90"}
     assert all(backend.get_name() == name for name, backend in backends.items())
 
 
@@ -168,7 +182,7 @@ def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleTy
 def test_an_mla_backend_without_hot_buffers_is_refused(cuda_modules: dict[str, ModuleType]) -> None:
     layers, backend = cuda_modules["layers"], cuda_modules["backend"]
     model = MLALayers(layers.DeepseekV32Attention, named("FLASHINFER_MLA_SPARSE", backend.FlashMLASparseImpl))
-    expected = "^--attention-backend: got 'FLASHINFER_MLA_SPARSE', expected FLASHMLA_SPARSE or FLASH_ATTN_MLA_SPARSE"
+    expected = "^--attention-backend: got 'FLASHINFER_MLA_SPARSE', expected FLASHMLA_SPARSE or FLASH_ATTN_MLA_SPARSE or"
     with pytest.raises(HiSparseConfigError, match=expected):
         attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
 

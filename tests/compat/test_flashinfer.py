@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vllm_hisparse.compat.flashinfer import PrefillPlans
+from vllm_hisparse.compat.flashinfer import StepPlans
 
 
 class Builder:
@@ -21,12 +21,13 @@ class Builder:
 
 
 def test_parts_of_a_step_keep_their_plans_and_the_next_step_reuses_them() -> None:
-    builder, plans = Builder(), PrefillPlans()
+    builder, plans = Builder(), StepPlans.of_dense_prefill()
     steps = []
     for pages in ((1, 2, 3), (4, 5)):
         plans.begin_step()
         steps.append([plans.build(builder, lambda page=page: builder.build(page)) for page in pages])
         assert [wrapper["plan"] for wrapper, _ in steps[-1]] == list(pages)
         assert [table.tolist() for _, table in steps[-1]] == [[page] * 3 for page in pages]
+        assert builder._prefill_wrapper is None and not builder.paged_kv_indices.any()  # its own
     for (first, first_table), (second, second_table) in zip(*steps, strict=False):
         assert first is second and first_table is second_table

@@ -35,6 +35,11 @@ BACKENDS: dict[str, dict[str, Any]] = {
         "attention_config": {"backend": "FLASHMLA_SPARSE"},
         "hf_overrides": GENERIC_CLASS,
     },
+    "flashinfer_sm90_e4m3": {
+        "kv_cache_dtype": "fp8",
+        "attention_config": {"backend": "FLASHINFER_MLA_SPARSE_SM90"},
+    },
+    "flashinfer_sm90_16bit": {"attention_config": {"backend": "FLASHINFER_MLA_SPARSE_SM90"}},
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; the reference is not compiled.

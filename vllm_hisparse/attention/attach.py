@@ -21,7 +21,7 @@ from vllm_hisparse.attention.check_layers import (
     check_msa_layers,
     kv_layers,
 )
-from vllm_hisparse.compat.attention import disable_dense_prefill
+from vllm_hisparse.compat.attention import disable_dense_prefill, pass_no_cache
 from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.compat.indexer import support_narrow_keys
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
@@ -92,7 +92,7 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
     else:
         from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache as KeyCache
 
-        from vllm_hisparse.attention.mla.cuda import HOT_BACKENDS
+        from vllm_hisparse.attention.mla.flashinfer_cuda import HOT_BACKENDS
         from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
 
         NarrowKeyCache = KeyCache  # whose reader looks at the width of the cache
@@ -108,6 +108,7 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
         hot_backend = HOT_BACKENDS[_backend_name(layer, HOT_BACKENDS)]
         _attach(layer, HOT_LAYERS[type(layer)], derive_hot_class(hot_backend, layer.attn_backend))
         disable_dense_prefill(layer)
+        pass_no_cache(layer)
         if has_narrow_keys and layer.indexer is not None:
             layer.indexer.k_cache.__class__, layer.indexer.k_cache.head_dim = NarrowKeyCache, KEY_BYTES
 

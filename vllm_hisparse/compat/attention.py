@@ -14,6 +14,7 @@ VLLM = (
     "vllm.v1.attention.backend.CommonAttentionMetadata._num_computed_tokens_cache",
     "vllm.v1.attention.backend.CommonAttentionMetadata._token_to_req_indices_cache",
     "vllm.models.deepseek_v32.attention.DeepseekV32Attention._dense_mha_metadata_layer_name",
+    "vllm.models.deepseek_v32.attention.DeepseekV32Attention._fp8_kv_needs_view",
     "vllm.model_executor.layers.attention.attention.set_default_quant_scales",
     "vllm._custom_ops.concat_mla_q",
     "vllm.model_executor.layers.attention.sparse_mla_attention.SparseMLACommonImpl._convert_logical_to_physical_topk",
@@ -34,6 +35,14 @@ def disable_dense_prefill(layer: MLAAttention) -> None:
     """Let all query tokens of a sparse MLA layer take `forward_mqa`, because the dense path reads the full KV cache."""
     layer.prefill_backend = None
     layer._dense_mha_metadata_layer_name = ""
+
+
+def pass_no_cache(layer: MLAAttention) -> None:
+    """Let a fused layer hand `forward_mqa` its cache as it is, because a layer with hot buffers may have none.
+
+    vLLM would view a cache in fp8 with one scale per layer as fp8.
+    """
+    layer._fp8_kv_needs_view = False
 
 
 def key_scale(layer: torch.nn.Module) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,40 @@ def test_the_kernel_of_each_release(cuda_modules: dict[str, ModuleType]) -> None
         assert (adapter._attend is attend_rows) == hasattr(cuda_modules["backend"].FlashAttnMLASparseImpl, name)
 
 
+class PlannedState:
+    """Stands for FlashInfer's state of `FlashInferMLASparseSM90Builder`, which keeps one plan."""
+
+    SIZES = ("num_heads", "kv_dtype", "max_tokens", "topk_width", "kv_lora_rank", "qk_rope_head_dim", "sm_scale")
+
+    def __init__(self, device: torch.device, index_topk: int, index_kpool: int, **sizes: Any):
+        self.__dict__.update(sizes, device=device, index_topk=index_topk, index_kpool=index_kpool, wrapper=self)
+        assert set(sizes) == set(self.SIZES)
+
+    def plan(self, common: CommonAttentionMetadata) -> None:
+        """Count the rows of each token, from the lengths of the requests."""
+        starts, seq_lens = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        spans = [
+            range(length - last + first, length)
+            for (first, last), length in zip(pairwise(starts), seq_lens, strict=True)
+        ]
+        self.num_valid = torch.tensor([min(position + 1, self.index_topk) for span in spans for position in span])
+
+    def pack_indices(self, row_ids: torch.Tensor) -> None:
+        assert row_ids.is_contiguous() and row_ids.dtype == torch.int32 and len(row_ids) == len(self.num_valid)
+        self.row_ids = row_ids.where(row_ids >= 0, row_ids[:, :1].clamp_min(0))
+
+    def run(self, nope: torch.Tensor, rope: torch.Tensor, ckv: torch.Tensor, kpe: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat((ckv, kpe), -1).squeeze(1)
+        return attend_pages(torch.cat((nope, rope), -1), rows, self.row_ids, self.num_valid)
+
+
+def forward_planned(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> tuple[torch.Tensor, None]:
+    """`FlashInferMLASparseSM90Impl.forward_mqa` over staged rows, by the plan that was made for them."""
+    planned = metadata.state.num_valid
+    assert planned.tolist() == (impl.topk_indices_buffer[: len(q[0])] >= 0).sum(1).tolist()
+    return stock_forward(impl, q, cache, metadata, layer)
+
+
 def update_cache(_impl: Any, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any):
     """`concat_and_cache_mla`: as many rows as there are slots, none for a negative one."""
     rows = torch.cat((kv_c, k_pe.flatten(1)), -1)[: len(slots)]
@@ -121,14 +156,14 @@ def build_stock(_builder: Any, _common_prefix_len: int, common: CommonAttentionM
     return SimpleNamespace(common=common, req_id_per_token=common.seq_lens)
 
 
-@pytest.fixture(params=["HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.fixture(params=["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
 def cuda_model(
     request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Model:
     return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
 
 
-@pytest.fixture(params=["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.fixture(params=["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
 def model(
     request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Model:
@@ -158,7 +193,28 @@ def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPa
             "build",
             lambda _self, _prefix, common: SimpleNamespace(common=common, req_id_per_token=common.seq_lens),
         )
+    if name == "HotFlashInferMLA":
+        return make_flashinfer_model(monkeypatch, **options)
     return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"), **options)
+
+
+def make_flashinfer_model(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Model:
+    """A model whose builder of vLLM makes a plan in the builder's state."""
+    module = import_module("vllm_hisparse.attention.mla.flashinfer_cuda")
+    monkeypatch.setattr(module.FlashInferMLASparseSM90Impl, "forward_mqa", forward_planned)
+    monkeypatch.setattr(module.FlashInferMLASparseSM90Impl, "do_kv_cache_update", update_cache)
+
+    def build(builder: Any, _common_prefix_len: int, common: CommonAttentionMetadata) -> SimpleNamespace:
+        builder.state.plan(common)
+        return SimpleNamespace(common=common, req_id_per_token=common.seq_lens, state=builder.state)
+
+    monkeypatch.setattr(module.FlashInferMLASparseSM90Builder, "build", build)
+    model = Model(module.HotFlashInferMLAImpl, module.HotFlashInferMLAMetadataBuilder, **options)
+    sizes = dict.fromkeys(PlannedState.SIZES)
+    model.builder.state = PlannedState(torch.device("cpu"), TOP_K, 1, **sizes)
+    for impl in model.impls:
+        impl.use_fp8_kv_cache = False
+    return model
 
 
 class LazyStreams:
@@ -358,7 +414,7 @@ def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
     assert hits > 0 and misses > 0
 
 
-@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
 def test_rows_that_are_copied_while_another_layer_attends(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -378,7 +434,7 @@ def test_rows_that_are_copied_while_another_layer_attends(
     assert streams.num_waits == 20
 
 
-@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
 def test_holes_in_a_selection(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A request that decodes from its first token on has fewer positions than a selection, anywhere in it."""
     model = make_cuda_model(name, cuda_modules["backend"], monkeypatch)
@@ -402,7 +458,7 @@ def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> N
     assert sum(model.buffer.counts.take()) == NUM_LAYERS * 20 * (TOP_K - 1)
 
 
-@pytest.mark.parametrize("name", ["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA"])
+@pytest.mark.parametrize("name", ["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
 @pytest.mark.parametrize("layer_writes", [False, True])
 def test_drafts(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, layer_writes: bool
@@ -496,3 +552,31 @@ def test_a_layer_without_storage_gets_no_metadata(cuda_modules: dict[str, Module
     backend = cuda_modules["backend"]
     builder = SimpleNamespace(impl=object.__new__(backend.HotFlashMLAImpl))
     assert backend.HotMLAMetadataBuilder.build(builder, 0, None) is None
+
+
+def test_steps_with_flashinfers_plans_are_not_divided(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_modules["microbatches"], "MIN_MICROBATCH_REQUESTS", 1)
+    requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
+    for name, is_divided in (("HotFlashAttnMLA", True), ("HotFlashInferMLA", False)):
+        model = make_cuda_model(name, cuda_modules["backend"], monkeypatch)
+        for request in requests:
+            request.num_computed = 0
+            model.start(request)
+            model.step((request, 9))
+        assert bool(model.microbatches(*((request, 1) for request in requests))) == is_divided
+
+
+def test_rows_in_fp8_are_divided_by_the_layers_scale() -> None:
+    adapter, calls = import_module("vllm_hisparse.compat.flashinfer"), []
+    state = SimpleNamespace(pack_indices=lambda ids: None)
+    state.wrapper = SimpleNamespace(run=lambda *args, **scales: calls.append((args, scales)))
+    impl = SimpleNamespace(use_fp8_kv_cache=True, kv_lora_rank=LATENT)
+    rows = torch.randn(5, WIDTH).to(torch.float8_e4m3fn)
+    adapter.attend_to_planned_rows(
+        impl, state, (None, None), rows.view(torch.uint8), None, SimpleNamespace(_k_scale_float=0.5)
+    )
+    ((_, _, latent, rope), scales) = calls[0]
+    assert scales == {"ckv_scale": 0.5, "kpe_scale": 1.0}
+    assert torch.equal(torch.cat((latent.float(), rope.float()), -1).squeeze(1), rows.float())

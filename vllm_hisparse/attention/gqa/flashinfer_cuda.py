@@ -23,7 +23,7 @@ from vllm_hisparse.attention.gqa.cuda import (
     HotGQAMetadata,
     HotGQAMetadataBuilder,
 )
-from vllm_hisparse.compat.flashinfer import PrefillPlans
+from vllm_hisparse.compat.flashinfer import StepPlans
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
 
 UNITS = (16, 32, 64, 128)  # tokens of a page that XQA reads
@@ -35,7 +35,7 @@ WORKSPACE_BYTES = 32 << 20  # 8 MiB of semaphores; parts of rows, of which there
 class HotFlashInferMetadataBuilder(HotGQAMetadataBuilder, FlashInferMetadataBuilder):
     def allocate(self, max_query_len: int, max_batch: int) -> None:
         super().allocate(max_query_len, max_batch)
-        self._prefill_plans = PrefillPlans()
+        self._prefill_plans = StepPlans.of_dense_prefill()
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, *args: Any) -> None:

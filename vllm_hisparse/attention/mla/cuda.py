@@ -63,7 +63,13 @@ class HotMLAMetadata(AttentionMetadata):
 
 
 class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
-    """Mixin of a sparse MLA metadata builder."""
+    """Mixin of a sparse MLA metadata builder.
+
+    Attributes:
+        divides_steps: True if a large step may be divided into microbatches.
+    """
+
+    divides_steps: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -96,7 +102,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
             metadata.decode = self._build_decode(common, slice(0, num_decodes))
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
-        elif query_indices is None:
+        elif query_indices is None and self.divides_steps:
             metadata.microbatches = make_microbatches(
                 self.impl.hot_buffer, num_decodes, partial(self._build_microbatch, common)
             )
