@@ -495,7 +495,8 @@ def test_commands_of_every_preset_are_taken(preset: str) -> None:
         assert args.max_model_len <= config["max_position_embeddings"]
         if hosted and title != "prefill":
             options = HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
-            assert (options.algorithm == "quest") == (not config.get("index_topk"))
+            own = {"index_topk": "dsa", "sparse_attention_config": "msa"}
+            assert options.algorithm == next((own[name] for name in own if config.get(name)), "quest")
     assert bool(found["helm_values"]) == bool(found["ray_options"]) == hosted
 
 
