@@ -172,6 +172,7 @@ def measure(
         "random-range-ratio": json.dumps({name: round(ratio, 6) for name, ratio in ratios.items()}),
         "num-prompts": case["requests"],
         "max-concurrency": case["concurrency"],
+        "num-warmups": 2,  # the first transfer waits for a handshake
         "seed": case["seed"],
     }
     log = log_dir / f"load-{pair.system}-{case['concurrency']}.log"
@@ -191,11 +192,15 @@ def measure(
         "tpot_ms_p50": round(result["median_tpot_ms"], 2),
         "running_max": decode.peak("num_requests_running"),
         "waiting_max": decode.peak("num_requests_waiting"),
-        "preempted": None if fault else decode.growth("num_preemptions"),
+        "preempted": None if fault else decode.growth("num_preemptions_total"),
         "prefill_waiting_max": prefill.peak("num_requests_waiting"),
         "host_blocks_max": decode.peak("hisparse_host_blocks_used") if is_ours else None,
-        "transfers": None if fault else decode.growth("hisparse_transfers" if is_ours else "nixl_xfer_time_seconds"),
-        "transfer_failures": decode.growth("hisparse_transfer_failures" if is_ours else "nixl_num_failed_transfers"),
+        "transfers": None
+        if fault
+        else decode.growth("hisparse_transfers_total" if is_ours else "nixl_xfer_time_seconds_count"),
+        "transfer_failures": decode.growth(
+            f"{'hisparse_transfer_failures' if is_ours else 'nixl_num_failed_transfers'}_total"
+        ),
         "seconds": round(result["duration"], 1),
         "completed": result["completed"],
         "failed": result["failed"],

@@ -194,7 +194,7 @@ class Gauges:
 
     def growth(self, name: str) -> int | None:
         """How much a counter grew; None if the server does not export it."""
-        name = f"vllm:{name}_total"
+        name = f"vllm:{name}"
         return round(self.latest[name] - self.before.get(name, 0.0)) if name in self.latest else None
 
     def _watch(self) -> None:

@@ -124,7 +124,7 @@ def measure(system: System, url: str, shape: Shape, concurrency: int) -> dict[st
         **percentiles("tpot", tpot),
         "prefix_hit_rate": round(cached / (prompts * concurrency), 4),
         "running_max": gauges.peak("num_requests_running"),
-        "preempted": gauges.growth("num_preemptions"),
+        "preempted": gauges.growth("num_preemptions_total"),
         "host_blocks_max": gauges.peak("hisparse_host_blocks_used") if system == System.ours else None,
         "seconds": round(seconds, 1),
     }

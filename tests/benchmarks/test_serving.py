@@ -66,7 +66,7 @@ def test_gauges_keep_the_largest_value_and_the_growth() -> None:
         with Gauges(f"http://127.0.0.1:{server.server_port}") as gauges:
             pass
         assert gauges.peak("running") == 98  # the first look is before the block
-        assert gauges.growth("ended") == 10
+        assert gauges.growth("ended_total") == 10
         assert gauges.peak("other") is gauges.growth("other") is None
     finally:
         server.shutdown()
