@@ -182,8 +182,8 @@ class Engine:
         self.nixl.post(step.metadata.transport)
         self.nixl.write_some(self.rng.random() * self.pace.nixl_share)
         step.results = self.nixl.poll()
+        self._seconds += self.rng.random() if self._limits_running else 0.01
         if self._limits_running:
-            self._seconds += self.rng.random()
             self.counts["held back"] += self.product.half.tracker.num_held_back()
             if self.rng.random() < 0.2:
                 step.results[0].kv_connector_worker_meta = self.product.usage(step.metadata.step, self.rng)

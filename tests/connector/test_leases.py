@@ -120,4 +120,6 @@ def test_nothing_is_remembered_of_leases_that_ended(clock: Clock) -> None:
     table.end("d")
     assert not table.is_over("d") and not table.is_over("never seen")
     table.keep({"prefill": {"q"}, "other": {"p"}})
-    assert list(table._renewals) == [("prefill", "q")] and not table._pulls
+    only_renewed = Leases()
+    only_renewed.renewed("prefill", {"q"}, clock.now)
+    assert vars(table) == vars(only_renewed)

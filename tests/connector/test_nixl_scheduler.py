@@ -243,7 +243,10 @@ def test_only_the_latest_transfers_are_remembered(engine: Engine, monkeypatch: p
     monkeypatch.setattr(nixl_scheduler, "_MAX_CLAIMS", 2)
     for index in range(4):
         engine.add(transfer(name=f"cmpl-{index}-0-00000000"), f"cmpl-d{index}-0-11111111")
-    assert [name for _, name in engine.transport._claims] == ["cmpl-2-0-00000000", "cmpl-3-0-00000000"]
+    again = [
+        engine.add(transfer(name=f"cmpl-{index}-0-00000000"), f"cmpl-e{index}-0-22222222") for index in (3, 2, 0, 1)
+    ]
+    assert [engine.transport.is_remote(request) for request in again] == [False, False, True, True]
 
 
 # Messages to the prefill side

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -56,11 +58,12 @@ def test_requests_of_other_lengths_count_less() -> None:
 
 
 def test_many_kinds_cost_no_memory() -> None:
-    model = DecodeModel(1e-8)
+    model, sizes = DecodeModel(1e-8), []
     for requests in range(1, 400):
         for rows in (0, 1e6, 1e7):
             model.add(requests, rows, 0.02, 1000)
-    assert len(model._cells) <= 64
+        sizes.append(len(pickle.dumps(model)))
+    assert sizes[10] < sizes[30] and max(sizes[30:]) < 1.2 * sizes[30], "it grows with the kinds"
     assert model.most_requests > 390 and model.fit().fixed > 0
 
 

@@ -8,7 +8,8 @@ import pytest
 from campaign.script import ScriptedEngine
 
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
-from vllm_hisparse.kv_manager.blocks.admission import MAX_STEPS_WITHOUT, AdmissionControl
+from vllm_hisparse.kv_manager.blocks import admission, request_tracker
+from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl, Demand
 from vllm_hisparse.kv_manager.blocks.request_tracker import Obstacle
 from vllm_hisparse.kv_manager.usage import SIZES, Usage
 
@@ -28,8 +29,12 @@ def prompt(name: str) -> list[int]:
 def limit(engine: ScriptedEngine, number: int | None) -> None:
     """Let the engine have measured what makes this the limit."""
     control = engine.half.admission
-    control._model.add(1, 0, 0.01, 20)
-    control._curve.add([0.5] * len(SIZES))
+    if not control.is_measured:
+        engine.ask("measured", [7])
+        engine.run_to_end()
+        usage = Usage(len(engine.log), 1, 1, (0.5,) * len(SIZES))
+        control.measured(usage, Demand.of(engine.tracker.spec, [20], 32))
+        assert control.is_measured
     control.limit = number
 
 
@@ -42,17 +47,16 @@ def run(engine: ScriptedEngine, num_steps: int) -> None:
         engine.turn(budget=40)
 
 
-def test_a_request_waits_for_the_first_measurement_only_so_long() -> None:
+def test_a_request_waits_for_the_first_measurement_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_STEPS_WITHOUT", 4)
     engine = make_engine()
-    control = engine.half.admission
     for name in "abc":
         engine.ask(name, prompt(name), max_tokens=12)
     run(engine, 2)
     running = len(engine.running)
     assert 1 <= running < 3 and engine.tracker.obstacles == {"abc"[running]: Obstacle.HELD_BACK}
     assert gauge(engine, "requests_held_back") == 3 - running and gauge(engine, "admission_limit") == 0
-    control._steps_without = MAX_STEPS_WITHOUT
-    run(engine, 1)
+    run(engine, 4)
     assert len(engine.running) == 3 and not engine.tracker.obstacles
     run(engine, 40)
     engine.check_idle()
@@ -68,7 +72,8 @@ def test_a_request_starts_when_another_ends() -> None:
     while not first.is_finished():
         run(engine, 1)
         if len(engine.running) == 2:
-            assert engine.tracker._num_whole_blocks <= 32, "it would not be hot as a whole"
+            wholes = [engine.tracker.spec.num_request_blocks(each.num_tokens, is_whole=True) for each in engine.running]
+            assert sum(wholes) <= 32, "it would not be hot as a whole"
     run(engine, 1)
     assert others[0] in engine.running
     control.limit = None
@@ -88,15 +93,16 @@ def test_nobody_is_held_back_who_would_be_hot_as_a_whole() -> None:
     assert gauge(engine, "admission_limit") == 1
 
 
-def test_who_is_held_back_takes_no_lent_memory_away() -> None:
+def test_who_is_held_back_takes_no_lent_memory_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_tracker, "STEPS_PER_BALANCE", 1)
+
     def num_lent(others: str) -> list[int]:
         engine = make_engine(36)
         limit(engine, 2)
         for name in "ab":
             engine.ask(name, prompt(name), max_tokens=11)
         run(engine, 2)
-        engine.tracker._steps_to_balance = 0  # no prompt is computed any more
-        run(engine, 1)
+        run(engine, 1)  # no prompt is computed any more
         for name in others:
             engine.ask(name, prompt(name), max_tokens=4)
         found = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -140,20 +143,28 @@ class Config:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of 80 MiB with 16 MiB of weights."""
+def reserved(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Bytes that are reserved on a device of 80 MiB with 16 MiB of weights."""
+    tensors = WeakSet()
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *args: Any, **options: Any) -> torch.Tensor:
+            tensors.add(tensor := torch.empty(*args, **options))
+            return tensor
+
+    monkeypatch.setattr(reserved_memory, "torch", Torch())
     monkeypatch.setattr(reserved_memory, "_reserve", None)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (60 << 20, 80 << 20))
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 16 << 20)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CPU)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+    return lambda: sum(tensor.nbytes for tensor in tensors)
 
 
-def reserved() -> int:
-    return 0 if reserved_memory._reserve is None else reserved_memory._reserve.memory.nbytes
-
-
-def test_residency_bytes_are_held_while_vllm_measures(device: None) -> None:
+def test_residency_bytes_are_held_while_vllm_measures(reserved: Callable[[], int]) -> None:
     """The table covers the largest KV cache that can follow from the memory that the weights leave; once per engine."""
     _, layout = dense_buffer(LLAMA_8B, "pq_cache", 0, 16, 1 << 20)
     left = int((80 << 20) * 0.9) - (16 << 20)
@@ -173,7 +184,7 @@ def test_residency_bytes_are_held_while_vllm_measures(device: None) -> None:
 
 
 @pytest.mark.parametrize("config", [Config(device_type="cpu"), Config(kv_cache_memory_bytes=1 << 20)])
-def test_no_residency_bytes_are_held_where_vllm_does_not_measure(device: None, config: Config) -> None:
+def test_no_residency_bytes_are_held_where_vllm_does_not_measure(reserved: Callable[[], int], config: Config) -> None:
     _, layout = dense_buffer(LLAMA_8B, "quest", 2, 256, 1 << 20)
     reserved_memory.reserve_residency(layout, config)
     assert reserved() == 0
