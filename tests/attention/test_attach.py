@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from beside_flashinfer import import_flashinfer_cuda
+from stand_ins import bare
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.platforms.interface import DeviceCapability
@@ -25,13 +26,6 @@ from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
 FULL_KV_LAYERS = [1]
 UNIT = 1  # tokens
-
-
-def make(cls: type, **attributes: Any) -> Any:
-    """An object of vLLM's class, as far as these tests look at it."""
-    built = object.__new__(cls)
-    built.__dict__.update(attributes)
-    return built
 
 
 def vllm_config(
@@ -81,20 +75,20 @@ class MLALayers:
 
     @staticmethod
     def layer(cls: type, backend: type, use_sparse: bool = True) -> MLAAttention:
-        return make(
+        return bare(
             cls,
             use_sparse=use_sparse,
             indexer="an indexer",
             head_size=576,
             kv_cache_dtype="auto",
-            impl=make(backend.get_impl_cls(), weights="of the layer"),
+            impl=bare(backend.get_impl_cls(), weights="of the layer"),
             attn_backend=backend,
             prefill_backend="dense",
             _dense_mha_metadata_layer_name="layer",
         )
 
     def named_modules(self) -> list[tuple[str, Any]]:
-        modules = [torch.nn.Linear(1, 1), *self.fused, self.generic, self.other, make(DeepseekV32IndexerCache)]
+        modules = [torch.nn.Linear(1, 1), *self.fused, self.generic, self.other, bare(DeepseekV32IndexerCache)]
         return [(f"model.layers.{index}.attn", module) for index, module in enumerate(modules)]
 
 
@@ -142,7 +136,7 @@ def test_indexers_on_cuda_with_keys_in_4_bits(
     monkeypatch.setattr(attach, "support_narrow_keys", lambda: supported.append(True))
     layers, backend = cuda_modules["layers"], cuda_modules["backend"]
     model = MLALayers(layers.DeepseekV32Attention, backend.FlashMLASparseBackend)
-    indexers = [SimpleNamespace(k_cache=make(DeepseekV32IndexerCache, head_dim=132)) for _ in model.fused]
+    indexers = [SimpleNamespace(k_cache=bare(DeepseekV32IndexerCache, head_dim=132)) for _ in model.fused]
     for layer, indexer in zip((*model.fused, model.generic), (*indexers, None), strict=True):
         layer.__dict__["indexer"] = indexer
     engine = vllm_config(is_dsa=True)
@@ -195,7 +189,7 @@ def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:
     plain = {
         "layer_name": f"model.layers.{index}.self_attn.attn",
         "attn_backend": backend,
-        "impl": make(backend.get_impl_cls(), **impl | own),
+        "impl": bare(backend.get_impl_cls(), **impl | own),
         "attn_type": "decoder",
         "sliding_window": None,
         "has_sink": False,
@@ -207,7 +201,7 @@ def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:
         "kv_cache_dtype": "auto",
     }
     layer_class = changes.pop("layer_class", Attention)
-    return make(layer_class, **plain | {name: value for name, value in changes.items() if "__" not in name})
+    return bare(layer_class, **plain | {name: value for name, value in changes.items() if "__" not in name})
 
 
 def model_of(layers: list[Any]) -> SimpleNamespace:
@@ -305,7 +299,7 @@ def test_what_a_layers_own_class_adds_is_kept_or_refused(cuda_modules: dict[str,
 
     hot = attach.derive_hot_class(backend.HotFlashMLAImpl, Sinks)
     assert issubclass(hot, Sinks) and hot.vllm_class is Sinks
-    impl = make(hot, wave=None, decode_cache=None)
+    impl = bare(hot, wave=None, decode_cache=None)
     impl.topk_indices_buffer = torch.zeros(3)
     assert impl._decode((1, 2), SimpleNamespace(decode=None), None) == "with sinks"
     assert impl._for_tokens(hot.vllm_class, 1).forward_mqa() == ("with sinks", None)  # requests that prefill
@@ -392,10 +386,10 @@ def test_sinks_reach_the_kernels_of_every_step(
 def sparse_layer(index: int, indexer: Any = None, use_sparse: bool = True) -> Any:
     """A layer of full KV of a DSA model on the CPU."""
     name = f"model.layers.{index}.self_attn.attn"
-    impl = make(SparseMLACpuImpl, num_heads=3)
+    impl = bare(SparseMLACpuImpl, num_heads=3)
     attributes = {"layer_name": name, "use_sparse": use_sparse, "indexer": indexer, "impl": impl}
     attributes |= {"head_size": 576, "kv_cache_dtype": "auto"}
-    return make(MLAAttention, **attributes, attn_backend=SparseMLACpuBackend)
+    return bare(MLAAttention, **attributes, attn_backend=SparseMLACpuBackend)
 
 
 @pytest.mark.parametrize("connector", [None, "HiSparseHostConnector"])
@@ -406,7 +400,7 @@ def test_mla_layers_on_the_cpu(connector: str | None) -> None:
         sparse_layer(1),
         *(sparse_layer(index, use_sparse=False) for index in (2, 3)),
     ]
-    attach.attach_hot_buffers(model_of([*layers, make(IndexerCpuCache)]), vllm_config(connector, is_dsa=True))
+    attach.attach_hot_buffers(model_of([*layers, bare(IndexerCpuCache)]), vllm_config(connector, is_dsa=True))
     is_hot = [connector is not None] * 2 + [False] * 2
     assert [type(layer) is HotMLAAttention for layer in layers] == is_hot
     assert [type(layer.impl) is HotMLACpuImpl for layer in layers] == is_hot
@@ -415,7 +409,7 @@ def test_mla_layers_on_the_cpu(connector: str | None) -> None:
 
 
 def test_the_generic_indexer_on_the_cpu() -> None:
-    indexer = make(Indexer)
+    indexer = bare(Indexer)
     attach.attach_indexer_cpu(indexer)
     assert type(indexer) is IndexerCpu
 
@@ -449,12 +443,12 @@ def block_layer(index: int, backend: type, impl: type, indexer_impl: type, **cha
     """A layer of MiniMax-M3 that selects blocks."""
     from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
 
-    return make(
+    return bare(
         MiniMaxM3SparseAttention,
         layer_name=f"model.layers.{index}.self_attn.attn",
         attn_backend=backend,
-        impl=make(impl, topk_blocks=16),
-        indexer=SimpleNamespace(impl=make(indexer_impl)),
+        impl=bare(impl, topk_blocks=16),
+        indexer=SimpleNamespace(impl=bare(indexer_impl)),
         **changes,
     )
 
@@ -465,7 +459,7 @@ def test_layers_of_minimax_m3_that_select(gqa_cuda: ModuleType, msa_cuda: Module
 
     stock = msa_cuda.MiniMaxM3SparseBackend, msa_cuda.MiniMaxM3SparseTritonImpl, MiniMaxM3IndexerTritonImpl
     layers = [gqa_layer(0, gqa_cuda.FlashAttentionBackend), block_layer(1, *stock), block_layer(2, *stock)]
-    attach.attach_hot_buffers(model_of([*layers, make(msa_cuda.MiniMaxM3IndexerCache)]), vllm_config(family="msa"))
+    attach.attach_hot_buffers(model_of([*layers, bare(msa_cuda.MiniMaxM3IndexerCache)]), vllm_config(family="msa"))
     assert [type(layer) for layer in layers] == [Attention, *[msa_cuda.HotMSAAttention] * 2]
     assert type(layers[0].impl) is gqa_cuda.FlashAttentionImpl
     for layer in layers[1:]:
@@ -487,7 +481,7 @@ def test_layers_of_minimax_m3_that_hot_buffers_cannot_serve(gqa_cuda: ModuleType
         (block_layer(1, backend, own, MiniMaxM3IndexerTritonImpl), "with OtherImpl, vLLM's choice here"),
         (block_layer(1, backend, impl, own_indexer), "with OtherIndexer, vLLM's choice here"),
         (gqa_layer(1, gqa_cuda.FlashAttentionBackend, sliding_window=512), "with sliding_window=512"),
-        (make(MLAAttention), "its own way to attend"),
+        (bare(MLAAttention), "its own way to attend"),
         (gqa_layer(1, gqa_cuda.FlashAttentionBackend), "full attention, as all others"),
     ):
         with pytest.raises(HiSparseConfigError, match=f"^--model: got .*{message}.*MiniMax-M3's layers"):

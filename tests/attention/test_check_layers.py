@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import bare
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
@@ -31,12 +32,6 @@ def engine(num_layers: int) -> Any:
     )
 
 
-def make(cls: type, **attributes: Any) -> Any:
-    built = object.__new__(cls)
-    built.__dict__.update(attributes)
-    return built
-
-
 def plain(cls: type = Attention, impl: dict[str, Any] | None = None, **changes: Any) -> Any:
     attributes = {
         "attn_type": "decoder",
@@ -51,7 +46,7 @@ def plain(cls: type = Attention, impl: dict[str, Any] | None = None, **changes: 
         "k_scale": torch.tensor(1.0),
         "impl": SimpleNamespace(**{"alibi_slopes": None, "logits_soft_cap": 0.0, **(impl or {})}),
     }
-    return make(cls, **attributes | changes)
+    return bare(cls, **attributes | changes)
 
 
 def dense(*layers: Any) -> dict[str, Any]:
@@ -77,8 +72,8 @@ def test_one_plain_layer_each_is_accepted() -> None:
         (plain(impl={"logits_soft_cap": 30.0}), "with logits_soft_cap=30.0"),
         (plain(impl={"chunk_lookback": 4}), "with chunk_lookback=4"),
         (plain(ChunkedLocalAttention), r"ChunkedLocalAttention \(.*its own way to attend"),
-        (make(MambaMixer), r"MambaMixer \(.*its own way to attend"),
-        (make(MLAAttention), r"MLAAttention \(.*its own way to attend"),
+        (bare(MambaMixer), r"MambaMixer \(.*its own way to attend"),
+        (bare(MLAAttention), r"MLAAttention \(.*its own way to attend"),
         (plain(num_kv_heads=4), r"with \(KV heads, head size, dtype\) \(4, 64, 'auto'\)"),
     ],
 )
@@ -109,15 +104,15 @@ class Padded(Sparse):
 
 
 def sparse(indexer: Any = None) -> Any:
-    return make(Sparse, use_sparse=True, indexer=indexer)
+    return bare(Sparse, use_sparse=True, indexer=indexer)
 
 
 def full(head_size: int = 576) -> Any:
-    return make(MLAAttention, use_sparse=False, head_size=head_size, kv_cache_dtype="auto")
+    return bare(MLAAttention, use_sparse=False, head_size=head_size, kv_cache_dtype="auto")
 
 
 def test_full_mla_layers_and_indexer_keys_beside_sparse_layers_are_accepted() -> None:
-    layers = [sparse("one"), full(), full(), make(DeepseekV32IndexerCache), sparse()]
+    layers = [sparse("one"), full(), full(), bare(DeepseekV32IndexerCache), sparse()]
     check_mla_layers(dense(*layers), {Sparse: Sparse}, DeepseekV32IndexerCache)
 
 
@@ -136,7 +131,7 @@ def test_a_dsa_model_without_a_selection_is_refused(layers: list[Any], message: 
 
 
 @pytest.mark.parametrize(
-    "layer", [make(Padded, use_sparse=True), make(Padded, use_sparse=False), plain(), make(MambaMixer)]
+    "layer", [bare(Padded, use_sparse=True), bare(Padded, use_sparse=False), plain(), bare(MambaMixer)]
 )
 def test_other_layers_of_a_dsa_model_are_refused(layer: Any) -> None:
     with pytest.raises(HiSparseConfigError, match=rf"^--model: got '{type(layer).__name__} \(.*its own way"):
@@ -145,7 +140,7 @@ def test_other_layers_of_a_dsa_model_are_refused(layer: Any) -> None:
 
 @pytest.mark.parametrize("sizes", [(576,), (576, 512)])
 def test_as_many_indexers_as_full_layers_are_refused_before_weights_are_loaded(sizes: tuple[int, ...]) -> None:
-    layers = [sparse("one"), *map(full, sizes), make(DeepseekV32IndexerCache), sparse()]
+    layers = [sparse("one"), *map(full, sizes), bare(DeepseekV32IndexerCache), sparse()]
     with pytest.raises(HiSparseConfigError, match=r"^--model: got '1 layers with an indexer, .*layers\.1\.self_attn"):
         check_mla_layers(dense(*layers), {Sparse: Sparse}, DeepseekV32IndexerCache)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from algorithm_states import poisoned_state
 from beside_flashinfer import import_flashinfer_cuda
+from stand_ins import bare
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 
@@ -126,25 +127,25 @@ class LayerUnderTest(ABC):
         if self.stores_fp8:
             self.host = torch.full(self.host.shape, FP8_NAN, dtype=torch.uint8)
         self.started: list[Request] = []
-        self.impl = object.__new__(self.impl_class)
-        self.impl.num_kv_heads, self.impl.head_size, self.impl.scale = NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5
-        self.impl.kv_cache_dtype = "fp8" if self.stores_fp8 else "auto"
+        self.impl = bare(
+            self.impl_class,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=HEAD_SIZE,
+            scale=HEAD_SIZE**-0.5,
+            kv_cache_dtype="fp8" if self.stores_fp8 else "auto",
+        )
         self.impl.num_queries_per_kv, self.impl.vllm_flash_attn_version = NUM_HEADS // NUM_KV_HEADS, 3
         self.impl.bind(self.buffer, 0, self.host, self.device[:, 1])
         model = SimpleNamespace(get_num_attention_heads=lambda _: NUM_HEADS, dtype=torch.float32)
-        self.builder = object.__new__(self.builder_class)
-        self.builder.layer_names = ["layer"]
-        self.builder.kv_cache_spec = SimpleNamespace(
-            block_size=BLOCK_SIZE,
-            num_kv_heads=NUM_KV_HEADS,
-            head_size=HEAD_SIZE,
-            dtype=torch.float32,
+        spec = SimpleNamespace(
+            block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
         )
-        self.builder.vllm_config = SimpleNamespace(
+        vllm_config = SimpleNamespace(
             model_config=model,
             parallel_config=None,
             compilation_config=SimpleNamespace(static_forward_context={"layer": SimpleNamespace(impl=self.impl)}),
         )
+        self.builder = bare(self.builder_class, layer_names=["layer"], kv_cache_spec=spec, vllm_config=vllm_config)
 
     def make_ops(self, shape: HotBufferShape) -> SwapInOps | None:
         """Operations of the layer's platform; None: those for the device."""

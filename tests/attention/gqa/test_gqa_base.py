@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import bare
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -64,7 +65,7 @@ def spec_of(
     monkeypatch.setattr(HiSparseConfig, "from_vllm_config", classmethod(lambda *_: config))
     model = model_of(4)
     drafting = {f"layers.{4 + i}.attn": DraftAttention(heads, block_size) for i, heads in enumerate(draft_heads)}
-    layers = {"layers.3.attn": object.__new__(HotGQAAttention), **drafting}
+    layers = {"layers.3.attn": bare(HotGQAAttention), **drafting}
     engine = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),
         model_config=model,
@@ -72,7 +73,7 @@ def spec_of(
         parallel_config=None,
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
-    return HotGQAAttention.get_kv_cache_spec(object.__new__(HotGQAAttention), engine)
+    return HotGQAAttention.get_kv_cache_spec(bare(HotGQAAttention), engine)
 
 
 @pytest.mark.parametrize(("num_full_kv", "rows", "blocks"), [(0, 128, 2), (1, 32, 7), (2, 128, 2), (3, 384, 1)])

@@ -28,6 +28,7 @@ from layer_under_test import (
     TritonLayer,
     flashinfer_cuda,
 )
+from stand_ins import bare
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.utils import customize_attention_spec
@@ -184,13 +185,11 @@ def test_no_metadata_gives_zeros(layer: LayerUnderTest) -> None:
 @pytest.mark.parametrize("layer_class", [FlashAttnLayer, TritonLayer, FlashInferLayer])
 def test_layers_without_storage_get_no_metadata(layer_class: type[CudaLayer]) -> None:
     """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
-    builder = object.__new__(layer_class.builder_class)
-    builder.device = torch.device("cpu")
+    layers = {"layer": SimpleNamespace(impl=bare(layer_class.impl_class))}
+    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    attributes = {"layer_names": ["layer"], "vllm_config": vllm_config, "device": torch.device("cpu")}
+    builder = bare(layer_class.builder_class, **attributes)
     builder.allocate(max_query_len=1, max_batch=1)
-    impl = object.__new__(layer_class.impl_class)
-    layers = {"layer": SimpleNamespace(impl=impl)}
-    builder.layer_names = ["layer"]
-    builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     assert builder.build(0, None) is None and builder.build_for_cudagraph_capture(None) is None
 
 

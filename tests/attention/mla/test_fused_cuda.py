@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import bare
 from vllm.config import CUDAGraphMode
 
 from vllm_hisparse.attention.mla.base import HotMLAImpl
@@ -48,9 +49,9 @@ def run_layer(
         "_sparse_indexer_and_attn",
         lambda layer, *_args: found.append(layer.impl.new_rows),
     )
-    layer = object.__new__(layers.HotDeepseekV32Attention)
     indexer = SimpleNamespace(k_cache=SimpleNamespace(prefix=KEYS))
-    layer.__dict__.update(layer_name=PREFIX, impl=Impl(), indexer=indexer, kv_cache="of another step")
+    attributes = {"layer_name": PREFIX, "impl": Impl(), "indexer": indexer, "kv_cache": "of another step"}
+    layer = bare(layers.HotDeepseekV32Attention, **attributes)
     layer.forward(torch.arange(3), torch.zeros(3, 1))
     assert layer.impl.new_rows is None, "the rows of a step are kept"
     return tuple(found)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import bare
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -28,9 +29,7 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
     monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: options(has_narrow_keys))
-    layers = [object.__new__(HotMLAAttention) for _ in range(num_layers)]
-    for index, layer in enumerate(layers):
-        layer.__dict__["indexer"] = object() if index < num_indexers else None
+    layers = [bare(HotMLAAttention, indexer=object() if i < num_indexers else None) for i in range(num_layers)]
     others = {"indexer.k_cache": object()}
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),
@@ -64,9 +63,7 @@ def test_layers_that_draft_keep_their_kv_on_the_device(monkeypatch: pytest.Monke
     full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
     monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: options())
-    layers = [object.__new__(HotMLAAttention) for _ in range(61)] + [object.__new__(MLAAttention)]
-    for layer in layers:
-        layer.__dict__["indexer"] = object()
+    layers = [bare(each, indexer=object()) for each in [HotMLAAttention] * 61 + [MLAAttention]]
     layout = layers[0].get_kv_cache_spec(engine(layers, num_layers=61)).layout
     assert (layout.num_layers, layout.num_resident_layers, layout.max_query_len) == (61, 61, 3)
     assert layout.draft_row_bytes == 1152 + 132
@@ -85,9 +82,8 @@ def test_layers_that_do_not_select_keep_their_kv_on_the_device(
     classes = [MLAAttention if index in (0, 18) else HotMLAAttention for index in range(34)] + [
         MLAAttention
     ] * num_drafting
-    layers = [object.__new__(each) for each in classes]
-    for index, layer in enumerate(layers):
-        layer.__dict__["indexer"] = object() if index % 4 == 1 or index == 34 else None
+    has_indexer = [index % 4 == 1 or index == 34 for index in range(len(classes))]
+    layers = [bare(each, indexer=object() if has else None) for each, has in zip(classes, has_indexer, strict=True)]
     layout = layers[1].get_kv_cache_spec(engine(layers, num_layers=34)).layout
     assert (layout.num_layers, layout.num_resident_layers) == (32, 9)
     assert layout.full_kv_row_bytes == 2 * 1152 and layout.draft_row_bytes == num_drafting * (1152 + 132)

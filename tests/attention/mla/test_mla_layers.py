@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import bare
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
@@ -274,9 +275,9 @@ class Model:
         self.top_k = torch.full((MAX_BATCH_TOKENS, TOP_K), -1, dtype=torch.int32)
         self.random = random.Random(0)
         self.impls = [self._make_impl(impl_class, index) for index in range(NUM_LAYERS)]
-        self.builder = object.__new__(builder_class)
         layers = {"0": SimpleNamespace(impl=self.impls[0])}
-        self.builder.__dict__.update(
+        self.builder = bare(
+            builder_class,
             layer_names=["0"],
             vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
             device=torch.device("cpu"),
@@ -285,10 +286,8 @@ class Model:
             self.builder.allocate(query_len, MAX_BATCH_TOKENS)
 
     def _make_impl(self, impl_class: type, index: int) -> Any:
-        impl = object.__new__(impl_class)
-        impl.__dict__.update(
-            num_heads=NUM_HEADS, kv_lora_rank=LATENT, head_size=WIDTH, kv_cache_dtype="auto", scale=SCALE, sinks=None
-        )
+        sizes = {"num_heads": NUM_HEADS, "kv_lora_rank": LATENT, "head_size": WIDTH, "scale": SCALE}
+        impl = bare(impl_class, kv_cache_dtype="auto", sinks=None, **sizes)
         impl.topk_indices_buffer = self.top_k
         impl.bind(self.buffer, index, self.host[index], self.device[:, index])
         return impl
@@ -550,7 +549,7 @@ def test_block_tables_of_no_request_give_zeros_and_touch_no_state(model: Model) 
 def test_a_layer_without_storage_gets_no_metadata(cuda_modules: dict[str, ModuleType]) -> None:
     """vLLM captures CUDA graphs once before there is a connector, to see how much memory they take."""
     backend = cuda_modules["backend"]
-    builder = SimpleNamespace(impl=object.__new__(backend.HotFlashMLAImpl))
+    builder = SimpleNamespace(impl=bare(backend.HotFlashMLAImpl))
     assert backend.HotMLAMetadataBuilder.build(builder, 0, None) is None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner, Result
 
@@ -132,13 +133,15 @@ def test_tiny_models_are_read_from_their_directory() -> None:
 
 def test_a_request_is_as_large_as_its_engine_says() -> None:
     """Bytes of `HotBufferSpec.request_bytes`, which sizes the engine's pool."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
     from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 
     shape = ModelShape.load("DeepSeek-V3.2", "fp8")
     memory = KVMemory(shape, 24 * GIB, 88 * GIB, 1, 4096, 2048)
-    spec = object.__new__(HotBufferSpec)  # its bytes follow from these three alone
-    for name, value in {"layout": memory.layout, "device_buffer_size": 4096, "elastic": True}.items():
-        object.__setattr__(spec, name, value)
+    sizes = {"block_size": memory.layout.block_size, "num_kv_heads": 1, "head_size": 576, "dtype": torch.uint8}
+    full = MLAAttentionSpec(state_content_bytes=memory.layout.row_bytes, **sizes)
+    spec = HotBufferSpec.from_mla_spec(full, memory.layout, 4096, elastic=True)
     for num_tokens in (100, 4000, 33_001, 131_072):
         assert memory.request_bytes(System.plugin, num_tokens)[0] == spec.request_bytes(num_tokens)
 
