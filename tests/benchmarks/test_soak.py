@@ -1,0 +1,193 @@
+"""`benchmarks.soak` without engines: what counts as wrong, as flat and as clean, and what its clients say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.soak import Judge, is_clean, slope_per_hour, summary
+from benchmarks.soak_engine import Clients, Lengths
+
+PROMPT = [5, 6, 7]
+
+
+class FullKV:
+    """Stands for the engine with full KV: each token is the number of tokens before it, the second best one 100 more.
+
+    Args:
+        margin: distance of the two best tokens.
+    """
+
+    def __init__(self, margin: float = 0.25):
+        self.margin, self.asked = margin, []
+
+    def send(self, question: tuple[list[int], int]) -> None:
+        self.asked.append(question)
+
+    def recv(self) -> dict[str, list]:
+        prompt, count = self.asked[-1]
+        tokens = list(range(len(prompt), len(prompt) + count))
+        second = [100 + token for token in tokens]
+        return {"tokens": tokens, "logprobs": [-1.0] * count, "second": second, "margins": [self.margin] * count}
+
+
+def answer(reply: list[int], max_tokens: int = 4) -> dict[str, Any]:
+    names = {"number": 3, "is_session": False, "tokens": PROMPT, "max_tokens": max_tokens}
+    return names | {"reply": reply, "logprobs": [-1.0] * len(reply)}
+
+
+@pytest.mark.parametrize(("reply", "ties"), [([3, 4, 5, 6], 0), ([3, 4], 0), ([], 0), ([3, 104, 5, 6], 1)])
+def test_full_kvs_tokens_are_right_up_to_ties(reply: list[int], ties: int) -> None:
+    """Of an answer that was broken off, too."""
+    judge = Judge(FullKV(), 0.5)
+    judge.compare(answer(reply))
+    assert (judge.num_wrong, judge.num_ties, judge.num_tokens) == (0, ties, len(reply))
+
+
+@pytest.mark.parametrize(
+    ("reply", "margin"),
+    [
+        ([3, 104, 5, 6], 0.75),  # the second best token, but not close
+        ([3, 9, 5, 6], 0.25),  # another token
+        ([3, 104, 9], 0.25),  # after a tie
+        ([9], 0.25),
+    ],
+)
+def test_other_tokens_are_wrong(reply: list[int], margin: float) -> None:
+    judge = Judge(FullKV(margin), 0.5)
+    judge.compare(answer(reply))
+    assert judge.num_wrong == len(judge.wrong) == 1
+    assert judge.wrong[0]["got"] == reply[judge.wrong[0]["position"]] != judge.wrong[0]["expected"]
+
+
+def test_full_kv_is_asked_once() -> None:
+    full = FullKV()
+    judge = Judge(full, 0.5)
+    for reply in ([3, 4, 5, 6], [3, 4]):
+        judge.compare(answer(reply))
+    assert full.asked == [(PROMPT, 4)]
+
+
+def test_the_slope_is_that_of_the_time_after_warm_up() -> None:
+    minutes = [float(minute) for minute in range(60)]
+    growing = [1000 + 500 * min(minute, 20) + 0.5 * minute for minute in minutes]
+    assert slope_per_hour(minutes, growing) == pytest.approx(30.0)
+    assert slope_per_hour(minutes[:9], growing[:9]) is None
+
+
+def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wrong_tokens: int = 0) -> dict[str, Any]:
+    judge = Judge(FullKV(), 0.5)
+    judge.num_wrong = wrong_tokens
+    samples = [
+        {"minute": minute, "rss_mib": {"engine": 1.0}, "pss_mib": {"engine": 900 + slope * minute / 60}}
+        for minute in range(90)
+    ]
+    return summary([sample | {"wrong_rows": wrong_rows} for sample in samples], judge, end)
+
+
+def test_a_clean_soak_is_flat_and_leaves_nothing() -> None:
+    nothing = {"device_blocks_used": 0, "host_blocks_used": 0, "drafts": {"drafted": 7}}
+    assert is_clean(make_row(2.0, nothing))
+    assert make_row(2.0, nothing)["pss_mib_per_hour"] == pytest.approx(2.0)
+    assert not is_clean(make_row(40.0, nothing))
+    assert not is_clean(make_row(2.0, None))
+    assert not is_clean(make_row(2.0, nothing | {"host_blocks_used": 1}))
+    assert not is_clean(make_row(2.0, nothing, wrong_rows=1))
+    assert not is_clean(make_row(2.0, nothing, wrong_tokens=1))
+
+
+class Engine:
+    """Stands for vLLM's `LLMEngine`: keeps what it gets.
+
+    Attributes:
+        prompts: request id and prompt of each request and of each turn of a session, in order.
+        aborted: ids of aborted requests.
+        ended: ids of sessions that were ended.
+    """
+
+    def __init__(self):
+        self.prompts: list[tuple[str, list[int]]] = []
+        self.aborted: list[str] = []
+        self.ended: list[str] = []
+        self.input_processor = SimpleNamespace(process_inputs=self._process, assign_request_id=self._assign)
+        self.output_processor = SimpleNamespace(add_request=lambda *_: None)
+        self.engine_core = SimpleNamespace(add_request=self._add)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any, priority: int) -> None:
+        self.prompts.append((name, prompt["prompt_token_ids"]))
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+
+    def reset_prefix_cache(self, **_: bool) -> None:
+        raise RuntimeError("a session waits")
+
+    def _process(self, name: str, prompt: dict[str, list[int]], params: Any, resumable: bool, **_: Any) -> Any:
+        return SimpleNamespace(request_id=name, tokens=prompt["prompt_token_ids"], resumable=resumable)
+
+    def _assign(self, request: Any) -> None:
+        request.request_id = f"{request.request_id}-internal"
+
+    def _add(self, request: Any) -> None:
+        if request.resumable:
+            self.prompts.append((request.external_req_id, request.tokens))
+        else:
+            self.ended.append(request.external_req_id)
+
+
+def finish(clients: Clients, name: str, reply: list[int]) -> None:
+    """The engine answers a request."""
+    logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in reply]
+    best = SimpleNamespace(token_ids=reply, logprobs=logprobs, finish_reason="length")
+    clients.receive([SimpleNamespace(request_id=name, outputs=[best])])
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def make_clients(engine: Engine, answers: list[dict], max_sessions: int, seed: int = 0) -> Clients:
+    return Clients(engine, Lengths((20, 40), (3, 9), (2, 5)), 6, max_sessions, seed, answers.append)
+
+
+def test_clients_keep_the_engine_full_and_go_on_from_its_answers(engine: Engine) -> None:
+    answers: list[dict] = []
+    clients = make_clients(engine, answers, max_sessions=3)
+    sent: dict[str, list[int]] = {}
+    for step in range(400):
+        clients.act()
+        new, engine.prompts = engine.prompts, []
+        sent |= dict(new)
+        live = [name for name in sent if name not in engine.aborted]
+        name = live[step % len(live)]
+        finish(clients, name, [1000 + step, 2000 + step])
+        del sent[name]
+    kinds = {(each["is_session"], len(each["tokens"]) > 55) for each in answers}
+    assert {(False, True), (True, True), (False, False)} <= kinds
+    assert clients.counts["aborted"] > 0 and clients.counts["turns"] > 50
+    for each in answers:  # a session has forgotten the last token of an answer, a new request has all of them
+        later = [token for token in each["tokens"] if token >= 1000]
+        assert all(token < 2000 for token in later) if each["is_session"] else len(later) % 2 == 0
+
+
+def test_clients_that_stop_end_their_sessions(engine: Engine) -> None:
+    clients = make_clients(engine, [], max_sessions=6)
+    while clients.counts["sessions"] < 2:
+        clients.act()
+        new, engine.prompts = engine.prompts, []
+        for name, _ in new:
+            finish(clients, name, [1, 2])
+    clients.stop()
+    for name, _ in engine.prompts:
+        finish(clients, name, [1, 2])
+    assert len(set(engine.ended)) == len(engine.ended) >= 1
+    engine.prompts, num_ended = [], len(engine.ended)
+    clients.act()
+    clients.stop()
+    assert not engine.prompts and len(engine.ended) == num_ended
