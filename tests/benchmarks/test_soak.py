@@ -40,7 +40,7 @@ def answer(reply: list[int], max_tokens: int = 4) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("reply", "ties"), [([3, 4, 5, 6], 0), ([3, 4], 0), ([], 0), ([3, 104, 5, 6], 1)])
 def test_full_kvs_tokens_are_right_up_to_ties(reply: list[int], ties: int) -> None:
-    """Of an answer that was broken off, too."""
+    """Answers that were broken off are compared, too."""
     judge = Judge(FullKV(), 0.5)
     judge.compare(answer(reply))
     assert (judge.num_wrong, judge.num_ties, judge.num_tokens) == (0, ties, len(reply))
