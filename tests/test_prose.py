@@ -106,6 +106,11 @@ def test_documents(document: Path) -> None:
     assert not found
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, *(ROOT / name for name in GENERATED)], ids=lambda path: path.name)
+def test_documents_have_no_markers_of_conflicts(document: Path) -> None:
+    assert not re.search(r"^(<{7}|>{7}) ", document.read_text(), re.MULTILINE)
+
+
 def test_code() -> None:
     found = {
         str(path.relative_to(ROOT)): lines
