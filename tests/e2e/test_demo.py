@@ -17,6 +17,7 @@ MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "code-dsa"
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # it writes its logs there
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # the statistics that it reads are logged all the same
     options = ["--requests", "2", "--max-tokens", "16", "--model-dir", str(MODEL), "--out", "demo.json"]
     result = CliRunner().invoke(app, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -115,7 +115,9 @@ def vllm_engine(
         # A short run gains less from a compiled sampler than its compilation takes.
         "TORCH_COMPILE_DISABLE": "1",
         "UCX_TLS": "tcp,shm,self",
+        "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_LOGGING_LEVEL": "INFO",  # whatever the user's is: statistics of requests are read from the log
         "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
         "VLLM_NO_USAGE_STATS": "1",

@@ -574,6 +574,13 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--device-kv-gib", "9", "--gpu-memory-utilization", "0.5"), "got 9.0, and 0.5 for --gpu-mem"),
         (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected a multiple of 16, at least 2048"),
         (("GLM-5", "--indexer-kv-dtype", "mxfp4"), "got mxfp4, and H200 for --gpu"),
+        (
+            ("GLM-5", "--indexer-kv-dtype", "fp8", "--indexer-key-dtype", "fp4"),
+            "got fp4, and fp8 for --indexer-kv-dtype",
+        ),
+        (("GLM-5", "--gpu", "B200", "--indexer-key-dtype", "fp4"), "got fp4, and B200 for --gpu"),
+        (("HY-V4", "--indexer-key-dtype", "fp4"), "got fp4, and HY-V4 has 16 indexer heads"),
+        (("Llama-3.1-8B", "--indexer-key-dtype", "fp4"), "got fp4, and Llama-3.1-8B has no indexer"),
         (("Llama-3.1-8B", "--indexer-kv-dtype", "fp8"), "Llama-3.1-8B has no indexer"),
         (("GLM-5", "--gpu", "L40S", "--tensor-parallel-size", "64"), "got GLM-5, and L40S for --gpu"),
         (("Qwen3-8B", "--gpu", "A100", "--kv-cache-dtype", "fp8"), "got fp8, and A100 for --gpu"),
@@ -649,6 +656,25 @@ def test_fp4_keys_are_planned_without_the_plugin() -> None:
     assert list(fp4["systems"]) == ["full KV", "native HiSparse"] and "layout of fp8" in fp4["not_hosted"]
     full = [plan["systems"]["full KV"]["device_bytes_per_request"] for plan in (fp4, fp8)]
     assert full[0] / full[1] == (656 + 68) / (656 + 132)
+
+
+def test_keys_in_4_bits_are_planned_in_one_instance() -> None:
+    from vllm_hisparse.config import HiSparseConfig
+    from vllm_hisparse.ops.indexer_keys import KEY_BYTES
+
+    words = ("GLM-5", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "100000")
+    fp4, fp8 = (planned(*words, "--indexer-key-dtype", dtype) for dtype in ("fp4", "auto"))
+    assert list(fp4["commands"]) == ["one instance"] and fp4["helm_values"] is fp4["ray_options"] is None
+    extra = parser().parse_args(shlex.split(fp4["commands"]["one instance"])[2:]).kv_transfer_config
+    assert HiSparseConfig.from_extra_config(extra.kv_connector_extra_config).indexer_key_dtype == "fp4"
+    plugin = [plan["systems"]["vllm_hisparse"] for plan in (fp4, fp8)]
+    saved = 101_024 * 78 * (132 - KEY_BYTES)  # bytes of a request
+    assert plugin[1]["device_bytes_per_request"] - plugin[0]["device_bytes_per_request"] == pytest.approx(
+        saved, rel=0.1
+    )
+    assert plugin[1]["host_bytes_per_request"] == plugin[0]["host_bytes_per_request"]
+    assert [plan["systems"]["full KV"]["seats"] for plan in (fp4, fp8)] == [fp8["systems"]["full KV"]["seats"]] * 2
+    assert "4 bits were not timed" in fp4["confidence"] and "4 bits" not in fp8["confidence"]
 
 
 def test_a_model_without_sizes_is_refused() -> None:

@@ -21,6 +21,7 @@ from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options, re
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
+from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
 from vllm_hisparse.layout import MSA_UNIT
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
 
@@ -45,6 +46,8 @@ PARTS = {  # part of a step -> label, where its name does not say enough
 }
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 KEY_DTYPES = ("auto", "fp8", "mxfp4")
+NARROW_KEY_DTYPES = ("auto", "fp4")
+NARROW_KEY_CAPABILITY = 90  # of the only GPUs with a kernel for keys in 4 bits
 FP8_CAPABILITY = 89  # from which on TRITON_ATTN stores KV in fp8
 FP4_GPUS = ("B200", "B300", "GB200")
 
@@ -57,6 +60,9 @@ def plan_command(
     kv_cache_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}.")] = "auto",
     indexer_kv_dtype: Annotated[
         str, typer.Option(help=f"Of a DSA model's indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
+    ] = "auto",
+    indexer_key_dtype: Annotated[
+        str, typer.Option(help="The plugin's option: auto, or fp4 for keys in 4 bits in one instance on Hopper.")
     ] = "auto",
     weight_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}; auto: as config.json says.")] = "auto",
     gpu_memory_utilization: Annotated[
@@ -88,8 +94,10 @@ def plan_command(
 
     Compares full KV, vLLM's native HiSparse and vllm_hisparse. Needs no GPU and no network.
     """
+    dtypes: dict[str, tuple[str, tuple[str, ...]]]
     dtypes = {"--kv-cache-dtype": (kv_cache_dtype, KV_DTYPES), "--weight-dtype": (weight_dtype, KV_DTYPES)}
     dtypes["--indexer-kv-dtype"] = (indexer_kv_dtype, KEY_DTYPES)
+    dtypes["--indexer-key-dtype"] = (indexer_key_dtype, NARROW_KEY_DTYPES)
     for option, (value, known) in dtypes.items():
         if value not in known:
             raise typer.BadParameter(f"got {value!r}, expected one of {', '.join(known)}", param_hint=option)
@@ -102,6 +110,8 @@ def plan_command(
             f"got {indexer_kv_dtype}, but {shape.name} has no indexer", param_hint="--indexer-kv-dtype"
         )
     _check_gpu(shape, found_gpu, kv_cache_dtype)
+    if has_narrow_keys := indexer_key_dtype == "fp4":
+        _check_narrow_keys(shape, found_gpu, indexer_kv_dtype)
     if indexer_kv_dtype == "mxfp4" and not any(name in found_gpu.name for name in FP4_GPUS):
         message = f"got mxfp4, and {found_gpu.name} for --gpu: it needs one of {', '.join(FP4_GPUS)}"
         raise typer.BadParameter(message, param_hint="--indexer-kv-dtype")
@@ -141,6 +151,7 @@ def plan_command(
             device_kv_gib=device_kv_gib,
             max_num_seqs=max_num_seqs,
             full_kv_layers=0 if shape.is_dsa else QUEST_FULL_KV_LAYERS,
+            has_narrow_keys=has_narrow_keys,
         )
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
@@ -166,6 +177,25 @@ def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
     if kv_cache_dtype == "fp8" and not shape.is_dsa and not shape.refusal and gpu.capability < FP8_CAPABILITY:
         message = f"got fp8, and {gpu.name} for --gpu: hot buffers in fp8 need compute capability 8.9. Leave it out"
         raise typer.BadParameter(message, param_hint="--kv-cache-dtype")
+
+
+def _check_narrow_keys(shape: ModelShape, gpu: Gpu, indexer_kv_dtype: str) -> None:
+    """Refuse indexer keys in 4 bits where the plugin refuses them."""
+    heads = " or ".join(map(str, NARROW_KEY_HEADS))
+    reasons = {
+        f"{indexer_kv_dtype} for --indexer-kv-dtype: they contradict each other, give one": indexer_kv_dtype != "auto",
+        f"{shape.name} has no indexer": not shape.is_dsa,
+        f"{gpu.name} for --gpu: only H100, H200 and others of compute capability 9.0 have a kernel for them": (
+            gpu.capability != NARROW_KEY_CAPABILITY
+        ),
+        f"{shape.name} has {shape.index_heads} indexer heads and keys of {shape.index_head_dim} elements, expected "
+        f"{heads} heads and {NARROW_KEY_ELEMENTS} elements": (
+            shape.index_heads not in NARROW_KEY_HEADS or shape.index_head_dim != NARROW_KEY_ELEMENTS
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise typer.BadParameter(f"got fp4, and {reason}", param_hint="--indexer-key-dtype")
 
 
 def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size: int | None) -> None:

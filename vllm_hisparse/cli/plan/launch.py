@@ -22,6 +22,8 @@ def connector_options(plan: Plan) -> dict[str, Any]:
         options["algorithm"] = "msa"
     if plan.device_buffer_size != plan.top_k * max(2, 1 + plan.drafts):
         options["device_buffer_size"] = plan.device_buffer_size
+    if plan.has_narrow_keys:
+        options["indexer_key_dtype"] = "fp4"
     return options
 
 
@@ -97,7 +99,7 @@ def decode_flags(plan: Plan) -> list[str]:
 def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     """Return shell commands: one instance, or a prefill side, a decode side and a router.
 
-    A model that the plugin refuses has one instance, without the plugin.
+    A model that the plugin refuses has one instance, without the plugin. With indexer keys in 4 bits, there is no pair.
     """
     flags = engine_flags(plan, kv_cache_dtype)
     if plan.model.refusal:
@@ -108,6 +110,9 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     def serve(*words: str, connector: dict[str, Any]) -> str:
         return shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", json.dumps(connector)])
 
+    instance = serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both"))
+    if plan.has_narrow_keys:
+        return {"one instance": instance}
     num_gpus = plan.tensor_parallel * plan.data_parallel
     if 2 * num_gpus <= HOST_GPUS:  # both sides on one host
         hosts = "localhost", "localhost"
@@ -122,7 +127,7 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
         for place, port in zip(places, (PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL), strict=True)
     )
     return {
-        "one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both")),
+        "one instance": instance,
         "prefill": prefill + serve("--port", "8100", *flags, connector=PREFILL),
         "decode": decode
         + serve("--port", "8200", *flags, *decode_flags(plan), connector=decode_connector(plan, "kv_consumer")),
@@ -138,6 +143,8 @@ def replicas_refusal(plan: Plan) -> str:
     """
     if plan.model.refusal:
         return "they start the plugin, which does not host this model"
+    if plan.has_narrow_keys:
+        return "they start a prefill/decode pair, whose decode side takes no indexer keys in 4 bits: use the command"
     if plan.data_parallel > 1 and plan.model.num_experts:
         return "each of their replicas is one engine, without data parallel ranks that share experts: use the commands"
     return ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
-from vllm_hisparse.cli.plan.models import ModelShape
+from vllm_hisparse.cli.plan.models import ModelShape, narrow_key_bytes
 from vllm_hisparse.layout import MSA_BLOCK_SIZE, MSA_UNIT, KVLayout, dense_block_size
 
 QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
@@ -53,6 +53,7 @@ class KVMemory:
         drafts: drafts of a step.
         max_num_seqs: value of `--max-num-seqs`.
         full_kv_layers: layers of a dense model that keep full KV on the device.
+        has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits on the device.
     """
 
     model: ModelShape
@@ -64,6 +65,7 @@ class KVMemory:
     drafts: int = 0
     max_num_seqs: int = 1 << 30
     full_kv_layers: int = 0
+    has_narrow_keys: bool = False
 
     @property
     def layout(self) -> KVLayout:
@@ -93,6 +95,7 @@ class KVMemory:
                 max_query_len=1 + self.drafts,
                 draft_row_bytes=model.row_bytes + model.key_bytes if self.drafts else 0,
                 full_kv_row_bytes=model.num_full_kv_layers * model.row_bytes,
+                narrow_key_bytes=narrow_key_bytes(model.index_head_dim) if self.has_narrow_keys else None,
             )
         row_bytes = model.row_bytes * heads // model.num_kv_heads
         bounds = ((QUEST_PAGE, model.bounds_bytes * heads // model.num_kv_heads),)

@@ -200,6 +200,7 @@ class ModelShape:
         top_k: positions that a model with indexers selects; 0 for a dense model.
         row_bytes: bytes of one token's main KV in one layer.
         key_bytes: bytes of one token's indexer key in one layer; 0 for a dense model.
+        index_heads, index_head_dim: heads of an indexer, and elements of its keys; 0 for a dense model.
         num_heads: attention heads.
         bounds_bytes: Quest's bounds of one page in one layer, in bf16 whatever the dtype of the KV; 0 for MLA.
         num_kv_heads: KV heads of a dense model; 1 for a DSA model.
@@ -239,6 +240,8 @@ class ModelShape:
     num_full_kv_layers: int = 0
     selects_blocks: bool = False
     key_dtype: str = "auto"
+    index_heads: int = 0
+    index_head_dim: int = 0
 
     @property
     def is_dsa(self) -> bool:
@@ -297,8 +300,7 @@ class ModelShape:
             if selects_blocks:
                 _add_block_indexers(attention, config, FP8 if key_dtype == "fp8" else BF16)
             elif key_dtype == "mxfp4" and is_dsa:
-                size = config["index_head_dim"]
-                attention["kv"]["key_bytes"] = size // 2 + size // MXFP4_GROUP
+                attention["kv"]["key_bytes"] = narrow_key_bytes(config["index_head_dim"])
         except KeyError as error:
             raise ModelError(f"{name}: config.json has no {error.args[0]}; no plan can be made for it") from None
         return cls(
@@ -317,6 +319,11 @@ class ModelShape:
             **attention["kv"],
             **_weights(config, FP8 if quantized else BF16, attention["parameters"]),
         )
+
+
+def narrow_key_bytes(index_head_dim: int) -> int:
+    """Return the bytes of an indexer key in 4 bits: its elements, and a scale of one byte for each group of them."""
+    return index_head_dim // 2 + index_head_dim // MXFP4_GROUP
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -403,6 +410,7 @@ def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
     if kv["top_k"]:
         index_dim, index_heads = config["index_head_dim"], config["index_n_heads"]
         kv |= {"num_indexers": num_indexers(config), "key_bytes": indexer_row_bytes(index_dim)}
+        kv |= {"index_heads": index_heads, "index_head_dim": index_dim}
         kv["row_bytes"] = FP8_DS_MLA_ROW_BYTES if kv_dtype == "fp8" else kv["row_bytes"]
         indexer = (query or hidden) * index_heads * index_dim + hidden * (index_dim + index_heads)
         parameters += kv["num_indexers"] * indexer

@@ -98,6 +98,7 @@ class Plan:
         device_kv_gib: device memory for KV of each GPU. None: the memory beside the weights.
         max_num_seqs: vLLM's option, per rank.
         full_kv_layers: layers of a dense model in which the plugin keeps full KV.
+        has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
     """
 
     model: ModelShape
@@ -116,6 +117,7 @@ class Plan:
     device_kv_gib: float | None = None
     max_num_seqs: int = 1024
     full_kv_layers: int = 0
+    has_narrow_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_gib <= 0:
@@ -196,6 +198,7 @@ class Plan:
             self.drafts,
             self.max_num_seqs,
             self.full_kv_layers,
+            self.has_narrow_keys,
         )
 
     def seats(self, system: System) -> Seats:
@@ -309,6 +312,8 @@ class Plan:
                 "Scaled from an H200 by datasheets, the link too: expect errors of 30%. Run `vllm-hisparse doctor` "
                 "there."
             )
+        if self.has_narrow_keys:
+            found += " Indexer keys in 4 bits were not timed: the indexer is predicted as with 8 bits."
         native = self.point(System.native, self.concurrency).hit_rate if System.native in self.systems else None
         low, high = NATIVE_HIT_RATES
         if native is not None and not low <= native <= high:
