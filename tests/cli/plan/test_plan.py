@@ -487,19 +487,19 @@ def test_commands_of_every_preset_are_taken(preset: str) -> None:
     """vLLM's parser takes them, the plugin its options, and the length is one that the model's config.json allows."""
     from vllm_hisparse.config import HiSparseConfig
 
-    config = PRESETS[preset]
-    ranks = next(number for number in (8, 4) if config["num_attention_heads"] % number == 0)
+    shape = ModelShape.load(preset)
+    ranks = next(number for number in (8, 4) if shape.num_heads % number == 0)
     words = (preset, "--tensor-parallel-size", str(ranks))
-    found, hosted = planned(*words), not ModelShape.load(preset).refusal
+    found, hosted = planned(*words), not shape.refusal
     assert set(found["commands"]) == ({"one instance", "prefill", "decode", "router"} if hosted else {"one instance"})
     for title in found["commands"].keys() - {"router"}:
         command = [word for word in shlex.split(found["commands"][title]) if not re.match(r"[A-Z_]+=", word)]
         args = parser().parse_args(command[2:])
-        assert args.max_model_len <= config["max_position_embeddings"]
+        assert args.max_model_len <= shape.max_model_len
         if hosted and title != "prefill":
             options = HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
-            own = {"index_topk": "dsa", "sparse_attention_config": "msa"}
-            assert options.algorithm == next((own[name] for name in own if config.get(name)), "quest")
+            own = "msa" if shape.selects_blocks else "dsa"
+            assert options.algorithm == (own if shape.is_dsa else "quest")
     assert bool(found["helm_values"]) == bool(found["ray_options"]) == hosted
 
 

@@ -171,7 +171,7 @@ def plan_command(
 
 def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
     """Refuse what no attention back end of vLLM with hot buffers runs on a GPU."""
-    if shape.is_dsa and gpu.capability < 90:
+    if shape.is_dsa and not shape.selects_blocks and gpu.capability < 90:
         message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM selects positions on Hopper and Blackwell only"
         raise typer.BadParameter(message, param_hint="MODEL")
     if kv_cache_dtype == "fp8" and not shape.is_dsa and not shape.refusal and gpu.capability < FP8_CAPABILITY:
@@ -396,7 +396,8 @@ def fewer_requests(plan: Plan) -> str:
         return ""
     per_rank, full = -(-point.running // plan.data_parallel), plan.point(System.full, plan.concurrency).tokens_per_s
     ratio = f", {point.tokens_per_s / full:.2f}x those of full KV" if full else ""
-    automatic = "" if plan.drafts or not plan.model.is_dsa else ", or with the option admission: auto, which finds it"
+    selects_rows = plan.model.is_dsa and not plan.model.selects_blocks
+    automatic = ", or with the option admission: auto, which finds it" if selects_rows and not plan.drafts else ""
     return (
         f"With {_requests(point.running)} at once, vllm_hisparse gives {point.tokens_per_s:.0f} tokens/s{ratio}, "
         f"because each has more hot rows: start it with --max-num-seqs {per_rank}{automatic}."

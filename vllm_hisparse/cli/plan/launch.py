@@ -39,7 +39,7 @@ def attention_backend(plan: Plan, kv_cache_dtype: str) -> str | None:
     From Blackwell on, vLLM takes FlashInfer first. A DSA model has no hot buffers over it, and hot buffers of a dense
     model were never tried over it, nor in fp8: FlashAttention 3, which is for Hopper, and Triton read hot units in fp8.
     """
-    if plan.model.refusal or 90 <= plan.gpu.capability < 100:
+    if plan.model.refusal or plan.model.selects_blocks or 90 <= plan.gpu.capability < 100:
         return None
     if plan.model.is_dsa:
         return "FLASHMLA_SPARSE"
