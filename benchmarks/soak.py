@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, write_result
@@ -267,7 +268,8 @@ def run(
                     if kind == "answer":
                         backlog.append(content)
                     elif kind == "sample":
-                        samples.append(content)
+                        stock = psutil.Process(processes[0].pid).memory_full_info()
+                        samples.append(content | {"full_kv_pss_mib": round(stock.pss / 2**20, 1)})
                         row = described | summary(samples, judge, None) | {"backlog": len(backlog)}
                         write_result(output, ctx, "benchmarks.soak", [row], hardware)
                         typer.echo(
