@@ -88,8 +88,8 @@ class Pair:
         connector = decode_connector(system, sizes)
         self.engine, self.url = server(f"decode-{system}", model, sizes, log_dir, 1, connector, args)
         router_port, prometheus_port = free_ports(2)
-        self._router = pd_router(log_dir, router_port, prometheus_port, prefill_url, self.url)
-        self._router.name, self._router.log_path = f"router-{system}", log_dir / f"router-{system}.log"
+        router = f"router-{system}"
+        self._router = pd_router(log_dir, router_port, prometheus_port, prefill_url, self.url, router)
         self.router_url = f"http://{LOOPBACK}:{router_port}"
         group.start(self.engine)
 

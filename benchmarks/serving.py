@@ -80,9 +80,10 @@ def make_model(path: Path, sizes: Sizes) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     write_config(path, ModelName.deepseek, sizes.layers, sizes.experts, sizes.expert_size, 1, has_drafts=False)
-    tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(V32["vocab_size"])}, unk_token="w2"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}  # not the beginning of another word
+    words = [*names.values(), *(f"w{index}" for index in range(len(names), V32["vocab_size"]))]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=names["unk_token"]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    names = {"bos_token": "w0", "eos_token": "w1", "unk_token": "w2"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
     return path
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -12,7 +13,7 @@ import typer
 
 from benchmarks.full_depth import System
 from benchmarks.pd_load import decode_connector, span
-from benchmarks.serving import Device, Gauges, Sizes
+from benchmarks.serving import Device, Gauges, Sizes, make_model
 from benchmarks.turns import Shape, connector, converse, percentiles
 from tools.harness.openai_client import Completion
 
@@ -39,6 +40,16 @@ def test_each_system_has_the_same_host_memory() -> None:
     options = {system: connector(system, SIZES)["kv_connector_extra_config"] for system in System}
     assert options[System.ours]["host_pool_gib"] == options[System.vllm_native]["host_pool_gib"] == 12.0
     assert options[System.full]["cpu_bytes_to_use"] == 12 * 2**30
+
+
+def test_the_tokenizer_of_a_model_gives_back_the_ids_of_its_words(tmp_path: Path) -> None:
+    """The load generator makes a text of random ids, and the server must get as many tokens as it was to get."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(make_model(tmp_path, SIZES)))
+    ids = [*range(3, 3000), 129279]
+    assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
+    assert (tokenizer.vocab_size, tokenizer.all_special_ids) == (129280, [0, 1, 2])
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -126,7 +126,9 @@ def vllm_engine(
     return EngineProcess(name, [*command, *engine_args], log_dir / f"{name}.log", env=env, health_url=health_url)
 
 
-def pd_router(log_dir: Path, port: int, prometheus_port: int, prefill_url: str, decode_url: str) -> EngineProcess:
+def pd_router(
+    log_dir: Path, port: int, prometheus_port: int, prefill_url: str, decode_url: str, name: str = "router"
+) -> EngineProcess:
     """Return vllm-router for a prefill and a decode engine; it becomes healthy when both are."""
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", LOOPBACK, "--port", str(port)]
     command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
@@ -134,7 +136,7 @@ def pd_router(log_dir: Path, port: int, prometheus_port: int, prefill_url: str, 
     command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(prometheus_port)]
     # A failed request must be reported, not retried.
     command += ["--disable-retries"]
-    return EngineProcess("router", command, log_dir / "router.log", health_url=f"http://{LOOPBACK}:{port}/health")
+    return EngineProcess(name, command, log_dir / f"{name}.log", health_url=f"http://{LOOPBACK}:{port}/health")
 
 
 def split_cores(cores: Sequence[int]) -> tuple[list[int], list[int]]:
