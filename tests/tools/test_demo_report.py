@@ -117,10 +117,10 @@ def test_a_request_has_a_cell_per_column_and_no_column_is_cut_on_80_characters()
 
 def test_the_result_is_one_sentence() -> None:
     report = Report([result()], RECEIVED, {})
-    assert "1 of 1 requests got the same tokens as with full KV[/], with 2.8 times less KV" in verdict(report)
+    assert "1 of 1 requests got the same tokens as with full KV[/], with 35% of the KV on the device" in verdict(report)
     assert verdict(report).endswith("(6.7 instead of 19.0 MiB per request).")
     lines = totals(Report([result()], {**RECEIVED, "vllm:hisparse_transfer_bytes_to_host_total": 5.0 * 2**20}, {}))
-    assert [line.split()[0] for line in lines.splitlines()] == ["75.0%", "5", "67%"]
+    assert [line.split()[0] for line in lines.splitlines()] == ["75.0%", "5", "67%", "Times"]
 
 
 @pytest.mark.parametrize(

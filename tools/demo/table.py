@@ -83,8 +83,8 @@ def verdict(report: Report) -> str:
     ties = f" up to a tie in {num_ties} of them" if num_ties else ""
     requests = f"{len(report.results)} of {len(report.results)} requests"
     return (
-        f"[bold green]✓ {requests} got the same tokens as with full KV{ties}[/], with {full / device:.1f} times less "
-        f"KV on the device ({device / MIB:.1f} instead of {full / MIB:.1f} MiB per request)."
+        f"[bold green]✓ {requests} got the same tokens as with full KV{ties}[/], with {device / full:.0%} of the KV on "
+        f"the device ({device / MIB:.1f} instead of {full / MIB:.1f} MiB per request)."
     )
 
 
@@ -94,5 +94,6 @@ def totals(report: Report) -> str:
     return (
         f"{report.hit_rate:.1%} of the selected rows were in the hot buffers.\n"
         f"{received / MIB:.0f} MiB went from prefill straight into host memory.\n"
-        f"{report.share_right:.0%} of the answers' tokens are as in the file."
+        f"{report.share_right:.0%} of the answers' tokens are as in the file.\n"
+        "Times are those of CPU cores: the prefill instance computes one prompt after the other, and others wait."
     )
