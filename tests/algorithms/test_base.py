@@ -130,7 +130,7 @@ def selections_with_drafts(
 
 
 @pytest.mark.parametrize("name", DENSE)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     num_prompt=st.integers(35, 55),
     accepted=st.lists(st.integers(-1, 3), min_size=40, max_size=40),
@@ -185,6 +185,7 @@ def test_state_takes_what_is_declared(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
+@settings(max_examples=settings().max_examples // 2)
 @given(num_prompt=st.integers(0, 60), num_new=st.integers(1, 60))
 def test_a_request_has_entries_for_its_own_tokens_alone(name: str, num_prompt: int, num_new: int) -> None:
     """A request with blocks for exactly its own tokens selects the same, and nothing is written beyond them."""

@@ -238,7 +238,7 @@ class Simulation:
         return self.random.sample(range(self.NUM_REQUESTS), self.random.randint(1, self.NUM_REQUESTS))
 
 
-@settings(max_examples=settings().max_examples // 2)  # of 24 steps each
+@settings(max_examples=settings().max_examples // 3)  # of 24 steps each
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
     simulation = Simulation(shape, seed)
@@ -246,7 +246,7 @@ def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
         simulation.run_step(simulation.some_requests())
 
 
-@settings(max_examples=settings().max_examples // 2)  # of 24 steps each
+@settings(max_examples=settings().max_examples // 3)  # of 24 steps each
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_buffers_that_grow_and_shrink_agree_with_the_model(shape: Shape, seed: int) -> None:
     """Steps agree when buffers grow and shrink, also from less than the sequence to all of it and back."""
