@@ -20,6 +20,7 @@ from offline_engine import serve
 
 MODELS = HERE.parent.parent / "build" / "models"
 ENGINE_TIMEOUT_S = 500
+MAX_KEPT_ENGINES = 2  # of full KV, by each process that runs tests
 VOCABULARY = range(3, 500)
 MAX_MODEL_LEN = 4096
 TOP_K = 256
@@ -176,23 +177,38 @@ def shared_result(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, shared_result) -> Callable[..., list[dict[str, Any]]]:
-    """Completions of the full-KV engine: stock vLLM KV management, no connector.
+def full_kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., OfflineEngine]]:
+    """The full-KV engine of a model and dtype: stock vLLM KV management, no connector, nothing cached.
 
-    NOTE: none is kept: an engine starts in seconds, and one that waits polls.
+    The last few stay for other tests; one that waits for its next phase sleeps.
     """
+    kept: dict[tuple[str, str], OfflineEngine] = {}
+
+    def engine(model: str = "dsv32", dtype: str = "float32") -> OfflineEngine:
+        found = kept.pop((model, dtype), None)
+        if found is None:
+            if len(kept) == MAX_KEPT_ENGINES:
+                kept.pop(next(iter(kept))).kill()
+            args = engine_args(model, dtype=dtype, enable_prefix_caching=False)
+            found = OfflineEngine(tmp_path_factory.mktemp("full"), args)
+        kept[model, dtype] = found
+        return found
+
+    yield engine
+    for each in kept.values():
+        each.kill()
+
+
+@pytest.fixture(scope="session")
+def reference(full_kv: Callable[..., OfflineEngine], shared_result) -> Callable[..., list[dict[str, Any]]]:
+    """Completions of the full-KV engine."""
 
     def completions(
         lengths: list[int], max_tokens: int, model: str = "dsv32", dtype: str = "float32", seed: int = 0
     ) -> list[dict[str, Any]]:
         phase = {"prompts": [make_prompt(length, seed) for length in lengths], "max_tokens": max_tokens}
-        args = engine_args(model, dtype=dtype, enable_prefix_caching=False)
-
-        def compute() -> list[dict[str, Any]]:
-            with OfflineEngine(tmp_path_factory.mktemp("reference"), args) as engine:
-                return engine.run(phase)["completions"]
-
-        return shared_result(f"reference {model} {dtype} {max_tokens} {seed} {lengths}", compute)
+        name = f"reference {model} {dtype} {max_tokens} {seed} {lengths}"
+        return shared_result(name, lambda: full_kv(model, dtype).run(phase)["completions"])
 
     return completions
 

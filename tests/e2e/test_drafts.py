@@ -39,14 +39,13 @@ def hot(model: str = "dsv32", options: dict | None = None, **overrides) -> dict:
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory, shared_result):
+def full(tmp_path_factory, full_kv, shared_result):
     """Full KV without drafts, and how many of how many drafts full KV accepts: by model, for some lengths."""
 
     def compute(model: str, lengths: list[int]) -> list:
-        args = engine_args(model, enable_prefix_caching=False)
-        with OfflineEngine(tmp_path_factory.mktemp("full"), args) as engine:
-            completions = engine.run(phase(lengths))["completions"]
-        args |= {"speculative_config": DRAFTS, "disable_log_stats": False}
+        completions = full_kv(model).run(phase(lengths))["completions"]
+        drafts = {"speculative_config": DRAFTS, "disable_log_stats": False}
+        args = engine_args(model, enable_prefix_caching=False, **drafts)
         with OfflineEngine(tmp_path_factory.mktemp("drafts"), args) as engine:
             return [completions, engine.run(phase(lengths))["drafts"]]
 
@@ -66,27 +65,23 @@ def test_full_kvs_tokens(run, full, model: str, lengths: list[int]):
     assert record["counters"]["cache_hits"] > record["counters"]["cache_misses"] > 0
 
 
-def test_what_was_rejected_is_not_found_again(start, full):
-    """Conversations go on from their prefixes in the host pool, and other requests read the blocks that they share."""
+def test_what_was_rejected_is_not_found_again(start, full, full_kv):
+    """Conversations go on from their prefixes in the host pool, and other requests read the blocks that they share.
+
+    Then requests are sampled beside nothing cached, from the model's best token alone, whatever the temperature.
+    """
     engine, (completions, _) = start(hot()), full("dsv32", LENGTHS)
     first = engine.run(phase(LENGTHS))["completions"]
     assert_same_but_rounding(first, completions)
     replies = [repeating(n) + done["tokens"] for n, done in zip(LENGTHS, first, strict=True)]
     again = engine.run({"prompts": replies, "max_tokens": 8, "forgets": False})
     assert sum(done["num_cached_tokens"] for done in again["completions"]) > sum(LENGTHS) // 2
-    with OfflineEngine(engine.log_path.parent, engine_args(enable_prefix_caching=False)) as reference:
-        expected = reference.run({"prompts": replies, "max_tokens": 8})["completions"]
+    expected = full_kv().run({"prompts": replies, "max_tokens": 8})["completions"]
     assert_same_but_rounding(again["completions"], expected)
     assert_pools_empty(again)
-
-
-def test_sampled_requests_have_their_own_parameters(run, full):
-    """Sampling from the model's best token alone, whatever the temperature, beside greedy requests."""
-    completions, _ = full("dsv32", LENGTHS)
-    sampled = {**phase(LENGTHS), "sampling": {"temperature": 0.8, "top_k": 1}}
-    record = run(hot(), [sampled])[0]
-    assert_same_but_rounding(record["completions"], completions)
-    assert record["drafts"]["accepted"] > 0
+    sampled = engine.run({**phase(LENGTHS), "sampling": {"temperature": 0.8, "top_k": 1}, "forgets": True})
+    assert_same_but_rounding(sampled["completions"], completions)
+    assert sampled["drafts"]["accepted"] > again["drafts"]["accepted"]
 
 
 def test_preempted_requests_go_on_where_they_were(run, full):

@@ -33,6 +33,7 @@ def test_a_buffer_grows_and_shrinks_in_one_requests_life(run, reference, async_s
         assert record["checked_rows"] > 0 and record["wrong_rows"] == 0
     before, after = (record["counters"] for record in phases)
     assert phases[0]["peaks"]["hot_rows_lent"] > 1100, "the first request was not hot as a whole"
+    assert not phases[1]["peaks"].keys() & {"requests_held_back", "admission_limit"}, "admission is off"
     assert after["hot_rows_taken_back"] - before["hot_rows_taken_back"] > 600
     assert after.get("resumed_requests", 0) == 0, "somebody was preempted"
 
