@@ -283,9 +283,12 @@ def _kv_cache_config(sizes: Sizes, configuration: Configuration) -> KVCacheConfi
     draft_bytes = 24 if configuration.has_draft_layer else 0
     layout = KVLayout(
         *(24, 20, NUM_LAYERS, num_resident, BLOCK_SIZE),
+        tokens_per_unit=configuration.tokens_per_unit,
+        num_kv_heads=2 if configuration.tokens_per_unit > 1 else None,
         max_query_len=query_len,
         draft_row_bytes=draft_bytes,
         state_entries=configuration.state_entries,
+        full_kv_row_bytes=24 if configuration.tokens_per_unit > 1 else 0,
     )
     buffer = configuration.device_buffer_size, configuration.is_elastic
     hot = HotBufferSpec.from_mla_spec(mla_spec(12, torch.bfloat16), layout, *buffer)

@@ -38,6 +38,7 @@ class Configuration:
         is_draft_model: whether this layer is a model of its own: vLLM then takes both groups for drafting ones.
         state_entries: tokens and bytes of each entry of an algorithm's state in a layer; empty: it keeps none.
         limits_running: whether requests are held back, by measurements that are drawn.
+        tokens_per_unit: tokens that are selected together; above 1, each of two KV heads selects for itself.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Configuration:
     is_draft_model: bool = False
     state_entries: tuple[tuple[int, int], ...] = ()
     limits_running: bool = False
+    tokens_per_unit: int = 1
 
     @property
     def has_state(self) -> bool:
@@ -77,6 +79,8 @@ def _pd(name: str, **options) -> Configuration:
 
 # An algorithm's state, and pools of KV heads, one per rank
 _DENSE = {"has_resident_group": False, "shares_host_pool": False, "state_entries": STATE_ENTRIES}
+# Indexers that select blocks for each KV head: keys and full layers on the device, pools of KV heads
+_UNITS = {"tokens_per_unit": 2, "shares_host_pool": False, "device_buffer_size": 12}
 _FIXED = {"is_elastic": False, "device_buffer_size": FIXED_BUFFER_SIZE}
 
 CONFIGURATIONS = (
@@ -99,6 +103,8 @@ CONFIGURATIONS = (
     Configuration("held back, sessions, tier", limits_running=True, has_sessions=True, has_tier=True),
     _pd("held back, spare blocks, P/D", limits_running=True, lends_blocks=True, sibling_share=0.2),
     Configuration("tier", has_tier=True),
+    Configuration("units, sessions, tier", has_sessions=True, has_tier=True, **_UNITS),
+    _pd("units, spare blocks, P/D", lends_blocks=True, sibling_share=0.2, **_UNITS),
     Configuration("tier, nothing resident, sessions", has_tier=True, has_sessions=True, **_FIXED, **_DENSE),
     _pd("tier, P/D, data parallel", has_tier=True, num_engines=2),
     Configuration("drafts, sync", is_async=False, num_drafts=3),
@@ -106,6 +112,7 @@ CONFIGURATIONS = (
     _pd("drafts, sync, P/D", is_async=False, num_drafts=3, sibling_share=0.2),
     Configuration("draft layer, sync, sessions", is_async=False, num_drafts=2, has_draft_layer=True, has_sessions=True),
     _pd("draft layer, sync, P/D, tier", is_async=False, num_drafts=3, has_draft_layer=True, has_tier=True),
+    Configuration("units, drafts", num_drafts=3, **_UNITS),
     Configuration("drafts", num_drafts=3, state_entries=STATE_ENTRIES),
     Configuration("drafts, sessions, tier", num_drafts=2, has_sessions=True, has_tier=True),
     _pd("drafts, P/D", num_drafts=3, sibling_share=0.2),

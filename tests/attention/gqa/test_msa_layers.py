@@ -307,7 +307,6 @@ def test_decode_with_the_indexers_kernels_for_it(msa_cuda: ModuleType, patch: py
     model, request = Model(msa_cuda, patch, decodes_index=True), Request(1, 0)
     model.start(request, 4 * MSA_BLOCK_SIZE - 1)
     model.step([(request, 1)])
-    model.step([(request, 1)])
 
 
 def test_decode_after_transferred_kv(msa_cuda: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -316,7 +315,7 @@ def test_decode_after_transferred_kv(msa_cuda: ModuleType, patch: pytest.MonkeyP
     first, second = Request(1, 0), Request(41, 1)
     model.start(first, 7 * MSA_BLOCK_SIZE - 3)
     model.start(second, MSA_BLOCK_SIZE - 5)
-    for _ in range(12):
+    for _ in range(6):
         model.step([(first, 1), (second, 1)], num_padding=2)
     assert model.buffer.counts.take()[1] > 0, "nothing was missed"
 
@@ -331,7 +330,7 @@ def test_chunks_of_a_prompt_beside_decodes(msa_cuda: ModuleType, patch: pytest.M
     model.start(third)
     model.step([(first, 1), (second, 11), (third, 5)])
     model.step([(first, 1), (second, 1), (third, 3)])
-    for _ in range(4):
+    for _ in range(2):
         model.step([(first, 1), (second, 1), (third, 1)])
 
 
