@@ -40,7 +40,7 @@ from benchmarks.serving import (
     server,
     wait_healthy,
 )
-from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, pd_router
+from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, pd_router
 from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 START_TIMEOUT_S, CASE_TIMEOUT_S, SETTLE_TIMEOUT_S = 500.0, 300.0, 60.0
@@ -182,6 +182,8 @@ def measure(
             result = bench_serve(pair.router_url, model, log, options, CASE_TIMEOUT_S)
         finally:
             outcome = breaker.wait() if breaker else {}
+        if breaker:
+            outcome["answers_again"] = answers(pair.router_url)
     is_ours = pair.system == System.ours
     return {
         "tokens_per_s": round(result["output_throughput"], 1),
@@ -209,12 +211,24 @@ def measure(
     }
 
 
+def answers(url: str) -> bool:
+    """Return True if a router gets an answer in time."""
+    body = {"model": MODEL_NAME, "prompt": list(range(5, 305)), "max_tokens": 4, "ignore_eos": True}
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        reply = requests.post(f"{url}/v1/completions", json=body, timeout=SETTLE_TIMEOUT_S)
+        if reply.ok and reply.json().get("choices"):
+            return True
+        time.sleep(1)
+    return False
+
+
 def left(url: str) -> float | None:
     """Return the share of an engine's blocks that do not come back in time, after its requests; None: not known."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         # NOTE: an idle engine reports nothing, and its leases do not run out, so a tiny request stirs it.
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1}
+        body = {"model": MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 1}
         requests.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         time.sleep(1)
         share = metrics(url).get("vllm:kv_cache_usage_perc")
