@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.vllm_sources import FUNCTIONS, statements
+
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = ("Of", "Those", "What", "Whether", "As", "That")
 
@@ -34,7 +36,6 @@ CODE = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
-BLOCKS = ast.stmt | ast.ExceptHandler | ast.match_case  # nodes that may contain a class or a function
 STRING_OR_COMMENT = re.compile(r"""(?s:("{3}|'{3}).*?(?<!\\)\1)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#.*""")
 SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*]*\s+")
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?: .*\n?|\n)+)", re.MULTILINE)
@@ -62,12 +63,9 @@ def markdown_paragraphs(text: str) -> Iterator[str]:
 @cache
 def docstrings(source: str) -> list[str]:
     """Docstrings of a Python file, its classes and its functions, in their order."""
-    found, nodes = [], [ast.parse(source)]
-    for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(ast.get_docstring(node) or "")
-        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS)]
-    return found
+    documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    nodes = [node for node in statements(ast.parse(source)) if isinstance(node, documented)]
+    return [ast.get_docstring(node) or "" for node in nodes]
 
 
 def code_paragraphs(source: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # nodes that are statements or contain some
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -22,6 +23,14 @@ def is_self(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """The tree and all statements in it, in the order of `ast.walk`, which looks at every expression, too."""
+    pending = [tree]
+    for node in pending:
+        yield node
+        pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS)]
 
 
 def attributes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.expr, str]]:
@@ -62,7 +71,7 @@ class Module:
     def imports(self) -> dict[str, str]:
         """Local name -> full name, wherever in the file it is imported."""
         found = {}
-        for node in ast.walk(self.tree):
+        for node in statements(self.tree):
             if isinstance(node, ast.Import):
                 found |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -72,7 +81,7 @@ class Module:
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
-        return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
+        return {node.name: node for node in statements(self.tree) if isinstance(node, ast.ClassDef)}
 
     @cached_property
     def definitions(self) -> dict[str, ast.AST]:

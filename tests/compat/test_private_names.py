@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tools.vllm_compat import ADAPTERS, PACKAGES, installed_vllm
-from tools.vllm_sources import FUNCTIONS, Class, Module, Sources, attributes, is_self, is_vllm
+from tools.vllm_sources import FUNCTIONS, Class, Module, Sources, attributes, is_self, is_vllm, statements
 
 OTHER_LIBRARIES = ("torch", "numpy", "triton", "ray", "os", "sys")  # their private names are not vLLM's
 
@@ -26,7 +26,7 @@ def is_private(name: str) -> bool:
 
 
 def private_imports(module: Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in statements(module.tree):
         if isinstance(node, ast.ImportFrom) and is_vllm(node.module or ""):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
