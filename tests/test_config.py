@@ -345,7 +345,6 @@ def test_indexer_keys_in_4_bits_on_the_cpu(heads: int) -> None:
     [
         ({"head_dim": 64}, "auto with indexer keys of 64 elements, not 128"),
         ({"heads": 4, "device_config__device_type": "cuda"}, "auto with 4 indexer heads on cuda, not 32 or 64"),
-        ({"kv_transfer_config__kv_role": "kv_consumer"}, "auto with kv_role kv_consumer in this release"),
     ],
 )
 def test_refuses_indexer_keys_in_4_bits(sizes: dict[str, Any], reason: str) -> None:

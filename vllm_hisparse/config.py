@@ -554,14 +554,12 @@ def _check_narrow_keys(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse indexer keys in 4 bits where there are none, or none that fit."""
     model, device = vllm_config.model_config.hf_text_config, vllm_config.device_config.device_type
     head_dim, heads = getattr(model, "index_head_dim", None), getattr(model, "index_n_heads", None)
-    role = vllm_config.kv_transfer_config.kv_role
     reasons = {
         f"algorithm '{config.algorithm}', which has no DSA indexer": config.dense_unit is not None,
         f"indexer keys of {head_dim} elements, not {NARROW_KEY_ELEMENTS}": head_dim != NARROW_KEY_ELEMENTS,
         f"{heads} indexer heads on cuda, not {' or '.join(map(str, NARROW_KEY_HEADS))}": (
             device == "cuda" and heads not in NARROW_KEY_HEADS
         ),
-        f"kv_role {role} in this release, whose keys NIXL writes to the device in 8 bits": role == "kv_consumer",
     }
     for reason, applies in reasons.items():
         if applies:

@@ -237,6 +237,17 @@ class KVLayout:
         return self.block_size * (self.num_resident_layers * self.resident_row_bytes + self.wider_row_bytes)
 
     @property
+    def receives_on_host(self) -> bool:
+        """True if a prefill instance's device-resident KV lands in the host pool, because the device keeps its keys in
+        fewer bits."""
+        return self.narrow_key_bytes is not None
+
+    @property
+    def received_block_bytes(self) -> int:
+        """Bytes of a host block that come from a prefill instance."""
+        return self.host_block_bytes if self.receives_on_host else self.main_block_bytes
+
+    @property
     def host_block_bytes(self) -> int:
         """Bytes of one host block: main KV and a copy of device-resident KV of all layers."""
         return self.main_block_bytes + self.saved_block_bytes

@@ -56,6 +56,7 @@ MODEL = (
 )  # its configuration only; no weights are read
 CODE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "models" / "code-dsa"  # with a draft layer
 NUM_LAYERS = 2
+NARROW_KEY_BYTES = 10  # of keys that have 20 bytes on the host
 Drafter = Callable[[list[int], int], list[int]]  # known tokens, placeholders -> drafts, perhaps fewer
 HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
 
@@ -289,12 +290,13 @@ def _kv_cache_config(sizes: Sizes, configuration: Configuration) -> KVCacheConfi
         draft_row_bytes=draft_bytes,
         state_entries=configuration.state_entries,
         full_kv_row_bytes=24 if configuration.tokens_per_unit > 1 else 0,
+        narrow_key_bytes=NARROW_KEY_BYTES if configuration.has_narrow_keys else None,
     )
     buffer = configuration.device_buffer_size, configuration.is_elastic
     hot = HotBufferSpec.from_mla_spec(mla_spec(12, torch.bfloat16), layout, *buffer)
     groups = [KVCacheGroupSpec(_layers("attn"), hot)]
     if configuration.has_resident_group:
-        keys = mla_spec(20, torch.uint8)
+        keys = mla_spec(layout.device_key_bytes, torch.uint8)
         drafts = configuration.has_draft_layer and not configuration.is_draft_model
         index = int(sizes.is_hot_first)
         groups.insert(index, KVCacheGroupSpec(_layers("indexer"), keys, is_eagle_group=drafts))

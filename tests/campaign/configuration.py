@@ -39,6 +39,7 @@ class Configuration:
         state_entries: tokens and bytes of each entry of an algorithm's state in a layer; empty: it keeps none.
         limits_running: whether requests are held back, by measurements that are drawn.
         tokens_per_unit: tokens that are selected together; above 1, each of two KV heads selects for itself.
+        has_narrow_keys: whether the device keeps keys in fewer bits than the host, so that pulls bring them there.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Configuration:
     state_entries: tuple[tuple[int, int], ...] = ()
     limits_running: bool = False
     tokens_per_unit: int = 1
+    has_narrow_keys: bool = False
 
     @property
     def has_state(self) -> bool:
@@ -98,6 +100,8 @@ CONFIGURATIONS = (
     _pd("spare blocks, P/D, nothing resident", lends_blocks=True, **_DENSE),
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
+    _pd("P/D, narrow keys, spare blocks", has_narrow_keys=True, lends_blocks=True, sibling_share=0.2),
+    _pd("P/D, narrow keys, sessions, pools of their own", has_narrow_keys=True, has_sessions=True, shares_host_pool=False),
     Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, state_entries=STATE_ENTRIES),
     _pd("spare blocks, P/D", lends_blocks=True),
     Configuration("held back, sessions, tier", limits_running=True, has_sessions=True, has_tier=True),
@@ -113,6 +117,7 @@ CONFIGURATIONS = (
     Configuration("draft layer, sync, sessions", is_async=False, num_drafts=2, has_draft_layer=True, has_sessions=True),
     _pd("draft layer, sync, P/D, tier", is_async=False, num_drafts=3, has_draft_layer=True, has_tier=True),
     Configuration("units, drafts", num_drafts=3, **_UNITS),
+    _pd("draft layer, P/D, narrow keys, tier", num_drafts=2, has_draft_layer=True, has_narrow_keys=True, has_tier=True),
     Configuration("drafts", num_drafts=3, state_entries=STATE_ENTRIES),
     Configuration("drafts, sessions, tier", num_drafts=2, has_sessions=True, has_tier=True),
     _pd("drafts, P/D", num_drafts=3, sibling_share=0.2),

@@ -143,9 +143,9 @@ class Nixl:
         return results
 
     def _writes(self, rank: Rank, meta: ReqMeta) -> Iterator[_Write]:
-        memories = (rank.host.rows, rank.keys)
+        memories = (rank.host.rows, rank.host.keys if rank.layout.receives_on_host else rank.keys)
         for memory, (pairs, uncovered) in zip(memories, block_pairs(meta), strict=False):
-            if memory is rank.host.rows and self.shares_host_pool and rank.index:
+            if memory is not rank.keys and self.shares_host_pool and rank.index:
                 continue
             for local_id, remote_id in pairs:
                 yield _Write(memory, local_id, self.prefill.blocks.get(remote_id, [BEYOND_PROMPT] * BLOCK_SIZE))

@@ -66,6 +66,7 @@ class Rank(PullWorker):
         self.nixl_wrapper = Nixl()
         self._install_hooks()
         self._tokens_per_block, self._leases, self._expired = BLOCK_SIZE, Leases(), set()
+        self._only_rank_0_pulls = False
         self._remote_agents = {"prefill": {(0, 0): "agent"}} if is_connected else {}
         self._engine_clock_offset, self._engine_last_active = {"prefill": CLOCK_OFFSET}, {}
         self._engine_ttl = 0
@@ -182,6 +183,22 @@ def test_lease_that_is_not_over_is_pulled(decode: Decode) -> None:
     assert decode.step() == {REQUEST: 1}, "all but the last token has been pulled"
     assert decode.counters["transfers"] == 1 and decode.counters["transfer_bytes_to_host"] > 0
     assert not decode.counters["transfers_expired"] and not decode.warnings
+
+
+@pytest.mark.parametrize(("rank", "only_rank_0", "reads"), [(0, True, True), (1, True, False), (1, False, True)])
+def test_ranks_that_share_all_that_is_received_pull_it_once(
+    monkeypatch: pytest.MonkeyPatch, rank: int, only_rank_0: bool, reads: bool
+) -> None:
+    asked: list[ReqMeta] = []
+    monkeypatch.setattr(NixlPullConnectorWorker, "_read_blocks_for_req", lambda _, name, meta: asked.append(meta))
+    worker = Rank()
+    worker.tp_rank, worker._only_rank_0_pulls = rank, only_rank_0
+    remote = SimpleNamespace(engine_id="prefill", request_id=REMOTE, blocks_expiry_time=None)
+    meta = ReqMeta(([3, 4], [3, 4]), ([3, 4], [3, 4]), 1, remote=remote, awaiting_kvs=True)
+    worker._read_blocks_for_req(REQUEST, meta)
+    (found,) = asked
+    assert found.awaiting_kvs and found.remote is remote
+    assert any(found.local_block_ids) == any(found.local_physical_block_ids) == reads
 
 
 def test_lease_of_the_prefill_side_is_shorter(decode: Decode) -> None:

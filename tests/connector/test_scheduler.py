@@ -584,6 +584,57 @@ def test_shared_host_blocks_are_not_pulled_again(device_cache: str) -> None:
     engine.check_idle()
 
 
+@pytest.mark.parametrize(("device_cache", "num_device"), [("kept", 1), ("lost", 3)])
+def test_narrow_keys_are_pulled_to_the_host_and_restored(device_cache: str, num_device: int) -> None:
+    """What the device has of the prompt stays as it is; what only the host has of it is restored, too."""
+    engine = ScriptedEngine(role="kv_consumer", has_narrow_keys=True)
+    engine.ask("local", PROMPT[:8], max_tokens=1)
+    engine.run_to_end()
+    if device_cache == "lost":
+        assert engine.scheduler.reset_prefix_cache()
+    engine.take_counters()
+    request = engine.ask_remote("remote", PROMPT)
+    metadata = engine.turn()
+    hosts, (_, devices) = engine.host_ids(request), engine.tables_of(request)
+    assert pulls(metadata) == {"remote": [hosts[2:], hosts[2:]]} and not metadata.restores
+    engine.receive()
+    assert counters(engine) == {
+        "transfers": 1,
+        "transfer_failures": 0,
+        "transfer_bytes_to_host": engine.half.layout.host_block_bytes,
+        "transfer_bytes_to_device": 0,
+    }
+    metadata = engine.turn()
+    assert metadata.restores == list(zip(hosts, devices, strict=True))[-num_device:]
+    assert not metadata.saves, "the host has the keys of the full blocks"
+    engine.run_to_end()
+    engine.check_idle()
+
+
+def test_narrow_keys_of_an_aborted_request_are_not_restored() -> None:
+    """Its device blocks may be another request's by then."""
+    engine = ScriptedEngine(role="kv_consumer", has_narrow_keys=True)
+    engine.ask_remote("remote", PROMPT)
+    engine.turn()
+    engine.receive()
+    engine.abort("remote")
+    assert not engine.turn().restores
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("fate", ["failed", "expired"])
+def test_narrow_keys_that_did_not_arrive_are_not_restored(fate: str) -> None:
+    engine = ScriptedEngine(role="kv_consumer", has_narrow_keys=True)
+    engine.ask_remote("remote", PROMPT)
+    engine.turn()
+    if fate == "expired":
+        meta = HiSparseWorkerMetadata([], {"remote"})
+        engine.half.update_connector_output(output(kv_connector_worker_meta=meta, finished_recving={"remote"}))
+    else:
+        engine.half.update_connector_output(output(finished_recving={"remote"}, failed_recving={"remote"}))
+    assert not engine.half.tracker.diff({}).restores
+
+
 def test_failed_transfers_count_no_bytes() -> None:
     engine = ScriptedEngine(role="kv_consumer")
     engine.ask_remote("remote", PROMPT)

@@ -149,8 +149,17 @@ def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
     if phase.get("forgets"):
         reset_connector = phase["forgets"] != "device"
         assert llm.reset_prefix_cache(reset_connector=reset_connector), "the caches could not be emptied"
+    if phase.get("last_token_alone"):
+        return [complete_in_two_steps(llm, prompt, phase) for prompt in prompts]
     outputs = llm.generate(prompts, sampling_params(phase), use_tqdm=False)
     return [completion(output) for output in outputs]
+
+
+def complete_in_two_steps(llm: Any, prompt: dict[str, list[int]], phase: dict[str, Any]) -> dict[str, Any]:
+    """Compute a prompt without its last token in one step, as a decode instance receives it, and the last one in
+    another."""
+    scheduler_core(llm).scheduler.max_num_scheduled_tokens = max(len(prompt["prompt_token_ids"]) - 1, 1)
+    return completion(llm.generate(prompt, sampling_params(phase), use_tqdm=False)[0])
 
 
 def run_script(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
@@ -307,7 +316,29 @@ def in_4_bits(keys: Any) -> Any:
     from vllm_hisparse.ops.indexer_keys import dequantize, quantize
 
     values, scales = dequantize(*quantize(keys))
-    return values.float() * scales[:, None]
+    return values.float() * scales[..., None]
+
+
+def round_received_keys() -> None:
+    """Have a full-KV engine on the CPU do what a decode instance with keys in 4 bits does after a prefill instance.
+
+    A step of several tokens is a prompt on the prefill instance: it has keys in 8 bits. A step of one token selects with
+    keys in 4 bits: earlier ones are rounded when they are read.
+    """
+    from vllm_hisparse.cpu import indexer_scores
+
+    insert, load, num_tokens = indexer_scores.insert_keys, indexer_scores.load_keys, 0
+
+    def insert_keys(cache: Any, keys: Any, slots: Any) -> None:
+        nonlocal num_tokens
+        num_tokens = len(keys)
+        insert(cache, in_4_bits(keys) if num_tokens == 1 else keys, slots)
+
+    def load_keys(*args: Any) -> Any:
+        keys = load(*args)
+        return in_4_bits(keys) if num_tokens == 1 else keys
+
+    indexer_scores.insert_keys, indexer_scores.load_keys = insert_keys, load_keys
 
 
 def round_keys() -> None:
@@ -350,6 +381,8 @@ class OfflineEngine:
             schedule_asynchronously()
         if job.get("narrow_keys"):
             round_keys()
+        if job.get("receives_keys"):
+            round_received_keys()
         self.llm = LLM(**job["engine"])
         self.recorder = make_recorder(self.llm)
         self.check = RowCheck(self.recorder.halves[1], **job["row_check"]) if "row_check" in job else None

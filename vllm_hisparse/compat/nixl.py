@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class PullHooks:
         """
         raise NotImplementedError
 
+    def needs_blocks(self) -> bool:
+        """Return True if this rank reads the blocks of a pull; else it only tells the prefill instance to free them."""
+        raise NotImplementedError
+
     def heartbeats_sent(self, request_ids: dict[str, set[str]], sent_at: float) -> None:
         """Called after heartbeats were sent to all ranks of prefill instances: engine id -> request ids there."""
         raise NotImplementedError
@@ -92,6 +97,9 @@ class PullHooks:
             is_posted = meta.awaiting_kvs and engine_id in self._remote_agents  # False: connects, or frees
             if is_posted and not self.may_pull(req_id, meta, self._engine_clock_offset[engine_id]):
                 self._recving_transfers.setdefault(req_id, [])  # an empty list counts as done
+            elif is_posted and not self.needs_blocks():
+                nothing = replace(meta, local_block_ids=(), local_physical_block_ids=())
+                super()._read_blocks_for_req(req_id, nothing)
             else:
                 super()._read_blocks_for_req(req_id, meta)
         except Exception as error:  # NOTE: vLLM computes with what the peer says, outside any `try`

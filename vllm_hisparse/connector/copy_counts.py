@@ -74,7 +74,7 @@ class CopyCounts:
         self.add(transfers=1, transfer_failures=int(failed))
         if failed:
             return None
-        to_host = transfer.num_host_blocks * self.layout.main_block_bytes * self.num_host_pools
+        to_host = transfer.num_host_blocks * self.layout.received_block_bytes * self.num_host_pools
         to_device = transfer.num_device_blocks * self.layout.resident_block_bytes * self.num_ranks
         self.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
         return to_host, to_device

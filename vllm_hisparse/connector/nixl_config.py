@@ -2,6 +2,7 @@
 
 The prefill side is stock vLLM with one KV group. On the decode side the connector gets a `KVCacheConfig` of two groups,
 main KV (`host_resident`) and device-resident KV, maps the remote group onto both and reads main KV into the host pool.
+Device-resident KV is read into the device or, if the device keeps other bytes of it, into its copy in the host pool.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.rows.host_memory import shares_host_pool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 def host_resident_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
 ) -> KVCacheConfig:
-    """Describe the KV cache to the NIXL connector: main KV on the host, device-resident KV on the device."""
+    """Describe the KV cache to the NIXL connector: main KV on the host, device-resident KV where it is received."""
     hot = groups.hot_spec
     main = MLAAttentionSpec(
         block_size=hot.block_size,
@@ -31,10 +33,36 @@ def host_resident_config(
         kv_quant_mode=hot.kv_quant_mode,
         state_content_bytes=hot.row_bytes,
     )
-    device_groups = [groups.resident_group] if groups.resident_group else []
+    others, num_blocks = [groups.resident_group] if groups.resident_group else [], kv_cache_config.num_blocks
+    if groups.layout.receives_on_host:
+        # NOTE: `host_resident` is for layers whose memory is not shared. These lie side by side in every host block, as
+        # device-resident KV does in a device block; vLLM finds by their tensors that they are on the host.
+        others, num_blocks = [KVCacheGroupSpec(groups.resident_layers, _saved_spec(groups))], num_host_blocks
     return replace(
         kv_cache_config,
-        kv_cache_groups=[KVCacheGroupSpec(groups.hot_group.layer_names, main, host_resident=True), *device_groups],
+        num_blocks=num_blocks,
+        kv_cache_groups=[KVCacheGroupSpec(groups.hot_group.layer_names, main, host_resident=True), *others],
         hisparse_host_num_blocks=num_host_blocks,
         hisparse_shared_host_pool=shares_host_pool(vllm_config),
     )
+
+
+def leaves_pulls_to_rank_0(vllm_config: VllmConfig, groups: DeviceGroups) -> bool:
+    """True if rank 0 pulls for all ranks: they share a host pool, and everything is received there.
+
+    NOTE: vLLM does the same for the host's part if there are parts on the device, too.
+    """
+    return shares_host_pool(vllm_config) and groups.layout.receives_on_host
+
+
+def _saved_spec(groups: DeviceGroups) -> KVCacheSpec:
+    """The spec of the copies of device-resident KV: keys that the device has in fewer bits are as wide as received."""
+    layout, spec = groups.layout, groups.resident_group.kv_cache_spec
+
+    def saved(layer: MLAAttentionSpec) -> MLAAttentionSpec:
+        is_narrow = layer.unpadded_page_size_bytes == layout.narrow_key_bytes * layout.block_size
+        return replace(layer, head_size=layout.resident_row_bytes) if is_narrow else layer
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return replace(spec, kv_cache_specs={name: saved(layer) for name, layer in spec.kv_cache_specs.items()})
+    return saved(spec)

@@ -62,6 +62,7 @@ class NixlSchedulerTransport:
         send_heartbeats_every(self.connector, self._assumed_lease_s // 6)
         self._no_blocks: tuple[list[KVCacheBlock], ...] = tuple([] for _ in config.kv_cache_groups)
         self._block_size, self._prefill_tp_size = groups.layout.block_size, prefill_tp_size
+        self._receives_on_host = groups.layout.receives_on_host
         self._accepted: dict[str, dict[str, Any]] = {}  # request id -> parameters, until the request ends
         self._arrivals: dict[str, float] = {}  # request id -> arrival of an accepted request, `time.perf_counter`
         # (engine id, request id) of the prefill side for each transfer that was given to a request, the latest last
@@ -116,13 +117,15 @@ class NixlSchedulerTransport:
             host_ids: ids of the host blocks of the whole prompt.
             num_shared: number of leading host blocks that hold their KV already; they are not written.
             device_blocks: blocks for the whole prompt's device-resident KV; a block with a hash holds its KV already.
-                None: the model has no such KV.
+                None: the model has no such KV, or it is received on the host.
             num_external_tokens: tokens to pull; with 0, the prefill instance is only told to free the blocks.
         """
         host_blocks = [KVCacheBlock(block_id) for block_id in host_ids]
         for block in host_blocks[:num_shared]:
             block.set_block_hash(_SHARED_BLOCK_HASH)
         blocks = (host_blocks,) if device_blocks is None else (host_blocks, list(device_blocks))
+        if self._receives_on_host:
+            blocks = host_blocks, host_blocks
         self.connector.update_state_after_alloc(self._seen_by_nixl(request), KVCacheBlocks(blocks), num_external_tokens)
 
     def build_connector_meta(

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from vllm_hisparse.compat.nixl import PullHooks, copy_blocks_whole
 from vllm_hisparse.connector.leases import Leases
-from vllm_hisparse.connector.nixl_config import host_resident_config
+from vllm_hisparse.connector.nixl_config import host_resident_config, leaves_pulls_to_rank_0
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
@@ -38,11 +38,19 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         engine_id: id of this engine.
         kv_cache_config: the KV cache as NIXL sees it.
         block_size: tokens per block.
+        only_rank_0_pulls: True if the other ranks only tell the prefill instance that they need nothing.
     """
 
-    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, block_size: int):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        block_size: int,
+        only_rank_0_pulls: bool,
+    ):
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._tokens_per_block = block_size
+        self._tokens_per_block, self._only_rank_0_pulls = block_size, only_rank_0_pulls
         self._leases = Leases()
         self._expired: set[str] = set()
 
@@ -56,6 +64,9 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         if meta.remote.blocks_expiry_time is not None:
             self._leases.state_end(request_id, meta.remote.blocks_expiry_time - clock_offset)
         return not self._leases.is_over(request_id)
+
+    def needs_blocks(self) -> bool:
+        return self.tp_rank == 0 or not self._only_rank_0_pulls
 
     def heartbeats_due(self, request_ids: dict[str, set[str]]) -> None:
         self._leases.keep(request_ids)
@@ -97,9 +108,9 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
 class PullConnector(NixlPullConnector):
     """vLLM's pull connector with a worker half of our own."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int):
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *options: Any):
         NixlBaseConnector.__init__(self, vllm_config, KVConnectorRole.WORKER, kv_cache_config)
-        self.connector_worker = PullWorker(vllm_config, self.engine_id, kv_cache_config, block_size)
+        self.connector_worker = PullWorker(vllm_config, self.engine_id, kv_cache_config, *options)
 
 
 class NixlWorkerTransport:
@@ -109,7 +120,8 @@ class NixlWorkerTransport:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: DeviceGroups, num_host_blocks: int
     ):
         config = host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
-        self.connector = PullConnector(vllm_config, config, groups.layout.block_size)
+        only_rank_0_pulls = leaves_pulls_to_rank_0(vllm_config, groups)
+        self.connector = PullConnector(vllm_config, config, groups.layout.block_size, only_rank_0_pulls)
         copy_blocks_whole(self.connector)
 
     def register(self, main_kv: dict[str, torch.Tensor], resident_kv: dict[str, torch.Tensor]) -> None:
@@ -117,7 +129,8 @@ class NixlWorkerTransport:
 
         Args:
             main_kv: layer -> host pool, [num_host_blocks, block_size, row elements].
-            resident_kv: layer -> device cache as vLLM allocated it, [num_blocks, 1, block_size, row bytes].
+            resident_kv: layer -> device cache as vLLM allocated it, or its copies in the host pool, [num_blocks, 1,
+                block_size, row bytes].
         """
         host = {name: tensor.unsqueeze(1) for name, tensor in main_kv.items()}
         self.connector.register_kv_caches({**host, **resident_kv})

@@ -190,8 +190,11 @@ class HiSparseSchedulerConnector:
                 self.admission.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():
             received = self.counts.transfer_ended(request_id, request_id in failed)
-            if received and self.request_log and request_id in self.tracker.requests:
-                self.request_log.received(request_id, *received)
+            if received and request_id in self.tracker.requests:
+                if self.layout.receives_on_host:
+                    self.tracker.receive(request_id)
+                if self.request_log:
+                    self.request_log.received(request_id, *received)
         if self.transport:
             self.transport.update_connector_output(output)
         if self.request_log and isinstance(worker_meta, HiSparseWorkerMetadata):
@@ -281,7 +284,8 @@ class HiSparseSchedulerConnector:
         request_id = request.request_id
         host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
         resident_id = self.groups.resident_group_id
-        device_blocks = None if resident_id is None else blocks.blocks[resident_id]
+        is_on_device = resident_id is not None and not self.layout.receives_on_host
+        device_blocks = blocks.blocks[resident_id] if is_on_device else None
         num_shared = self.tracker.admitted[request_id].num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:

@@ -90,7 +90,9 @@ class HiSparseWorkerConnector:
         resident_caches = {name: kv_caches[name] for name in self.groups.resident_layers}
         any_cache = next(iter(hot_caches.values()))
         self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
-        self.store.attach(any_cache.device, self._key_conversion(list(resident_caches.values())))
+        in_memory = dict(sorted(resident_caches.items(), key=lambda item: item[1].data_ptr()))
+        conversion = self._key_conversion(list(in_memory.values()))
+        self.store.attach(any_cache.device, conversion)
         self.hot_buffer = self._make_hot_buffer(list(hot_caches.values()))
         if self.config.controls_admission(self.layout.max_query_len) and self.reports_requests:
             self._sampler = UsageSampler(self.hot_buffer)
@@ -99,7 +101,10 @@ class HiSparseWorkerConnector:
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
             impl.bind(self.hot_buffer, index, self.store.main_kv[name], hot_caches[name])
         if self.transport:
-            self.transport.register(self.store.main_kv, resident_caches)
+            received = resident_caches
+            if conversion is not None:
+                received = self.store.saved_layers(dict(zip(in_memory, conversion.layer_bytes, strict=True)))
+            self.transport.register(self.store.main_kv, received)
 
     def apply_changes(self, metadata: HiSparseMetadata) -> None:
         """Apply the scheduler's changes, before the forward.
@@ -193,14 +198,12 @@ class HiSparseWorkerConnector:
         """How blocks of device-resident KV differ between device and host; None if they do not.
 
         Args:
-            caches: one per layer, [num_blocks, KV heads, block_size, row elements].
+            caches: one per layer in the order of memory, [num_blocks, KV heads, block_size, row elements].
         """
-        if self.layout.narrow_key_bytes is None:
+        narrow_bytes = self.layout.narrow_key_bytes
+        if narrow_bytes is None:
             return None
-        in_memory = sorted(caches, key=torch.Tensor.data_ptr)
-        return KeyConversion(
-            [(cache[0].nbytes, cache.shape[-1] == self.layout.narrow_key_bytes) for cache in in_memory]
-        )
+        return KeyConversion([(cache[0].nbytes, cache.shape[-1] == narrow_bytes) for cache in caches])
 
     def _make_hot_buffer(self, caches: list[torch.Tensor]) -> HotBuffer:
         """Make the hot buffer for the model's family.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
@@ -161,6 +161,7 @@ class RequestTracker:
         self._released: list[int] = []
         self._preemption_saves: BlockPairs = []
         self._restores: BlockPairs = []
+        self._received: dict[str, BlockPairs] = {}  # request id -> restores of what a prefill instance has sent
         # State of the step that vLLM is scheduling
         self._is_scheduling = False
         self._asked: str | None = None  # the request that vLLM last asked for; None once it has its blocks
@@ -324,6 +325,7 @@ class RequestTracker:
         """
         self._changed.pop(request_id, None)
         self._tables_changed.pop(request_id, None)
+        self._received.pop(request_id, None)
         admitted = self.admitted.pop(request_id, None)
         if admitted is None:
             return []
@@ -356,6 +358,17 @@ class RequestTracker:
         first, host_ids = (num_matched - num_tokens) // self.block_size, self.host_pool.block_ids(request_id)
         for index, block in self.resident_blocks(request_id, first, self.layout.num_blocks(num_matched)):
             self._restores.append((host_ids[index], block.block_id))
+
+    def receive(self, request_id: str) -> None:
+        """Plan to copy the device-resident KV of a prompt to the device, because a prefill instance has sent it to the
+        host."""
+        num_tokens, host_ids = self.requests[request_id].num_prompt_tokens, self.host_pool.block_ids(request_id)
+        blocks = self.resident_blocks(request_id, 0, self.layout.num_blocks(num_tokens))
+        self._received[request_id] = [
+            (host_ids[index], block.block_id) for index, block in blocks if block.block_hash is None
+        ]
+        admitted = self.admitted[request_id]
+        admitted.num_saved_blocks = max(admitted.num_saved_blocks, num_tokens // self.block_size)
 
     def _host_fits(self, request_id: str, num_tokens: int) -> bool:
         if request_id in self.admitted:
@@ -553,8 +566,9 @@ class RequestTracker:
         if self.spec.elastic:
             self._balance(num_scheduled)
         self._is_scheduling = False
-        metadata = HiSparseMetadata(restores=self._restores, preemption_saves=self._preemption_saves)
-        self._restores, self._preemption_saves = [], []
+        restores = [*self._restores, *chain.from_iterable(self._received.values())]
+        metadata = HiSparseMetadata(restores=restores, preemption_saves=self._preemption_saves)
+        self._restores, self._received, self._preemption_saves = [], {}, []
         metadata.waits_for_preemption_saves = bool(metadata.preemption_saves) and not num_scheduled
         self._drop_turns_that_go_back(num_scheduled)
         for request_id in [request_id for request_id in self._changed if request_id in num_scheduled]:
@@ -690,6 +704,7 @@ class RequestTracker:
             ("released", self._released),
             ("preemption saves", self._preemption_saves),
             ("restores", self._restores),
+            ("received", self._received),
             ("kept blocks", self.kept),
             ("deferred", self.deferred),
             ("preempted", self.host_pool.preempted()),

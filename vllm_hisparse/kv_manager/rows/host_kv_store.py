@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class HostKVStore:
         self._to_host: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._to_device: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._flat, self._device_view = flat, self.resident_kv
+        self._layout, self._memory = layout, memory
 
     def attach(self, device: torch.device, conversion: KeyConversion | None = None) -> None:
         """Let the device read and write the store; this pins the memory, except for the CPU.
@@ -62,6 +63,23 @@ class HostKVStore:
         if device.type != "cpu":
             self._pinned = PinnedMemory(self._flat)
             self._device_view = self._pinned.device_view(self.resident_kv)
+
+    def saved_layers(self, layer_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Copies of device-resident KV by layer, in a torch storage of their own (NOTE: as vLLM's NIXL worker expects).
+
+        Args:
+            layer_bytes: layer -> bytes of a block, in the order of a host block.
+
+        Returns:
+            Layer -> [num_blocks, 1, block_size, bytes of a token] uint8.
+        """
+        part, num_tokens = self._layout.resident_kv, self._layout.kv.block_size
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=part.stop - part.start, offset=part.start)
+        blocks, layers, first = flat.view(self._layout.resident_shape), {}, 0
+        for name, num_bytes in layer_bytes.items():
+            layers[name] = blocks[:, first : first + num_bytes].unflatten(1, (1, num_tokens, -1))
+            first += num_bytes
+        return layers
 
     def save_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of all layers to the host.

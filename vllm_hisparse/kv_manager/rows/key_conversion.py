@@ -17,6 +17,10 @@ class KeyConversion:
 
     Args:
         layers: layers of a device block in the order of memory: bytes of each, and True if these are keys in 4 bits.
+
+    Attributes:
+        layer_bytes: bytes of each layer of a host block.
+        device_bytes, host_bytes: bytes of a block.
     """
 
     def __init__(self, layers: Sequence[tuple[int, bool]]):
@@ -26,8 +30,9 @@ class KeyConversion:
             sizes = [size for size, _ in group]
             wide_bytes = len(sizes) * WIDE_BYTES if is_narrow else sum(sizes)
             self._parts.append((is_narrow, len(sizes), sum(sizes), wide_bytes))
+        self.layer_bytes = [WIDE_BYTES if is_narrow else size for size, is_narrow in layers]
         self.device_bytes = sum(part[2] for part in self._parts)
-        self.host_bytes = sum(part[3] for part in self._parts)
+        self.host_bytes = sum(self.layer_bytes)
 
     def to_host(self, blocks: torch.Tensor) -> torch.Tensor:
         """The form in which the host keeps blocks: an exact copy.
