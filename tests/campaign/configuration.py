@@ -101,7 +101,12 @@ CONFIGURATIONS = (
     _pd("P/D, several prompts, malformed parameters", sibling_share=0.2, malformed_share=0.2),
     _pd("P/D, data parallel", num_engines=2, sibling_share=0.2),
     _pd("P/D, narrow keys, spare blocks", has_narrow_keys=True, lends_blocks=True, sibling_share=0.2),
-    _pd("P/D, narrow keys, sessions, pools of their own", has_narrow_keys=True, has_sessions=True, shares_host_pool=False),
+    _pd(
+        "P/D, narrow keys, sessions, own pools",
+        has_narrow_keys=True,
+        has_sessions=True,
+        shares_host_pool=False,
+    ),
     Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, state_entries=STATE_ENTRIES),
     _pd("spare blocks, P/D", lends_blocks=True),
     Configuration("held back, sessions, tier", limits_running=True, has_sessions=True, has_tier=True),

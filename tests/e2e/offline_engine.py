@@ -322,8 +322,8 @@ def in_4_bits(keys: Any) -> Any:
 def round_received_keys() -> None:
     """Have a full-KV engine on the CPU do what a decode instance with keys in 4 bits does after a prefill instance.
 
-    A step of several tokens is a prompt on the prefill instance: it has keys in 8 bits. A step of one token selects with
-    keys in 4 bits: earlier ones are rounded when they are read.
+    A step of several tokens is a prompt on the prefill instance: it has keys in 8 bits. A step of one token selects
+    with keys in 4 bits: earlier ones are rounded when they are read.
     """
     from vllm_hisparse.cpu import indexer_scores
 
