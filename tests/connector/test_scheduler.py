@@ -586,7 +586,7 @@ def test_shared_host_blocks_are_not_pulled_again(device_cache: str) -> None:
 
 @pytest.mark.parametrize(("device_cache", "num_device"), [("kept", 1), ("lost", 3)])
 def test_narrow_keys_are_pulled_to_the_host_and_restored(device_cache: str, num_device: int) -> None:
-    """What the device has of the prompt stays as it is; what only the host has of it is restored, too."""
+    """Blocks that the device has stay as they are; those that only the host has are restored, too."""
     engine = ScriptedEngine(role="kv_consumer", has_narrow_keys=True)
     engine.ask("local", PROMPT[:8], max_tokens=1)
     engine.run_to_end()
