@@ -366,13 +366,15 @@ def serve(connection: Connection, job: dict[str, Any]) -> None:
 
 
 def serve_full_kv(connection: Connection, engine: dict[str, Any]) -> None:
-    """Answer (prompt, max_tokens) with full KV, one after the other: tokens, logprobs, the second best token of each
-    step, and its distance in logprobs. None ends it."""
+    """Answer (prompt, max_tokens, tokens of a chunk) with full KV, one after the other: tokens, logprobs, the second
+    best token of each step, and its distance in logprobs. None ends it."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     connection.send(None)
-    for prompt, max_tokens in iter(connection.recv, None):
+    for prompt, max_tokens, chunk in iter(connection.recv, None):
+        scheduler.max_num_scheduled_tokens = chunk
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=2, detokenize=False)
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         best = output.outputs[0]

@@ -18,17 +18,19 @@ class FullKV:
 
     Args:
         margin: distance of the two best tokens.
+        shift: number that is added to each token if the prompt is computed in chunks of less than 64 tokens.
     """
 
-    def __init__(self, margin: float = 0.25):
-        self.margin, self.asked = margin, []
+    def __init__(self, margin: float = 0.25, shift: int = 0):
+        self.margin, self.shift, self.asked = margin, shift, []
 
-    def send(self, question: tuple[list[int], int]) -> None:
+    def send(self, question: tuple[list[int], int, int]) -> None:
         self.asked.append(question)
 
     def recv(self) -> dict[str, list]:
-        prompt, count = self.asked[-1]
-        tokens = list(range(len(prompt), len(prompt) + count))
+        prompt, count, chunk = self.asked[-1]
+        shift = self.shift if chunk < 64 else 0
+        tokens = [token + shift for token in range(len(prompt), len(prompt) + count)]
         second = [100 + token for token in tokens]
         return {"tokens": tokens, "logprobs": [-1.0] * count, "second": second, "margins": [self.margin] * count}
 
@@ -41,7 +43,7 @@ def answer(reply: list[int], max_tokens: int = 4) -> dict[str, Any]:
 @pytest.mark.parametrize(("reply", "ties"), [([3, 4, 5, 6], 0), ([3, 4], 0), ([], 0), ([3, 104, 5, 6], 1)])
 def test_full_kvs_tokens_are_right_up_to_ties(reply: list[int], ties: int) -> None:
     """Answers that were broken off are compared, too."""
-    judge = Judge(FullKV(), 0.5)
+    judge = Judge(FullKV(), 0.5, 64)
     judge.compare(answer(reply))
     assert (judge.num_wrong, judge.num_ties, judge.num_tokens) == (0, ties, len(reply))
 
@@ -56,18 +58,27 @@ def test_full_kvs_tokens_are_right_up_to_ties(reply: list[int], ties: int) -> No
     ],
 )
 def test_other_tokens_are_wrong(reply: list[int], margin: float) -> None:
-    judge = Judge(FullKV(margin), 0.5)
+    judge = Judge(FullKV(margin), 0.5, 64)
     judge.compare(answer(reply))
     assert judge.num_wrong == len(judge.wrong) == 1
     assert judge.wrong[0]["got"] == reply[judge.wrong[0]["position"]] != judge.wrong[0]["expected"]
 
 
+def test_full_kv_with_other_chunks_shows_a_tie() -> None:
+    """However far its two best tokens are apart with its own chunks."""
+    judge = Judge(FullKV(margin=3.0, shift=500), 0.5, 64)
+    judge.compare(answer([3, 504, 5, 6]))
+    assert (judge.num_wrong, judge.num_ties, judge.num_shown) == (0, 1, 1)
+    judge.compare(answer([3, 505, 5, 6]))
+    assert judge.num_wrong == 1
+
+
 def test_full_kv_is_asked_once() -> None:
     full = FullKV()
-    judge = Judge(full, 0.5)
+    judge = Judge(full, 0.5, 64)
     for reply in ([3, 4, 5, 6], [3, 4]):
         judge.compare(answer(reply))
-    assert full.asked == [(PROMPT, 4)]
+    assert full.asked == [(PROMPT, 4, 64)]
 
 
 def test_the_slope_is_that_of_the_time_after_warm_up() -> None:
@@ -78,7 +89,7 @@ def test_the_slope_is_that_of_the_time_after_warm_up() -> None:
 
 
 def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wrong_tokens: int = 0) -> dict[str, Any]:
-    judge = Judge(FullKV(), 0.5)
+    judge = Judge(FullKV(), 0.5, 64)
     judge.num_wrong = wrong_tokens
     samples = [
         {"minute": minute, "rss_mib": {"engine": 1.0}, "pss_mib": {"engine": 900 + slope * minute / 60}}
