@@ -397,7 +397,7 @@ class FlashInferLayer(CudaLayer):
 
     def __init__(self, algorithm_class: type, max_query_len: int = 1):
         super().__init__(algorithm_class, max_query_len)
-        self.builder.paged_kv_indices = torch.zeros(8, dtype=torch.int32)
+        self.builder._prefill_wrapper, self.builder.paged_kv_indices = None, torch.zeros(8, dtype=torch.int32)
 
 
 class Fp8FlashAttnLayer(FlashAttnLayer):
