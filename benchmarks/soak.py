@@ -98,7 +98,7 @@ class Judge:
 
     Args:
         full_kv: a connection to `serve_full_kv`.
-        tie_margin: largest distance of full KV's two best tokens where another choice is a tie.
+        tie_margin: largest distance of a token from full KV's best one, in logprobs, that is a tie.
         chunk: tokens of a chunk of full KV.
     """
 
@@ -124,15 +124,15 @@ class Judge:
             position += same
             if position == len(tokens):
                 return
-            margin = full["margins"][same]
-            is_near = tokens[position] == full["second"][same] and margin <= self._tie_margin
+            margin = full["distances"][same].get(tokens[position])
+            is_near = margin is not None and margin <= self._tie_margin
             is_shown = self._is_chosen(answer["tokens"] + tokens[:position], tokens[position])
             if not is_near and not is_shown:
                 self._blame(answer, position, full["tokens"][same], margin)
                 return
             self.num_ties += 1
             self.num_shown += is_shown
-            self.widest_tie = max(self.widest_tie, margin)
+            self.widest_tie = max(self.widest_tie, margin or 0.0)
             position += 1
 
     def row(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Judge:
             "wrong_tokens": self.num_wrong,
         }
 
-    def _blame(self, answer: dict[str, Any], position: int, expected: int, margin: float) -> None:
+    def _blame(self, answer: dict[str, Any], position: int, expected: int, margin: float | None) -> None:
         self.num_wrong += 1
         if len(self.wrong) < MAX_SHOWN:
             names = ("number", "is_session", "max_tokens")

@@ -23,6 +23,7 @@ NUM_DOCUMENTS, NUM_CONVERSATIONS = 6, 64  # prompts are few, so that prefixes ar
 MAX_TURNS = 4
 ABORT_SHARE, RESET_SHARE = 0.03, 0.002  # of the steps in which a client leaves, or the prefix caches are emptied
 DRAIN_TIMEOUT_S = 300
+NUM_BEST = 5  # tokens of a step whose logprobs full KV gives
 
 
 @dataclass
@@ -366,8 +367,8 @@ def serve(connection: Connection, job: dict[str, Any]) -> None:
 
 
 def serve_full_kv(connection: Connection, engine: dict[str, Any]) -> None:
-    """Answer (prompt, max_tokens, tokens of a chunk) with full KV, one after the other: tokens, logprobs, the second
-    best token of each step, and its distance in logprobs. None ends it."""
+    """Answer (prompt, max_tokens, tokens of a chunk) with full KV, one after the other: tokens, logprobs, and for each
+    step how much less likely the best tokens are than the best one, in logprobs. None ends it."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine)
@@ -375,14 +376,14 @@ def serve_full_kv(connection: Connection, engine: dict[str, Any]) -> None:
     connection.send(None)
     for prompt, max_tokens, chunk in iter(connection.recv, None):
         scheduler.max_num_scheduled_tokens = chunk
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=2, detokenize=False)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=NUM_BEST, detokenize=False
+        )
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         best = output.outputs[0]
-        answer: dict[str, list] = {"tokens": list(best.token_ids), "logprobs": [], "second": [], "margins": []}
-        for step, token in zip(best.logprobs, best.token_ids, strict=True):
-            others = {other: entry.logprob for other, entry in step.items() if other != token}
-            second = max(others, key=others.__getitem__)
-            answer["logprobs"].append(step[token].logprob)
-            answer["second"].append(second)
-            answer["margins"].append(step[token].logprob - others[second])
-        connection.send(answer)
+        logprobs = [step[token].logprob for step, token in zip(best.logprobs, best.token_ids, strict=True)]
+        distances = [
+            {token: largest - entry.logprob for token, entry in step.items()}
+            for step, largest in zip(best.logprobs, logprobs, strict=True)
+        ]
+        connection.send({"tokens": list(best.token_ids), "logprobs": logprobs, "distances": distances})

@@ -14,10 +14,10 @@ PROMPT = [5, 6, 7]
 
 
 class FullKV:
-    """Stands for the engine with full KV: each token is the number of tokens before it, the second best one 100 more.
+    """Stands for the engine with full KV: each token is the number of tokens before it, a tie 100 or 200 more.
 
     Args:
-        margin: distance of the two best tokens.
+        margin: distance of these from the best token.
         shift: number that is added to each token if the prompt is computed in chunks of less than 64 tokens.
     """
 
@@ -31,8 +31,8 @@ class FullKV:
         prompt, count, chunk = self.asked[-1]
         shift = self.shift if chunk < 64 else 0
         tokens = [token + shift for token in range(len(prompt), len(prompt) + count)]
-        second = [100 + token for token in tokens]
-        return {"tokens": tokens, "logprobs": [-1.0] * count, "second": second, "margins": [self.margin] * count}
+        distances = [{token: 0.0, token + 100: self.margin, token + 200: self.margin} for token in tokens]
+        return {"tokens": tokens, "logprobs": [-1.0] * count, "distances": distances}
 
 
 def answer(reply: list[int], max_tokens: int = 4) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def answer(reply: list[int], max_tokens: int = 4) -> dict[str, Any]:
     return names | {"reply": reply, "logprobs": [-1.0] * len(reply)}
 
 
-@pytest.mark.parametrize(("reply", "ties"), [([3, 4, 5, 6], 0), ([3, 4], 0), ([], 0), ([3, 104, 5, 6], 1)])
+@pytest.mark.parametrize(("reply", "ties"), [([3, 4, 5, 6], 0), ([3, 4], 0), ([], 0), ([3, 104, 5, 206], 2)])
 def test_full_kvs_tokens_are_right_up_to_ties(reply: list[int], ties: int) -> None:
     """Answers that were broken off are compared, too."""
     judge = Judge(FullKV(), 0.5, 64)
@@ -51,7 +51,7 @@ def test_full_kvs_tokens_are_right_up_to_ties(reply: list[int], ties: int) -> No
 @pytest.mark.parametrize(
     ("reply", "margin"),
     [
-        ([3, 104, 5, 6], 0.75),  # the second best token, but not close
+        ([3, 104, 5, 6], 0.75),  # among the best tokens, but not close
         ([3, 9, 5, 6], 0.25),  # another token
         ([3, 104, 9], 0.25),  # after a tie
         ([9], 0.25),
