@@ -14,6 +14,7 @@ import pytest
 import torch
 from interpreted_kernels import interpreted
 from layer_under_test import attend_paged
+from stand_ins import bare
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape
@@ -149,11 +150,11 @@ class Model:
         index_cache = SimpleNamespace(prefix=KEYS, kv_cache=caches.keys, dtype=torch.float32)
         sizes = {"num_kv_heads": NUM_KV_HEADS, "num_index_heads": NUM_KV_HEADS, "index_head_dim": SIZE}
         selection = {"topk_blocks": BLOCKS, "init_blocks": 0, "local_blocks": 1, "topk_indices_buffer": buffer}
-        impl = make(self.indexer_class, index_cache=index_cache, **sizes, **selection)
+        impl = bare(self.indexer_class, index_cache=index_cache, **sizes, **selection)
 
         indexer = Indexer(impl)
         norm = SimpleNamespace(weight=torch.zeros(SIZE), variance_epsilon=1e-6)
-        return make(
+        return bare(
             cls,
             hidden_size=Q_SIZE,
             qkv_proj=lambda hidden: (hidden.clone(), None),
@@ -178,7 +179,7 @@ class Model:
 
     def _impl(self, cls: type) -> Any:
         sizes = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_size": SIZE, "scale": SIZE**-0.5}
-        return make(cls, **sizes, kv_cache_dtype="auto", use_fp8_kv=False)
+        return bare(cls, **sizes, kv_cache_dtype="auto", use_fp8_kv=False)
 
     def _make_hot_buffer(self, max_query_len: int) -> None:
         shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, SIZE, torch.float32)
@@ -198,7 +199,7 @@ class Model:
     def _builder(self, cls: type) -> Any:
         static = SimpleNamespace(static_forward_context={NAME: self.hot})
         config = SimpleNamespace(compilation_config=static)
-        return make(
+        return bare(
             cls,
             layer_names=[NAME],
             vllm_config=config,
@@ -288,13 +289,6 @@ class Model:
         host = self.host[request.blocks].view(-1, NUM_KV_HEADS, MSA_BLOCK_SIZE, 2 * SIZE).transpose(1, 2).flatten(0, 1)
         stock = self.stock_caches.kv[request.blocks].transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(host[: request.num_computed], stock[: request.num_computed])
-
-
-def make(cls: type, **attributes: Any) -> Any:
-    """An object of vLLM's class, as far as these tests look at it."""
-    built = object.__new__(cls)
-    built.__dict__.update(attributes)
-    return built
 
 
 @pytest.fixture

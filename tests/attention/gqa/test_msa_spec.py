@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import bare
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
@@ -48,10 +49,10 @@ def test_vllm_makes_one_group_of_hot_rows_and_one_of_the_rest(
     keys = MLAAttentionSpec(
         block_size=BLOCK, num_kv_heads=1, head_size=128, dtype=key_dtype, cache_role=SparseCacheRole.INDEXER
     )
-    layers: dict[str, Any] = {f"layers.{i}.attn": object.__new__(Attention) for i in range(num_full)}
+    layers: dict[str, Any] = {f"layers.{i}.attn": bare(Attention) for i in range(num_full)}
     for i in range(num_full, num_full + num_sparse):
-        layers[f"layers.{i}.attn"] = object.__new__(msa_cuda.HotMSAAttention)
-        layers[f"layers.{i}.attn.index_cache"] = object.__new__(msa_cuda.MiniMaxM3IndexerCache)
+        layers[f"layers.{i}.attn"] = bare(msa_cuda.HotMSAAttention)
+        layers[f"layers.{i}.attn.index_cache"] = bare(msa_cuda.MiniMaxM3IndexerCache)
     for cls, spec in (
         (Attention, full),
         (msa_cuda.MiniMaxM3SparseAttention, full),
@@ -89,7 +90,7 @@ def test_blocks_of_another_size_are_refused(msa_cuda: ModuleType, monkeypatch: p
     spec = FullAttentionSpec(block_size=256, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
     monkeypatch.setattr(msa_cuda.MiniMaxM3SparseAttention, "get_kv_cache_spec", lambda *_: spec)
     with pytest.raises(HiSparseConfigError, match=r"^--block-size: got 256, expected 128, the block that the indexer"):
-        object.__new__(msa_cuda.HotMSAAttention).get_kv_cache_spec(None)
+        bare(msa_cuda.HotMSAAttention).get_kv_cache_spec(None)
 
 
 @pytest.mark.parametrize(
