@@ -583,6 +583,7 @@ def run(
     columns = (
         "system",
         "admission",
+        "indexer_key_dtype",
         "drafts",
         "context",
         "requests",

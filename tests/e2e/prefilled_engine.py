@@ -16,6 +16,7 @@ JOB = {
     "device_buffer_size": 512,
     "elastic": True,
     "admission": "off",
+    "indexer_key_dtype": "auto",
     "drafts": 0,
     "tensor_parallel": 1,
     "data_parallel": 1,
@@ -26,14 +27,22 @@ JOB = {
 }
 
 
-def measure(system: str, model: str, log_path: str, pipe: Connection) -> None:
-    """Send the rows of all cases, and how many requests are left."""
+def measure(system: str, model: str, log_path: str, pipe: Connection, **options: Any) -> None:
+    """Send the rows of all cases, and how many requests are left.
+
+    Args:
+        system: of `benchmarks.full_depth`.
+        model: directory of the model.
+        log_path: gets the process's log.
+        pipe: gets the result.
+        options: other values of `JOB`.
+    """
     begin(log_path, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     from vllm import LLM
 
     from benchmarks.full_depth import Case, Loaded, System, engine_args
 
-    job: dict[str, Any] = {**JOB, "model": model}
+    job: dict[str, Any] = {**JOB, "model": model, **options}
     args = engine_args(System(system), job) | {"dtype": "float32", "enforce_eager": True}
     for name in ("compilation_config", "kernel_config"):
         del args[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from prefilled_engine import measure, time_prompts
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("system", ["full", "ours"])
-def test_prompts_are_not_computed(tmp_path: Path, system: str) -> None:
+@pytest.mark.parametrize(("system", "options"), [("full", {}), ("ours", {}), ("ours", {"indexer_key_dtype": "fp4"})])
+def test_prompts_are_not_computed(tmp_path: Path, system: str, options: dict[str, Any]) -> None:
     """Full KV and hot buffers decode from the first step on, what they are asked to, and leave nothing behind."""
-    rows, num_left = results_of(measure, system, tmp_path / "engine.log")
+    rows, num_left = results_of(partial(measure, **options), system, tmp_path / "engine.log")
     assert num_left == 0
     assert rows[0]["steps"] >= 8 and rows[0]["tokens_per_s"] > 0
     assert (rows[0]["hit_rate"] is None) == (system == "full")
