@@ -57,6 +57,7 @@ PARTS: dict[str, Part] = {
     "parity_fp8": Part((PARITY,), "test_parity_with_cuda_graphs and fp8 and not generic", 3),
     "pd": Part((PD,), "imported and (fp8 or llama) and not mtp and not tp2", 2),
     "pd_hyv4": Part((PD,), "imported and hyv4", 2),
+    "pd_minimax_m3": Part((PD,), "imported and minimax", 2),
     "kernels": Part(("tests/gpu/test_cuda_ops.py", "tests/gpu/test_unit_ops.py")),
     "flashinfer_units": Part(("tests/gpu/test_flashinfer_units.py",)),  # compiles XQA for each size, 15 s each
     "parity_bf16_flash_attn": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flash_attn", 3),
@@ -67,6 +68,7 @@ PARTS: dict[str, Part] = {
     "ngram": Part((PARITY,), "test_drafts_with_cuda_graphs and fp8", 3),
     "shared": Part((PARITY,), "test_shared_indexers_with_cuda_graphs and fp8", 2),
     "hyv4": Part(("tests/gpu/test_hyv4_parity.py",), num_engines=4),
+    "minimax_m3": Part(("tests/gpu/test_minimax_m3_parity.py",), num_engines=4),
     "moe": Part((DENSE,), "test_models_with_experts", 2),
     "backends": Part((DENSE,), "test_other_backends and not flashinfer", 4),
     "flashinfer": Part((DENSE,), "test_other_backends and flashinfer", 3),  # compiles FlashInfer's prefill and decode

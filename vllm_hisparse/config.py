@@ -40,7 +40,6 @@ DENSE_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_e4m3")}
 _V4 = "its attention reads compressed states of several tokens, kept in layers of its own beside windows and rings"
 _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
-_BLOCKS = "its selection of blocks for each KV head was never tried over hot buffers on a GPU"
 _NO_CONNECTOR = "its attention backend takes no KV connector"
 _OWN_CACHE = "its own kernels write the KV cache, which hot buffers replace, and leave queries to the attention layer"
 # Models whose layers look like those that hot buffers serve, but cannot have any: class -> reason.
@@ -54,8 +53,6 @@ REFUSED_MODELS = {
     "FlintForCausalLM": _OWN_CACHE,
     "Glm5NextForCausalLM": _LINEAR,
     "Glm5NextForConditionalGeneration": _LINEAR,
-    "MiniMaxM3SparseForCausalLM": _BLOCKS,
-    "MiniMaxM3SparseForConditionalGeneration": _BLOCKS,
     "MuseSparkForConditionalGeneration": _OWN_CACHE,
     "Qwen4ExpForCausalLM": _NO_CONNECTOR,
     "Qwen4ExpForConditionalGeneration": _NO_CONNECTOR,

@@ -37,6 +37,7 @@ class Case:
         token_bytes: one token's KV that goes to the host, of all ranks.
         lengths: of the prompts.
         num_ranks: tensor parallel ranks of each side, the first on the first device.
+        block_size: tokens of a block.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Case:
     token_bytes: int
     lengths: tuple[int, ...]
     num_ranks: int = 1
+    block_size: int = 64
 
 
 DSA_SIZES = {"num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
@@ -64,6 +66,15 @@ CASES = {
     "fp8_mtp": Case("dsv32", {**DSA_SIZES, "draft_layers": 1}, MTP_ARGS, MTP_OPTIONS, 656 * NUM_LAYERS, DSA_LENGTHS),
     "hyv4": Case("hyv4", {**DSA_SIZES, "num_heads": 32}, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
+    "minimax_m3": Case(
+        "minimax_m3",
+        {"num_heads": 64, "index_topk": 2048},
+        (),
+        {"algorithm": "msa"},
+        2048 * (NUM_LAYERS - 2),  # two layers keep their KV on the device
+        (1, 127, 128, 129, 2049, 4097, 12000),
+        block_size=128,
+    ),
     "auto_tp2": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS, num_ranks=2),
     "llama_tp2": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS, num_ranks=2),
 }
@@ -152,7 +163,7 @@ def test_imported_prompts_give_the_same_tokens(pair: Pair) -> None:
         replies.append(completion(pair.decode.complete(prompt, 64, pair.prefilled(prompt))))
         expected.append(completion(pair.prefill.complete(prompt, 64)))
         received = pair.decode.metric("hisparse_transfer_bytes_to_host") - before
-        assert received == -(-length // 64) * 64 * pair.case.token_bytes
+        assert received == -(-length // pair.case.block_size) * pair.case.block_size * pair.case.token_bytes
     found = differences(replies, expected)
     report(f"pd_{pair.name}", [{"length": length, **one} for length, one in zip(lengths, found, strict=True)])
     assert_same_but_ties(replies, expected)
