@@ -114,7 +114,7 @@ class SparseAlgorithm(Selector, ABC):
         num_selected: largest number of units of a selection.
     """
 
-    model_family = "gqa"
+    model_family: ClassVar[Literal["msa", "gqa"]] = "gqa"
     graph_capturable: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[bool] = False
     num_full_kv_layers: ClassVar[int] = 0

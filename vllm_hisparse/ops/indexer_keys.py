@@ -247,17 +247,30 @@ def _as_int32(bits: torch.Tensor) -> torch.Tensor:
 
 
 @insert.register_kernel("cuda")
-def _(cache, keys, slots) -> None:
+def _(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
     kernels().insert_indexer_keys(cache, keys, slots, current_stream())
 
 
 @gather.register_kernel("cuda")
-def _(cache, block_table, cu_seq_lens, values, scales) -> None:
+def _(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
     kernels().gather_indexer_keys(cache, block_table, cu_seq_lens, values.view(torch.uint8), scales, current_stream())
 
 
 @paged_logits.register_kernel("cuda")
-def _(cache, query, weights, seq_lens, block_table, max_seq_len) -> torch.Tensor:
+def _(
+    cache: torch.Tensor,
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seq_len: int,
+) -> torch.Tensor:
     width = -(-max_seq_len // TILE) * TILE  # whole blocks are written
     logits = torch.empty(len(weights), width, dtype=torch.float32, device=query.device)
     query = query.view(torch.uint8)
@@ -266,10 +279,10 @@ def _(cache, query, weights, seq_lens, block_table, max_seq_len) -> torch.Tensor
 
 
 @narrow_blocks.register_kernel("cuda")
-def _(wide, narrow) -> None:
+def _(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     kernels().narrow_indexer_keys(wide, narrow, current_stream())
 
 
 @widen_blocks.register_kernel("cuda")
-def _(narrow, wide) -> None:
+def _(narrow: torch.Tensor, wide: torch.Tensor) -> None:
     kernels().widen_indexer_keys(narrow, wide, current_stream())

@@ -34,6 +34,8 @@ from vllm_hisparse.layout import MSA_BLOCK_SIZE, KVLayout
 class HotMSAAttention(MiniMaxM3SparseAttention):
     """`MiniMaxM3SparseAttention` whose KV cache is a hot buffer. Its index keys stay in vLLM's own cache."""
 
+    impl: HotMSAImpl
+
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HotBufferSpec:
         spec = super().get_kv_cache_spec(vllm_config)
         if spec.block_size != MSA_BLOCK_SIZE:
@@ -73,9 +75,9 @@ class HotMSAAttention(MiniMaxM3SparseAttention):
         if not isinstance(metadata, dict):
             return  # vLLM measures memory
         key, value = qkv[:, self.q_size : self.q_size + 2 * self.kv_size].split(self.kv_size, -1)
-        rows = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
         by_head = output.view(-1, self.num_heads, self.head_dim)
-        self.impl.forward(self, *rows, self.kv_cache, metadata[self.layer_name], by_head)
+        self.impl.forward(self, query, key, value, self.kv_cache, metadata[self.layer_name], by_head)
 
 
 def msa_layout(spec: FullAttentionSpec, config: HiSparseConfig, vllm_config: VllmConfig) -> KVLayout:
