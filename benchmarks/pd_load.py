@@ -185,6 +185,7 @@ def measure(
         if breaker:
             outcome["answers_again"] = answers(pair.router_url)
     is_ours = pair.system == System.ours
+    failures = "hisparse_transfer_failures_total" if is_ours else "nixl_num_failed_transfers_total"
     return {
         "tokens_per_s": round(result["output_throughput"], 1),
         "ttft_ms_p50": round(result["median_ttft_ms"], 1),
@@ -200,9 +201,7 @@ def measure(
         "transfers": None
         if fault
         else decode.growth("hisparse_transfers_total" if is_ours else "nixl_xfer_time_seconds_count"),
-        "transfer_failures": decode.growth(
-            f"{'hisparse_transfer_failures' if is_ours else 'nixl_num_failed_transfers'}_total"
-        ),
+        "transfer_failures": None if fault else decode.growth(failures),
         "seconds": round(result["duration"], 1),
         "completed": result["completed"],
         "failed": result["failed"],
