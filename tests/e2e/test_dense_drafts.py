@@ -9,7 +9,6 @@ import pytest
 from conftest import (
     MODELS,
     SCHEDULERS,
-    OfflineEngine,
     assert_pools_empty,
     assert_same_but_rounding,
     engine_args,
@@ -79,15 +78,9 @@ def rate(record: dict, before: dict | None = None) -> float:
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory, shared_result) -> list[dict]:
+def full(full_kv, shared_result) -> list[dict]:
     """Full KV without drafts."""
-
-    def compute() -> list[dict]:
-        args = engine_args("llama", enable_prefix_caching=False)
-        with OfflineEngine(tmp_path_factory.mktemp("full"), args) as engine:
-            return engine.run(phase())["completions"]
-
-    return shared_result("dense drafts", compute)
+    return shared_result("dense drafts", lambda: full_kv("llama").run(phase())["completions"])
 
 
 @pytest.mark.parametrize("algorithm", EVERY_ALGORITHM)
