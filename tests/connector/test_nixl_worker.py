@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from campaign.configuration import BLOCK_SIZE
 from campaign.script import make_request
 from test_leases import Clock, PrefillWorker
@@ -183,6 +184,14 @@ def test_lease_that_is_not_over_is_pulled(decode: Decode) -> None:
     assert decode.step() == {REQUEST: 1}, "all but the last token has been pulled"
     assert decode.counters["transfers"] == 1 and decode.counters["transfer_bytes_to_host"] > 0
     assert not decode.counters["transfers_expired"] and not decode.warnings
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:3", 3), ("cpu", 0)])
+def test_a_rank_connects_on_its_own_gpu(device: str, expected: int) -> None:
+    """Also if it has registered host memory alone, by which vLLM cannot know the GPU."""
+    connector = SimpleNamespace(connector_worker=SimpleNamespace(device_id=0))
+    compat_nixl.connect_on(connector, torch.device(device))
+    assert connector.connector_worker.device_id == expected
 
 
 @pytest.mark.parametrize(("rank", "only_rank_0", "reads"), [(0, True, True), (1, True, False), (1, False, True)])

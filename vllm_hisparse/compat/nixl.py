@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 
@@ -19,6 +20,7 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._reqs_need_recv",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker.NixlPullConnectorWorker._read_blocks_for_req",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.use_mla",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.device_id",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_wrapper",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._send_heartbeats",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._handle_failed_transfer",
@@ -38,6 +40,16 @@ def copy_blocks_whole(connector: NixlPullConnector) -> None:
     several local ones, and register host and device memory together.
     """
     connector.connector_worker.use_mla = True
+
+
+def connect_on(connector: NixlPullConnector, device: torch.device) -> None:
+    """Let the thread that connects to prefill instances use the worker's GPU, once memory is registered.
+
+    NOTE: vLLM knows the GPU by the device memory that is registered. Without any, it takes the first one, where every
+    rank would then open a context, for which no memory is set aside.
+    """
+    if device.index is not None:
+        connector.connector_worker.device_id = device.index
 
 
 def pending_pulls(connector: NixlPullConnector) -> dict[str, object]:

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from vllm_hisparse.compat.nixl import PullHooks, copy_blocks_whole
+from vllm_hisparse.compat.nixl import PullHooks, connect_on, copy_blocks_whole
 from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.nixl_config import host_resident_config, leaves_pulls_to_rank_0
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -124,16 +124,20 @@ class NixlWorkerTransport:
         self.connector = PullConnector(vllm_config, config, groups.layout.block_size, only_rank_0_pulls)
         copy_blocks_whole(self.connector)
 
-    def register(self, main_kv: dict[str, torch.Tensor], resident_kv: dict[str, torch.Tensor]) -> None:
+    def register(
+        self, main_kv: dict[str, torch.Tensor], resident_kv: dict[str, torch.Tensor], device: torch.device
+    ) -> None:
         """Register memory.
 
         Args:
             main_kv: layer -> host pool, [num_host_blocks, block_size, row elements].
             resident_kv: layer -> device cache as vLLM allocated it, or its copies in the host pool, [num_blocks, 1,
                 block_size, row bytes].
+            device: device of this rank.
         """
         host = {name: tensor.unsqueeze(1) for name, tensor in main_kv.items()}
         self.connector.register_kv_caches({**host, **resident_kv})
+        connect_on(self.connector, device)
 
     def bind_metadata(self, metadata: KVConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
         """Take a step's pulls, and their leases by request id."""

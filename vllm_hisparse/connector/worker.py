@@ -104,7 +104,7 @@ class HiSparseWorkerConnector:
             received = resident_caches
             if conversion is not None:
                 received = self.store.saved_layers(dict(zip(in_memory, conversion.layer_bytes, strict=True)))
-            self.transport.register(self.store.main_kv, received)
+            self.transport.register(self.store.main_kv, received, any_cache.device)
 
     def apply_changes(self, metadata: HiSparseMetadata) -> None:
         """Apply the scheduler's changes, before the forward.
