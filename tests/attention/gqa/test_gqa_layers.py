@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from layer_under_test import (
 )
 from stand_ins import bare
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, get_kv_quant_mode
 from vllm.v1.worker.utils import customize_attention_spec
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
@@ -257,6 +258,44 @@ def test_backends_leave_the_spec_of_hot_rows_alone(backend: type) -> None:
     full = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
     spec = HotBufferSpec.from_full_spec(full, layout, 128, elastic=True)
     assert customize_attention_spec(backend, spec) == spec
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "mode"),
+    [("auto", KVQuantMode.NONE), ("bfloat16", KVQuantMode.NONE), ("fp8_e4m3", KVQuantMode.FP8_PER_TENSOR)],
+)
+@pytest.mark.parametrize("layer_class", [FlashAttnLayer, TritonLayer, FlashInferLayer])
+def test_builders_of_vllm_learn_how_kv_is_stored(
+    monkeypatch: pytest.MonkeyPatch, layer_class: type[CudaLayer], kv_cache_dtype: str, mode: KVQuantMode
+) -> None:
+    """FlashInfer's builder does not start if the spec says that KV is quantised, and its dtype says that it is not."""
+    layout = KVLayout(512, 512, 4, 0, 16, 16, 4, 1, 0, ((16, 512),))
+    full = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=4,
+        head_size=32,
+        dtype=torch.bfloat16,
+        kv_quant_mode=get_kv_quant_mode(kv_cache_dtype),
+    )
+    spec = HotBufferSpec.from_full_spec(full, layout, 128, elastic=True)
+    assert spec.kv_quant_mode != mode, "the mode that makes vLLM zero blocks"
+    found = {}
+
+    def construct(builder: Any, spec: HotBufferSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        found.update(spec=spec)
+        builder.vllm_config, builder.device = vllm_config, device
+
+    vllm_class = next(each for each in layer_class.builder_class.__mro__ if each.__module__.startswith("vllm."))
+    monkeypatch.setattr(vllm_class, "__init__", construct)
+    vllm_config = SimpleNamespace(
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(kv_cache_dtype=kv_cache_dtype)}
+        ),
+    )
+    layer_class.builder_class(spec, ["layer"], vllm_config, torch.device("cpu"))
+    assert found["spec"] == replace(spec, kv_quant_mode=mode)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ without their scale; instead, the query that the algorithm gets is multiplied by
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
@@ -62,8 +63,19 @@ class HotGQAMetadataBuilder(HotMetadataBuilder):
 
     supports_update_block_table = False
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        **kwargs: Any,
+    ):
+        # NOTE: vLLM's builder reads the mode to learn the dtype of KV, but with an algorithm's state, that of a
+        # `HotBufferSpec` has another purpose.
+        dtype = vllm_config.compilation_config.static_forward_context[layer_names[0]].kv_cache_dtype
+        spec = replace(kv_cache_spec, kv_quant_mode=get_kv_quant_mode(dtype))
+        super().__init__(spec, layer_names, vllm_config, device, **kwargs)
         self.allocate(max_query_len(self.vllm_config), self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def allocate(self, max_query_len: int, max_batch: int) -> None:
