@@ -86,6 +86,22 @@ def test_full_kvs_tokens(run, expected, elastic: bool, is_async: bool):
     assert record["counters"]["cache_hits"] > record["counters"]["cache_misses"] > 0
 
 
+def test_indexer_keys_in_4_bits(run, tmp_path_factory, shared_result, expected):
+    """The draft layer keeps keys in 8 bits and drafts as well; verified tokens are those of keys in 4 bits."""
+
+    def compute() -> list:
+        with OfflineEngine(tmp_path_factory.mktemp("narrow"), full(), narrow_keys=True) as engine:
+            return engine.run(PHASE)["completions"]
+
+    narrow = shared_result("mtp, keys in 4 bits", compute)
+    record = run(hot({"indexer_key_dtype": "fp4", "elastic": True}), [PHASE], async_scheduling=True)[0]
+    assert_same_but_rounding(record["completions"], narrow)
+    assert_pools_empty(record)
+    completions, accepted = expected
+    assert [each["logprobs"] for each in narrow] != [each["logprobs"] for each in completions]
+    assert rate(record) == pytest.approx(accepted, abs=0.08)
+
+
 def test_conversations_find_the_draft_layers_rows_again(start, expected):
     """The host pool has the draft layer's rows, so drafts of the next turn are as good as after a computation."""
     engine, (completions, _) = start(hot(), async_scheduling=True), expected

@@ -104,3 +104,11 @@ def test_drafts(run, narrow_reference):
     assert_same_but_rounding(record["completions"], narrow_reference(lengths))
     assert record["drafts"]["drafted"] > 0
     assert_pools_empty(record)
+
+
+@pytest.mark.slow
+def test_tensor_parallel(run, narrow_reference):
+    lengths = [65, 901, 1201]
+    record = run(narrow_args(tensor_parallel_size=2), [phase(lengths)])[0]
+    assert_same_but_rounding(record["completions"], narrow_reference(lengths))
+    assert_pools_empty(record)

@@ -6,7 +6,8 @@ later ones, which the decode side computes, with all keys rounded to 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 from conftest import MODELS, OfflineEngine, assert_same_but_rounding, engine_args, make_prompt
 from forks import forked
-from servers import DO_PREFILL, completion, tokens_of, wait_started
+from servers import DO_PREFILL, completion, tokens_of, wait_for, wait_started
+from test_mtp import CODE_MODEL, DRAFTS, HOST_BLOCK_BYTES, SMALLEST_BUFFER, counts, source
 from test_pd import DecodeServer
 
 from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
@@ -31,24 +33,42 @@ NUM_NEW = 12
 
 
 class Cluster:
-    """A stock prefill server and a decode server with keys in 4 bits."""
+    """A stock prefill server and a decode server with keys in 4 bits.
 
-    def __init__(self, group: ProcessGroup, log_dir: Path):
-        self.group, self.log_dir = group, log_dir
+    Args:
+        group: its processes.
+        log_dir: directory of their logs.
+        model: directory of the model.
+        options: more options of the plugin.
+        args: arguments of both servers.
+        decode_args: arguments of the decode server.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        log_dir: Path,
+        model: Path = MODELS / MODEL,
+        options: dict[str, Any] | None = None,
+        args: Sequence[str] = (),
+        decode_args: Sequence[str] = (),
+    ):
+        self.group, self.log_dir, self.model, self.args = group, log_dir, model, args
         self.prefill = self._start("prefill", PREFILL_CONNECTOR, ["--no-enable-prefix-caching"])
         blocks = ["--num-gpu-blocks-override", str(NUM_DEVICE_BLOCKS)]
-        self.decode = self._start("decode", hisparse_connector(**OPTIONS), blocks)
+        connector = hisparse_connector(**{**OPTIONS, **(options or {})})
+        self.decode = self._start("decode", connector, [*blocks, *decode_args])
         wait_started(group)
 
     def _start(self, name: str, connector: dict[str, Any], args: list[str]) -> DecodeServer:
         port, side_port = free_ports(2)
-        args = ["--max-num-seqs", "4", "--max-num-batched-tokens", "512", "--max-model-len", "2048", *args]
-        process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, side_port, [0], args)
+        args = ["--max-num-seqs", "4", "--max-num-batched-tokens", "512", "--max-model-len", "2048", *self.args, *args]
+        process = vllm_engine(name, self.model, self.log_dir, port, connector, side_port, [0], args)
         return DecodeServer(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
-    def serve(self, prompt: list[int]) -> dict[str, Any]:
+    def serve(self, prompt: list[int], num_new: int = NUM_NEW) -> dict[str, Any]:
         transfer = self.prefill.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
-        return self.decode.complete(prompt, NUM_NEW, transfer)
+        return self.decode.complete(prompt, num_new, transfer)
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +81,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def received_reference(tmp_path_factory, shared_result):
     """Completions of the full-KV engine, one prompt after another."""
 
-    def completions(prompts: list[list[int]]) -> list[dict[str, Any]]:
-        args = engine_args(MODEL, enable_prefix_caching=False, max_num_seqs=1, max_num_batched_tokens=2048)
+    def completions(prompts: list[list[int]], model: str = MODEL, num_new: int = NUM_NEW) -> list[dict[str, Any]]:
+        sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 2048, "max_model_len": 2048}
+        args = engine_args(model, enable_prefix_caching=False, **sizes)
 
         def compute() -> list[dict[str, Any]]:
             with OfflineEngine(tmp_path_factory.mktemp("reference"), args, receives_keys=True) as engine:
-                phase = {"prompts": prompts, "max_tokens": NUM_NEW, "last_token_alone": True}
+                phase = {"prompts": prompts, "max_tokens": num_new, "last_token_alone": True}
                 return engine.run(phase)["completions"]
 
-        return shared_result(f"received {MODEL} {hash(str(prompts))}", compute)
+        return shared_result(f"received {model} {num_new} {hash(str(prompts))}", compute)
 
     return completions
 
@@ -105,3 +126,38 @@ def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_refer
     num_blocks = (cluster.decode.metric("hisparse_transfer_bytes_to_host") - before) / 64
     assert num_blocks / (NUM_LAYERS * 576 * 4 + NUM_KEY_LAYERS * 132) == 14 - 10
     cluster.decode.wait_empty()
+
+
+def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference):
+    """The decode side drafts as well as the prefill side, which has the draft layer's rows of the prompt at once."""
+    drafts, lengths = ["--speculative-config", json.dumps(DRAFTS)], (65, 700, 1100)
+    prompts = [source(length, seed) for seed, length in enumerate(lengths, 1)]
+    with ProcessGroup() as group:
+        cluster = Cluster(group, tmp_path, CODE_MODEL, {"device_buffer_size": SMALLEST_BUFFER}, drafts)
+        replies = [completion(cluster.serve(prompt, 32)) for prompt in prompts]
+        received = cluster.decode.metric("hisparse_transfer_bytes_to_host")
+        for prompt in prompts:
+            cluster.prefill.complete(prompt, 32)
+        computed_rate, received_rate = (
+            accepted / drafted for accepted, drafted in map(counts, (cluster.prefill, cluster.decode))
+        )
+        cluster.decode.wait_empty()
+    assert_same_but_rounding(replies, received_reference(prompts, str(CODE_MODEL), 32))
+    assert received == sum(-(-length // 64) for length in lengths) * HOST_BLOCK_BYTES
+    assert received_rate == pytest.approx(computed_rate, abs=0.1) and computed_rate > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_prefill_ranks", [1, 2])
+def test_rank_0_receives_for_all_ranks(tmp_path, received_reference, num_prefill_ranks):
+    """Every rank restores its keys from the pool that all share, and no rank of the prefill side keeps blocks."""
+    prompts = [make_prompt(length, seed=24) for length in (65, 1201)]
+    ranks = {"prefill_tp_size": num_prefill_ranks}
+    args = ["--tensor-parallel-size", str(num_prefill_ranks)]
+    with ProcessGroup() as group:
+        cluster = Cluster(group, tmp_path, options=ranks, args=args, decode_args=["--tensor-parallel-size", "2"])
+        replies = [completion(cluster.serve(prompt)) for prompt in prompts]
+        cluster.decode.wait_empty()
+        wait_for(lambda: cluster.prefill.metric("kv_cache_usage_perc") == 0)
+        assert cluster.prefill.metric("kv_cache_usage_perc") == 0
+    assert_same_but_rounding(replies, received_reference(prompts))
