@@ -439,7 +439,15 @@ STARTED = {
     "moe": ("Qwen3-30B-A3B", "--tensor-parallel-size", "2"),
     "refused": ("config.json", "--tensor-parallel-size", "16"),
     "fp4": ("GLM-5", "--tensor-parallel-size", "8", "--gpu", "B200", "--indexer-kv-dtype", "mxfp4"),
+    "narrow keys": ("GLM-5", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--indexer-key-dtype", "fp4"),
+    "blocks": ("MiniMax-M3", "--tensor-parallel-size", "8", "--indexer-kv-dtype", "fp8"),
 }
+
+
+def needs_of_blocks(language_model_only: bool, attention: Any) -> bool:
+    """Return True if an engine is told what MiniMax-M3 with index keys in fp8 needs; both or neither."""
+    assert language_model_only == (attention.indexer_kv_dtype == "fp8")
+    return language_model_only
 
 
 @pytest.mark.parametrize("name", STARTED)
@@ -447,6 +455,7 @@ def test_commands_are_taken_by_the_programs_that_get_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parsers of vLLM and of the router, and the schemas of the chart and of the Ray application."""
+    from vllm.config import AttentionConfig
     from vllm_hisparse_ray.config import AppConfig
     from vllm_router.launch_router import parse_router_args
 
@@ -464,6 +473,7 @@ def test_commands_are_taken_by_the_programs_that_get_them(
         assert words[:2] == ["vllm", "serve"]
         args = parser().parse_args(words[2:])
         assert bool(args.speculative_config) == drafts
+        assert needs_of_blocks(args.language_model_only, args.attention_config) == (name == "blocks")
         if title != "prefill" and name not in ("refused", "fp4"):
             HiSparseConfig.from_extra_config(args.kv_transfer_config.kv_connector_extra_config)
     if name in ("experts", "refused", "fp4"):
@@ -477,8 +487,14 @@ def test_commands_are_taken_by_the_programs_that_get_them(
     assert decode["hisparse"]["hostPoolGiB"] * decode["replicas"] == 512
     engine = found["helm_values"]["engine"]["extraArgs"]
     assert ("--speculative-config" in engine) == drafts
-    parser().parse_args([*engine, *decode["extraArgs"]])
+    args = parser().parse_args([*engine, *decode["extraArgs"]])
+    assert needs_of_blocks(args.language_model_only, args.attention_config) == (name == "blocks")
     app = AppConfig.parse(found["ray_options"])
+    kwargs = found["ray_options"]["engine_kwargs"]
+    needs = kwargs.get("language_model_only", False), AttentionConfig(**kwargs.get("attention_config", {}))
+    assert needs_of_blocks(*needs) == (name == "blocks")
+    narrow = [decode["hisparse"].get("extraConfig", {}), found["ray_options"]["decode"]["hisparse"]]
+    assert [each.get("indexer_key_dtype") for each in narrow] == ["fp4" if name == "narrow keys" else None] * 2
     HiSparseConfig.from_extra_config(app.decode.hisparse)
 
 
@@ -579,6 +595,7 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
             "got fp4, and fp8 for --indexer-kv-dtype",
         ),
         (("GLM-5", "--gpu", "B200", "--indexer-key-dtype", "fp4"), "got fp4, and B200 for --gpu"),
+        (("MiniMax-M3", "--gpu", "B200"), "got MiniMax-M3, and B200 for --gpu: vLLM runs it there"),
         (("HY-V4", "--indexer-key-dtype", "fp4"), "got fp4, and HY-V4 has 16 indexer heads"),
         (("Llama-3.1-8B", "--indexer-key-dtype", "fp4"), "got fp4, and Llama-3.1-8B has no indexer"),
         (("Llama-3.1-8B", "--indexer-kv-dtype", "fp8"), "Llama-3.1-8B has no indexer"),
@@ -658,15 +675,18 @@ def test_fp4_keys_are_planned_without_the_plugin() -> None:
     assert full[0] / full[1] == (656 + 68) / (656 + 132)
 
 
-def test_keys_in_4_bits_are_planned_in_one_instance() -> None:
+def test_keys_in_4_bits() -> None:
     from vllm_hisparse.config import HiSparseConfig
     from vllm_hisparse.ops.indexer_keys import KEY_BYTES
 
     words = ("GLM-5", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "100000")
     fp4, fp8 = (planned(*words, "--indexer-key-dtype", dtype) for dtype in ("fp4", "auto"))
-    assert list(fp4["commands"]) == ["one instance"] and fp4["helm_values"] is fp4["ray_options"] is None
-    extra = parser().parse_args(shlex.split(fp4["commands"]["one instance"])[2:]).kv_transfer_config
-    assert HiSparseConfig.from_extra_config(extra.kv_connector_extra_config).indexer_key_dtype == "fp4"
+    assert list(fp4["commands"]) == ["one instance", "prefill", "decode", "router"]
+    for title in ("one instance", "decode"):
+        words = [word for word in shlex.split(fp4["commands"][title]) if not re.match(r"[A-Z_]+=", word)]
+        extra = parser().parse_args(words[2:]).kv_transfer_config
+        assert HiSparseConfig.from_extra_config(extra.kv_connector_extra_config).indexer_key_dtype == "fp4"
+    assert "indexer_key_dtype" not in fp4["commands"]["prefill"]
     plugin = [plan["systems"]["vllm_hisparse"] for plan in (fp4, fp8)]
     saved = 101_024 * 78 * (132 - KEY_BYTES)  # bytes of a request
     assert plugin[1]["device_bytes_per_request"] - plugin[0]["device_bytes_per_request"] == pytest.approx(

@@ -62,7 +62,7 @@ def plan_command(
         str, typer.Option(help=f"Of a DSA model's indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
     ] = "auto",
     indexer_key_dtype: Annotated[
-        str, typer.Option(help="The plugin's option: auto, or fp4 for keys in 4 bits in one instance on Hopper.")
+        str, typer.Option(help="The plugin's option: auto, or fp4 for keys in 4 bits on Hopper.")
     ] = "auto",
     weight_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}; auto: as config.json says.")] = "auto",
     gpu_memory_utilization: Annotated[
@@ -173,6 +173,9 @@ def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
     """Refuse what no attention back end of vLLM with hot buffers runs on a GPU."""
     if shape.is_dsa and not shape.selects_blocks and gpu.capability < 90:
         message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM selects positions on Hopper and Blackwell only"
+        raise typer.BadParameter(message, param_hint="MODEL")
+    if shape.selects_blocks and 100 <= gpu.capability < 110:
+        message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM runs it there with kernels without hot buffers"
         raise typer.BadParameter(message, param_hint="MODEL")
     if kv_cache_dtype == "fp8" and not shape.is_dsa and not shape.refusal and gpu.capability < FP8_CAPABILITY:
         message = f"got fp8, and {gpu.name} for --gpu: hot buffers in fp8 need compute capability 8.9. Leave it out"

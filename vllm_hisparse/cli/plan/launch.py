@@ -58,15 +58,28 @@ def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
         flags += ["--kv-cache-dtype", kv_cache_dtype]
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
         flags += ["--attention-backend", backend]
-    if plan.model.selects_blocks:
-        flags += ["--attention-config", json.dumps({"indexer_kv_dtype": plan.model.key_dtype})]
-        flags += ["--language-model-only"]
+    flags += model_flags(plan)
     if plan.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(plan.tensor_parallel)]
     if plan.data_parallel > 1:
         flags += ["--data-parallel-size", str(plan.data_parallel)]
         flags += ["--enable-expert-parallel"] if plan.model.num_experts else []
     return flags + draft_flags(plan)
+
+
+def model_options(plan: Plan) -> dict[str, Any]:
+    """Return the engine arguments that the model needs on both sides."""
+    if not plan.model.selects_blocks:
+        return {}
+    return {"attention_config": {"indexer_kv_dtype": plan.model.key_dtype}, "language_model_only": True}
+
+
+def model_flags(plan: Plan) -> list[str]:
+    """Return `model_options` as options of `vllm serve`."""
+    flags = []
+    for name, value in model_options(plan).items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [json.dumps(value)])]
+    return flags
 
 
 def max_model_len(plan: Plan) -> int:
@@ -99,7 +112,7 @@ def decode_flags(plan: Plan) -> list[str]:
 def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     """Return shell commands: one instance, or a prefill side, a decode side and a router.
 
-    A model that the plugin refuses has one instance, without the plugin. With indexer keys in 4 bits, there is no pair.
+    A model that the plugin refuses has one instance, without the plugin.
     """
     flags = engine_flags(plan, kv_cache_dtype)
     if plan.model.refusal:
@@ -110,9 +123,6 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     def serve(*words: str, connector: dict[str, Any]) -> str:
         return shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", json.dumps(connector)])
 
-    instance = serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both"))
-    if plan.has_narrow_keys:
-        return {"one instance": instance}
     num_gpus = plan.tensor_parallel * plan.data_parallel
     if 2 * num_gpus <= HOST_GPUS:  # both sides on one host
         hosts = "localhost", "localhost"
@@ -127,7 +137,7 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
         for place, port in zip(places, (PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL), strict=True)
     )
     return {
-        "one instance": instance,
+        "one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both")),
         "prefill": prefill + serve("--port", "8100", *flags, connector=PREFILL),
         "decode": decode
         + serve("--port", "8200", *flags, *decode_flags(plan), connector=decode_connector(plan, "kv_consumer")),
@@ -143,8 +153,6 @@ def replicas_refusal(plan: Plan) -> str:
     """
     if plan.model.refusal:
         return "they start the plugin, which does not host this model"
-    if plan.has_narrow_keys:
-        return "they start a prefill/decode pair, whose decode side takes no indexer keys in 4 bits: use the command"
     if plan.data_parallel > 1 and plan.model.num_experts:
         return "each of their replicas is one engine, without data parallel ranks that share experts: use the commands"
     return ""
@@ -165,7 +173,8 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
         hisparse["deviceKvGiB"] = plan.device_kv_gib
     extra_args = ["--max-num-seqs", str(max_num_seqs(plan))]
     extra_args += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
-    engine = {"kvCacheDtype": kv_cache_dtype, "maxModelLen": max_model_len(plan), "extraArgs": draft_flags(plan)}
+    engine: dict[str, Any] = {"kvCacheDtype": kv_cache_dtype, "maxModelLen": max_model_len(plan)}
+    engine["extraArgs"] = model_flags(plan) + draft_flags(plan)
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
         engine["attentionBackend"] = backend
     return {
@@ -179,6 +188,7 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
 def ray_options(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     """Return the arguments of the Ray Serve application: one prefill replica, as many decode replicas as ranks."""
     engine_kwargs: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len(plan)}
+    engine_kwargs |= model_options(plan)
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
         engine_kwargs["attention_backend"] = backend
     if plan.drafts:

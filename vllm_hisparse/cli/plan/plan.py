@@ -313,7 +313,10 @@ class Plan:
                 "there."
             )
         if self.has_narrow_keys:
-            found += " Indexer keys in 4 bits were not timed: the indexer is predicted as with 8 bits."
+            found += (
+                " Indexer keys in 4 bits were not timed: the indexer is predicted as with 8 bits. A prefill/decode "
+                "pair with them has not run on a GPU."
+            )
         native = self.point(System.native, self.concurrency).hit_rate if System.native in self.systems else None
         low, high = NATIVE_HIT_RATES
         if native is not None and not low <= native <= high:
