@@ -6,9 +6,10 @@ There are always more requests than the host pool has room for: conversations of
 prefixes that requests share, three priorities (so that requests are preempted), clients that leave, prefix caches that
 are emptied, an fs tier that is smaller than what is stored in it, and, if asked for, drafts. Every answer, whole or
 broken off, is compared with that of a second engine: stock vLLM with full KV, one request at a time. Tokens may differ
-at a tie alone: this engine's token is full KV's second best one, closer to the best than `TIE_MARGIN`. The comparison
-then goes on behind this engine's token. Rows in hot buffers are compared with the host pool byte by byte, and host
-blocks that are taken are filled with NaN. Memory and pools are looked at every minute.
+at a tie alone: this engine's token is one of full KV's best ones, not farther from the best one than `TIE_MARGIN`, or
+full KV chooses it with other chunks of the prompt. The comparison then goes on behind this engine's token. Rows in hot
+buffers are compared with the host pool byte by byte, and host blocks that are taken are filled with NaN. Memory and
+pools are looked at every minute.
 """
 
 from __future__ import annotations
