@@ -622,6 +622,21 @@ def test_narrow_keys_of_an_aborted_request_are_not_restored() -> None:
     engine.check_idle()
 
 
+def test_host_blocks_stay_while_a_step_restores_narrow_keys_from_them() -> None:
+    """The request does not run in that step, so vLLM frees its blocks at once; a pull would overwrite what is read."""
+    engine = ScriptedEngine(role="kv_consumer", has_narrow_keys=True)
+    request = engine.ask_remote("remote", PROMPT)
+    engine.turn()
+    num_used = len(engine.host_ids(request))
+    engine.receive()
+    assert engine.begin(budget=0).metadata.restores and not engine.running
+    engine.abort("remote")
+    assert engine.host_pool.num_used == num_used
+    engine.end()
+    assert not engine.host_pool.num_used
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("fate", ["failed", "expired"])
 def test_narrow_keys_that_did_not_arrive_are_not_restored(fate: str) -> None:
     engine = ScriptedEngine(role="kv_consumer", has_narrow_keys=True)

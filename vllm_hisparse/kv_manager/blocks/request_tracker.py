@@ -57,6 +57,7 @@ class AdmittedRequest:
         unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
         is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
+        restored_in: number of the step that restores what a prefill instance has sent; 0: none does.
     """
 
     first_hot_block_id: int
@@ -73,6 +74,7 @@ class AdmittedRequest:
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
     last_start: int = 0
+    restored_in: int = 0
 
     def record_step_start(self, num_computed_tokens: int) -> bool:
         """Record where a step starts; True if it starts before the start of the last step that the worker knows."""
@@ -318,7 +320,8 @@ class RequestTracker:
 
         Args:
             request_id: id of the request.
-            last_step: the last step that may write its blocks; its host blocks are kept until that step is over.
+            last_step: the last step that may write its blocks; its host blocks are kept until that step is over, and
+                until the step is over that restores from them what a prefill instance has sent.
 
         Returns:
             The request's state blocks and lent blocks, for the caller to free.
@@ -339,6 +342,8 @@ class RequestTracker:
             self._preempt(request, admitted)
         else:
             self.host_pool.free(request_id)
+        # NOTE: vLLM does not know that the restoring step reads blocks, because the request may not run in it.
+        last_step = max(last_step, admitted.restored_in)
         self.deferred.after_step(last_step, partial(self.host_pool.unpin, host_ids))
         return admitted.state + admitted.lent
 
@@ -566,6 +571,8 @@ class RequestTracker:
         if self.spec.elastic:
             self._balance(num_scheduled)
         self._is_scheduling = False
+        for request_id in self._received:
+            self.admitted[request_id].restored_in = self.deferred.num_scheduled + 1
         restores = [*self._restores, *chain.from_iterable(self._received.values())]
         metadata = HiSparseMetadata(restores=restores, preemption_saves=self._preemption_saves)
         self._restores, self._received, self._preemption_saves = [], {}, []
