@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
+from vllm_hisparse.kv_manager.rows import host_kv_store, key_conversion
+from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
 from vllm_hisparse.kv_manager.rows.key_conversion import NARROW_BYTES, WIDE_BYTES, KeyConversion
+from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.ops import indexer_keys
 
-NARROW, PLAIN = (NARROW_BYTES, True), (48, False)
+NARROW, PLAIN = (NARROW_BYTES, True), (128, False)
 
 
 def random_blocks(layers: list[tuple[int, bool]], num_blocks: int) -> torch.Tensor:
@@ -50,3 +58,61 @@ def test_there_and_back(layers: list[tuple[int, bool]]) -> None:
             assert torch.equal(after, before)
             assert torch.equal(on_host[:, first_on_host : first_on_host + host_size], before)
         first, first_on_host = first + size, first_on_host + host_size
+
+
+class NewMemory(TorchDispatchMode):
+    """Adds up the bytes that torch's operators allocate, of results that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.num_bytes += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize("layers", [[NARROW] * 3, [PLAIN, NARROW, NARROW, PLAIN, NARROW]])
+@pytest.mark.parametrize("limit_in_blocks", [1, 2, 100])
+def test_many_blocks_are_converted_in_memory_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch, layers: list[tuple[int, bool]], limit_in_blocks: int
+) -> None:
+    """Copies of the blocks count as well as the two forms that they have."""
+    monkeypatch.setattr(key_conversion, "widen_blocks", lambda narrow, wide: wide.zero_())
+    monkeypatch.setattr(key_conversion, "narrow_blocks", lambda wide, narrow: narrow.zero_())
+    conversion, taken = KeyConversion(layers), []
+
+    def measured(convert: Any) -> Any:
+        def measure(blocks: torch.Tensor) -> torch.Tensor:
+            with NewMemory() as memory:
+                result = convert(blocks)
+            taken.append(blocks.nbytes + memory.num_bytes)
+            return result
+
+        return measure
+
+    for name in ("to_host", "to_device"):
+        monkeypatch.setattr(conversion, name, measured(getattr(conversion, name)))
+    num_narrow = sum(is_narrow for _, is_narrow in layers)
+    layout = KVLayout(
+        row_bytes=24,
+        resident_row_bytes=indexer_keys.WIDE_KEY_BYTES,
+        num_layers=1,
+        num_resident_layers=num_narrow,
+        block_size=indexer_keys.TILE,
+        full_kv_row_bytes=sum(size for size, is_narrow in layers if not is_narrow) // indexer_keys.TILE,
+        narrow_key_bytes=indexer_keys.KEY_BYTES,
+    )
+    pool = HostPoolLayout(layout, 7)
+    store = HostKVStore(pool, ["m"], torch.bfloat16, mmap.mmap(-1, pool.num_bytes))
+    store.attach(torch.device("cpu"), conversion)
+    limit = limit_in_blocks * 2 * (layout.resident_block_bytes + layout.saved_block_bytes)
+    monkeypatch.setattr(host_kv_store, "CHUNK_BYTES", limit)
+    cache, pairs = torch.zeros(7, conversion.device_bytes, dtype=torch.uint8), [(index, index) for index in range(7)]
+    store.save_resident_kv(cache, pairs)
+    store.restore_resident_kv(cache, pairs)
+    assert max(taken) <= limit
+    assert len(taken) == 2 * -(-7 // limit_in_blocks), "fewer blocks at a time than fit"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import mmap
 
 
-CHUNK_BYTES = 64 << 20  # bytes of blocks that are copied together
+CHUNK_BYTES = 64 << 20  # device memory of blocks that are copied together
 
 
 class HostKVStore:
@@ -46,8 +46,7 @@ class HostKVStore:
         }
         self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
         self._pinned: PinnedMemory | None = None
-        self._to_host: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._to_device: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._conversion: KeyConversion | None = None
         self._flat, self._device_view = flat, self.resident_kv
         self._layout, self._memory = layout, memory
 
@@ -58,8 +57,7 @@ class HostKVStore:
             device: device of the caches.
             conversion: conversion of blocks of device-resident KV. None: host and device keep the same bytes.
         """
-        if conversion is not None:
-            self._to_host, self._to_device = conversion.to_host, conversion.to_device
+        self._conversion = conversion
         if device.type != "cpu":
             self._pinned = PinnedMemory(self._flat)
             self._device_view = self._pinned.device_view(self.resident_kv)
@@ -88,7 +86,7 @@ class HostKVStore:
             cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: (device, host) block ids.
         """
-        self._copy(cache, self._device_view, pairs, self._to_host)
+        self._copy(cache, self._device_view, pairs, self._conversion and self._conversion.to_host)
 
     def restore_resident_kv(self, cache: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of all layers to the device.
@@ -97,7 +95,7 @@ class HostKVStore:
             cache: [num_device_blocks, bytes of all layers] uint8.
             pairs: (host, device) block ids.
         """
-        self._copy(self._device_view, cache, pairs, self._to_device)
+        self._copy(self._device_view, cache, pairs, self._conversion and self._conversion.to_device)
 
     def wait(self) -> None:
         """Wait until the copies between host and device are done."""
@@ -117,7 +115,7 @@ class HostKVStore:
         pairs: Sequence[tuple[int, int]],
         convert: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        """Copy blocks, through at most `CHUNK_BYTES` of device memory at a time.
+        """Copy blocks, through at most `CHUNK_BYTES` of device memory at a time, or that of one block if this is more.
 
         NOTE: blocks are copied in words, not in bytes, because torch's kernels move one element per lane, also over the
         link to the host.
@@ -132,7 +130,8 @@ class HostKVStore:
         dtype = widest_word(source, target)
         source, target = source.view(dtype), target.view(dtype)
         source_ids, target_ids = self._ids(pairs, self._device_view.device)
-        size = max(CHUNK_BYTES // (source.shape[1] * source.element_size()), 1)
+        block_bytes = self._conversion.working_bytes if self._conversion else source.shape[1] * source.element_size()
+        size = max(CHUNK_BYTES // block_bytes, 1)
         for ids, homes in zip(source_ids.split(size), target_ids.split(size), strict=True):
             blocks = source.index_select(0, ids)
             if convert is not None:

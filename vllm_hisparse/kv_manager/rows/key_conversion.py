@@ -21,6 +21,7 @@ class KeyConversion:
     Attributes:
         layer_bytes: bytes of each layer of a host block.
         device_bytes, host_bytes: bytes of a block.
+        working_bytes: bytes that the conversion of a block takes at most, both of its forms included.
     """
 
     def __init__(self, layers: Sequence[tuple[int, bool]]):
@@ -33,6 +34,7 @@ class KeyConversion:
         self.layer_bytes = [WIDE_BYTES if is_narrow else size for size, is_narrow in layers]
         self.device_bytes = sum(part[2] for part in self._parts)
         self.host_bytes = sum(self.layer_bytes)
+        self.working_bytes = 2 * (self.device_bytes + self.host_bytes)  # keys are copied before and after
 
     def to_host(self, blocks: torch.Tensor) -> torch.Tensor:
         """The form in which the host keeps blocks: an exact copy.
