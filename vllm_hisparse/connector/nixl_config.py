@@ -58,9 +58,10 @@ def leaves_pulls_to_rank_0(vllm_config: VllmConfig, groups: DeviceGroups) -> boo
 def _saved_spec(groups: DeviceGroups) -> KVCacheSpec:
     """The spec of the copies of device-resident KV: keys that the device has in fewer bits are as wide as received."""
     layout, spec = groups.layout, groups.resident_group.kv_cache_spec
+    narrow_page_bytes = (layout.narrow_key_bytes or 0) * layout.block_size
 
     def saved(layer: MLAAttentionSpec) -> MLAAttentionSpec:
-        is_narrow = layer.unpadded_page_size_bytes == layout.narrow_key_bytes * layout.block_size
+        is_narrow = layer.unpadded_page_size_bytes == narrow_page_bytes
         return replace(layer, head_size=layout.resident_row_bytes) if is_narrow else layer
 
     if isinstance(spec, UniformTypeKVCacheSpecs):

@@ -284,8 +284,9 @@ class HiSparseSchedulerConnector:
         request_id = request.request_id
         host_ids = self.host_pool.block_ids(request_id)[: self.layout.num_blocks(request.num_prompt_tokens)]
         resident_id = self.groups.resident_group_id
-        is_on_device = resident_id is not None and not self.layout.receives_on_host
-        device_blocks = blocks.blocks[resident_id] if is_on_device else None
+        device_blocks = None
+        if resident_id is not None and not self.layout.receives_on_host:
+            device_blocks = blocks.blocks[resident_id]
         num_shared = self.tracker.admitted[request_id].num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:

@@ -75,7 +75,7 @@ class HotGQAMetadataBuilder(HotMetadataBuilder):
         # `HotBufferSpec` has another purpose.
         dtype = vllm_config.compilation_config.static_forward_context[layer_names[0]].kv_cache_dtype
         spec = replace(kv_cache_spec, kv_quant_mode=get_kv_quant_mode(dtype))
-        super().__init__(spec, layer_names, vllm_config, device, **kwargs)
+        super().__init__(spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]
         self.allocate(max_query_len(self.vllm_config), self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def allocate(self, max_query_len: int, max_batch: int) -> None:
