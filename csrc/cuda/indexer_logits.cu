@@ -358,7 +358,8 @@ cudaError_t indexer_logits(
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (error == cudaSuccess && (major != 9 || minor != 0)) return cudaErrorNoKernelImageForDevice;  // it is empty there
+    if (error == cudaSuccess && (major != 9 || minor != 0))
+        return cudaErrorNoKernelImageForDevice;  // it is empty there
     if (error == cudaSuccess) {
         error = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
     }
