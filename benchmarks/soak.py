@@ -224,9 +224,7 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="host pool, less than requests need together")] = 0.06,
     tier_gib: Annotated[float, typer.Option(help="quota of the fs tier")] = 0.2,
     drafts: Annotated[int, typer.Option(min=0, help="n-gram drafts of a step")] = 0,
-    async_scheduling: Annotated[
-        bool, typer.Option(help="on the CPU platform: two batches in flight, but no sessions")
-    ] = False,
+    async_scheduling: Annotated[bool, typer.Option(help="on the CPU platform: two batches in flight")] = False,
     live: Annotated[int, typer.Option(min=1, help="requests in flight")] = 32,
     sample_s: Annotated[float, typer.Option(help="seconds between two looks at the memory")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the clients")] = 0,
@@ -252,9 +250,7 @@ def run(
         job = {
             "engine": model | engine_args(device, options, drafts, host_pool_gib),
             "async_on_cpu": async_scheduling and device == Device.cpu,
-            # NOTE: with two batches in flight, vLLM 0.32's model runner takes the newest token of a turn's answer for
-            # the last token of the next turn, if no other batch was between them.
-            "max_sessions": 0 if async_scheduling and device == Device.cpu else MAX_SESSIONS,
+            "max_sessions": MAX_SESSIONS,
             "tier_dir": tier_dir,
             "lengths": vars(LENGTHS[device]),
             "num_live": live,

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -201,7 +202,10 @@ class Clients:
             self.engine.input_processor.assign_request_id(request)
             self._internal_ids[name] = request.request_id
         request.external_req_id = name
-        self.engine.output_processor.add_request(request, None, None, 0)
+        # NOTE: in one process, vLLM's output processor and its scheduler would append each turn to the same list.
+        own = copy(request)
+        own.prompt_token_ids = list(tokens)
+        self.engine.output_processor.add_request(own, None, None, 0)
         self.engine.engine_core.add_request(request)
 
     def _finish(self, conversation: Conversation) -> None:

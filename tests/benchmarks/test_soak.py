@@ -109,6 +109,9 @@ def test_a_clean_soak_is_flat_and_leaves_nothing() -> None:
     assert not is_clean(make_row(2.0, nothing, wrong_tokens=1))
 
 
+SHOWN = -1  # a token that only the output processor of `Engine` knows
+
+
 class Engine:
     """Stands for vLLM's `LLMEngine`: keeps what it gets.
 
@@ -123,7 +126,7 @@ class Engine:
         self.aborted: list[str] = []
         self.ended: list[str] = []
         self.input_processor = SimpleNamespace(process_inputs=self._process, assign_request_id=self._assign)
-        self.output_processor = SimpleNamespace(add_request=lambda *_: None)
+        self.output_processor = SimpleNamespace(add_request=self._show)
         self.engine_core = SimpleNamespace(add_request=self._add)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -139,14 +142,17 @@ class Engine:
         raise RuntimeError("a session waits")
 
     def _process(self, name: str, prompt: dict[str, list[int]], params: Any, resumable: bool, **_: Any) -> Any:
-        return SimpleNamespace(request_id=name, tokens=prompt["prompt_token_ids"], resumable=resumable)
+        return SimpleNamespace(request_id=name, prompt_token_ids=prompt["prompt_token_ids"], resumable=resumable)
 
     def _assign(self, request: Any) -> None:
         request.request_id = f"{request.request_id}-internal"
 
+    def _show(self, request: Any, *_: Any) -> None:
+        request.prompt_token_ids.append(SHOWN)  # vLLM's output processor appends later turns to this list
+
     def _add(self, request: Any) -> None:
         if request.resumable:
-            self.prompts.append((request.external_req_id, request.tokens))
+            self.prompts.append((request.external_req_id, request.prompt_token_ids))
         else:
             self.ended.append(request.external_req_id)
 
@@ -174,6 +180,7 @@ def test_clients_keep_the_engine_full_and_go_on_from_its_answers(engine: Engine)
     for step in range(400):
         clients.act()
         new, engine.prompts = engine.prompts, []
+        assert all(SHOWN not in tokens for _, tokens in new)
         sent |= dict(new)
         live = [name for name in sent if name not in engine.aborted]
         name = live[step % len(live)]
