@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -210,6 +211,8 @@ class Launch:
         from vllm.utils.platform_utils import num_compute_units
 
         schedule = get_paged_mqa_logits_metadata(self.seq_lens, BLOCK_SIZE, num_compute_units(0))
+        # NOTE: vLLM 0.33 has no such parameter, and never cleans logits.
+        options = {"clean_logits": False} if "clean_logits" in signature(fp8_fp4_paged_mqa_logits).parameters else {}
         return lambda: fp8_fp4_paged_mqa_logits(
             (self.query, None),
             self.wide.unsqueeze(-2),
@@ -218,7 +221,7 @@ class Launch:
             self.block_table,
             schedule,
             max_model_len=context,
-            clean_logits=False,
+            **options,
         )
 
 
