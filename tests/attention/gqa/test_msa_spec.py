@@ -9,7 +9,6 @@ import pytest
 import torch
 from stand_ins import bare
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -24,6 +23,11 @@ from vllm_hisparse.kv_manager.blocks.hot_block_manager import register_hot_block
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.layout import MSA_UNIT, KVLayout
+
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core import kv_cache_utils as kv_cache_planning
 
 BLOCK = 128
 
@@ -76,8 +80,8 @@ def test_vllm_makes_one_group_of_hot_rows_and_one_of_the_rest(
     layout = next(spec.layout for spec in specs.values() if isinstance(spec, HotBufferSpec))
     assert layout == layout_of(num_sparse, num_full, num_kv_heads, 128 * key_dtype.itemsize)
     register_hot_block_manager()
-    monkeypatch.setattr(kv_cache_utils, "get_hisparse_kv_cache_groups", lambda *_: None)
-    groups = kv_cache_utils.get_kv_cache_groups(engine, specs)
+    monkeypatch.setattr(kv_cache_planning, "get_hisparse_kv_cache_groups", lambda *_: None)
+    groups = kv_cache_planning.get_kv_cache_groups(engine, specs)
     tensors = [KVCacheTensor(size=1 << 20, layers=[], layer_stride=0, block_stride=0)]
     found = DeviceGroups.from_config(KVCacheConfig(num_blocks=9, kv_cache_tensors=tensors, kv_cache_groups=groups))
     assert len(found.hot_group.layer_names) == num_sparse
