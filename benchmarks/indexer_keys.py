@@ -1,4 +1,4 @@
-"""What do indexer keys in 4 bits cost and gain?
+"""Measures of indexer keys in 4 bits: their accuracy, and the time of the kernel that scores them.
 
     python -m benchmarks.indexer_keys quality
     python -m benchmarks.indexer_keys run --output benchmarks/results/h200/indexer_keys.json
