@@ -16,6 +16,13 @@ ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # of program
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
 WITH_CHILD = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', '''{SLEEP}''']).pid); {SLEEP}"
+# Its first thread ends at once, a second one goes on for a second and then writes a file.
+OUTLIVED = """
+import ctypes, os, pathlib, platform, sys, threading
+threading.Timer(1, lambda: (pathlib.Path(sys.argv[1]).write_text(''), os._exit(3))).start()
+ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)
+"""
+WITH_OUTLIVED_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {OUTLIVED!r}, sys.argv[1]])"
 SERVER = """
 import http.server, sys, time
 time.sleep(float(sys.argv[2]))
@@ -169,6 +176,18 @@ def test_children_of_a_dead_member_are_stopped(tmp_path: Path) -> None:
         wait_until(lambda: parent.exit_code is not None)
         assert is_alive(grandchild)
     assert not is_alive(grandchild)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(OUTLIVED, 3), (WITH_OUTLIVED_CHILD, 0)], ids=["child", "grandchild"])
+def test_a_process_is_gone_when_its_last_thread_is(tmp_path: Path, code: str, exit_code: int) -> None:
+    """Until then it may hold its port, although the kernel calls it a zombie."""
+    end = tmp_path / "end"
+    process = python(tmp_path, code, str(end))
+    with ProcessGroup() as group:
+        group.start(process)
+        wait_until(process.is_gone)
+        assert end.exists()
+        assert process.exit_code == exit_code
 
 
 def test_kills_what_ignores_sigterm(tmp_path: Path) -> None:

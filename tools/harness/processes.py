@@ -146,11 +146,11 @@ class EngineProcess:
             os.killpg(self.pid, signum)
 
     def is_gone(self) -> bool:
-        """Return True if all processes of the group have ended."""
+        """Return True if all processes of the group have ended, and with them their threads, memory and sockets."""
         if self._child is None:
             return True
-        self._child.poll()  # reaps it
-        return not any(_group_members(self._child.pid))
+        has_ended = self._child.poll() is not None  # reaps it
+        return has_ended and not any(_group_members(self._child.pid))
 
     def calm_polling_threads(self) -> int:
         """Lower the priority of the threads that busy-poll; returns their number.
@@ -295,13 +295,17 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def _group_members(group_id: int) -> Iterator[int]:
-    """Process ids of a group, without zombies."""
+    """Process ids of a group, without zombies.
+
+    NOTE: a process whose first thread has ended looks like a zombie until its other threads have ended, too.
+    """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
+            fields = stat.read_text().rpartition(")")[2].split()
         except OSError:  # ended meanwhile
             continue
-        if int(group) == group_id and state not in "ZX":
+        state, group, num_threads = fields[0], int(fields[2]), int(fields[17])
+        if group == group_id and (state not in "ZX" or num_threads > 1):
             yield int(stat.parent.name)
 
 
