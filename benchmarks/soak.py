@@ -26,28 +26,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import psutil
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, write_result
-from benchmarks.soak_engine import Lengths, serve, serve_full_kv
+from benchmarks.soak_engine import Lengths, own_mib, serve, serve_full_kv
 
 ROOT = Path(__file__).parents[1]
 TIE_MARGIN = {"cpu": 0.5, "gpu": 0.75}  # those of the end-to-end tests
 # Shares of full KV's chunk with which it is asked again: chunks round differently.
 OTHER_CHUNKS = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
-MAX_BACKLOG = 300  # answers that wait for their comparison; with more, the engine waits
+MAX_BACKLOG = 100  # answers that wait for their comparison; with more, the engine waits
 MAX_KNOWN = 4000  # answers of full KV that are kept
 MIN_SAMPLES = 15  # after warm-up, to speak of a slope
 WARM_UP_SHARE = 1 / 3
-FLAT_MIB_PER_HOUR = 16.0
+FLAT_MIB = 16.0  # growth per hour, or in all of a shorter time, that is no leak
+HOST_POOL_GIB = {"cpu": 0.06, "gpu": 0.16}  # less than the requests in flight need together
 MAX_SHOWN = 10
 
 Device = StrEnum("Device", ["cpu", "gpu"])
 app = typer.Typer(add_completion=False)
 
 
-def engine_args(device: Device, options: dict[str, Any] | None, drafts: int, host_pool_gib: float) -> dict[str, Any]:
+def engine_args(device: Device, options: dict[str, Any] | None, drafts: int) -> dict[str, Any]:
     """Arguments of `vllm.LLM`; without options of the connector, full KV that computes one request at a time."""
     args: dict[str, Any] = {"seed": 0, "gpu_memory_utilization": 0.3}
     if device == Device.cpu:
@@ -55,7 +55,7 @@ def engine_args(device: Device, options: dict[str, Any] | None, drafts: int, hos
         args |= {"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 64 * 2**20}
     else:
         args |= {"dtype": "bfloat16", "max_model_len": 20480, "max_num_batched_tokens": 8192}
-        args |= {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 1 << 30}
+        args |= {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 512 * 2**20}  # not all rows of 32 requests are hot
         args |= {"attention_config": {"backend": "FLASHMLA_SPARSE", "sparse_mla_force_mqa": True}}
         args |= {"hf_overrides": {"max_position_embeddings": 1 << 18}}
         args |= {"kernel_config": {"enable_flashinfer_autotune": False}}
@@ -184,8 +184,20 @@ def slope_per_hour(minutes: list[float], values: list[float]) -> float | None:
     return round(60 * float(np.median(slopes)), 2)
 
 
+def is_flat(minutes: list[float], slope: float | None) -> bool | None:
+    """Tell if memory did not grow, by its slope per hour; None: there are too few samples.
+
+    In less than an hour, noise makes any slope: there, the growth of the whole time counts.
+    """
+    hours = (1 - WARM_UP_SHARE) * minutes[-1] / 60
+    return None if slope is None else slope * min(hours, 1.0) <= FLAT_MIB
+
+
 def summary(samples: list[dict[str, Any]], judge: Judge, end: dict[str, Any] | None) -> dict[str, Any]:
     """The row of a soak: the last sample, the comparison, slopes of memory, what is left at the end, all samples.
+
+    Memory of the processes' own decides whether the soak is flat (`own_mib`). PSS would not do, because it falls when
+    another process maps the same libraries; RSS falls when the kernel takes back pages of files.
 
     Args:
         samples: samples so far, at least one.
@@ -193,14 +205,13 @@ def summary(samples: list[dict[str, Any]], judge: Judge, end: dict[str, Any] | N
         end: counts of things left at the end; None: the soak still runs, or broke off.
     """
     minutes = [sample["minute"] for sample in samples]
-    kinds = ("rss_mib", "pss_mib")
+    kinds = ("rss_mib", "own_mib")
     slopes = {
         f"{kind}_per_hour": slope_per_hour(minutes, [sum(sample[kind].values()) for sample in samples])
         for kind in kinds
     }
-    slope = slopes["pss_mib_per_hour"]
-    is_flat = None if slope is None else slope <= FLAT_MIB_PER_HOUR
-    state = {"has_ended": end is not None, **slopes, "is_flat": is_flat, "left_at_end": end}
+    flat = is_flat(minutes, slopes["own_mib_per_hour"])
+    state = {"has_ended": end is not None, **slopes, "is_flat": flat, "left_at_end": end}
     return samples[-1] | judge.row() | state | {"wrong": judge.wrong, "samples": samples}
 
 
@@ -221,7 +232,9 @@ def run(
     ctx: typer.Context,
     minutes: Annotated[float, typer.Option(help="how long")] = 240.0,
     device: Annotated[Device, typer.Option(help="cpu or gpu")] = Device.cpu,
-    host_pool_gib: Annotated[float, typer.Option(help="host pool, less than requests need together")] = 0.06,
+    host_pool_gib: Annotated[
+        float | None, typer.Option(help="host pool, less than requests need together; default: 0.06 (cpu), 0.16 (gpu)")
+    ] = None,
     tier_gib: Annotated[float, typer.Option(help="quota of the fs tier")] = 0.2,
     drafts: Annotated[int, typer.Option(min=0, help="n-gram drafts of a step")] = 0,
     async_scheduling: Annotated[bool, typer.Option(help="on the CPU platform: two batches in flight")] = False,
@@ -232,6 +245,7 @@ def run(
 ) -> None:
     """Run a soak; the result file is written after every sample."""
     output = output or RESULTS / ("cpu" if device == Device.cpu else "h100") / "soak.json"
+    pool_gib = HOST_POOL_GIB[device] if host_pool_gib is None else host_pool_gib
     defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     defaults |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     if device == Device.cpu:
@@ -240,7 +254,7 @@ def run(
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     top_k = 256 if device == Device.cpu else 2048
-    options: dict[str, Any] = {"host_pool_gib": host_pool_gib, "device_buffer_size": max(1 + drafts, 1.25) * top_k}
+    options: dict[str, Any] = {"host_pool_gib": pool_gib, "device_buffer_size": max(1 + drafts, 1.25) * top_k}
     model, context = {"model": str(model_of(device))}, get_context("spawn")
     hardware = gpu_hardware() if device == Device.gpu else None
     samples: list[dict[str, Any]] = []
@@ -248,7 +262,7 @@ def run(
         tier = {"type": "fs", "path": tier_dir, "quota_gib": tier_gib, "num_threads": 2}
         options |= {"device_buffer_size": int(options["device_buffer_size"]), "tiers": [tier], "admission": "off"}
         job = {
-            "engine": model | engine_args(device, options, drafts, host_pool_gib),
+            "engine": model | engine_args(device, options, drafts),
             "async_on_cpu": async_scheduling and device == Device.cpu,
             "max_sessions": MAX_SESSIONS,
             "tier_dir": tier_dir,
@@ -260,7 +274,7 @@ def run(
         }
         engine, engine_end = context.Pipe()
         full_kv, full_kv_end = context.Pipe()
-        full_kv_args = model | engine_args(device, None, 0, host_pool_gib)
+        full_kv_args = model | engine_args(device, None, 0)
         processes = [
             context.Process(target=serve_full_kv, args=(full_kv_end, full_kv_args), daemon=True),
             context.Process(target=serve, args=(engine_end, job), daemon=True),
@@ -272,6 +286,7 @@ def run(
         full_kv.recv()
         judge, end = Judge(full_kv, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]), None
         described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}
+        described |= {"host_pool_gib": pool_gib}
         described["async_scheduling"] = async_scheduling or device == Device.gpu
         backlog: deque[dict[str, Any]] = deque()
         try:
@@ -281,8 +296,7 @@ def run(
                     if kind == "answer":
                         backlog.append(content)
                     elif kind == "sample":
-                        stock = psutil.Process(processes[0].pid).memory_full_info()
-                        samples.append(content | {"full_kv_pss_mib": round(stock.pss / 2**20, 1)})
+                        samples.append(content | {"full_kv_own_mib": own_mib(processes[0].pid)})
                         row = described | summary(samples, judge, None) | {"backlog": len(backlog)}
                         write_result(output, ctx, "benchmarks.soak", [row], hardware)
                         typer.echo(

@@ -296,6 +296,13 @@ class Watch:
         return self._offline.count_drafts(self._llm)
 
 
+def own_mib(pid: int | str = "self") -> float:
+    """MiB of a process that are in no file: its heap, and memory that it may share, such as a host pool."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    sizes = {words[0]: int(words[1]) for words in lines if words and words[0] in ("RssAnon:", "RssShmem:")}
+    return round(sum(sizes.values()) / 1024, 1)
+
+
 def memory() -> dict[str, Any]:
     """MiB of this process and its children, by name, their shared memory files, threads, open files, device memory.
 
@@ -306,20 +313,24 @@ def memory() -> dict[str, Any]:
     gc.collect()
     num_objects = len(gc.get_objects())
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    found: dict[str, Any] = {"rss_mib": Counter(), "pss_mib": Counter(), "threads": 0, "open_files": 0}
+    found: dict[str, Any] = {"rss_mib": Counter(), "own_mib": Counter(), "threads": 0, "open_files": 0}
     shared: dict[str, int] = {}
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
-        name = "engine" if process == own else process.name()
-        usage = process.memory_full_info()
-        found["rss_mib"][name] += round(usage.rss / 2**20, 1)
-        found["pss_mib"][name] += round(usage.pss / 2**20, 1)
-        found["threads"] += process.num_threads()
-        found["open_files"] += process.num_fds()
-        shared |= {each.path: each.rss for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
+        try:
+            name, rss, own_memory = process.name(), process.memory_info().rss, own_mib(process.pid)
+            num_threads, num_files, maps = process.num_threads(), process.num_fds(), process.memory_maps()
+        except (psutil.Error, OSError):  # a child has ended meanwhile
+            continue
+        name = "engine" if process == own else name
+        found["rss_mib"][name] += round(rss / 2**20, 1)
+        found["own_mib"][name] += own_memory
+        found["threads"] += num_threads
+        found["open_files"] += num_files
+        shared |= {each.path: each.rss for each in maps if each.path.startswith("/dev/shm/")}
     found["objects"] = num_objects
     found |= {"shm_files": len(shared), "shm_mib": round(sum(shared.values()) / 2**20, 1)}
-    found |= {name: dict(found[name]) for name in ("rss_mib", "pss_mib")}
+    found |= {name: dict(found[name]) for name in ("rss_mib", "own_mib")}
     if torch.cuda.is_available():
         found["device_mib"] = round(torch.cuda.memory_reserved() / 2**20, 1)
     return found

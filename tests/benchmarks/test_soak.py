@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.soak import Judge, is_clean, slope_per_hour, summary
-from benchmarks.soak_engine import Clients, Lengths
+from benchmarks.soak_engine import Clients, Lengths, memory
 
 PROMPT = [5, 6, 7]
 
@@ -88,11 +93,61 @@ def test_the_slope_is_that_of_the_time_after_warm_up() -> None:
     assert slope_per_hour(minutes[:9], growing[:9]) is None
 
 
+def teeth(minute: float) -> float:
+    """MiB of a cache that fills in seven minutes and is then emptied."""
+    return 100 * (minute % 7) / 7
+
+
+def noise(minute: float) -> float:
+    """MiB between 0 and 10."""
+    return random.Random(str(minute)).uniform(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("series", "total", "expected"),
+    [
+        (lambda minute: 0.0, 240, True),
+        (noise, 240, True),
+        (noise, 20, True),
+        (teeth, 240, True),
+        (lambda minute: 600 * min(minute / 60, 1), 240, True),  # warm-up
+        (lambda minute: -40 * minute / 60, 240, True),
+        (lambda minute: 25 * minute / 60, 240, False),
+        (lambda minute: noise(minute) + 25 * minute / 60, 240, False),
+        (lambda minute: teeth(minute) + 25 * minute / 60, 240, False),
+        (lambda minute: 2 * minute, 20, False),
+        (lambda minute: 0.0, 4, None),  # too few samples
+    ],
+)
+def test_memory_that_grows_is_a_leak(series: Callable[[float], float], total: int, expected: bool | None) -> None:
+    minutes = [minute / 2 for minute in range(2 * total)]
+    samples = [
+        {"minute": minute, "own_mib": {"engine": 900 + series(minute)}, "rss_mib": {"engine": 1000 - minute}}
+        for minute in minutes
+    ]
+    assert summary(samples, Judge(FullKV(), 0.5, 64), None)["is_flat"] is expected
+
+
+def test_memory_of_its_own_is_in_no_file(tmp_path: Path) -> None:
+    path, before = tmp_path / "file", memory()
+    path.write_bytes(bytes(64 << 20))
+    with path.open("r+b") as file, mmap(file.fileno(), 0) as mapped:
+        assert sum(mapped[:: 1 << 12]) == 0  # every page is looked at
+        with_file = memory()
+    heap = bytearray(b"1" * (64 << 20))
+    with_heap, shared = memory(), mmap(-1, 64 << 20)
+    shared.write(bytes(64 << 20))
+    with_shared = memory()
+    assert with_file["rss_mib"]["engine"] > before["rss_mib"]["engine"] + 50
+    mib = [each["own_mib"]["engine"] for each in (before, with_file, with_heap, with_shared)]
+    assert np.diff(mib) == pytest.approx([0, 64, 64], abs=16), len(heap)
+
+
 def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wrong_tokens: int = 0) -> dict[str, Any]:
     judge = Judge(FullKV(), 0.5, 64)
     judge.num_wrong = wrong_tokens
     samples = [
-        {"minute": minute, "rss_mib": {"engine": 1.0}, "pss_mib": {"engine": 900 + slope * minute / 60}}
+        {"minute": minute, "rss_mib": {"engine": 1.0}, "own_mib": {"engine": 900 + slope * minute / 60}}
         for minute in range(90)
     ]
     return summary([sample | {"wrong_rows": wrong_rows} for sample in samples], judge, end)
@@ -101,7 +156,7 @@ def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wron
 def test_a_clean_soak_is_flat_and_leaves_nothing() -> None:
     nothing = {"device_blocks_used": 0, "host_blocks_used": 0, "drafts": {"drafted": 7}}
     assert is_clean(make_row(2.0, nothing))
-    assert make_row(2.0, nothing)["pss_mib_per_hour"] == pytest.approx(2.0)
+    assert make_row(2.0, nothing)["own_mib_per_hour"] == pytest.approx(2.0)
     assert not is_clean(make_row(40.0, nothing))
     assert not is_clean(make_row(2.0, None))
     assert not is_clean(make_row(2.0, nothing | {"host_blocks_used": 1}))
