@@ -116,11 +116,12 @@ def measure_all(system: System, job: dict[str, Any], cases: list[tuple[int, int]
             typer.echo(json.dumps(row), err=True)
             yield row
         connection.send(None)
-    except EOFError:
+    except (EOFError, OSError):
         typer.echo(f"the engine of {system} has ended", err=True)
     finally:
         process.join(60)
         process.kill()
+        process.join()  # the next system needs its memory
 
 
 @app.command()
@@ -138,7 +139,7 @@ def run(
     device_buffer_size: Annotated[int, typer.Option(help="hot rows per request and layer")] = 4096,
     repeats: Annotated[int, typer.Option(min=1, help="prompts of each case")] = 3,
     model_dir: Annotated[Path, typer.Option(help="where the model's configuration is written")] = Path(
-        "build/models/full-depth"
+        "build/models/prefill"
     ),
     output: Annotated[Path, typer.Option(help="result file")] = RESULTS / "h200" / "prefill.json",
 ) -> None:

@@ -455,6 +455,7 @@ def run(
             typer.echo(f"the engine of {name} has ended", err=True)
         process.join(60)
         process.kill()
+        process.join()  # the next system needs its memory
     if not rows:
         sys.exit(1)
     columns = ("system", "context", "requests", "selection", "overlap", "tokens_per_s", "itl_ms_p50", "running_max")
