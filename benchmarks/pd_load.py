@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,17 +28,19 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.full_depth import System
 from benchmarks.serving import (
+    DISCONNECTED,
     Device,
     Gauges,
     Sizes,
     attempt,
     bench_serve,
     force_selections,
-    keep_logs,
     kv_bytes,
+    log_directory,
     make_model,
     metrics,
     server,
+    ucx_variables,
     wait_healthy,
 )
 from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, pd_router
@@ -45,7 +48,11 @@ from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 START_TIMEOUT_S, CASE_TIMEOUT_S, SETTLE_TIMEOUT_S = 500.0, 300.0, 60.0
 DRAIN_S = 120  # seconds that an engine has for its requests when it is told to end
+END_TIMEOUT_S = DRAIN_S + 60.0
 MIDDLE_SHARE = 0.4  # of a case's requests, after which its fault comes
+NUM_WARMUPS = 2  # requests before those of a case, because the first transfer waits for a handshake
+# A dead engine gets requests until its health checks fail (docs/deployment.md).
+ROUTER_ARGS = ("--health-check-interval-secs", "5", "--health-failure-threshold", "2")
 
 Fault = StrEnum("Fault", ["kill", "drain"])
 app = typer.Typer(add_completion=False)
@@ -61,7 +68,7 @@ def decode_connector(system: System, sizes: Sizes) -> dict[str, Any]:
         return hisparse_connector(**options, admission="off")
     native = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both"}
     native["kv_connector_extra_config"] = {"host_pool_gib": sizes.host_pool_gib}
-    both = {"connectors": [native, nixl]}
+    both = {"connectors": [nixl, native]}
     return {"kv_connector": "MultiConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": both}
 
 
@@ -90,6 +97,7 @@ class Pair:
         router_port, prometheus_port = free_ports(2)
         router = f"router-{system}"
         self._router = pd_router(log_dir, router_port, prometheus_port, prefill_url, self.url, router)
+        self._router.command += ROUTER_ARGS
         self.router_url = f"http://{LOOPBACK}:{router_port}"
         group.start(self.engine)
 
@@ -118,24 +126,27 @@ class Breaker:
 
     def __init__(self, pair: Pair, fault: Fault, num_requests: int):
         self._pair, self._fault, self._num_requests = pair, fault, num_requests
-        self.outcome: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._load_has_ended = threading.Event()
+        executor = ThreadPoolExecutor(1)
+        self._outcome = executor.submit(self._run)
+        executor.shutdown(wait=False)
 
     def wait(self) -> dict[str, Any]:
-        """Return what happened, when the engine is back."""
-        self._thread.join()
-        return self.outcome
+        """Return what happened, when the load has ended and the engine is back.
 
-    def _run(self) -> None:
-        finished = "vllm:request_success_total"
-        before = metrics(self._pair.url).get(finished, 0.0)
-        deadline = time.monotonic() + CASE_TIMEOUT_S
-        while (found := metrics(self._pair.url)).get(finished, 0.0) < before + MIDDLE_SHARE * self._num_requests:
-            if time.monotonic() > deadline:
-                self.outcome = {"fault_error": "too few requests finished before the fault"}
-                return
-            time.sleep(0.25)
+        Raises:
+            RuntimeError: too few requests finished, or the engine did not end or did not come back.
+        """
+        self._load_has_ended.set()
+        return self._outcome.result()
+
+    def _run(self) -> dict[str, Any]:
+        name = "vllm:request_success_total"
+        first = metrics(self._pair.url).get(name, 0.0)
+        enough = NUM_WARMUPS + MIDDLE_SHARE * self._num_requests
+        while (num_finished := (found := metrics(self._pair.url)).get(name, 0.0) - first) < enough:
+            if self._load_has_ended.wait(0.25):
+                raise RuntimeError(f"{num_finished:g} requests finished under load, expected {enough:g} before a fault")
         start, engine = time.monotonic(), self._pair.engine
         in_flight = round(found.get("vllm:num_requests_running", 0.0) + found.get("vllm:num_requests_waiting", 0.0))
         if self._fault == Fault.kill:
@@ -143,11 +154,13 @@ class Breaker:
         else:
             os.kill(engine.pid, signal.SIGTERM)
         while not engine.is_gone():
+            if time.monotonic() > start + END_TIMEOUT_S:
+                raise RuntimeError(f"{engine.name} has not ended {END_TIMEOUT_S:.0f} s after the fault {self._fault}")
             time.sleep(0.1)
         seconds = round(time.monotonic() - start, 1)
-        self.outcome = {"in_flight_at_fault": in_flight, "exit_code": engine.exit_code, "ended_after_s": seconds}
+        outcome = {"in_flight_at_fault": in_flight, "exit_code": engine.exit_code, "ended_after_s": seconds}
         self._pair.restart()
-        self.outcome["back_after_s"] = round(time.monotonic() - start, 1)
+        return outcome | {"back_after_s": round(time.monotonic() - start, 1)}
 
 
 def measure(
@@ -172,7 +185,7 @@ def measure(
         "random-range-ratio": json.dumps({name: round(ratio, 6) for name, ratio in ratios.items()}),
         "num-prompts": case["requests"],
         "max-concurrency": case["concurrency"],
-        "num-warmups": 2,  # the first transfer waits for a handshake
+        "num-warmups": NUM_WARMUPS,
         "seed": case["seed"],
     }
     log = log_dir / f"load-{pair.system}-{case['concurrency']}.log"
@@ -215,9 +228,10 @@ def answers(url: str) -> bool:
     body = {"model": MODEL_NAME, "prompt": list(range(5, 305)), "max_tokens": 4, "ignore_eos": True}
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while time.monotonic() < deadline:
-        reply = requests.post(f"{url}/v1/completions", json=body, timeout=SETTLE_TIMEOUT_S)
-        if reply.ok and reply.json().get("choices"):
-            return True
+        with suppress(DISCONNECTED):
+            reply = requests.post(f"{url}/v1/completions", json=body, timeout=SETTLE_TIMEOUT_S)
+            if reply.ok and reply.json().get("choices"):
+                return True
         time.sleep(1)
     return False
 
@@ -233,6 +247,11 @@ def left(url: str) -> float | None:
         share = metrics(url).get("vllm:kv_cache_usage_perc")
         if not share or time.monotonic() > deadline:
             return share
+
+
+def measured(what: str, work: Callable[[], dict[str, Any]], fault: Fault | None) -> dict[str, Any] | None:
+    """Return what some work finds. If it fails, other cases go on, but not after a fault, whose engine may be gone."""
+    return work() if fault else attempt(what, work)
 
 
 def span(text: str) -> tuple[int, int]:
@@ -280,10 +299,10 @@ def run(
     )  # fmt: skip
     model = make_model(model_dir, sizes)
     hardware = gpu_hardware() if device == Device.gpu else None
+    described = {"ucx": ucx_variables()} if device == Device.gpu else {}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(keep_logs, log_dir, logs)
+        log_dir = log_directory(stack, logs)
         group = stack.enter_context(ProcessGroup())
         args = ["--no-enable-prefix-caching"]
         if device == Device.gpu:
@@ -304,12 +323,13 @@ def run(
                 case["requests"] = max(round(rounds * clients), 1)
                 row = {"system": str(pair.system), "context": context, "output": output_tokens}
                 row |= {"concurrency": clients, "requests": case["requests"], "fault": fault and str(fault)}
-                found = attempt(
+                found = measured(
                     f"{pair.system}, {clients} clients",
                     lambda pair=pair, case=case: measure(pair, model, log_dir, prefill_url, case, fault),
+                    fault,
                 )
                 if found is not None:
-                    rows.append(row | found | sizes.described())
+                    rows.append(row | found | sizes.described() | described)
                     typer.echo(json.dumps(rows[-1]), err=True)
                     write_result(output, ctx, "benchmarks.pd_load", rows, hardware)
     names = (

@@ -7,12 +7,14 @@ the positions that `benchmarks.forced_selections` gives. On the CPU platform, th
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +32,8 @@ TINY_MODEL = ROOT / "build" / "models" / "dsv32"
 SAMPLE_S = 0.25
 METRICS_TIMEOUT_S = 20
 DISCONNECTED = requests.RequestException
+# Transfers between GPUs of a host without RDMA (docs/deployment.md); variables of this process come before these.
+ONE_HOST = {"UCX_RMA_PPLN_ENABLE": "y", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
 Device = StrEnum("Device", ["cpu", "gpu"])
 
@@ -105,7 +109,7 @@ def server(
         model: directory of the model.
         sizes: sizes of model and memory.
         log_dir: directory of the log.
-        gpu: index of its GPU.
+        gpu: index of its GPU among those that this process may use.
         connector: `--kv-transfer-config`; None: no KV transfer.
         args: more options.
         forces_selections: true for an engine that decodes.
@@ -131,11 +135,32 @@ def server(
         command += ["--kv-transfer-config", json.dumps(connector)]
     if forces_selections:
         command += ["--worker-extension-cls", "benchmarks.forced_selections.ForcedSelectionsExtension"]
-    env = {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK, "HF_HUB_OFFLINE": "1"}
+    env = ucx_variables() | {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu), "HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK}
     env |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it is compiled for a minute, and tokens are greedy
     url = f"http://{LOOPBACK}:{port}"
     return EngineProcess(name, [*command, *args], log_dir / f"{name}.log", env=env, health_url=f"{url}/health"), url
+
+
+def visible_gpu(index: int) -> str:
+    """Name a GPU, for `CUDA_VISIBLE_DEVICES` of another process, by its index among those that this process may use.
+
+    Raises:
+        BadParameter: there are fewer.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    names = [name for name in visible.split(",") if name]
+    if index >= len(names):
+        raise typer.BadParameter(f"got CUDA_VISIBLE_DEVICES={visible}, expected {index + 1} GPUs or more")
+    return names[index]
+
+
+def ucx_variables() -> dict[str, str]:
+    """UCX's variables of servers on a GPU: those of this process, else the ones for a host without RDMA."""
+    return ONE_HOST | {name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")}
 
 
 def kv_bytes(gib: float) -> list[str]:
@@ -241,10 +266,12 @@ def bench_serve(url: str, model: Path, log: Path, options: dict[str, Any], timeo
     return json.loads(result.read_text())
 
 
-def keep_logs(log_dir: Path, target: Path | None) -> None:
-    """Copy the logs to a directory that outlives the run, if there is one."""
-    if target is not None:
-        shutil.copytree(log_dir, target, dirs_exist_ok=True)
+def log_directory(stack: ExitStack, logs: Path | None) -> Path:
+    """Return the directory of a run's logs: the one that was asked for, else one that ends with the stack."""
+    if logs is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
 
 
 def wait_healthy(process: EngineProcess, timeout_s: float) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -31,8 +30,8 @@ from benchmarks.serving import (
     Sizes,
     attempt,
     force_selections,
-    keep_logs,
     kv_bytes,
+    log_directory,
     make_model,
     server,
     wait_healthy,
@@ -78,7 +77,9 @@ def connector(system: System, sizes: Sizes) -> dict[str, Any] | None:
     elif sizes.device == Device.cpu:
         return None
     else:
+        # NOTE: vLLM stores prompts alone unless it is told to store answers, which later prompts begin with.
         name, options = "OffloadingConnector", {"cpu_bytes_to_use": int(sizes.host_pool_gib * 2**30)}
+        options["offload_prompt_only"] = False
     return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": options}
 
 
@@ -165,8 +166,7 @@ def run(
     hardware = gpu_hardware() if device == Device.gpu else None
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.callback(keep_logs, log_dir, logs)
+        log_dir = log_directory(stack, logs)
         group = stack.enter_context(ProcessGroup())
         servers = {}
         for name in system:

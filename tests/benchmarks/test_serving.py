@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 import typer
+from servers import wait_for
 
 from benchmarks.full_depth import System
-from benchmarks.pd_load import decode_connector, span
-from benchmarks.serving import Device, Gauges, Sizes, make_model
+from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, measured, span
+from benchmarks.serving import Device, Gauges, Sizes, log_directory, make_model, server, ucx_variables, wait_healthy
 from benchmarks.turns import Shape, connector, converse, percentiles
 from tools.harness.openai_client import Completion
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 SIZES = Sizes(Device.gpu, 16, 8, 1024, 40_000, 32, 2.5, 12.0, 4096, 0.87)
 
@@ -32,14 +38,54 @@ def test_decode_engines_pull_from_the_prefill_engine() -> None:
     ours = decode_connector(System.ours, SIZES)
     assert (ours["kv_connector"], ours["kv_role"]) == ("HiSparseHostConnector", "kv_consumer")
     native = decode_connector(System.vllm_native, SIZES)["kv_connector_extra_config"]["connectors"]
-    assert [each["kv_connector"] for each in native] == ["HiSparseConnector", "NixlConnector"]
-    assert native[0]["kv_connector_extra_config"] == {"host_pool_gib": 12.0}
+    assert [each["kv_connector"] for each in native] == ["NixlConnector", "HiSparseConnector"]  # as vLLM documents it
+    assert native[1]["kv_connector_extra_config"] == {"host_pool_gib": 12.0}
 
 
 def test_each_system_has_the_same_host_memory() -> None:
     options = {system: connector(system, SIZES)["kv_connector_extra_config"] for system in System}
     assert options[System.ours]["host_pool_gib"] == options[System.vllm_native]["host_pool_gib"] == 12.0
-    assert options[System.full]["cpu_bytes_to_use"] == 12 * 2**30
+    assert options[System.full] == {"cpu_bytes_to_use": 12 * 2**30, "offload_prompt_only": False}
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("2,3", "3"), ("GPU-a,GPU-b,", "GPU-b")])
+def test_a_server_takes_a_gpu_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, expected: str
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    process, _ = server("decode", tmp_path, SIZES, tmp_path, 1, None, [])
+    assert process.env["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_a_server_on_a_gpu_that_this_process_may_not_use_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(typer.BadParameter, match="got CUDA_VISIBLE_DEVICES=2, expected 2 GPUs or more"):
+        server("decode", tmp_path, SIZES, tmp_path, 1, None, [])
+
+
+def test_ucx_goes_through_shared_memory_unless_it_is_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("UCX_RMA_PPLN_ENABLE", "n")
+    monkeypatch.setenv("UCX_TLS", "rc")
+    expected = {"UCX_RMA_PPLN_ENABLE": "n", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", "UCX_TLS": "rc"}
+    assert ucx_variables() == expected
+    env = server("decode", tmp_path, SIZES, tmp_path, 0, None, [])[0].env
+    assert {name: env.get(name) for name in expected} == expected
+
+
+def test_logs_are_where_they_were_asked_for_while_a_run_goes_on(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        assert log_directory(stack, tmp_path / "logs") == tmp_path / "logs"
+        own = log_directory(stack, None)
+        assert (tmp_path / "logs").is_dir() and own.is_dir()
+    assert (tmp_path / "logs").is_dir() and not own.exists()
 
 
 def test_the_tokenizer_of_a_model_gives_back_the_ids_of_its_words(tmp_path: Path) -> None:
@@ -108,3 +154,97 @@ def test_a_turn_goes_on_from_the_answer_before_it() -> None:
 
 def test_percentiles_are_in_milliseconds() -> None:
     assert percentiles("ttft", [0.1, 0.2, 0.3]) == {"ttft_ms_p50": 200.0, "ttft_ms_p99": pytest.approx(298.0)}
+
+
+ENGINE = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Engine(BaseHTTPRequestHandler):
+    '''Finishes two requests between two looks at its metrics.'''
+
+    looks = 0
+
+    def do_GET(self):
+        type(self).looks += self.path == "/metrics"
+        lines = ["# TYPE vllm:request_success counter", f"vllm:request_success_total {2 * self.looks}"]
+        lines += ["# TYPE vllm:num_requests_running gauge", "vllm:num_requests_running 3"]
+        lines += ["# TYPE vllm:num_requests_waiting gauge", "vllm:num_requests_waiting 2", ""]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write("\\n".join(lines).encode())
+
+    def log_message(self, *_):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
+"""
+
+
+class Pair:
+    """A decode engine that only counts, and comes back if told so."""
+
+    def __init__(self, directory: Path, comes_back: bool = True):
+        (port,) = free_ports(1)
+        self.url, self._comes_back = f"http://{LOOPBACK}:{port}", comes_back
+        command = [sys.executable, "-c", ENGINE, str(port)]
+        self.engine = EngineProcess("decode", command, directory / "decode.log", health_url=f"{self.url}/health")
+
+    def restart(self) -> None:
+        if not self._comes_back:
+            raise RuntimeError("decode is not healthy")
+        self.engine.start()
+        wait_healthy(self.engine, 30)
+
+
+@pytest.fixture
+def group() -> Iterator[ProcessGroup]:
+    with ProcessGroup() as group:
+        yield group
+
+
+def started(pair: Pair, group: ProcessGroup) -> Pair:
+    wait_healthy(group.start(pair.engine), 30)
+    return pair
+
+
+@pytest.mark.parametrize(("fault", "exit_code"), [(Fault.kill, -signal.SIGKILL), (Fault.drain, -signal.SIGTERM)])
+def test_an_engine_ends_in_the_middle_and_comes_back(
+    tmp_path: Path, group: ProcessGroup, fault: Fault, exit_code: int
+) -> None:
+    pair = started(Pair(tmp_path), group)
+    first = pair.engine.pid
+    breaker = Breaker(pair, fault, 10)
+    wait_for(lambda: pair.engine.pid != first)
+    outcome = breaker.wait()
+    assert (outcome["in_flight_at_fault"], outcome["exit_code"]) == (5, exit_code)
+    assert 0 <= outcome["ended_after_s"] <= outcome["back_after_s"]
+    assert pair.engine.pid != first and pair.engine.is_healthy()
+
+
+def test_an_engine_that_does_not_come_back_ends_the_run(tmp_path: Path, group: ProcessGroup) -> None:
+    pair = started(Pair(tmp_path, comes_back=False), group)
+    breaker = Breaker(pair, Fault.kill, 10)
+    wait_for(pair.engine.is_gone)
+    with pytest.raises(RuntimeError, match="decode is not healthy"):
+        measured("ours, 8 clients", breaker.wait, Fault.kill)
+
+
+def test_a_fault_that_came_too_late_ends_the_run(tmp_path: Path, group: ProcessGroup) -> None:
+    breaker = Breaker(started(Pair(tmp_path), group), Fault.kill, 10_000)
+    with pytest.raises(RuntimeError, match="requests finished under load, expected 4002 before a fault"):
+        measured("ours, 8 clients", breaker.wait, Fault.kill)
+
+
+def test_without_a_fault_other_cases_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> dict:
+        raise RuntimeError("a reason")
+
+    assert measured("ours, 8 clients", fail, None) is None
+    assert "ours, 8 clients: a reason" in capsys.readouterr().err
+    assert measured("ours, 8 clients", lambda: {"tokens_per_s": 1}, None) == {"tokens_per_s": 1}
+
+
+def test_a_router_that_is_gone_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.pd_load.SETTLE_TIMEOUT_S", 0.5)
+    assert not answers(f"http://{LOOPBACK}:{free_ports(1)[0]}")
