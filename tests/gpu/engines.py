@@ -23,7 +23,12 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is looked at
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled for minutes, and tokens are greedy
     "HF_HUB_OFFLINE": "1",
+    # NOTE: both create NVLink multicast groups, which a host may forbid; FlashInfer's is compiled for minutes, too.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
 }
+# The same for the all-reduce that vLLM fuses with norms, where there are several ranks.
+WITHOUT_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
 FORKS = multiprocessing.get_context("forkserver")
 VOCABULARY = range(3, 500)
 DEVICE_KV_BYTES = 2 << 30
