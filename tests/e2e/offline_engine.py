@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -319,37 +319,23 @@ def in_4_bits(keys: Any) -> Any:
     return values.float() * scales[..., None]
 
 
-def round_received_keys() -> None:
-    """Have a full-KV engine on the CPU do what a decode instance with keys in 4 bits does after a prefill instance.
+def round_keys(is_rounded: Callable[[Any], bool] = lambda slots: True) -> None:
+    """Have a full-KV engine select with keys that 4 bits can hold; on CUDA, in eager mode.
 
-    A step of several tokens is a prompt on the prefill instance: it has keys in 8 bits. A step of one token selects
-    with keys in 4 bits: earlier ones are rounded when they are read.
+    Args:
+        is_rounded: gets the slots of a step's new keys, [tokens] int64, and tells if these keys are rounded.
     """
-    from vllm_hisparse.cpu import indexer_scores
-
-    insert, load, num_tokens = indexer_scores.insert_keys, indexer_scores.load_keys, 0
-
-    def insert_keys(cache: Any, keys: Any, slots: Any) -> None:
-        nonlocal num_tokens
-        num_tokens = len(keys)
-        insert(cache, in_4_bits(keys) if num_tokens == 1 else keys, slots)
-
-    def load_keys(*args: Any) -> Any:
-        keys = load(*args)
-        return in_4_bits(keys) if num_tokens == 1 else keys
-
-    indexer_scores.insert_keys, indexer_scores.load_keys = insert_keys, load_keys
-
-
-def round_keys() -> None:
-    """Have a full-KV engine select with keys that 4 bits can hold; on CUDA, in eager mode."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         from vllm_hisparse.cpu import indexer_scores
 
-        insert = indexer_scores.insert_keys
-        indexer_scores.insert_keys = lambda cache, keys, slots: insert(cache, in_4_bits(keys), slots)
+        insert_on_cpu = indexer_scores.insert_keys
+
+        def insert_keys(cache: Any, keys: Any, slots: Any) -> None:
+            insert_on_cpu(cache, in_4_bits(keys) if is_rounded(slots) else keys, slots)
+
+        indexer_scores.insert_keys = insert_keys
         return
     import torch
     from vllm import _custom_ops
@@ -357,18 +343,63 @@ def round_keys() -> None:
 
     stock, insert = attention.fused_norm_rope, _custom_ops.indexer_k_quant_and_cache
 
-    def insert_rounded(keys: Any, *args: Any) -> None:
-        insert(in_4_bits(keys).to(keys.dtype), *args)
+    def insert_rounded(keys: Any, cache: Any, slots: Any, *args: Any) -> None:
+        insert(in_4_bits(keys).to(keys.dtype) if is_rounded(slots) else keys, cache, slots, *args)
 
     def with_rounded_keys(*args: Any, indexer_k_cache: Any = None, index_k_out: Any = None, **kwargs: Any) -> Any:
-        if indexer_k_cache is None:
-            return stock(*args, indexer_k_cache=None, index_k_out=index_k_out, **kwargs)
-        keys, slots = torch.zeros_like(args[9]), kwargs["indexer_slot_mapping"]
+        slots = kwargs.get("indexer_slot_mapping")
+        if indexer_k_cache is None or not is_rounded(slots):
+            return stock(*args, indexer_k_cache=indexer_k_cache, index_k_out=index_k_out, **kwargs)
+        keys = torch.zeros_like(args[9])
         out = stock(*args, indexer_k_cache=None, index_k_out=keys, **kwargs)
         insert_rounded(keys[: len(slots)], indexer_k_cache, slots[: len(keys)], 128, "ue8m0")
         return out
 
     attention.fused_norm_rope, _custom_ops.indexer_k_quant_and_cache = with_rounded_keys, insert_rounded
+
+
+def round_received_keys() -> None:
+    """Have a full-KV engine do what a decode instance with keys in 4 bits does after a prefill instance.
+
+    A step of several tokens is a prompt on the prefill instance: it has keys in 8 bits. A step of one token selects
+    with keys in 4 bits: earlier ones are rounded when they are read. So the engine computes one request at a time.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_hisparse.cpu import indexer_scores
+    from vllm_hisparse.ops import indexer_keys
+
+    decodes = False
+
+    def is_decoded(slots: Any) -> bool:
+        nonlocal decodes
+        decodes = int((slots >= 0).sum()) == 1
+        return decodes
+
+    round_keys(is_decoded)
+    if current_platform.is_cpu():
+        load = indexer_scores.load_keys
+
+        def load_keys(*args: Any) -> Any:
+            return in_4_bits(load(*args)) if decodes else load(*args)
+
+        indexer_scores.load_keys = load_keys
+        return
+    from vllm.model_executor.layers import sparse_attn_indexer
+
+    stock = sparse_attn_indexer.fp8_fp4_paged_mqa_logits
+
+    def of_rounded_keys(
+        query: Any, cache: Any, weights: Any, lengths: Any, block_table: Any, *args: Any, **kwargs: Any
+    ):
+        elements, scales = indexer_scores.key_views(cache.squeeze(2), indexer_keys.HEAD_DIM)
+        blocks = block_table[:, : -(-int(lengths.max()) // cache.shape[1])].flatten().long()
+        keys = elements[blocks].float() * scales[blocks][..., None]
+        # In place, because no later step reads this request's keys in 8 bits.
+        elements[blocks], scales[blocks] = indexer_keys.dequantize(*indexer_keys.quantize(keys))
+        return stock(query, cache, weights, lengths, block_table, *args, **kwargs)
+
+    sparse_attn_indexer.fp8_fp4_paged_mqa_logits = of_rounded_keys
 
 
 class OfflineEngine:

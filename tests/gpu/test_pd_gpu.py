@@ -1,4 +1,9 @@
-"""Prefill and decode apart on the GPU: main KV goes from device memory into the decode side's pinned host memory."""
+"""Prefill and decode apart on the GPU: main KV goes from device memory into the decode side's pinned host memory.
+
+The reference is the prefill server, which is stock vLLM. With indexer keys in 4 bits on the decode side, it is an
+engine with full KV that computes a prompt with keys in 8 bits, as the prefill side does, and its last token and later
+ones, which the decode side computes, with all keys rounded to 4 bits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,15 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ENVIRONMENT, assert_same_but_ties, differences, make_prompt
+from engines import (
+    ENVIRONMENT,
+    WITHOUT_MULTICAST,
+    EngineRun,
+    assert_same_but_ties,
+    differences,
+    engine_args,
+    make_prompt,
+)
 from servers import DO_PREFILL, Server, completion
 
 from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector
@@ -23,6 +36,8 @@ from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 START_TIMEOUT_S = 400
+OFFLINE_ONLY = ("PYTHONPATH", "VLLM_ENABLE_V1_MULTIPROCESSING")  # variables that only engines without a server need
+NUM_NEW = 64  # tokens of an answer
 NUM_LAYERS = 4
 
 
@@ -34,7 +49,7 @@ class Case:
         model, sizes: of `make_model`.
         args: of both servers.
         options: of the connector on the decode side.
-        token_bytes: one token's KV that goes to the host, of all ranks.
+        token_bytes: one token's KV that goes to the host, of all ranks; with indexer keys if they are in 4 bits.
         lengths: of the prompts.
         num_ranks: tensor parallel ranks of each side, the first on the first device.
         block_size: tokens of a block.
@@ -49,6 +64,11 @@ class Case:
     num_ranks: int = 1
     block_size: int = 64
 
+    @property
+    def has_narrow_keys(self) -> bool:
+        """True if the decode side has indexer keys in 4 bits, which it makes from keys in 8 bits on the host."""
+        return self.options.get("indexer_key_dtype") == "fp4"
+
 
 DSA_SIZES = {"num_heads": 64, "index_n_heads": 64, "index_topk": 2048}
 DSA_ARGS = ("--attention-backend", "FLASHMLA_SPARSE", "--attention-config", json.dumps({"sparse_mla_force_mqa": True}))
@@ -56,6 +76,7 @@ FP8_ARGS = (*DSA_ARGS, "--kv-cache-dtype", "fp8")
 MTP_ARGS = (*FP8_ARGS, "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
 MTP_OPTIONS = {"device_buffer_size": 3 * 2048}
 DSA_LENGTHS = (1, 63, 64, 65, 2049, 4097, 12000, 32000)
+NARROW_LENGTHS = (1, 63, 64, 65, 2049, 4097, 8193, 12000)
 DENSE_ARGS = ("--attention-backend", "FLASH_ATTN", "--block-size", "64")
 DENSE_OPTIONS = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
 DENSE_TOKEN = 2 * 4 * 2 * 32 * 2  # layers without dense ones, KV heads, key and value, elements, bf16
@@ -64,6 +85,9 @@ CASES = {
     "auto": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS),
     "fp8": Case("dsv32", DSA_SIZES, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "fp8_mtp": Case("dsv32", {**DSA_SIZES, "draft_layers": 1}, MTP_ARGS, MTP_OPTIONS, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "narrow_keys": Case(
+        "dsv32", DSA_SIZES, FP8_ARGS, {"indexer_key_dtype": "fp4"}, (656 + 132) * NUM_LAYERS, NARROW_LENGTHS
+    ),
     "hyv4": Case("hyv4", {**DSA_SIZES, "num_heads": 32}, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
     "minimax_m3": Case(
@@ -84,11 +108,12 @@ class Pair:
     """A stock prefill server, which is the full-KV reference too, and a decode server on the same devices."""
 
     def __init__(self, group: ProcessGroup, directory: Path, model: Path, name: str):
-        self.name, self.case = name, CASES[name]
+        self.name, self.case, self.model = name, CASES[name], model
         args = ["--max-model-len", "33024", "--gpu-memory-utilization", "0.1", "--dtype", "bfloat16"]
         args += ["--hf-overrides", json.dumps({"max_position_embeddings": 1 << 18}), "--max-num-seqs", "8"]
         args += ["--kernel-config", json.dumps({"enable_flashinfer_autotune": False})]
         args += ["--kv-cache-memory-bytes", str(1 << 30), "--tensor-parallel-size", str(self.case.num_ranks)]
+        args += ["--compilation-config", json.dumps(WITHOUT_MULTICAST)] if self.case.num_ranks > 1 else []
         self.args = ["--model", str(model), *args, *self.case.args]
         options = {"host_pool_gib": 4.0, "device_buffer_size": 4096, **self.case.options}
         self.prefill = self.start(group, directory, "prefill", PREFILL_CONNECTOR, ["--no-enable-prefix-caching"])
@@ -100,7 +125,7 @@ class Pair:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", MODEL_NAME]
         command += ["--host", LOOPBACK, "--port", str(port), "--kv-transfer-config", json.dumps(connector), *self.args]
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
-        env |= {name: ENVIRONMENT[name] for name in ("VLLM_USE_FLASHINFER_SAMPLER", "HF_HUB_OFFLINE")}
+        env |= {name: value for name, value in ENVIRONMENT.items() if name not in OFFLINE_ONLY}
         log = directory / f"{self.name}_{name}.log"
         url = f"http://{LOOPBACK}:{port}"
         process = EngineProcess(name, [*command, *args], log, env=env, health_url=f"{url}/health")
@@ -155,17 +180,33 @@ class DeviceMemory:
             time.sleep(0.002)
 
 
-def test_imported_prompts_give_the_same_tokens(pair: Pair) -> None:
-    replies, expected, lengths = [], [], pair.case.lengths
-    for length in lengths:
-        prompt = make_prompt(length, seed=1)
+def start_narrow_reference(model: Path, prompts: list[list[int]], directory: Path) -> EngineRun:
+    """Start an engine with full KV that selects as a decode side with keys in 4 bits does."""
+    # Two steps for each prompt, one of them for its last token.
+    sizes = {"max_num_batched_tokens": 16384, "enforce_eager": True}
+    engine = engine_args(model, kv_cache_dtype="fp8", attention_config={"backend": "FLASHMLA_SPARSE"}, **sizes)
+    phase = {"prompts": prompts, "max_tokens": NUM_NEW, "last_token_alone": True}
+    return EngineRun.start(directory, "narrow_reference", engine, [phase], receives_keys=True)
+
+
+def test_imported_prompts_give_the_same_tokens(pair: Pair, tmp_path: Path) -> None:
+    lengths = pair.case.lengths
+    prompts = [make_prompt(length, seed=1) for length in lengths]
+    narrow = start_narrow_reference(pair.model, prompts, tmp_path) if pair.case.has_narrow_keys else None
+    replies, stock = [], []
+    for length, prompt in zip(lengths, prompts, strict=True):
         before = pair.decode.metric("hisparse_transfer_bytes_to_host")
-        replies.append(completion(pair.decode.complete(prompt, 64, pair.prefilled(prompt))))
-        expected.append(completion(pair.prefill.complete(prompt, 64)))
+        replies.append(completion(pair.decode.complete(prompt, NUM_NEW, pair.prefilled(prompt))))
+        stock.append(completion(pair.prefill.complete(prompt, NUM_NEW)))
         received = pair.decode.metric("hisparse_transfer_bytes_to_host") - before
         assert received == -(-length // pair.case.block_size) * pair.case.block_size * pair.case.token_bytes
+    if narrow:
+        assert pair.decode.metric("hisparse_transfer_bytes_to_device") == 0
+    expected = narrow.phases()[0]["completions"] if narrow else stock
     found = differences(replies, expected)
     report(f"pd_{pair.name}", [{"length": length, **one} for length, one in zip(lengths, found, strict=True)])
+    if narrow:
+        report(f"pd_{pair.name}_8_bits", differences(stock, expected))
     assert_same_but_ties(replies, expected)
 
 
