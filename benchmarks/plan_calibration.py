@@ -5,7 +5,11 @@
 Reads the committed results of `benchmarks.full_depth`, `benchmarks.trained_drafts` and of dense models
 (`benchmarks.decode`). The factor of each cost of a decode step (`vllm_hisparse.cli.plan.step_time`) is fitted by
 non-negative least squares of relative errors: first the factors that every system has, to full KV, then those of each
-HiSparse. Writes the factors, the predictions beside the measurements, and a picture.
+HiSparse, and of the plugin's indexer keys in 4 bits if there are rows with them. Writes the factors, the predictions
+beside the measurements, and a picture.
+
+Rows with `admission: auto` are predicted, and no factor is fitted to them, because their number of running requests may
+change while steps are timed.
 
 A case that one engine measured several times is one row, the median. Two engines waited for a slow host in some rows;
 the host's time is fitted for each of these two files, and the planner assumes the fastest host.
@@ -33,7 +37,8 @@ from vllm_hisparse.cli.plan.command import DENSE_TOP_K
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelShape
-from vllm_hisparse.cli.plan.step_time import CALIBRATION, STOCK_PARTS, Step
+from vllm_hisparse.cli.plan.step_time import CALIBRATION, NARROW, STOCK_PARTS, Step
+from vllm_hisparse.kv_manager.blocks.admission import TOLERANCE
 
 GROUPS = {  # of result files
     "full depth": (
@@ -59,6 +64,8 @@ SYSTEMS = {"full": System.full, "vllm_native": System.native, "ours": System.plu
 SMALL_MODEL = Path(__file__).parent / "models" / "code-dsa" / "config.json"
 DENSE_VOCABULARY = 512  # of the benchmark's Llama
 MIXED_CASE = "mixed"
+OPTIONS = {"admission": "off", "indexer_key_dtype": "auto"}  # of the plugin, where a row does not say
+NARROW_ROUNDS = 20  # more than enough, because each leaves less than half of the error
 MOST_OFF, MOST_OFF_RUNNING = 0.15, 0.03  # errors of a row that is predicted
 # Rows that are not predicted: file -> system -> why.
 _HOST = (
@@ -113,6 +120,8 @@ class Measured:
         row = self.row
         details = f", {row['drafts']} drafts" if row["drafts"] else ""
         details += f", {row['device_buffer_size']} hot rows" if row["device_buffer_size"] != 4096 else ""
+        details += ", keys in 4 bits" if self.has_narrow_keys else ""
+        details += ", admission auto" if self.is_limited else ""
         return f"{Path(self.file).stem}: {row['requests']} x {row['context']} {row['selection']}{details}"
 
     @property
@@ -122,6 +131,16 @@ class Measured:
     @property
     def query_len(self) -> int:
         return 1 + self.row["drafts"]
+
+    @property
+    def has_narrow_keys(self) -> bool:
+        """True if the plugin had indexer keys in 4 bits."""
+        return self.row["indexer_key_dtype"] == "fp4"
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the plugin limited the number of running requests."""
+        return self.row["admission"] == "auto"
 
     @property
     def memory(self) -> KVMemory:
@@ -134,6 +153,7 @@ class Measured:
             self.top_k,
             self.row["drafts"],
             self.row["max_num_seqs"] // self.row["data_parallel"],
+            has_narrow_keys=self.has_narrow_keys,
         )
 
     @property
@@ -147,9 +167,16 @@ class Measured:
     def step_ms(self) -> float:
         return self.row["itl_ms_p50"] * self.row["tokens_per_step"]
 
-    def running(self) -> int:
-        """Predict the requests that run at once, on all ranks."""
-        return self.memory.seats(self.system, self.starts).running * self.row["data_parallel"]
+    def running(self, factors: Factors) -> int:
+        """Predict the requests that run at once, on all ranks: all that fit, or with a limit those that pay."""
+        ranks, most = self.row["data_parallel"], self.memory.seats(self.system, self.starts).running
+        if not self.is_limited:
+            return most * ranks
+        numbers = [ranks * running for running in range(1, most + 1)]
+        speeds = [running / self.step(running).total_ms(factors) for running in numbers]
+        return max(
+            running for running, speed in zip(numbers, speeds, strict=True) if speed >= (1 - TOLERANCE) * max(speeds)
+        )
 
     def step(self, running: float) -> Step:
         """Return the step of one rank with so many requests on all ranks."""
@@ -166,6 +193,7 @@ class Measured:
             missed_rows=(1 - hit_rate) * self.top_k * self.query_len,
             tensor_parallel=self.row["tensor_parallel"],
             data_parallel=self.row["data_parallel"],
+            has_narrow_keys=self.has_narrow_keys,
         )
 
     def measured_step(self) -> Step:
@@ -182,7 +210,7 @@ class Measured:
 
     def predict(self, factors: Factors) -> dict[str, Any]:
         """Predict the row from its configuration alone (and the hit rate of a trace), beside what was measured."""
-        running, tokens_per_step = self.running(), self.row["tokens_per_step"]
+        running, tokens_per_step = self.running(factors), self.row["tokens_per_step"]
         if self.turns:
             batches = decode_batches(self.row["requests"], running, self.row["context"], self.row["max_tokens"])
             times = {each: self.step(each).total_ms(factors) for each in set(batches)}
@@ -202,7 +230,7 @@ class Measured:
             "predicted_itl_ms": round(step_ms / tokens_per_step, 2),
             "measured_running": self.measured_running,
             "predicted_running": running,
-        }
+        } | ({"is_limited": True} if self.is_limited else {})
 
 
 def decode_batches(requests: int, seats: int, context: int, max_tokens: int) -> list[int]:
@@ -237,7 +265,7 @@ def decode_batches(requests: int, seats: int, context: int, max_tokens: int) -> 
 def read_rows(folder: Path, group: str, name: str) -> list[Measured]:
     """Read the cases of a result file."""
     result = json.loads((folder / name).read_text())
-    rows, repeats = _medians(result["rows"])
+    rows, repeats = _medians([row | _options(row) for row in result["rows"]])
     host_bytes = int(float(_option(result["command"], "--host-pool-gib")) * 2**30)
     gpu = Gpu.from_doctor({"gpu": {"name": result["hardware"]["gpu"]}})
     read = {"dense model": _dense, "drafts of a small model": _small}.get(group, _full_depth)
@@ -249,11 +277,17 @@ def read_rows(folder: Path, group: str, name: str) -> list[Measured]:
     ]
 
 
+def _options(row: dict[str, Any]) -> dict[str, str]:
+    """Return the plugin's options with which a row was measured."""
+    is_plugin = SYSTEMS[row["system"]] == System.plugin
+    return {name: (is_plugin and row.get(name)) or default for name, default in OPTIONS.items()}
+
+
 def _medians(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
     """Return each case once, with the medians of what was measured, and how often it was."""
     cases: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
-        names = ("system", "context", "requests", "selection", "drafts", "device_buffer_size")
+        names = ("system", "context", "requests", "selection", "drafts", "device_buffer_size", *OPTIONS)
         cases.setdefault(tuple(row.get(name) for name in names), []).append(row)
     found = [
         each[0]
@@ -356,7 +390,7 @@ def fit(rows: Iterable[Measured]) -> Factors:
     Parts that every system has are fitted to the kernel times of full KV, and their sum to its steps; costs that each
     HiSparse adds are fitted to its own steps.
     """
-    rows = [row for row in rows if row.file not in SLOW_HOSTS]
+    rows = [row for row in rows if row.file not in SLOW_HOSTS and not row.is_limited]
     dense = [row for row in rows if not row.model.is_dsa]
     rows = [row for row in rows if row.model.is_dsa and row.output is None]
     full = [row for row in rows if row.system == System.full]
@@ -367,7 +401,7 @@ def fit(rows: Iterable[Measured]) -> Factors:
     steps = np.array([row.step_ms for row in full])
     factors["step"]["kernels"] = round(float(np.median(steps / sums)), 4)
     native = _fit_resolve([row for row in rows if row.system == System.native], factors)
-    plugin = [row for row in rows if row.system == System.plugin]
+    plugin = [row for row in rows if row.system == System.plugin and not row.has_narrow_keys]
     candidates = []
     for hidden, ahead, least in product((0.2, 0.3, 0.4, 0.5, 0.6), (0.0, 0.25, 0.5), (0.25, 0.5, 0.75)):
         copies = {"hidden share of a step": hidden, "share of copies ahead": ahead, "least share": least}
@@ -376,9 +410,31 @@ def fit(rows: Iterable[Measured]) -> Factors:
         off = max(np.abs(errors(predictions, what)).max() for what in ("tokens_per_s", "itl_ms"))
         candidates.append((off, copies, found))
     _, factors["copies"], factors["resolve"] = min(candidates, key=lambda candidate: candidate[0])
+    factors["indexer"] |= _fit_narrow_keys([row for row in rows if row.has_narrow_keys], factors)
     _fit_dense(dense, factors)
     factors["host"]["step"] = _fastest_host_ms()
     return factors
+
+
+def _fit_narrow_keys(rows: list[Measured], factors: Factors) -> dict[str, float]:
+    """Fit what the indexer's keys in 4 bits take; nothing without rows. All other factors are known.
+
+    The rest of a step depends on these keys a little, because copies hide behind the indexer. So it is computed again
+    with the factors that were found.
+    """
+    steps, measured = [row.measured_step() for row in rows], np.array([row.step_ms for row in rows])
+    costs = [
+        {name: cost for name, cost in step.costs()["indexer"].items() if cost and name.startswith(NARROW)}
+        for step in steps
+    ]
+    found = {name: factors["indexer"][name.removeprefix(NARROW)] for each in costs for name in each}
+    kernels = factors["step"]["kernels"]
+    for _ in range(NARROW_ROUNDS if rows else 0):
+        fitted = factors | {"indexer": factors["indexer"] | found}
+        own = np.array([kernels * sum(found[name] * cost for name, cost in each.items()) for each in costs])
+        known = np.array([step.total_ms(fitted) for step in steps]) - own
+        found = {name: round(factor / kernels, 5) for name, factor in _solve(costs, measured, known).items()}
+    return found
 
 
 def _fit_dense(rows: list[Measured], factors: Factors) -> None:
@@ -421,7 +477,7 @@ def _fastest_host_ms() -> float:
 
 def _fit_part(part: str, rows: list[Measured]) -> dict[str, float]:
     """Fit one part to the profiled kernel times of full KV."""
-    rows = [row for row in rows if part in row.row["kernel_ms"]]
+    rows = [row for row in rows if part in row.row.get("kernel_ms", {})]
     costs = [row.measured_step().costs()[part] for row in rows]
     return _solve(costs, np.array([row.row["kernel_ms"][part] for row in rows]))
 
@@ -469,8 +525,13 @@ def predict_left_out(rows: list[Measured]) -> list[dict[str, Any]]:
 
 
 def is_predicted(prediction: dict[str, Any]) -> bool:
-    """Return whether all errors of a row are as small as they have to be."""
+    """Return whether all errors of a row are as small as they have to be.
+
+    With a limit, the number of running requests may differ, because tokens/s change little around their maximum.
+    """
     off = {what: abs(errors([prediction], what)[0]) for what in ("tokens_per_s", "itl_ms", "running")}
+    if "is_limited" in prediction:
+        return off["tokens_per_s"] <= MOST_OFF
     return max(off["tokens_per_s"], off["itl_ms"]) <= MOST_OFF and off["running"] <= MOST_OFF_RUNNING
 
 

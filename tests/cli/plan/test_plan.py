@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from benchmarks.plan_calibration import (
     is_predicted,
     nonnegative_least_squares,
     predict_all,
+    read_rows,
 )
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_indexers
-from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step
+from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step, has_timed_narrow_keys
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -694,7 +696,82 @@ def test_keys_in_4_bits() -> None:
     )
     assert plugin[1]["host_bytes_per_request"] == plugin[0]["host_bytes_per_request"]
     assert [plan["systems"]["full KV"]["seats"] for plan in (fp4, fp8)] == [fp8["systems"]["full KV"]["seats"]] * 2
-    assert "4 bits were not timed" in fp4["confidence"] and "4 bits" not in fp8["confidence"]
+    assert ("4 bits were not timed" in fp4["confidence"]) != has_timed_narrow_keys()
+    assert "4 bits" not in fp8["confidence"]
+
+
+def test_without_measurements_bytes_make_the_difference_of_narrow_keys() -> None:
+    factors = json.loads(CALIBRATION.read_text())["factors"]
+    factors["indexer"] = {name: value for name, value in factors["indexer"].items() if "narrow" not in name}
+    shape = ModelShape.load("DeepSeek-V3.2", "fp8")
+    wide, narrow, full = (
+        Step(shape, GPUS["H200"], system, 40, 32_768, 2048, drafts=1, has_narrow_keys=is_narrow)
+        for system, is_narrow in ((System.plugin, False), (System.plugin, True), (System.full, True))
+    )
+    keys_ms = 40 * 32_768 * 61 * 132 / 4.8e9
+    factor = factors["step"]["kernels"] * (factors["indexer"]["keys"] + factors["indexer"]["keys of drafts"])
+    indexers = [step.parts_ms(factors)["indexer"] for step in (wide, narrow, full)]
+    assert indexers[0] - indexers[1] == pytest.approx(keys_ms * (132 - 68) / 132 * factor)
+    assert indexers[2] == indexers[0]
+    factors["indexer"] |= {"narrow keys": 0.0, "narrow keys of drafts": 0.0}
+    assert wide.parts_ms(factors)["indexer"] - narrow.parts_ms(factors)["indexer"] == pytest.approx(keys_ms * factor)
+
+
+def measured_file(folder: Path, *changes: dict[str, Any]) -> str:
+    """A result file with one row of the plugin at full depth for each of these changes; returns its name."""
+    source = json.loads((ROOT / "benchmarks" / "results" / "h200" / "full_depth.json").read_text())
+    row = next(row for row in source["rows"] if (row["system"], row["context"]) == ("ours", 32_768))
+    (folder / "full_depth.json").write_text(json.dumps(source | {"rows": [row | each for each in changes]}))
+    return "full_depth.json"
+
+
+def test_rows_with_other_options_are_other_cases(tmp_path: Path) -> None:
+    same, full = {"admission": "off", "tokens_per_s": 3000.0}, {"system": "full", "admission": "auto", "hit_rate": None}
+    changes = {}, same, {"admission": "auto"}, {"indexer_key_dtype": "fp4"}, full
+    rows = read_rows(tmp_path, "full depth", measured_file(tmp_path, *changes))
+    assert [row.repeats for row in rows] == [2, 1, 1, 1]
+    assert [row.is_limited for row in rows] == [False, True, False, False]
+    assert [row.has_narrow_keys for row in rows] == [False, False, True, False]
+    first, limited, narrow, _ = rows
+    assert limited.case == f"{first.case}, admission auto" and narrow.case == f"{first.case}, keys in 4 bits"
+
+
+def test_more_requests_with_narrow_keys_fit(tmp_path: Path) -> None:
+    factors = json.loads(CALIBRATION.read_text())["factors"]
+    changes = [{"device_kv_gib": 8.0, "requests": 200, "indexer_key_dtype": dtype} for dtype in ("auto", "fp4")]
+    wide, narrow = read_rows(tmp_path, "full depth", measured_file(tmp_path, *changes))
+    assert narrow.running(factors) > 1.2 * wide.running(factors)
+    assert narrow.measured_step().total_ms(factors) < wide.measured_step().total_ms(factors)
+
+
+def test_narrow_keys_get_factors_of_their_own() -> None:
+    """Rows of which a step takes what planted factors give; no other factor changes."""
+    rows = all_rows()
+    found, narrow = fit(rows), []
+    planted = found | {"indexer": found["indexer"] | {"narrow keys": 2.5, "narrow keys of drafts": 0.8}}
+    for row in rows:
+        if row.group in ("full depth", "drafts") and row.system == System.plugin and row.output is None:
+            own = replace(row, row=row.row | {"indexer_key_dtype": "fp4"})
+            step_ms = own.measured_step().total_ms(planted)
+            narrow.append(replace(own, row=own.row | {"itl_ms_p50": step_ms / own.row["tokens_per_step"]}))
+    assert {part: pytest.approx(costs, abs=1e-3) for part, costs in fit(rows + narrow).items()} == planted
+    without_drafts = [row for row in narrow if not row.row["drafts"]]
+    assert "narrow keys of drafts" not in fit(rows + without_drafts)["indexer"]
+
+
+def test_a_limit_is_where_tokens_per_s_are_most(tmp_path: Path) -> None:
+    """With 100 requests of 12K tokens and little locality, fewer than fit give the most tokens/s."""
+    case = {"context": 12_000, "requests": 100, "overlap": 0.3}
+    rows = read_rows(tmp_path, "full depth", measured_file(tmp_path, case, case | {"admission": "auto"}))
+    factors = fit(all_rows())
+    free, limited = (row.predict(factors) for row in rows)
+    assert limited["predicted_running"] < free["predicted_running"] <= 100
+    assert limited["predicted_tokens_per_s"] > 1.1 * free["predicted_tokens_per_s"]
+    speeds = [running / rows[1].step(running).total_ms(factors) * 1e3 for running in range(1, 101)]
+    assert 0.98 * max(speeds) <= limited["predicted_tokens_per_s"] <= max(speeds) + 0.1
+    assert fit([*all_rows(), rows[1]]) == factors
+    near = limited | {"measured_tokens_per_s": limited["predicted_tokens_per_s"], "measured_running": 1}
+    assert is_predicted(near) and not is_predicted({name: near[name] for name in near if name != "is_limited"})
 
 
 def test_a_model_without_sizes_is_refused() -> None:

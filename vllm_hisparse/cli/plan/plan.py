@@ -11,7 +11,7 @@ from typing import Any
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, Seats, System
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL, ModelShape
-from vllm_hisparse.cli.plan.step_time import WAITING, Step, measured_hosts_ms
+from vllm_hisparse.cli.plan.step_time import WAITING, Step, has_timed_narrow_keys, measured_hosts_ms
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
@@ -233,7 +233,7 @@ class Plan:
         missed = 0.0 if hit_rate is None else (1 - hit_rate) * self.top_k * (1 + self.drafts)
         step = Step(
             self.model, self.gpu, system, running, fmean(lengths), self.top_k, self.drafts, missed,
-            self.tensor_parallel, self.data_parallel, self.full_kv_layers,
+            self.tensor_parallel, self.data_parallel, self.full_kv_layers, self.has_narrow_keys,
         )  # fmt: skip
         return step, hit_rate
 
@@ -313,10 +313,9 @@ class Plan:
                 "there."
             )
         if self.has_narrow_keys:
-            found += (
-                " Indexer keys in 4 bits were not timed: the indexer is predicted as with 8 bits. A prefill/decode "
-                "pair with them has not run on a GPU."
-            )
+            if not has_timed_narrow_keys():
+                found += " Indexer keys in 4 bits were not timed: their time is predicted from their bytes."
+            found += " A prefill/decode pair with them has not run on a GPU."
         native = self.point(System.native, self.concurrency).hit_rate if System.native in self.systems else None
         low, high = NATIVE_HIT_RATES
         if native is not None and not low <= native <= high:

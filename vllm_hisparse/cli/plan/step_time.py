@@ -12,11 +12,12 @@ from typing import Any
 from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_MICROBATCH_REQUESTS
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System
-from vllm_hisparse.cli.plan.models import ModelShape
+from vllm_hisparse.cli.plan.models import ModelShape, narrow_key_bytes
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 # Parts that a step has in every system: the kinds of kernels that `benchmarks.full_depth` profiles.
 STOCK_PARTS = ("matrix products", "experts", "attention", "indexer", "communication", "other")
+NARROW = "narrow "  # begins the names of costs of indexer keys in 4 bits
 WAITING = "waiting for the host"  # part of a step whose other parts take less time than the host needs for it
 
 
@@ -35,6 +36,7 @@ class Step:
         missed_rows: mean rows per request and layer that are copied from host memory.
         tensor_parallel, data_parallel: GPUs of the rank, and ranks that share the experts.
         full_kv_layers: layers of a dense model in which the plugin reads all rows.
+        has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
     """
 
     model: ModelShape
@@ -48,6 +50,7 @@ class Step:
     tensor_parallel: int = 1
     data_parallel: int = 1
     full_kv_layers: int = 0
+    has_narrow_keys: bool = False
 
     @property
     def hot_layers(self) -> int:
@@ -86,9 +89,13 @@ class Step:
         else:
             parts["attention"] = {"all rows": self._read_rows * model.row_bytes / self.tensor_parallel / bytes_per_ms}
         if model.is_dsa:
-            keys = self.requests * self.num_tokens * model.num_indexers * model.key_bytes / bytes_per_ms
+            is_narrow = self.has_narrow_keys and self.system == System.plugin
+            key_bytes, kind = model.key_bytes, "keys"
+            if is_narrow:
+                key_bytes, kind = narrow_key_bytes(model.index_head_dim), f"{NARROW}keys"
+            keys = self.requests * self.num_tokens * model.num_indexers * key_bytes / bytes_per_ms
             indexers = model.num_indexers / 61
-            parts["indexer"] = {"indexers": indexers, "keys": keys, "keys of drafts": keys * self.drafts}
+            parts["indexer"] = {"indexers": indexers, kind: keys, f"{kind} of drafts": keys * self.drafts}
             parts["indexer"]["tokens"] = tokens * indexers
         shares_experts = self.data_parallel > 1 and model.num_experts > 0
         if shares_experts or self.tensor_parallel > 1:
@@ -161,11 +168,15 @@ class Step:
         """Return the milliseconds of each part; they add up to the step.
 
         Args:
-            factors: factors of each part's costs. None: the installed calibration.
+            factors: factors of each part's costs. None: the installed calibration. Keys in 4 bits that were not
+                measured get the factors of keys in 8 bits, so that their bytes make the difference.
         """
         factors = calibration()["factors"] if factors is None else factors
         parts = {
-            part: sum(factors[part].get(cost, 0.0) * value for cost, value in costs.items())
+            part: sum(
+                factors[part].get(cost, factors[part].get(cost.removeprefix(NARROW), 0.0)) * value
+                for cost, value in costs.items()
+            )
             for part, costs in self.costs().items()
         }
         for part in STOCK_PARTS:  # kernels overlap a little, so that a step takes less than their sum
@@ -185,6 +196,11 @@ class Step:
 def host_ms(factors: Mapping[str, float], drafts: int) -> float:
     """Return the milliseconds that a host needs for a step with so many drafts."""
     return factors["step"] + factors["drafts"] * drafts
+
+
+def has_timed_narrow_keys() -> bool:
+    """Return whether indexer keys in 4 bits are among the measured rows."""
+    return f"{NARROW}keys" in calibration()["factors"]["indexer"]
 
 
 def measured_hosts_ms(drafts: int) -> tuple[float, float]:
