@@ -27,6 +27,7 @@ from benchmarks.common import RESULTS, commit, gpu_hardware, show, versions, wri
 ROOT = Path(__file__).parents[1]
 PARITY, DENSE, PD = "tests/gpu/test_engine_parity.py", "tests/gpu/test_dense_parity.py", "tests/gpu/test_pd_gpu.py"
 MEMORY = "tests/gpu/test_memory_profile.py"
+COUNTS = ("requests", "tokens", "same_tokens", "ties")  # of comparisons
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ PARTS: dict[str, Part] = {
     "shared": Part((PARITY,), "test_shared_indexers_with_cuda_graphs and fp8", 2),
     "hyv4": Part(("tests/gpu/test_hyv4_parity.py",), num_engines=4),
     "minimax_m3": Part(("tests/gpu/test_minimax_m3_parity.py",), num_engines=4),
-    "moe": Part((DENSE,), "test_models_with_experts", 2),
+    "glm": Part((PARITY,), "test_glm_architectures_eager and fp8 and not glm52", 2),
+    "qwen": Part((DENSE,), "test_other_models and qwen", 2),
+    "mixtral": Part((DENSE,), "test_other_models and mixtral", 2),
+    "glm4_moe": Part((DENSE,), "test_other_models and glm4_moe", 2),
+    "ernie45_moe": Part((DENSE,), "test_other_models and ernie45_moe", 2),
     "backends": Part((DENSE,), "test_other_backends and not flashinfer", 4),
     "flashinfer": Part((DENSE,), "test_other_backends and flashinfer", 3),  # compiles FlashInfer's prefill and decode
     "dense_fp8": Part((DENSE,), "test_kv_in_fp8", 4),
@@ -125,10 +130,22 @@ def summary(junit: Path, comparisons: Path) -> dict[str, Any]:
     cases = list(ElementTree.parse(junit).iter("testcase")) if junit.exists() else []
     outcomes = {case.get("name", ""): outcome(case) for case in cases}
     lines = [json.loads(line) for line in comparisons.read_text().splitlines()] if comparisons.exists() else []
+    tests = by_test(lines)
     counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
-    totals = {name: sum(line[name] for line in lines) for name in ("requests", "tokens", "same_tokens", "ties")}
+    totals = {name: sum(test[name] for test in tests) for name in COUNTS}
     others = [f"{name}: {kind}" for name, kind in outcomes.items() if kind != "passed"]
-    return {**counts, **totals, "not_passed": others}
+    return {**counts, **totals, "not_passed": others, "comparisons": tests}
+
+
+def by_test(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the comparisons of each test, and take the widest of its ties."""
+    tests: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        found = tests.setdefault(line["test"], {"test": line["test"]} | dict.fromkeys(COUNTS, 0) | {"widest_tie": None})
+        found |= {name: found[name] + line[name] for name in COUNTS}
+        ties = [tie for tie in (found["widest_tie"], line["widest_tie"]) if tie is not None]
+        found["widest_tie"] = round(max(ties), 4) if ties else None
+    return list(tests.values())
 
 
 def outcome(case: ElementTree.Element) -> str:

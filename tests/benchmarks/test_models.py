@@ -1,8 +1,11 @@
-"""Rows of the table of models and back ends: which there are, how completions are compared, and a second run."""
+"""Rows of the table of models and back ends: which there are, and where their numbers come from."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,91 +13,89 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import models
-from benchmarks.models import ATTENTION, BY_NAME, MODELS, Case, app, cases, compare, long_request, prompts
-from vllm_hisparse.cli.tiny_model import VARIANTS
+from benchmarks.models import ATTENTION, TESTS, Case, app, long_request, table
+from benchmarks.release import PARTS, ROOT
+from vllm_hisparse.cli import tiny_model
+
+FP8, BF16 = Case("DeepSeek-V3.2", "FLASHMLA_SPARSE", "fp8"), Case("DeepSeek-V3.2", "FLASHMLA_SPARSE", "bfloat16")
 
 
-def completion(tokens: list[int], margins: list[float]) -> dict[str, Any]:
-    return {"tokens": tokens, "margins": margins}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_model_has_a_row(device: str) -> None:
-    rows = cases(device)
-    assert {case.model for case in rows} == set(BY_NAME) and len(set(rows)) == len(rows)
-    assert {model.variant for model in MODELS} == set(VARIANTS) - {
-        "hyv4_mixed",  # no checkpoint has its layers
-        "minimax_m3",  # vLLM has no code for it on the CPU
-    }
+def test_every_model_has_a_row() -> None:
+    assert {case.model for case in TESTS} == set(models.VARIANTS)
+    assert set(models.VARIANTS.values()) == set(tiny_model.VARIANTS) - {"hyv4_mixed"}  # no checkpoint has its layers
 
 
 def test_every_back_end_has_a_row() -> None:
-    assert {case.backend for case in cases("cuda")} == set(ATTENTION)
+    assert {case.backend for case in TESTS} - {"MINIMAX_M3_SPARSE"} == set(ATTENTION)  # that one cannot be chosen
 
 
-def test_tokens_count_up_to_where_completions_part() -> None:
-    stock = [completion([5, 6, 7], [1.0, 0.2, 0.9]), completion([1, 2, 3], [0.5, 0.6, 0.7])]
-    ours = [completion([5, 8, 7], []), completion([1, 2, 3], [])]
-    assert compare(ours, stock) == {"same_tokens": 4, "compared_tokens": 6, "widest_tie": 0.2}
-    assert compare(stock, stock) == {"same_tokens": 6, "compared_tokens": 6, "widest_tie": None}
+def test_every_row_has_a_test_in_a_part() -> None:
+    """The tests are among those that pytest finds in the files of the parts, and that a part's selection takes."""
+    files = sorted({test.partition("::")[0] for test in TESTS.values()})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-n", "0", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert set(TESTS.values()) <= set(collected)
 
+    def is_taken(test: str, part: str) -> bool:
+        words = re.sub(r"\w+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in test), part)
+        return not part or eval(words)
 
-def test_the_second_turn_begins_like_the_first() -> None:
-    first, second = prompts("cpu", 0), prompts("cpu", 1)
-    assert all(longer[: len(shorter)] == shorter for shorter, longer in zip(first, second, strict=True))
-    assert [len(longer) - len(shorter) for shorter, longer in zip(first, second, strict=True)] == [41] * len(first)
-    assert first == prompts("cpu", 0)
+    for test in TESTS.values():
+        assert any(test.partition("::")[0] in part.files and is_taken(test, part.selection) for part in PARTS.values())
 
 
 def test_bytes_of_a_long_request() -> None:
     """DeepSeek-V3.2 in fp8: 61 rows of 656 and 61 indexer keys of 132 bytes; the hot buffer has 4,096 rows."""
-    found = long_request(Case("DeepSeek-V3.2", "FLASHMLA_SPARSE", "fp8"))
+    found = long_request(FP8)
     assert found["full_bytes_128k"] == 131072 * 61 * (656 + 132)
     keys, hot = 131072 * 61 * 132, 4096 * 61 * 656
     assert keys + hot <= found["device_bytes_128k"] <= 1.1 * (keys + hot)
+    flashinfer = long_request(Case("DeepSeek-V3.2", "FLASHINFER_MLA_SPARSE_SM90", "fp8"))
+    assert flashinfer["full_bytes_128k"] == 131072 * 61 * (576 + 132)
 
 
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Engines that answer at once; the list gets the names of their logs."""
-    started: list[str] = []
-
-    def answer(function: Any, engine: dict[str, Any], device: str, log: Path) -> list[dict[str, Any]]:
-        assert function is models.answer and device == "cpu"
-        started.append(log.stem)
-        if "glm4" in engine["model"]:
-            raise RuntimeError("answer has failed")
-        return [completion([1, 2], [0.1, 0.1])]
-
-    monkeypatch.setattr(models, "in_a_process", answer)
-    monkeypatch.setattr(models.torch.cuda, "is_available", lambda: False)
-    return started
+def comparison(case: Case, **overrides: Any) -> dict[str, Any]:
+    counts = {"requests": 2, "tokens": 128, "same_tokens": 100, "ties": 1, "widest_tie": 0.25}
+    return {"test": TESTS[case]} | counts | overrides
 
 
-def invoke(output: Path, *names: str) -> Any:
-    chosen = [word for name in names for word in ("--model", name)]
-    return CliRunner().invoke(app, ["run", "--output", str(output), *chosen])
+def release(*parts: dict[str, Any]) -> dict[str, Any]:
+    hardware = {"gpu": "NVIDIA H100 80GB HBM3", "num_cores": 16}
+    versions = {"vllm": "0.33.0"}
+    return {"commit": "abc", "date": "2026-11-26", "hardware": hardware, "versions": versions, "rows": list(parts)}
 
 
-def test_a_second_run_adds_rows(answers: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "models.json"
-    assert invoke(output, "Llama-3.1-8B").exit_code == 0
-    assert sorted(answers) == ["Llama-3.1-8B_CPU_ATTN_auto_ours", "Llama-3.1-8B_CPU_ATTN_auto_stock"]
-    assert invoke(output, "Llama-3.1-8B", "Qwen3-8B").exit_code == 0
-    assert len(answers) == 4
-    rows = json.loads(output.read_text())["rows"]
-    assert [row["model"] for row in rows] == ["Llama-3.1-8B", "Qwen3-8B"]
-    expected = {"model", "backend", "kv_dtype", "gpu", "same_tokens", "compared_tokens", "widest_tie"}
-    assert rows[0].keys() == expected | {"device_bytes_128k", "full_bytes_128k"}
+def test_rows_have_the_counts_of_their_tests() -> None:
+    parts = (
+        {"not_passed": ["test_other: failed"], "comparisons": [comparison(FP8)], "commit": "def"},
+        {"not_passed": [], "comparisons": [comparison(BF16, same_tokens=128, widest_tie=None)]},
+        {"not_passed": []},
+    )
+    first, second = table(release(*parts))
+    counts = {"gpu": "h100", "same_tokens": 100, "compared_tokens": 128, "widest_tie": 0.25}
+    place = {"model": "DeepSeek-V3.2", "backend": "FLASHMLA_SPARSE"}
+    assert first == {**place, "kv_dtype": "fp8", **counts, **long_request(FP8), "commit": "def"}
+    counts |= {"same_tokens": 128, "widest_tie": None}
+    assert second == {**place, "kv_dtype": "bfloat16", **counts, **long_request(BF16)}
 
 
-def test_a_row_that_fails_is_left_out(answers: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "models.json"
-    result = invoke(output, "GLM-4.5", "Qwen3-8B")
-    assert result.exit_code == 1 and "answer has failed" in result.output
-    assert [row["model"] for row in json.loads(output.read_text())["rows"]] == ["Qwen3-8B"]
+@pytest.mark.parametrize("outcome", ["failed", "skipped"])
+def test_a_test_that_has_not_passed_gives_no_row(outcome: str) -> None:
+    name = TESTS[FP8].rpartition("::")[2]
+    part = {"not_passed": [f"{name}: {outcome}"], "comparisons": [comparison(FP8), comparison(BF16)]}
+    (row,) = table(release(part))
+    assert row["kv_dtype"] == "bfloat16"
 
 
-def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
-    result = invoke(tmp_path / "models.json", "GPT-2")
-    assert result.exit_code == 2 and "Llama-3.1-8B" in result.output
+def test_the_result_has_the_provenance_of_the_release(tmp_path: Path) -> None:
+    path = tmp_path / "release_0.33.0.json"
+    source = release({"not_passed": [], "comparisons": [comparison(FP8)]})
+    path.write_text(json.dumps(source))
+    result = CliRunner().invoke(app, ["--release", str(path)])
+    assert result.exit_code == 0 and TESTS[BF16] in result.output.replace("\n", "")
+    found = json.loads((tmp_path / "models.json").read_text())
+    assert found["command"] == "python -m benchmarks.models --release release_0.33.0.json"
+    assert {name: found[name] for name in ("commit", "date", "hardware", "versions")} == {
+        name: source[name] for name in ("commit", "date", "hardware", "versions")
+    }
+    assert [row["kv_dtype"] for row in found["rows"]] == ["fp8"]

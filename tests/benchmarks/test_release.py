@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import release
-from benchmarks.release import PARTS, Part, run_part, run_parts, summary
-from tests.gpu.engines import assert_same_but_ties
+from benchmarks.release import PARTS, Part, by_test, run_part, run_parts, summary
+from tests.gpu.engines import assert_not_the_same, assert_same_but_ties
 
 
 def test_parts_run_side_by_side_within_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,6 +84,16 @@ def test_outcomes_and_comparisons_are_counted(tmp_path: Path, monkeypatch: pytes
         "same_tokens": 5,
         "ties": 1,
     }
+    (found,) = row["comparisons"]
+    assert found["test"] == "test_part.py::test_same"
+    assert (found["tokens"], found["same_tokens"], found["widest_tie"]) == (6, 5, 0.1)
+
+
+def test_comparisons_of_a_test_are_added_up() -> None:
+    line = {"requests": 1, "tokens": 8, "same_tokens": 3, "ties": 1}
+    lines = [{"test": test} | line | {"widest_tie": tie} for test, tie in (("a", 0.1), ("a", 0.3), ("b", None))]
+    both = {"requests": 2, "tokens": 16, "same_tokens": 6, "ties": 2, "widest_tie": 0.3}
+    assert by_test(lines) == [{"test": "a"} | both, {"test": "b"} | line | {"widest_tie": None}]
 
 
 def test_a_run_that_never_began_has_passed_nothing(tmp_path: Path) -> None:
@@ -100,6 +110,15 @@ def test_results_of_another_commit_are_not_kept(tmp_path: Path, monkeypatch: pyt
     assert release.earlier(path) == {"kernels": row}
     path.write_text(json.dumps({"commit": "abc", "versions": {"vllm": "0.32.0"}, "rows": [row]}))
     assert release.earlier(path) == {}
+
+
+def test_what_must_differ_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HISPARSE_TEST_REPORT", str(tmp_path))
+    other = {**completion([2]), "margins": [5.0]}
+    assert_not_the_same([completion([1])], [other])
+    with pytest.raises(AssertionError, match="the same up to ties"):
+        assert_not_the_same([other], [other])
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_folder_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,14 +152,33 @@ def assert_same_but_ties(
     """
     found = differences(got, expected)
     record_comparison(found)
+    most = None if control is None else sum(request["same"] for request in differences(control, expected))
+    check_differences(found, most)
+
+
+def assert_not_the_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Tokens part where no tie is, or logprobs differ by more than rounding. The report does not count these tokens."""
+    try:
+        check_differences(differences(got, expected))
+    except AssertionError:
+        return
+    raise AssertionError("tokens are the same up to ties")
+
+
+def check_differences(found: list[dict[str, Any]], most: int | None = None) -> None:
+    """Raise an AssertionError if requests part where no tie is, or differ by more than rounding up to there.
+
+    Args:
+        found: of `differences`.
+        most: equal tokens of a control, of which the requests must have `MIN_SAME_SHARE`. None: no control.
+    """
     for index, request in enumerate(found):
         assert request["margin"] is None or request["margin"] <= TIE_MARGIN, f"request {index}: {request}"
     num_same = sum(request["same"] for request in found)
     assert num_same > 0, "every request differs from its first token on"
     mean = sum(request["mean_difference"] * request["same"] for request in found) / num_same
     assert mean <= MEAN_TOLERANCE, f"logprobs differ by {mean} in the mean"
-    if control is not None:
-        most = sum(request["same"] for request in differences(control, expected))
+    if most is not None:
         assert num_same >= MIN_SAME_SHARE * most, f"{num_same} tokens are the same, {most} of the control's"
 
 
@@ -174,6 +193,7 @@ def record_comparison(found: list[dict[str, Any]]) -> None:
             "tokens": sum(request["tokens"] for request in found),
             "same_tokens": sum(request["same"] for request in found),
             "ties": sum(margin <= TIE_MARGIN for margin in parted),
+            "widest_tie": max(parted, default=None),
         }
         with (Path(folder) / "comparisons.jsonl").open("a") as lines:
             lines.write(json.dumps(line) + "\n")

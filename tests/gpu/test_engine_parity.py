@@ -140,14 +140,14 @@ def test_preemption_and_prefix_reuse(model: Path, draft_model: Path, tmp_path: P
     assert hot[1]["wrong_rows"] == 0
 
 
-@pytest.mark.parametrize("name", ["glm", "glm52"])
+@pytest.mark.parametrize("name", ["glm", "glm52", "glm53"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_glm_architectures_eager(tmp_path: Path, name: str, kv_cache_dtype: str) -> None:
-    """GLM-5.2's layers share indexers."""
+    """GLM-5.2's and GLM-5.3's layers share indexers."""
     from vllm_hisparse.cli.tiny_model import make_model
 
-    glm = make_model(name, tmp_path / name, num_layers=4, num_heads=64, index_n_heads=32, index_topk=2048)
-    phase = {"prompts": [make_prompt(length) for length in (65, 2500, 5000)], "max_tokens": 24}
+    glm = make_model(name, tmp_path / name, num_layers=6, num_heads=64, index_n_heads=32, index_topk=2048)
+    phase = {"prompts": [make_prompt(length) for length in (1, 65, 2500, 5000, 9000, 12000)], "max_tokens": 64}
     options = {"enforce_eager": True, "kv_cache_dtype": kv_cache_dtype}
     full = EngineRun.start(tmp_path, "full", engine_args(glm, **options), [phase])
     hot = EngineRun.start(tmp_path, "hot", hot_args(glm, **options), [phase], row_check=ROW_CHECK)

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineRun, assert_pools_empty, assert_same_but_ties, differences, engine_args, hot_args, make_prompt
+from engines import (
+    EngineRun,
+    assert_not_the_same,
+    assert_pools_empty,
+    assert_same_but_ties,
+    differences,
+    engine_args,
+    hot_args,
+    make_prompt,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -65,8 +74,7 @@ def test_parity_with_cuda_graphs(model: Path, without_sinks: Path, tmp_path: Pat
     assert_pools_empty(hot)
     assert hot["counters"]["cache_misses"] > 0
     assert hot["wrong_rows"] == 0 < hot["checked_rows"]
-    with pytest.raises(AssertionError):
-        assert_same_but_ties(found["without_sinks"]["completions"], full)
+    assert_not_the_same(found["without_sinks"]["completions"], full)
     num_same = sum(request["same"] for request in differences(found["without_sinks"]["completions"], full))
     assert num_same < 0.5 * sum(request["same"] for request in differences(hot["completions"], full))
 

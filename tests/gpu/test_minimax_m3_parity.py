@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineRun, assert_pools_empty, assert_same_but_ties, differences, engine_args, hot_args, make_prompt
+from engines import (
+    EngineRun,
+    assert_not_the_same,
+    assert_pools_empty,
+    assert_same_but_ties,
+    differences,
+    engine_args,
+    hot_args,
+    make_prompt,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -62,8 +71,7 @@ def test_parity_with_cuda_graphs(model: Path, fewer_blocks: Path, tmp_path: Path
     assert_pools_empty(ours)
     assert ours["counters"]["cache_misses"] > 0
     assert ours["wrong_rows"] == 0 < ours["checked_rows"]
-    with pytest.raises(AssertionError):
-        assert_same_but_ties(found["fewer_blocks"]["completions"], full)
+    assert_not_the_same(found["fewer_blocks"]["completions"], full)
     num_same = sum(request["same"] for request in differences(found["fewer_blocks"]["completions"], full))
     assert num_same < 0.8 * sum(request["same"] for request in differences(ours["completions"], full))
 
