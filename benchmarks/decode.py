@@ -126,6 +126,7 @@ def engine_args(system: str, job: dict[str, Any]) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         "seed": 0,
+        "kernel_config": {"enable_flashinfer_autotune": False},  # no kernel that is compared needs it
         "attention_config": dict(ATTENTION[job["backend"]]) if job["backend"] else {},
     }
     if system == "vllm_native":
