@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_hisparse.cli.doctor import checks, command, nixl_peer, rates
@@ -52,6 +54,14 @@ def test_versions(report: Report, monkeypatch: pytest.MonkeyPatch, versions: dic
     monkeypatch.setattr(checks, "_version", versions.get)
     check_versions(report)
     assert found(report) == expected
+
+
+def test_the_table_names_the_extras_of_the_package(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_version", lambda _: None)
+    check_versions(report)
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(command._table(report))
+    assert "pip install 'vllm-hisparse[cuda]', or [cpu] without a GPU" in console.export_text()
 
 
 def no_program(*args: object, **kwargs: object) -> None:

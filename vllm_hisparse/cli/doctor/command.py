@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_hisparse.cli.doctor.checks import (
@@ -121,5 +122,6 @@ def _table(report: Report) -> Table:
         table.add_column(header, no_wrap=header in ("", "checked"))
     for finding in report.findings:
         colour = COLOURS[finding.status]
-        table.add_row(f"[{colour}]{finding.status}[/]", finding.name, finding.found, finding.advice)
+        cells = (escape(cell) for cell in (finding.name, finding.found, finding.advice))  # of extras: [cuda]
+        table.add_row(f"[{colour}]{finding.status}[/]", *cells)
     return table
