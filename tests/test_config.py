@@ -645,12 +645,22 @@ def test_no_class_of_a_refused_family_is_forgotten() -> None:
     assert {name for name, (module, _) in classes if module in families} <= set(REFUSED_MODELS)
 
 
-def test_refuses_images_but_not_a_multimodal_model() -> None:
+def test_refuses_images_where_the_model_selects_but_not_its_text() -> None:
     multimodal = SimpleNamespace(language_model_only=False)
     message = refusal(GIB, model_config__multimodal_config=multimodal)
     check_parts(message, "--model", "'DeepseekV32ForCausalLM'", "text alone", "Add --language-model-only")
+    message = minimax_refusal(model_config__multimodal_config=multimodal)
+    check_parts(message, "--model", "'Blocks'", "text alone", "Add --language-model-only")
     multimodal.language_model_only = True
     assert HiSparseConfig.from_vllm_config(engine(GIB, model_config__multimodal_config=multimodal)).top_k == 256
+
+
+def test_dense_models_take_images_but_not_with_draft_models() -> None:
+    images = {"model_config__multimodal_config": SimpleNamespace(language_model_only=False)}
+    assert HiSparseConfig.from_vllm_config(dense_engine({"algorithm": "quest"}, **images)).top_k
+    HiSparseConfig.from_vllm_config(dense_engine({"algorithm": "quest"}, **images, **drafts("ngram")))
+    message = dense_refusal({"algorithm": "quest"}, **images, **drafts("eagle3"))
+    check_parts(message, "--speculative-config method", "'eagle3'", "ngram with images", "Add --language-model-only")
 
 
 @pytest.mark.parametrize("load_format", OTHER_LOADERS)

@@ -172,7 +172,7 @@ class HiSparseConfig(BaseModel):
         """
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        _check_model(vllm_config)
+        _check_model(config, vllm_config)
         _check_engine(vllm_config)
         config._check_kv_cache_dtype(vllm_config)
         if config.has_narrow_keys:
@@ -582,6 +582,13 @@ def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
             f"none with algorithm '{config.algorithm}', which does not forget rejected drafts (forgets_drafts)",
             "Remove --speculative-config, or choose another algorithm.",
         )
+    if method in with_layers and takes_images(vllm_config):
+        raise HiSparseConfigError(
+            "--speculative-config method",
+            method,
+            f"{' or '.join(DRAFT_METHODS[device])} with images, audio or video, which no draft model was tried with",
+            "Add --language-model-only, or remove --speculative-config.",
+        )
     by_batch = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
     if by_batch is not None:
         raise HiSparseConfigError(
@@ -688,7 +695,7 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
     return config.prefill_tp_size
 
 
-def _check_model(vllm_config: VllmConfig) -> None:
+def _check_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse models by class, before their layers are built, and loaders that build the model themselves."""
     architecture = vllm_config.model_config.architecture
     if architecture in REFUSED_MODELS:
@@ -698,12 +705,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
             f"a model that hot buffers can serve: {REFUSED_MODELS[architecture]}",
             f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. See docs/models.md for models that can.",
         )
-    multimodal = vllm_config.model_config.multimodal_config
-    if multimodal is not None and not multimodal.language_model_only:
+    if takes_images(vllm_config) and config.algorithm_class.model_family != "gqa":
         raise HiSparseConfigError(
             "--model",
             architecture,
-            "text alone: prompts with images, audio or video were never tried with hot buffers",
+            "text alone: prompts with images, audio or video were never tried with a model that selects by itself",
             f"Add --language-model-only, or remove {CONNECTOR_NAME}.",
         )
     load_format = str(vllm_config.load_config.load_format)
@@ -714,6 +720,12 @@ def _check_model(vllm_config: VllmConfig) -> None:
             f"none of {', '.join(OTHER_LOADERS)}, which build the model where hot buffers cannot be attached",
             "Remove it.",
         )
+
+
+def takes_images(vllm_config: VllmConfig) -> bool:
+    """Return True if prompts may have images, audio or video."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return multimodal is not None and not multimodal.language_model_only
 
 
 def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> None:

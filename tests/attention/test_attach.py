@@ -58,6 +58,7 @@ def full_kv_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(attach, "warn_of_untried_device", lambda: None)
+    monkeypatch.setattr(attach, "warn_of_untried_prompts", lambda _: None)
 
 
 def named(name: str, impl_class: type) -> type:
@@ -437,6 +438,22 @@ def test_a_gpu_that_was_never_tried_is_named(
     assert len(warnings) == (not is_tried)
     expected = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
     assert all(f"(Some GPU, compute capability {expected})" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("multimodal", "is_tried"), [(None, True), (True, True), (False, False)])
+def test_prompts_that_were_never_tried_on_a_gpu_are_named(
+    monkeypatch: pytest.MonkeyPatch, multimodal: bool | None, is_tried: bool
+) -> None:
+    """`multimodal`: the value of `--language-model-only`; None for a model of text."""
+    warnings: list[str] = []
+    monkeypatch.setattr(attach.logger, "warning_once", lambda text, *args: warnings.append(text % args), raising=False)
+    config = vllm_config()
+    config.model_config.multimodal_config = None
+    if multimodal is not None:
+        config.model_config.multimodal_config = SimpleNamespace(language_model_only=multimodal)
+    attach.warn_of_untried_prompts(config)
+    assert len(warnings) == (not is_tried)
+    assert all("images" in warning and "--language-model-only" in warning for warning in warnings)
 
 
 def block_layer(index: int, backend: type, impl: type, indexer_impl: type, **changes: Any) -> Any:

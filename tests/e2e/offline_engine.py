@@ -144,8 +144,19 @@ def pools(core: Any) -> dict[str, Any]:
     }
 
 
+def with_images(prompt: list[int], images: list[Any]) -> dict[str, Any]:
+    """A prompt as vLLM takes it, and its images: [height, width, 3] uint8."""
+    from PIL import Image
+
+    data = {"image": [Image.fromarray(image) for image in images]}
+    return {"prompt_token_ids": prompt} | ({"multi_modal_data": data} if images else {})
+
+
 def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
-    prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
+    if "images" in phase:
+        prompts = list(map(with_images, phase["prompts"], phase["images"]))
+    else:
+        prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
     if phase.get("forgets"):
         reset_connector = phase["forgets"] != "device"
         assert llm.reset_prefix_cache(reset_connector=reset_connector), "the caches could not be emptied"

@@ -1,29 +1,40 @@
-"""A multimodal model without its other modalities: stock vLLM's tokens with full attention, and a second turn."""
+"""Multimodal models over hot buffers: stock vLLM's tokens with full attention, for text alone and with images."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import MODELS, assert_pools_empty, assert_same, engine_args, hot_args, make_prompt
+from conftest import (
+    MODELS,
+    OfflineEngine,
+    assert_pools_empty,
+    assert_same,
+    assert_same_but_rounding,
+    engine_args,
+    hot_args,
+    make_prompt,
+)
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.e2e
 
 LENGTHS = [1, 17, 129, 777]
 EVERYTHING = 2048
+QUEST = {"algorithm": "quest", "top_k": EVERYTHING, "device_buffer_size": EVERYTHING}
 AUDIO = {"model_type": "qwen2_audio_encoder", "d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 2}
+BLOCK = 128
+HOST_BLOCK_BYTES = BLOCK * 4 * 2 * 2 * 32 * 4  # tokens, layers, key and value, KV heads, elements, fp32
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2-Audio around the layers of the tiny Llama, with biases as Qwen2 has; no weights of an audio encoder.
-
-    NOTE: models with images need torchvision, which a CPU build of vLLM does not bring.
-    """
+def audio_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2-Audio around the layers of the tiny Llama, with biases as Qwen2 has; no weights of an audio encoder."""
     source, folder = MODELS / "llama", tmp_path_factory.mktemp("qwen2_audio")
     text = json.loads((source / "config.json").read_text())
     text |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -43,15 +54,155 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_text_of_a_multimodal_model(run, model: Path):
+def test_text_of_a_multimodal_model(run, audio_model: Path):
     """Chunked prefill, a budget of everything, and prefixes that come back from the host pool."""
     first = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": 12}
     second = {"prompts": [prompt + make_prompt(41, 7) for prompt in first["prompts"]], "max_tokens": 12}
-    options = {"algorithm": "quest", "top_k": EVERYTHING, "device_buffer_size": EVERYTHING}
     shared = {"max_model_len": EVERYTHING, "language_model_only": True}
-    full = run(engine_args(str(model), **shared), [first, second])
-    hot = run(hot_args(str(model), options, **shared), [first, second])
+    full = run(engine_args(str(audio_model), **shared), [first, second])
+    hot = run(hot_args(str(audio_model), QUEST, **shared), [first, second])
     for record, expected in zip(hot, full, strict=True):
         assert_same(record["completions"], expected["completions"])
         assert_pools_empty(record)
     assert hot[1]["completions"][-1]["num_cached_tokens"] > 0
+
+
+IMAGE, START, END = 512, 513, 514  # tokens behind the vocabulary of the tiny models
+PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 280 * 280}  # of an image
+PATCH = 28  # pixels along each edge of what becomes one token
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PaddleOCR-VL with random weights: a vision model, ERNIE 4.5, and positions of time, height and width (M-RoPE).
+
+    NOTE: the other models with such positions need torchvision, which a CPU build of vLLM does not bring.
+    """
+    from transformers import AutoTokenizer, PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
+
+    folder = tmp_path_factory.mktemp("paddleocr_vl")
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    text = json.loads((MODELS / "llama" / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    text = {
+        name: text[name] for name in (*names, "head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
+    }
+    text |= {"vocab_size": 520, "tie_word_embeddings": False, "pad_token_id": 1}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    config = PaddleOCRVLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
+    torch.manual_seed(0)
+    model = PaddleOCRVLForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            draw(name, weight)
+    model.save_pretrained(folder)
+    named = {"image_token": "<|image|>", "start_token": "<|start|>", "end_token": "<|end|>"}
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "llama", extra_special_tokens=named)
+    assert tokenizer.convert_tokens_to_ids(list(named.values())) == [IMAGE, START, END]
+    tokenizer.save_pretrained(folder)
+    settings = {"image_processor_type": "PaddleOCRVLImageProcessor", "size": PIXELS}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "PaddleOCRVLProcessor"}))
+    return folder
+
+
+def draw(name: str, weight: torch.Tensor) -> None:
+    """Fill a weight with random numbers of a useful scale, as `cli/tiny_model.py` does."""
+    if weight.ndim == 1:
+        if name.endswith("bias"):
+            weight.normal_(std=0.1)
+        return
+    gains = {"embed_tokens": weight.shape[1] ** 0.5, "q_proj": 3.0, "o_proj": 0.3, "down_proj": 0.3, "lm_head": 4.0}
+    gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+    weight.normal_(std=gain / weight[0].numel() ** 0.5)
+    if "lm_head" in name:
+        weight[IMAGE:] = 0.0  # greedy decoding never chooses these tokens
+
+
+def make_image(columns: int, rows: int, seed: int) -> np.ndarray:
+    """An image that becomes columns x rows tokens: [height, width, 3] uint8."""
+    return np.random.default_rng(seed).integers(0, 256, (rows * PATCH, columns * PATCH, 3), dtype=np.uint8)
+
+
+def around(*texts: list[int]) -> list[int]:
+    """A prompt with an image between each two texts."""
+    first, *others = texts
+    return first + [token for text in others for token in (START, IMAGE, END, *text)]
+
+
+SIZES = [[], [(9, 5)], [(3, 8), (10, 4)], [(2, 9)]]  # of the images of each prompt: columns, rows
+
+
+def prompts_with_images() -> list[list[int]]:
+    """Text alone; an image behind more than a block of text; two images; an image at the start."""
+    return [
+        make_prompt(300),
+        around(make_prompt(150), make_prompt(400)),
+        around(make_prompt(140), make_prompt(250), make_prompt(60)),
+        around([], make_prompt(350)),
+    ]
+
+
+def images(seed: int) -> list[list[np.ndarray]]:
+    return [[make_image(*size, seed + index) for index, size in enumerate(sizes)] for sizes in SIZES]
+
+
+def turns(first_replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A second turn about the same images, and the first turn with other images of the same sizes."""
+    pairs = zip(prompts_with_images(), first_replies, strict=True)
+    second = [prompt + reply["tokens"] + make_prompt(41, 7) for prompt, reply in pairs]
+    return [
+        {"prompts": second, "images": images(0), "max_tokens": 12},
+        {"prompts": prompts_with_images(), "images": images(100), "max_tokens": 12},
+    ]
+
+
+@pytest.fixture(scope="module")
+def full_kv_replies(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Replies of stock vLLM with nothing cached: to the first turn, to a second one, to other images, and long ones."""
+    args = engine_args(str(image_model), max_model_len=EVERYTHING, enable_prefix_caching=False)
+    first = {"prompts": prompts_with_images(), "images": images(0), "max_tokens": 12}
+    with OfflineEngine(tmp_path_factory.mktemp("full"), args) as engine:
+        replies = [engine.run(first)["completions"]]
+        replies += [engine.run(phase)["completions"] for phase in turns(replies[0])]
+        return [*replies, engine.run({**first, "max_tokens": 150})["completions"]]
+
+
+def test_images(run, image_model: Path, full_kv_replies: list[list[dict[str, Any]]]):
+    """Positions of three axes, a prefix with images from the host pool, and other images behind the same text."""
+    args = hot_args(str(image_model), QUEST, max_model_len=EVERYTHING)
+    first = {"prompts": prompts_with_images(), "images": images(0), "max_tokens": 12}
+    after_first = [{**phase, "forgets": "device"} for phase in turns(full_kv_replies[0])]
+    records = run(args, [first, *after_first])
+    for record, expected in zip(records, full_kv_replies, strict=False):
+        assert_same(record["completions"], expected)
+        assert_pools_empty(record)
+    alone, *with_image = [[reply["tokens"] for reply in replies] for replies in zip(*full_kv_replies[:3], strict=True)]
+    assert alone[0] == alone[2] and all(first != other for first, _, other in with_image), "images are to change text"
+    cached = [[reply["num_cached_tokens"] for reply in record["completions"]] for record in records]
+    num_tokens = [
+        len(prompt) + sum(columns * rows - 1 for columns, rows in sizes)
+        for prompt, sizes in zip(prompts_with_images(), SIZES, strict=True)
+    ]
+    assert cached[1] == [num // BLOCK * BLOCK for num in num_tokens], "images are part of the cached prefix"
+    assert cached[2] == [256, BLOCK, BLOCK, 0], "no block with an image is another image's"
+
+
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_preempted_requests_with_images_resume(
+    run, image_model: Path, full_kv_replies: list[list[dict[str, Any]]], num_drafts: int
+):
+    """The host pool runs out while requests decode: one loses blocks, and continues with the same positions."""
+    options = {"host_pool_gib": 19 * HOST_BLOCK_BYTES / 2**30, "device_buffer_size": EVERYTHING * (1 + num_drafts)}
+    drafts: dict[str, Any] = {}
+    if num_drafts:
+        words = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        drafts["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_drafts, **words}
+        drafts["disable_log_stats"] = False
+    phase = {"prompts": prompts_with_images(), "images": images(0), "max_tokens": 150}
+    (record,) = run(hot_args(str(image_model), {**QUEST, **options}, max_model_len=1024, **drafts), [phase])
+    assert_same_but_rounding(record["completions"], full_kv_replies[3])
+    assert_pools_empty(record)
+    assert record["counters"]["resumed_requests"] >= 1
+    assert not num_drafts or record["drafts"]["accepted"] > 0

@@ -24,7 +24,7 @@ from vllm_hisparse.attention.check_layers import (
 from vllm_hisparse.compat.attention import disable_dense_prefill, pass_no_cache
 from vllm_hisparse.compat.engine import uses_host_connector
 from vllm_hisparse.compat.indexer import support_narrow_keys
-from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError, takes_images
 from vllm_hisparse.ops.indexer_keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     config = HiSparseConfig.from_vllm_config(vllm_config)
     if not current_platform.is_cpu():
         warn_of_untried_device()
+        warn_of_untried_prompts(vllm_config)
     family = config.algorithm_class.model_family
     if family == "mla":
         _attach_mla(model, config.has_narrow_keys)
@@ -81,6 +82,15 @@ def warn_of_untried_device() -> None:
             "Compare its answers with those of full KV before you rely on them.",
             current_platform.get_device_name(),
             "unknown" if capability is None else capability.as_version_str(),
+        )
+
+
+def warn_of_untried_prompts(vllm_config: VllmConfig) -> None:
+    """Log a warning if prompts may have what hot buffers have never run with on a GPU."""
+    if takes_images(vllm_config):
+        logger.warning_once(
+            "HiSparse was never tried on a GPU with images, audio or video; images were on the CPU platform. Compare "
+            "its answers with those of full KV before you rely on them, or add --language-model-only."
         )
 
 
