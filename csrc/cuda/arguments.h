@@ -47,6 +47,28 @@ struct Residency {
     int32_t num_layers;  // number of layers that share this residency
 };
 
+// Residency of all layers: `ResidencyTable` in vllm_hisparse/kv_manager/rows/residency_table.py.
+struct ResidencyTables {
+    int2* entries;  // [num_tables, num_device_blocks, block_entries], as in `Residency`
+    int32_t num_tables;
+    int32_t num_device_blocks;
+    int32_t block_entries;
+};
+
+// Requests whose hot blocks have moved, and the tables of all requests' hot blocks.
+struct MovedRequests {
+    const int64_t* seqs;  // [num_requests] sequence of each request's first KV head
+    const int64_t* num_blocks;  // [num_requests] hot blocks of each, up to most_blocks
+    int64_t* latest;  // [num_requests] scratch memory; -1 before the launch
+    const int32_t* hot_block_tables;  // [num_seqs, num_hot_blocks], sequences hot_block_table_stride elements apart
+    int64_t hot_block_table_stride;
+    int32_t num_seqs;
+    int32_t num_hot_blocks;
+    int32_t num_requests;
+    int32_t most_blocks;
+    int32_t head_stride;  // parts from one device block to the next (`KVHeads`)
+};
+
 struct StepTables {
     const int32_t* seq_indices;  // [num_device_blocks]; -1 for a block that is not the first of a request
     const int32_t* first_hot_block_ids;  // [batch], first_hot_block_stride elements apart
@@ -271,6 +293,11 @@ cudaError_t launch_write_tokens(
     const HostRows& host,
     int32_t* first_units,
     cudaStream_t stream
+);
+
+// Make the entries of the latest `num_latest` positions of some requests empty: `SwapInOps.empty_latest`.
+cudaError_t launch_empty_latest(
+    const ResidencyTables& residency, const MovedRequests& moved, int32_t num_latest, cudaStream_t stream
 );
 
 // Select the best units of each KV head, the newest unit last: `ops/select_units.py`.

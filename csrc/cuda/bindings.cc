@@ -414,6 +414,42 @@ void write_tokens(
     ));
 }
 
+// most_blocks: the largest of num_blocks.
+void empty_latest(
+    TensorView entries,
+    TensorView hot_block_tables,
+    int32_t head_stride,
+    TensorView seqs,
+    TensorView num_blocks,
+    TensorView latest,
+    int32_t most_blocks,
+    int32_t num_latest,
+    int64_t stream
+) {
+    check(entries.ndim() == 4 && entries.size(3) == 2, "the residency of all layers is [tables, blocks, rows, 2]");
+    check(seqs.size(0) == num_blocks.size(0) && seqs.size(0) == latest.size(0), "vectors of other requests");
+    check(head_stride > 0 && num_latest > 0, "head_stride and num_latest are at least 1");
+    const ResidencyTables residency{
+        reinterpret_cast<int2*>(contiguous<int32_t>(entries, "entries")),
+        static_cast<int32_t>(entries.size(0)),
+        static_cast<int32_t>(entries.size(1)),
+        static_cast<int32_t>(entries.size(2)),
+    };
+    const MovedRequests moved{
+        contiguous<int64_t>(seqs, "seqs"),
+        contiguous<int64_t>(num_blocks, "num_blocks"),
+        contiguous<int64_t>(latest, "latest"),
+        matrix<int32_t>(hot_block_tables, "hot_block_tables"),
+        hot_block_tables.stride(0),
+        static_cast<int32_t>(hot_block_tables.size(0)),
+        static_cast<int32_t>(hot_block_tables.size(1)),
+        static_cast<int32_t>(seqs.size(0)),
+        most_blocks,
+        head_stride,
+    };
+    check(launch_empty_latest(residency, moved, num_latest, stream_of(stream)));
+}
+
 void select_units(TensorView scores, TensorView num_tokens, int32_t tokens_per_unit, TensorView units, int64_t stream) {
     check(scores.ndim() == 3 && units.ndim() == 3, "scores and units have three dimensions");
     check(launch_select_units(
@@ -645,6 +681,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(stage_rows, hisparse::stage_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(save_rows, hisparse::save_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(begin_units, hisparse::begin_units);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, hisparse::write_tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_latest, hisparse::empty_latest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_units, hisparse::select_units);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_page_bounds, hisparse::update_page_bounds);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_scores, hisparse::page_scores);

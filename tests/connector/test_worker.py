@@ -174,7 +174,7 @@ def test_a_block_may_change_hands_within_a_step(worker: HiSparseWorkerConnector)
         HiSparseMetadata(host_block_tables={3: (0, [5, 2]), 4: (0, [1])}, hot_block_tables={3: (0, [3])})
     )
     worker.apply_changes(HiSparseMetadata(host_block_tables={3: (2, [7])}))
-    assert requests.hot_blocks[requests.index_of(3)] == [3]
+    assert requests.hot_blocks_of(requests.index_of(3)).tolist() == [3]
     assert requests.host_block_table(requests.index_of(3)).tolist() == [5, 2, 7, -1, -1]
     worker.apply_changes(HiSparseMetadata(released=[3], host_block_tables={3: (0, [6])}))
     assert requests.host_block_table(requests.index_of(3)).tolist() == [6, -1, -1, -1, -1]

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
-from vllm_hisparse.ops.limits import MAX_HOT_ROWS
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.ops.base import HotRows, MovedRequests, Residency, Resolved, StepTables
+from vllm_hisparse.ops.kv_heads import KVHeads
+from vllm_hisparse.ops.limits import MAX_HOT_ROWS, MAX_QUERY_LEN
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 
@@ -608,6 +611,125 @@ def test_stage_and_save(row_bytes: int, num_rows: int, block_size: int) -> None:
     assert torch.equal(host, pinned)
 
 
+@dataclass
+class Moved:
+    """Requests whose blocks have moved, beside others; random positions everywhere.
+
+    Attributes:
+        entries: residency of all layers.
+        hot_block_tables: parts of hot blocks, of every KV head; invalid ids beyond a request's blocks.
+        heads: numbering of these parts.
+        requests: the requests.
+    """
+
+    entries: torch.Tensor
+    hot_block_tables: torch.Tensor
+    heads: KVHeads
+    requests: MovedRequests
+
+    @classmethod
+    def random(
+        cls, seed: int, num_tables: int, block_entries: int, most_blocks: int, num_moved: int, most_positions: int
+    ) -> "Moved":
+        source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        head_stride = source.randint(1, 9)
+        heads = KVHeads(source.randint(1, head_stride), head_stride)
+        num_requests = num_moved + source.randint(0, 3)
+        num_blocks = [source.choice([0, 1, most_blocks, source.randint(0, most_blocks)]) for _ in range(num_requests)]
+        num_blocks[0] = most_blocks
+        ids = torch.randperm(sum(num_blocks) + 5, generator=generator).split([*num_blocks, 5])
+        size = num_requests * heads.num_heads + 1, most_blocks + source.choice([0, 1, 70])
+        tables = torch.tensor(INVALID).repeat(size[0], size[1] // 4 + 1)[:, : size[1]].int().contiguous()
+        for request, blocks in enumerate(ids[:num_requests]):
+            tables[heads.seqs(request), : len(blocks)] = heads.parts_of(blocks).t().int()
+        entries = torch.randint(
+            -1, most_positions, (num_tables, sum(num_blocks) + 5, block_entries, 2), generator=generator
+        )
+        nothing = source.randrange(num_requests)
+        entries[:, ids[nothing], :, 0] = -1  # a request that has nothing hot
+        moved = source.sample(range(num_requests), num_moved)
+        seqs = torch.tensor([request * heads.num_heads for request in moved])
+        counts = torch.tensor([num_blocks[request] for request in moved])
+        return cls(
+            entries.int(), tables, heads, MovedRequests(seqs, counts, torch.full_like(seqs, -1), int(counts.max()))
+        )
+
+    def to_cuda(self) -> "Moved":
+        requests = self.requests
+        vectors = requests.seqs.cuda(), requests.num_blocks.cuda(), requests.latest.cuda()
+        moved = MovedRequests(*vectors, requests.most_blocks)
+        return Moved(self.entries.cuda(), self.hot_block_tables.cuda(), self.heads, moved)
+
+    def empty_latest(self, ops, num_latest: int) -> None:
+        ops.empty_latest(self.entries, self.hot_block_tables, self.heads.head_stride, self.requests, num_latest)
+
+
+@pytest.mark.parametrize("num_tables", [1, 7, 8, 9, 61])
+@pytest.mark.parametrize("block_entries", [1, 7, 64, 255, 256, 257, 1000])
+def test_moved_requests_forget_the_same_positions(num_tables: int, block_entries: int) -> None:
+    """Moved requests forget the same positions, whatever the sizes are; with as many drafts as there can be, too."""
+    for seed in range(12):
+        most_blocks, num_moved = (1, 2, 37, 300)[seed % 4], (1, 3, 20)[seed % 3]
+        most_positions = (1, 3, 30, 5000)[(seed + num_tables) % 4]
+        num_blocks = min(most_blocks, max(400_000 // (num_tables * block_entries * num_moved), 1))
+        expected = Moved.random(seed, num_tables, block_entries, num_blocks, num_moved, most_positions)
+        before, found = expected.entries.clone(), expected.to_cuda()
+        num_latest = (1, 2, MAX_QUERY_LEN)[seed % 3]
+        expected.empty_latest(TorchSwapInOps(), num_latest)
+        found.empty_latest(swap_in_ops(torch.device("cuda")), num_latest)
+        assert torch.equal(found.entries.cpu(), expected.entries)
+        assert torch.equal(found.hot_block_tables.cpu(), expected.hot_block_tables)
+        assert (before[..., 0] >= expected.entries[..., 0]).all()
+
+
+def test_blocks_outside_the_residency_are_not_touched() -> None:
+    """Neither are requests outside the tables, and entries of tables beyond a request's blocks."""
+    case = Moved.random(0, 9, 7, 40, 3, 1000)
+    width = case.hot_block_tables.shape[1]
+    case.hot_block_tables[:] = torch.tensor(INVALID).repeat(width)[:width].int()
+    found = case.to_cuda()
+    ops = swap_in_ops(torch.device("cuda"))
+    found.empty_latest(ops, 2)
+    for seqs in (torch.full_like(found.requests.seqs, -1), torch.full_like(found.requests.seqs, 1 << 30)):
+        found.requests = replace(found.requests, seqs=seqs)
+        found.empty_latest(ops, 2)
+    found.requests = replace(found.requests, seqs=seqs[:0], num_blocks=seqs[:0], latest=seqs[:0], most_blocks=0)
+    found.empty_latest(ops, 2)
+    torch.cuda.synchronize()
+    assert torch.equal(found.entries.cpu(), case.entries)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 4])
+def test_hot_blocks_come_and_go_as_on_the_cpu(max_query_len: int) -> None:
+    """Tables and residency are the same after random changes of many requests; some layers share a residency."""
+    source, names, most = random.Random(max_query_len), range(1, 57), 90
+    shape = HotBufferShape(56, 56, 7, 128, 8, 64, 57 * most, most, 7, max_query_len)
+    selects = [True, True, False, False, True, True, False]
+    buffers = [MLAHotBuffer(shape, torch.device(device), selects) for device in ("cpu", "cuda")]
+    blocks, free = {name: [name] for name in names}, set(range(57, shape.num_device_blocks))
+    changes: dict[int, tuple[int, list[int]]] = {name: (0, [name]) for name in names}
+    for buffer in buffers:
+        buffer.extend_host_block_tables({name: (0, [0]) for name in names})
+    for step in range(20):
+        for buffer in buffers:
+            buffer.change_hot_block_tables(changes)
+        expected, found = ([each.table.entries, each.requests.hot_block_tables] for each in buffers)
+        expected.append(buffers[0].requests.num_hot_rows), found.append(buffers[1].requests.num_hot_rows)
+        for tensor, other in zip(expected, found, strict=True):
+            assert torch.equal(tensor, other.cpu())
+        entries = torch.randint(-1, 5 + 700 * (step % 2), expected[0].shape, dtype=torch.int32)
+        expected[0].copy_(entries), found[0].copy_(entries)
+        changes = {}
+        for name in source.sample(names, source.randint(1, 56)):
+            first = source.randint(1, len(blocks[name]))
+            free |= set(blocks[name][first:])
+            changes[name] = first, []
+        for name, (first, _) in changes.items():
+            ids = source.sample(sorted(free), source.randint(0, most - first))
+            free -= set(ids)
+            changes[name], blocks[name] = (first, ids), [*blocks[name][:first], *ids]
+
+
 @pytest.mark.parametrize(
     ("top_k", "query_len", "num_hot_rows"),
     [(4097, 1, 5001), (2049, 4, 9001), (128, 9, 6001), (128, 1, MAX_HOT_ROWS + 1)],
@@ -650,12 +772,14 @@ def test_every_operation_is_launched_in_microseconds() -> None:
     inputs, rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(4).cuda()
     tables = tables_of(state, case, inputs[0], inputs[1], inputs[3])
     staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")
+    moved = Moved.random(0, 9, 7, 40, 3, 1000).to_cuda()
     calls: list[Callable[[], None]] = [
         lambda: ops.newest_row_ids(tables, state.hot, state.newest_row_ids),
         lambda: ops.swap_in(state.residency, tables, inputs[2], state.host_rows, state.hot, state.counts, state.out),
         lambda: ops.write_back([state.hot], [state.host_rows], tables),
         lambda: ops.stage_rows(state.host_rows, state.host_block_tables[0], case.block_size, staging),
         lambda: ops.save_rows(rows, 0, state.host_rows, state.host_block_tables[0], case.block_size),
+        lambda: moved.empty_latest(ops, 2),
     ]
     for call in calls:
         torch.cuda.synchronize()

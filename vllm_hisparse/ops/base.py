@@ -161,6 +161,23 @@ class StepTables:
         )
 
 
+@dataclass(frozen=True)
+class MovedRequests:
+    """Requests some of whose hot blocks are other blocks than before, on the device.
+
+    Attributes:
+        seqs: [n] int64 sequence index of each request's first KV head.
+        num_blocks: [n] int64 hot blocks of each request.
+        latest: [n] int64 scratch memory of an operation, -1 before.
+        most_blocks: the largest of `num_blocks`.
+    """
+
+    seqs: torch.Tensor
+    num_blocks: torch.Tensor
+    latest: torch.Tensor
+    most_blocks: int
+
+
 READ_AHEAD = 31  # ids behind the end of a table that vLLM's Triton kernel reads and does not use
 
 
@@ -474,4 +491,27 @@ class SwapInOps(ABC):
             first_units: [num_seqs] int32 unit of the first new token in the step before. The slot of the first new
                 unit holds this unit's tokens; with -1, they are only on the host. If the first new token continues
                 another unit, that unit's earlier tokens are copied to the device first.
+        """
+
+    @abstractmethod
+    def empty_latest(
+        self,
+        entries: torch.Tensor,
+        hot_block_tables: torch.Tensor,
+        head_stride: int,
+        moved: MovedRequests,
+        num_latest: int,
+    ) -> None:
+        """Make the rows of the latest positions of some requests empty, in all layers and heads.
+
+        The latest position of a request is the latest that any layer or head holds, because some may hold fewer
+        positions than others.
+
+        Args:
+            entries: [num_tables, num_device_blocks, entries of a block, 2] int32 residency of all layers, contiguous;
+                updated in place.
+            hot_block_tables: [num_seqs, max hot blocks] int32 parts of each sequence's hot blocks (`KVHeads`).
+            head_stride: parts from one device block to the next.
+            moved: the requests; no block is in two of their tables.
+            num_latest: number of positions to forget, counted back from the latest one; at least 1.
         """

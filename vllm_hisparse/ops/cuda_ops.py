@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import HotRows, MovedRequests, Residency, Resolved, StepTables, SwapInOps, UnitTables
 from vllm_hisparse.ops.kernels import current_stream, kernels
 from vllm_hisparse.ops.limits import MAX_LAYERS
 
@@ -108,6 +108,17 @@ class CudaSwapInOps(SwapInOps):
     ) -> None:
         rows = hot_rows.native, host_rows, first_units
         self._kernels.write_tokens(key, value, units.native, tables.native, *rows, current_stream())
+
+    def empty_latest(
+        self,
+        entries: torch.Tensor,
+        hot_block_tables: torch.Tensor,
+        head_stride: int,
+        moved: MovedRequests,
+        num_latest: int,
+    ) -> None:
+        requests = moved.seqs, moved.num_blocks, moved.latest, moved.most_blocks
+        self._kernels.empty_latest(entries, hot_block_tables, head_stride, *requests, num_latest, current_stream())
 
     def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[Any]:
         """Return the layers of each launch of `write_back`, from a cache if they are the layers of the last call."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import HotRows, MovedRequests, Residency, Resolved, StepTables, SwapInOps, UnitTables
 from vllm_hisparse.ops.limits import MAX_AGE
 
 _NO_SLOT = torch.iinfo(torch.int32).max
@@ -191,6 +191,21 @@ class TorchSwapInOps(SwapInOps):
                 by_token[where.to(rows.device), (positions % per_unit).to(rows.device)] = new.to(
                     rows.device, rows.dtype
                 )
+
+    def empty_latest(
+        self,
+        entries: torch.Tensor,
+        hot_block_tables: torch.Tensor,
+        head_stride: int,
+        moved: MovedRequests,
+        num_latest: int,
+    ) -> None:
+        positions = entries[..., 0]
+        for seq, num_blocks in zip(moved.seqs.tolist(), moved.num_blocks.tolist(), strict=True):
+            if num_blocks > 0:
+                blocks = hot_block_tables[seq, :num_blocks].long() // head_stride
+                held = positions[:, blocks]
+                positions[:, blocks] = held.where(held <= held.max() - num_latest, -1)
 
     def read_host_rows(self, host_rows: torch.Tensor, host_row_ids: torch.Tensor) -> torch.Tensor:
         """Read rows of the host pool: [n, row elements], on its device.

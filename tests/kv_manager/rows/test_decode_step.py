@@ -101,7 +101,7 @@ def test_a_dense_models_step_is_by_kv_head_and_unit() -> None:
     assert step.tables.seq_lens.tolist() == [3, 3, 0, 0]  # units
     assert step.tables.first_hot_block_ids.tolist() == [15, 16, -1, -1]
     step.first_units.zero_()
-    step.reload_newest_units([index])
+    step.reload_newest_units(requests.seqs_of(index))
     assert (step.first_units == -1).nonzero().tolist() == [
         [layer, 2 * index + head] for layer in range(NUM_LAYERS) for head in (0, 1)
     ]

@@ -47,9 +47,9 @@ def test_every_head_finds_its_parts_of_host_blocks(table: RequestTable) -> None:
 def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     """Every head has its parts of them; blocks that a request did not have are told."""
     table.add(40)
-    assert table.change_hot({40: (0, [40, 7, 3])}) == [40, 7, 3]
-    assert table.change_hot({40: (3, [9, 5])}) == [9, 5]
-    assert table.change_hot({40: (1, [5, 8])}) == [8]
+    assert table.change_hot({40: (0, [40, 7, 3])}).added.tolist() == [40, 7, 3]
+    assert table.change_hot({40: (3, [9, 5])}).added.tolist() == [9, 5]
+    assert table.change_hot({40: (1, [5, 8])}).added.tolist() == [8]
     table.check_integrity()
     states = table.find_seqs(tensor(40))
     parts = [[block * table.heads.head_stride + head for block in (40, 5, 8)] for head in range(len(states))]
@@ -57,7 +57,7 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     beyond = table.hot_block_tables[states, 3:] // table.heads.head_stride
     assert not beyond.any(), "blocks that it gave back are still in its table"
     assert table.num_hot_rows[states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
-    assert table.hot_blocks[table.index_of(40)] == [40, 5, 8]
+    assert table.hot_blocks_of(table.index_of(40)).tolist() == [40, 5, 8]
     table.remove(40)
     table.check_integrity()
     assert not table.num_hot_rows[:-1].any()
@@ -91,10 +91,15 @@ def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, mo
     monkeypatch.setattr(table, "to_device", lambda tensor: (copied.append(tensor), to_device(tensor))[1])
     table.extend({10: (0, [3, 4]), 30: (0, [5]), 20: (0, [6, 7, 8])})
     assert len(copied) == 1
-    assert table.change_hot({20: (0, [20, 2]), 10: (0, [10]), 30: (0, [30, 1, 4])}) == [20, 2, 10, 30, 1, 4]
-    assert len(copied) == 3  # blocks, and how many
+    changed = table.change_hot({20: (0, [20, 2]), 10: (0, [10]), 30: (0, [30, 1, 4])})
+    assert changed.added.tolist() == [20, 2, 10, 30, 1, 4]
+    assert changed.moved.seqs.tolist() == [] and changed.moved.most_blocks == 0
     table.extend({30: (1, [9]), 10: (2, [1, 2])})
-    assert table.change_hot({30: (1, [4]), 10: (1, [50])}) == [50]
+    changed = table.change_hot({30: (1, [4]), 10: (1, [50])})
+    assert changed.added.tolist() == [50]
+    assert changed.moved.seqs.tolist() == [table.index_of(30) * table.heads.num_heads]
+    assert changed.moved.num_blocks.tolist() == [2] and changed.moved.most_blocks == 2
+    assert len(copied) == 4
     host_block_tables = table.host_block_table(table.find(tensor(10, 20, 30)))
     assert host_block_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
     for first_hot_block_id, blocks in {10: [10, 50], 20: [20, 2], 30: [30, 4]}.items():
@@ -102,6 +107,27 @@ def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, mo
             parts = [block * table.heads.head_stride + head for block in blocks]
             assert table.hot_block_tables[state, : len(blocks)].tolist() == parts
             assert table.num_hot_rows[state] == len(blocks) * ROWS_PER_HOT_BLOCK
+
+
+def test_a_block_changes_hands_among_requests_that_change_together(table: RequestTable) -> None:
+    """Its new owner did not have it before, whoever is listed first."""
+    for order in ((40, 50), (50, 40)):
+        for first_hot_block_id in (40, 50):
+            table.add(first_hot_block_id)
+        table.change_hot({40: (0, [40, 7, 3]), 50: (0, [50])})
+        changes = {40: (1, [3]), 50: (1, [7])}
+        assert table.change_hot({name: changes[name] for name in order}).added.tolist() == [7]
+        for first_hot_block_id in (40, 50):
+            table.remove(first_hot_block_id)
+
+
+def test_changes_that_leave_a_gap_or_exceed_the_table_are_errors(table: RequestTable) -> None:
+    table.add(40)
+    table.change_hot({40: (0, [40, 7])})
+    with pytest.raises(ValueError):
+        table.change_hot({40: (3, [9])})
+    with pytest.raises(IndexError):
+        table.change_hot({40: (1, range(1, MAX_HOT_BLOCKS + 1))})
 
 
 def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:

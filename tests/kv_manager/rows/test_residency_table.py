@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +10,16 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.registry import find_algorithm
 from vllm_hisparse.config import HiSparseConfigError
-from vllm_hisparse.kv_manager.rows import reserved_memory, residency_table
+from vllm_hisparse.kv_manager.rows import reserved_memory
 from vllm_hisparse.kv_manager.rows.gqa_hot_buffer import GQAHotBuffer
-from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.layout import KVLayout
 
 CPU = torch.device("cpu")
@@ -102,27 +104,76 @@ def test_the_layers_of_a_dense_model_have_entries_of_their_own() -> None:
     assert (buffer.table.held(blocks) == -1).all() and (buffer.table.held(torch.tensor([0, 2])) >= 0).any()
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20])
-@pytest.mark.parametrize("num_latest", [1, 3])
-def test_moved_requests_forget_their_latest_positions(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, num_latest: int
+def shared_layers_buffer(max_query_len: int) -> HotBuffer:
+    """The hot buffer of a DSA model with four layers, of which the third shares the selection of the second."""
+    shape = HotBufferShape(3, 3, 4, 8, 4, 4, 24, 9, rows_per_hot_block=7, max_query_len=max_query_len)
+    return MLAHotBuffer(shape, CPU, [True, True, False, True])
+
+
+def two_heads_buffer(max_query_len: int) -> HotBuffer:
+    """The hot buffer of a dense model with two KV heads and several layers."""
+    cls = find_algorithm("streaming_llm")
+    algorithm = cls(cls.Options(), AttentionShape(4, 2, 8, torch.bfloat16), 64, 512, max_query_len)
+    per_block = 2 * algorithm.tokens_per_unit
+    shape = HotBufferShape(3, 3, 3, 64, 4, 128, 24, 9, rows_per_hot_block=per_block, max_query_len=max_query_len)
+    return GQAHotBuffer(algorithm, shape, 7, torch.zeros(24, 1024, dtype=torch.uint8))
+
+
+class PlainTables:
+    """Changes of hot blocks in lists, request by request: the reference of hot buffers."""
+
+    def __init__(self, buffer: HotBuffer):
+        self.num_latest, self.entries = buffer.shape.max_query_len, buffer.table.entries.clone()
+        self.blocks: dict[int, list[int]] = {}
+
+    def change(self, changes: dict[int, tuple[int, list[int]]]) -> None:
+        for first_hot_block_id, (first, ids) in changes.items():
+            blocks = self.blocks.setdefault(first_hot_block_id, [])
+            earlier = list(blocks)
+            blocks[first:] = ids
+            self.entries[:, [block for block in ids if block not in earlier], :, 0] = -1
+            if first < len(earlier) and blocks:
+                held = self.entries[:, blocks, :, 0]
+                self.entries[:, blocks, :, 0] = held.where(held <= held.max() - self.num_latest, -1)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 3])
+@pytest.mark.parametrize("make_buffer", [shared_layers_buffer, two_heads_buffer])
+@given(seed=st.integers(0, 2**32))
+def test_requests_whose_blocks_change_forget_what_they_must(
+    make_buffer: Callable[[int], HotBuffer], max_query_len: int, seed: int
 ) -> None:
-    """All of them together, each from the latest that any of its layers holds; nobody else forgets anything."""
-    monkeypatch.setattr(residency_table, "CHUNK_BYTES", chunk_bytes)
-    generator = torch.Generator().manual_seed(num_latest)
-    table = ResidencyTable.by_selection(11, 7, [True, True, False, True], CPU)
-    table.entries[..., 0] = torch.randint(-1, 500, table.entries.shape[:-1], generator=generator)
-    table.entries[:, [5, 6], :, 0] = -1  # of a request that has nothing hot
-    before = table.entries.clone()
-    owned = {0: [3, 9, 1], 1: [8], 2: [5, 6]}
-    blocks = torch.tensor([block for ids in owned.values() for block in ids])
-    owners = torch.tensor([owner for owner, ids in owned.items() for _ in ids])
-    table.empty_latest(blocks, owners, [len(ids) for ids in owned.values()], num_latest)
-    expected = before.clone()
-    for ids in owned.values():
-        held = expected[:, ids, :, 0]
-        expected[:, ids, :, 0] = held.where(held <= held.max() - num_latest, -1)
-    assert torch.equal(table.entries, expected) and not torch.equal(expected, before)
+    """Rows of new blocks, and the latest positions that any layer and head holds; nobody else forgets anything."""
+    source, buffer = random.Random(seed), make_buffer(max_query_len)
+    generator, table, requests = torch.Generator().manual_seed(seed), buffer.table, buffer.requests
+    plain, names, free = PlainTables(buffer), (3, 8, 20), set(range(1, buffer.shape.num_device_blocks)) - {3, 8, 20}
+    for name in names:
+        buffer.extend_host_block_tables({name: (0, [0])})
+        buffer.change_hot_block_tables({name: (0, [name])})
+        plain.change({name: (0, [name])})
+    for _ in range(4):
+        table.entries[..., 0].random_(-1, source.choice([2, 40]), generator=generator)
+        plain.entries.copy_(table.entries)
+        changed = {}
+        for name in source.sample(names, source.randint(0, 3)):
+            blocks = plain.blocks[name]
+            changed[name] = first = source.randint(0, len(blocks))
+            free |= set(blocks[first:])
+        changes = {}
+        for name, first in changed.items():
+            wanted = min(source.randint(0, buffer.shape.max_hot_blocks - first), len(free))
+            changes[name] = first, source.sample(sorted(free), wanted)
+            free -= set(changes[name][1])
+        buffer.change_hot_block_tables(changes)
+        plain.change(changes)
+        assert torch.equal(table.entries, plain.entries)
+        for name, blocks in plain.blocks.items():
+            index, seqs = requests.index_of(name), buffer.heads.seqs(requests.index_of(name))
+            assert requests.hot_blocks_of(index).tolist() == blocks and requests.num_hot_blocks[index] == len(blocks)
+            tables = requests.hot_block_tables[seqs]
+            assert torch.equal(tables[:, : len(blocks)], buffer.heads.parts_of(torch.tensor(blocks).int()).t())
+            assert not (tables[:, len(blocks) :] // buffer.heads.head_stride).any(), "blocks that it gave back"
+    buffer.requests.check_integrity()
 
 
 @dataclass

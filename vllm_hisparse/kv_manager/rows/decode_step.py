@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -235,10 +234,13 @@ class GQADecodeStep(DecodeStep):
         self.first_units = torch.full((num_layers, requests.num_seqs + 1), -1, dtype=torch.int32, device=device)
         self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
 
-    def reload_newest_units(self, request_indices: Sequence[int]) -> None:
-        """Mark the newest units of requests: their tokens are on the host, but not in the slots of these units."""
-        seqs = self.requests.heads.seq_indices(torch.tensor(request_indices, dtype=torch.int64))
-        self.first_units.index_fill_(1, self.requests.to_device(seqs), -1)
+    def reload_newest_units(self, seqs: torch.Tensor) -> None:
+        """Mark the newest units of sequences: their tokens are on the host, but not in the slots of these units.
+
+        Args:
+            seqs: [n] int64 sequence indices, on the device.
+        """
+        self.first_units.index_fill_(1, seqs, -1)
 
     def write_tokens(self, layer_index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the decoding requests' new tokens into their units, on the device and on the host.

@@ -8,7 +8,7 @@ from vllm_hisparse.algorithms.base import SparseAlgorithm
 from vllm_hisparse.kv_manager.rows.algorithm_state import AlgorithmState, KeySpan
 from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
-from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges
+from vllm_hisparse.kv_manager.rows.request_table import HotBlockChanges
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.swap_in import SelectingSwapIn, SwapIn
 from vllm_hisparse.layout import StateLayout
@@ -58,12 +58,9 @@ class GQAHotBuffer(HotBuffer):
             num_layers=shape.num_layers,
         )
 
-    def change_hot_block_tables(self, changes: BlockTableChanges) -> None:
-        super().change_hot_block_tables(changes)
-        if changes:
-            self.step.reload_newest_units(
-                [self.requests.index_of(first_hot_block_id) for first_hot_block_id in changes]
-            )
+    def _change_hot_blocks(self, changed: HotBlockChanges) -> None:
+        super()._change_hot_blocks(changed)
+        self.step.reload_newest_units(changed.seqs)
 
     def select(self, layer_index: int, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Represent the decoding requests' new tokens and select for them, one token of each request after the other.
@@ -113,11 +110,14 @@ class GQAHotBuffer(HotBuffer):
 
     def _start(self, request_index: int) -> None:
         self.state.start(request_index)
-        self.step.reload_newest_units([request_index])
+        self._reload_newest_units(request_index)
 
     def _empty(self, request_index: int) -> None:
         super()._empty(request_index)
-        self.step.reload_newest_units([request_index])
+        self._reload_newest_units(request_index)
+
+    def _reload_newest_units(self, request_index: int) -> None:
+        self.step.reload_newest_units(self.requests.seqs_of(request_index))
 
 
 def view_units(cache: torch.Tensor, heads: KVHeads) -> HotRows:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import DecodeStep, LayerRows, StepShape
 from vllm_hisparse.kv_manager.rows.hit_counts import HitCounts
-from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges, RequestTable
+from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges, HotBlockChanges, RequestTable
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
 from vllm_hisparse.ops.base import HotRows, SwapInOps
@@ -158,15 +156,22 @@ class HotBuffer(ABC):
         self.requests.extend(changes)
 
     def change_hot_block_tables(self, changes: BlockTableChanges) -> None:
-        """Set requests' hot blocks. Rows of blocks that a request did not have before become empty."""
-        blocks_of = [
-            self.requests.hot_blocks[self.requests.index_of(first_hot_block_id)] for first_hot_block_id in changes
-        ]
-        moved = [blocks for blocks, (first, _) in zip(blocks_of, changes.values(), strict=True) if first < len(blocks)]
-        if added := self.requests.change_hot(changes):
-            self._empty_blocks(added)
-        if moved:
-            self._empty_latest(moved)
+        """Set requests' hot blocks. Rows of blocks that a request did not have before become empty.
+
+        So do the rows of the last step of a request whose blocks have moved: the next step may compute these positions
+        again, because drafts were rejected or a session's turn drops tokens; and the last units may be partial.
+        """
+        if changes:
+            self._change_hot_blocks(self.requests.change_hot(changes))
+
+    def _change_hot_blocks(self, changed: HotBlockChanges) -> None:
+        """Make the rows empty that `change_hot_block_tables` says, after the change of the tables."""
+        if len(changed.added):
+            self.table.empty(changed.added)
+        if len(changed.moved.seqs):
+            tables, stride = self.requests.hot_block_tables, self.heads.head_stride
+            # NOTE: no layer holds a position that the request's last step did not compute.
+            self.ops.empty_latest(self.table.entries, tables, stride, changed.moved, self.shape.max_query_len)
 
     def release(self, first_hot_block_id: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
@@ -179,26 +184,11 @@ class HotBuffer(ABC):
 
     def _empty(self, request_index: int) -> None:
         """Make all hot rows of a request empty."""
-        self._empty_blocks(self.requests.hot_blocks[request_index])
+        self.table.empty(self._hot_blocks_of(request_index))
 
-    def _empty_blocks(self, blocks: Sequence[int]) -> None:
-        self.table.empty(self.requests.to_device(torch.tensor(blocks, dtype=torch.int64)))
-
-    def _empty_latest(self, moved: Sequence[Sequence[int]]) -> None:
-        """Make the rows of the last step empty for requests whose blocks have moved.
-
-        The next step may compute these positions again, because drafts were rejected or a session's turn drops tokens;
-        and the last units may be partial.
-
-        Args:
-            moved: hot blocks of each request.
-        """
-        counts = [len(blocks) for blocks in moved]
-        # NOTE: torch makes tensors of long lists slowly.
-        blocks = np.fromiter(chain.from_iterable(moved), np.int64, sum(counts))
-        owned = np.stack([blocks, np.repeat(np.arange(len(moved)), counts)])
-        on_device, owners = self.requests.to_device(torch.from_numpy(owned))
-        self.table.empty_latest(on_device, owners, counts, self.shape.max_query_len)
+    def _hot_blocks_of(self, request_index: int) -> torch.Tensor:
+        """Hot block ids of a request: [n] int64, on the device."""
+        return self.requests.to_device(torch.from_numpy(self.requests.hot_blocks_of(request_index)))
 
     @abstractmethod
     def swap_in_of(self, layer_index: int) -> SwapIn:
@@ -219,7 +209,7 @@ class HotBuffer(ABC):
             num_tokens: tokens of the request, including the chunk.
         """
         hot, num_new = self.layers[0].hot, self.shape.max_query_len
-        last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, max(map(len, self.requests.hot_blocks))
+        last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, int(self.requests.num_hot_blocks.max())
         first_unit = max(last_unit - max(most_blocks * hot.rows_per_block - num_new, 0), 0)
         seqs = self.requests.find_seqs(first_hot_block_id)
         tables, num_rows = self.requests.hot_block_tables[seqs], self.requests.num_hot_rows[seqs, None].long()
@@ -275,6 +265,6 @@ class HotBuffer(ABC):
         """
         self.requests.check_integrity()
         num_positions = self.shape.max_blocks * self.shape.block_size // self.heads.tokens_per_unit
-        for blocks in self.requests.hot_blocks:
-            held = self.table.held(self.requests.to_device(torch.tensor(blocks, dtype=torch.int64)))
+        for request_index in range(self.requests.num_requests):
+            held = self.table.held(self._hot_blocks_of(request_index))
             assert ((held >= -1) & (held < num_positions)).all(), "a hot row holds no position"

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
+from vllm_hisparse.ops.base import MovedRequests
 from vllm_hisparse.ops.kv_heads import KVHeads
 
 # id of the first hot block -> (index in the request's block table of the first changed block, block ids from there on)
 BlockTableChanges = Mapping[int, tuple[int, Sequence[int]]]
 
 NULL_BLOCK = 0  # block of vLLM's device pool that belongs to no request
+
+
+@dataclass(frozen=True)
+class HotBlockChanges:
+    """Requests whose hot blocks have changed. Tensors are on the device.
+
+    Attributes:
+        seqs: [requests * num_heads] int64 sequence indices of the requests.
+        added: [n] int64 blocks that a request did not have before.
+        moved: the requests that had blocks where they have others or none now.
+    """
+
+    seqs: torch.Tensor
+    added: torch.Tensor
+    moved: MovedRequests
 
 
 class RequestTable:
@@ -38,7 +57,7 @@ class RequestTable:
         hot_block_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks. Entries beyond a request's blocks,
             and the entries for no request, name the null block.
         num_hot_rows: [num_seqs + 1] int32 rows of these parts.
-        hot_blocks: hot block ids by request index.
+        num_hot_blocks: [num_requests] int64 hot blocks of each request, on the host.
         state_block_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state.
             Entries beyond a request's blocks, and the entries for no request, name the null block.
         host_block_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond a request's blocks. Steps
@@ -62,11 +81,15 @@ class RequestTable:
         self.host_block_tables = torch.full((self.num_seqs + 1, max_blocks), -1, dtype=torch.int32, device=device)
         self.hot_block_tables = torch.zeros((self.num_seqs + 1, max_hot_blocks), dtype=torch.int32, device=device)
         self.num_hot_rows = torch.zeros(self.num_seqs + 1, dtype=torch.int32, device=device)
-        self.hot_blocks: list[list[int]] = [[] for _ in range(num_requests)]
+        self.num_hot_blocks = np.zeros(num_requests, np.int64)
         self.state_block_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
         self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
         self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
         self._rows_per_hot_block = rows_per_hot_block
+        self._hot_blocks = np.zeros(
+            (num_requests, max_hot_blocks), np.int32
+        )  # ids, on the host; beyond the number: any
+        self._former_owners = np.full(num_device_blocks, -1, np.int32)  # used by `change_hot`; -1 between its calls
         self._all_seqs = torch.arange(self.num_seqs, dtype=torch.int32, device=device)
         self._pin_memory = device.type != "cpu"
         self._free_indices = list(reversed(range(num_requests)))
@@ -90,37 +113,64 @@ class RequestTable:
     def extend(self, changes: BlockTableChanges) -> None:
         """Append host blocks to requests' tables."""
         if changes:
-            indices, columns, host_ids = self._entries(changes)
+            indices, columns, host_ids = map(torch.from_numpy, self._entries(changes))
             places = self._places_by_head(self.host_block_tables, indices, columns)
             self._write(self.host_block_tables, places, self.heads.host_parts(host_ids))
 
     def extend_state(self, changes: BlockTableChanges) -> None:
         """Append blocks of an algorithm's state to requests' tables."""
         if changes:
-            indices, columns, block_ids = self._entries(changes)
+            indices, columns, block_ids = map(torch.from_numpy, self._entries(changes))
             places = indices * self.state_block_tables.shape[1] + self._state_columns[columns]
             self._write(self.state_block_tables, places, block_ids)
 
-    def change_hot(self, changes: BlockTableChanges) -> list[int]:
-        """Set requests' hot blocks; return the blocks that a request did not have before."""
-        if not changes:
-            return []
-        added, num_rows, runs = [], [], {}
-        for first_hot_block_id, (first, block_ids) in changes.items():
-            blocks = self.hot_blocks[self.index_of(first_hot_block_id)]
-            earlier = dict.fromkeys(blocks)
-            blocks[first:] = block_ids
-            added += [block_id for block_id in block_ids if block_id not in earlier]
-            num_rows.append(len(blocks) * self._rows_per_hot_block)
-            runs[first_hot_block_id] = first, [*block_ids, *[NULL_BLOCK] * (len(earlier) - len(blocks))]
-        indices, columns, changed_ids = self._entries(runs)
-        places = self._places_by_head(self.hot_block_tables, indices, columns)
-        self._write(self.hot_block_tables, places, self.heads.parts_of(changed_ids).t())
-        seqs = self.heads.seq_indices(
-            torch.tensor([self.index_of(first_hot_block_id) for first_hot_block_id in changes])
+    def change_hot(self, changes: BlockTableChanges) -> HotBlockChanges:
+        """Set requests' hot blocks, in one copy to the device.
+
+        Raises:
+            KeyError: no such request runs.
+            ValueError: a change begins behind the end of a request's blocks.
+        """
+        indices = np.fromiter(map(self.index_of, changes), np.int64, len(changes))
+        firsts, lengths, block_ids = _flatten(changes.values())
+        earlier, later = self.num_hot_blocks[indices], firsts + lengths
+        rows, columns = _spread(indices, firsts, lengths)
+        # Blocks from the first changed one on, before the change. Earlier blocks stay, and a request has a block once.
+        former_rows, former_columns = _spread(indices, firsts, earlier - firsts)
+        former_ids = self._hot_blocks[former_rows, former_columns]
+        self._former_owners[former_ids] = former_rows
+        added_ids = block_ids[self._former_owners[block_ids] != rows]
+        self._former_owners[former_ids] = -1
+        self._hot_blocks[rows, columns] = block_ids
+        self.num_hot_blocks[indices] = later
+
+        left_rows, left_columns = _spread(indices, later, np.maximum(earlier - later, 0))
+        set_rows, set_columns = np.concatenate((rows, left_rows)), np.concatenate((columns, left_columns))
+        set_ids = np.concatenate((block_ids, np.full_like(left_rows, NULL_BLOCK)))
+        places = self._places_by_head(self.hot_block_tables, *map(torch.from_numpy, (set_rows, set_columns)))
+        parts = self.heads.parts_of(torch.from_numpy(set_ids)).t()
+        seqs = self.heads.seq_indices(torch.from_numpy(indices))
+        num_rows = torch.from_numpy(later * self._rows_per_hot_block).repeat_interleave(self.heads.num_heads)
+        has_moved = firsts < earlier
+        num_blocks = later[has_moved]
+        of_moved = torch.from_numpy(
+            np.stack((indices[has_moved] * self.heads.num_heads, num_blocks, 0 * num_blocks - 1))
         )
-        self._write(self.num_hot_rows, seqs, torch.tensor(num_rows).repeat_interleave(self.heads.num_heads))
-        return added
+        places, parts, seqs, num_rows, added, of_moved = self._upload(
+            places, parts, seqs, num_rows, torch.from_numpy(added_ids), of_moved
+        )
+        self.hot_block_tables.view(-1).index_copy_(0, places, parts.int())
+        self.num_hot_rows.index_copy_(0, seqs, num_rows.int())
+        moved = MovedRequests(*of_moved.view(3, -1), most_blocks=int(num_blocks.max(initial=0)))
+        return HotBlockChanges(seqs, added, moved)
+
+    def hot_blocks_of(self, index: int) -> np.ndarray:
+        """Hot block ids of a request: [n] int64."""
+        return self._hot_blocks[index, : self.num_hot_blocks[index]].astype(np.int64)
+
+    def seqs_of(self, index: int) -> torch.Tensor:
+        """Sequence indices of a request: [num_heads] int64, on the device."""
+        return self._all_seqs[self.heads.seqs(index)].long()
 
     def remove(self, first_hot_block_id: int) -> int:
         """Forget a request; return its former index."""
@@ -129,7 +179,7 @@ class RequestTable:
         self.host_block_tables[self.heads.seqs(index)] = -1
         self.hot_block_tables[self.heads.seqs(index)] = self.num_hot_rows[self.heads.seqs(index)] = 0
         self.state_block_tables[index] = NULL_BLOCK
-        self.hot_blocks[index] = []
+        self.num_hot_blocks[index] = 0
         self._free_indices.append(index)
         return index
 
@@ -210,9 +260,11 @@ class RequestTable:
             assert not self.hot_block_tables[self.heads.seqs(index)].any(), "a free index has hot blocks"
             assert not self.state_block_tables[index].any(), "a free index has blocks of an algorithm's state"
 
-    def _entries(self, changes: BlockTableChanges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _entries(self, changes: BlockTableChanges) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Flatten changes into each block's request index, its column in the table, and its id; all [blocks] int64."""
-        return _flatten([self.index_of(first_hot_block_id) for first_hot_block_id in changes], changes.values())
+        firsts, lengths, block_ids = _flatten(changes.values())
+        indices = np.fromiter(map(self.index_of, changes), np.int64, len(changes))
+        return *_spread(indices, firsts, lengths), block_ids
 
     def _places_by_head(self, table: torch.Tensor, indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Places of blocks in a flattened table that has a row per sequence: [num_heads, blocks] int64."""
@@ -226,26 +278,41 @@ class RequestTable:
             places: int64 indices into the flattened table, each index once.
             values: int64, in the shape of `places`.
         """
-        places, values = self.to_device(torch.stack((places.flatten(), values.flatten())))
+        places, values = self._upload(places, values)
         table.view(-1).index_copy_(0, places, values.int())
+
+    def _upload(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Copy tensors of the host to the device, all together; they become flat.
+
+        Args:
+            tensors: int64 tensors of any shapes.
+        """
+        return self.to_device(torch.cat([each.flatten() for each in tensors])).split([each.numel() for each in tensors])
 
     def _find_seqs(self, parts: torch.Tensor) -> torch.Tensor:
         seqs = self.seq_indices[parts.long()].long()
         return torch.where(seqs < 0, self.num_seqs, seqs)
 
 
-def _flatten(
-    indices: Sequence[int], runs: Collection[tuple[int, Sequence[int]]]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """List the blocks of all runs: the index of the block's run, its column, its id; all [blocks] int64.
+def _flatten(runs: Collection[tuple[int, Sequence[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First column and number of blocks of each run, [runs] int64 each; ids of the blocks of all runs, [blocks] int64.
 
     Args:
-        indices: index of each run.
         runs: column of each run's first block, and the ids of its blocks, which are in consecutive columns.
     """
-    lengths = torch.tensor([len(run) for _, run in runs])
-    # Block n of the list is `n - start` columns behind the first block of its run, which is block `start` of the list.
-    offsets = torch.tensor([first for first, _ in runs]) - (lengths.cumsum(0) - lengths)
-    columns = torch.arange(int(lengths.sum())) + offsets.repeat_interleave(lengths)
-    block_ids = torch.tensor([block_id for _, run in runs for block_id in run], dtype=torch.int64)
-    return torch.tensor(indices).repeat_interleave(lengths), columns, block_ids
+    firsts = np.fromiter((first for first, _ in runs), np.int64, len(runs))
+    lengths = np.fromiter((len(run) for _, run in runs), np.int64, len(runs))
+    # NOTE: numpy and torch make arrays of lists slowly.
+    block_ids = np.fromiter(chain.from_iterable(run for _, run in runs), np.int64, lengths.sum())
+    return firsts, lengths, block_ids
+
+
+def _spread(indices: np.ndarray, firsts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """List the places of all runs: the index of the place's run, and its column; [places] int64 each.
+
+    Args:
+        indices, firsts, lengths: [runs] int64 index, first column and number of columns of each run.
+    """
+    # Place n of the list is `n - start` columns behind the first of its run, which is place `start` of the list.
+    offsets = firsts - (lengths.cumsum() - lengths)
+    return indices.repeat(lengths), np.arange(lengths.sum()) + offsets.repeat(lengths)

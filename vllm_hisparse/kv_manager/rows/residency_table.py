@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from vllm_hisparse.ops.base import Residency
-
-CHUNK_BYTES = 64 << 20  # bytes of positions that `empty_latest` reads together
 
 
 class ResidencyTable:
@@ -82,41 +80,6 @@ class ResidencyTable:
             blocks: [n] int64, on the device.
         """
         self._positions.index_fill_(1, blocks, -1)
-
-    def empty_latest(self, blocks: torch.Tensor, owners: torch.Tensor, counts: Sequence[int], num_latest: int) -> None:
-        """Make the rows of the latest positions of some requests empty, in all layers.
-
-        The latest position of a request is the latest that any layer holds, because some layers may hold fewer
-        positions than others. No layer holds a position that the request's last step did not compute. The temporary
-        memory is `CHUNK_BYTES`, or that of one request if this is more.
-
-        Args:
-            blocks: [n] int64 blocks of the requests, on the device, request after request; each block once.
-            owners: [n] int64 number of the request that owns each block, on the device.
-            counts: number of blocks of each request.
-            num_latest: number of positions to forget, counted back from the latest one.
-        """
-        first_block = 0
-        for first, last in self._chunks(counts):
-            num_blocks = sum(counts[first:last])
-            chunk = slice(first_block, first_block + num_blocks)
-            first_block += num_blocks
-            ids, owner = blocks[chunk], owners[chunk] - first
-            held = self._positions[:, ids]
-            latest = torch.full((last - first,), -1, dtype=torch.int32, device=blocks.device)
-            latest.scatter_reduce_(0, owner, held.amax((0, 2)), "amax")
-            self._positions[:, ids] = held.where(held <= (latest - num_latest)[owner, None], -1)
-
-    def _chunks(self, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Divide requests into ranges whose positions fit into `CHUNK_BYTES`, at least one request in each."""
-        num_tables, _, num_entries = self._positions.shape
-        most, first, total = CHUNK_BYTES // (4 * num_tables * num_entries), 0, 0
-        for index, count in enumerate(counts):
-            if index > first and total + count > most:
-                yield first, index
-                first, total = index, 0
-            total += count
-        yield first, len(counts)
 
     def held(self, blocks: torch.Tensor) -> torch.Tensor:
         """Positions that blocks hold: [num_tables, n, entries of a block] int32, -1 where a row is empty.

@@ -55,13 +55,10 @@ class UsageSampler:
 
     def _next_request(self) -> int | None:
         """Choose the next request whose buffer can hold a selection; None: there is none."""
-        blocks, heads, shape = self._buffer.requests.hot_blocks, self._buffer.heads, self._buffer.shape
-        for offset in range(1, len(blocks) + 1):
-            index = (self._request_index + offset) % len(blocks)
-            if (
-                len(blocks[index]) * shape.rows_per_hot_block
-                > shape.top_k + shape.max_query_len * heads.tokens_per_unit
-            ):
+        num_blocks, heads, shape = self._buffer.requests.num_hot_blocks, self._buffer.heads, self._buffer.shape
+        for offset in range(1, len(num_blocks) + 1):
+            index = (self._request_index + offset) % len(num_blocks)
+            if num_blocks[index] * shape.rows_per_hot_block > shape.top_k + shape.max_query_len * heads.tokens_per_unit:
                 self._request_index = index
                 return index
         return None
@@ -76,7 +73,7 @@ class UsageSampler:
         """
         buffer, heads = self._buffer, self._buffer.heads
         hot, tables = buffer.layers[0].hot, buffer.requests.hot_block_tables[heads.seqs(request_index)]
-        num_rows = len(buffer.requests.hot_blocks[request_index]) * hot.rows_per_block
+        num_rows = int(buffer.requests.num_hot_blocks[request_index]) * hot.rows_per_block
         slots = torch.arange(num_rows, device=buffer.device).expand(heads.num_heads, -1)
         entries = hot.entries(tables, slots)
         first, num_layers = self._num_reports * LAYERS_PER_REPORT, len(self._selecting)
