@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
 from vllm.benchmarks import serve as bench
 from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_hisparse_ray.config import AppConfig
 from vllm_router.launch_router import parse_router_args
 
+from vllm_hisparse.cli.main import app
 from vllm_hisparse.config import HiSparseConfig
 
 ROOT = Path(__file__).parents[1]
@@ -187,6 +191,28 @@ def test_documented_servers_have_valid_options(document: str, command: str) -> N
 def test_documented_servers_are_found() -> None:
     found = {document for document, _ in documented_servers()}
     assert found >= {"README.md", "quickstart.md", "configuration.md", "deployment.md"}
+
+
+def test_extras_that_documents_install_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for document in (ROOT / "README.md", ROOT / "docs" / "quickstart.md"):
+        installed = re.findall(r"pip install '(?:vllm-hisparse|\.)\[([\w,]+)\]'", document.read_text())
+        assert "cuda" in installed and {name for names in installed for name in names.split(",")} <= extras.keys()
+
+
+def test_the_quick_start_sends_a_request_that_vllm_takes() -> None:
+    commands = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    (server,) = re.findall(r"^vllm serve (\S+)", commands, re.MULTILINE)
+    (request,) = re.findall(r"^curl localhost:8000/v1/completions .* -d '(.*)'$", commands, re.MULTILINE)
+    body = CompletionRequest.model_validate_json(request)
+    assert (body.model, body.max_tokens) == (server, 32) and not body.model_extra
+
+
+def test_the_readme_plans_a_deployment_that_the_planner_knows() -> None:
+    (arguments,) = re.findall(r"`vllm-hisparse (plan [^`]*)`", (ROOT / "README.md").read_text())
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 0, result.output
+    assert "DeepSeek-V3.2 on 8 x H200" in result.output
 
 
 def test_the_documented_load_is_one_that_vllm_can_generate() -> None:
