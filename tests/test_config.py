@@ -1,3 +1,5 @@
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -629,13 +631,25 @@ def test_refuses_models_by_name(architecture: str, device: str) -> None:
     changes = {"model_config__architecture": architecture, "device_config__device_type": device}
     with pytest.raises(HiSparseConfigError) as refused:
         HiSparseConfig.from_vllm_config(engine(**changes))
-    check_parts(
-        str(refused.value),
-        "--model",
-        f"'{architecture}'",
-        REFUSED_MODELS[architecture],
-        "vLLM serves this model with full KV",
-    )
+    reason, nearest = REFUSED_MODELS[architecture]
+    check_parts(str(refused.value), "--model", f"'{architecture}'", reason, "vLLM serves this model with full KV")
+    assert str(refused.value).endswith(f"The nearest model with hot buffers is {nearest}.")
+
+
+def test_refused_models_have_a_row_in_the_table_of_models() -> None:
+    """Classes that select positions have rows with "refused", the others a sentence."""
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    refused = "".join(line for line in page.splitlines() if "| refused: " in line)
+    named = re.findall(r"`(\w+?)(?:…|ForCausalLM)`", refused)
+    assert len(named) >= 6
+    for architecture, (_, nearest) in REFUSED_MODELS.items():
+        family = next((name for name in named if architecture.startswith(f"{name}For")), None)
+        if family is None:
+            name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", architecture.split("For")[0])
+            assert re.search(rf"\b{name}\b.* refused by name", " ".join(page.split())), architecture
+        else:
+            (row,) = (line for line in page.splitlines() if re.search(rf"`{family}(…|ForCausalLM)`", line))
+            assert f"nearest: {nearest.split(',')[0]} |" in row, row
 
 
 def test_no_class_of_a_refused_family_is_forgotten() -> None:

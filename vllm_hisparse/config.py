@@ -41,23 +41,25 @@ _V4 = "its attention reads compressed states of several tokens, kept in layers o
 _WINDOWS = "layers with a sliding window are mixed with those that select"
 _LINEAR = "three of four layers are linear attention, whose state has no host pool"
 _NO_CONNECTOR = "its attention backend takes no KV connector"
+_DENSE = "Qwen3, with an algorithm that selects for it (algorithm: quest)"
 _OWN_CACHE = "its own kernels write the KV cache, which hot buffers replace, and leave queries to the attention layer"
-# Models whose layers look like those that hot buffers serve, but cannot have any: class -> reason.
+# Models that select positions or look as if hot buffers could serve them, but cannot have any: class -> reason, and the
+# nearest model that can.
 REFUSED_MODELS = {
-    "BeamForCausalLM": _OWN_CACHE,
-    "DeepseekV4ForCausalLM": _V4,
-    "DeepseekV4ForConditionalGeneration": _V4,
-    "DeepseekV41ForCausalLM": f"{_V4}, and several layers read the KV of one",
-    "Dots3NoteForCausalLM": _WINDOWS,
-    "Dots3NoteForConditionalGeneration": _WINDOWS,
-    "FlintForCausalLM": _OWN_CACHE,
-    "Glm5NextForCausalLM": _LINEAR,
-    "Glm5NextForConditionalGeneration": _LINEAR,
-    "MuseSparkForConditionalGeneration": _OWN_CACHE,
-    "Qwen4ExpForCausalLM": _NO_CONNECTOR,
-    "Qwen4ExpForConditionalGeneration": _NO_CONNECTOR,
-    "Step5ForCausalLM": _WINDOWS,
-    "Step5ForConditionalGeneration": _WINDOWS,
+    "BeamForCausalLM": (_OWN_CACHE, _DENSE),
+    "DeepseekV4ForCausalLM": (_V4, "DeepSeek-V3.2"),
+    "DeepseekV4ForConditionalGeneration": (_V4, "DeepSeek-V3.2"),
+    "DeepseekV41ForCausalLM": (f"{_V4}, and several layers read the KV of one", "DeepSeek-V3.2"),
+    "Dots3NoteForCausalLM": (_WINDOWS, "DeepSeek-V3.2"),
+    "Dots3NoteForConditionalGeneration": (_WINDOWS, "DeepSeek-V3.2"),
+    "FlintForCausalLM": (_OWN_CACHE, _DENSE),
+    "Glm5NextForCausalLM": (_LINEAR, "GLM-5.3"),
+    "Glm5NextForConditionalGeneration": (_LINEAR, "GLM-5.3"),
+    "MuseSparkForConditionalGeneration": (_OWN_CACHE, _DENSE),
+    "Qwen4ExpForCausalLM": (_NO_CONNECTOR, _DENSE),
+    "Qwen4ExpForConditionalGeneration": (_NO_CONNECTOR, _DENSE),
+    "Step5ForCausalLM": (_WINDOWS, "MiniMax-M3"),
+    "Step5ForConditionalGeneration": (_WINDOWS, "MiniMax-M3"),
 }
 NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS = 128, (32, 64)  # of an indexer whose keys may have 4 bits; heads on CUDA
 BUFFER_TOP_K_RATIO = 2  # default device_buffer_size over top_k
@@ -699,11 +701,13 @@ def _check_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     """Refuse models by class, before their layers are built, and loaders that build the model themselves."""
     architecture = vllm_config.model_config.architecture
     if architecture in REFUSED_MODELS:
+        reason, nearest = REFUSED_MODELS[architecture]
         raise HiSparseConfigError(
             "--model",
             architecture,
-            f"a model that hot buffers can serve: {REFUSED_MODELS[architecture]}",
-            f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. See docs/models.md for models that can.",
+            f"a model that hot buffers can serve: {reason}",
+            f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. The nearest model with hot buffers is "
+            f"{nearest}.",
         )
     if takes_images(vllm_config) and config.algorithm_class.model_family != "gqa":
         raise HiSparseConfigError(

@@ -330,7 +330,7 @@ def refusal(config: dict[str, Any]) -> str:
     """Return why hot buffers cannot serve a model, as far as its config.json tells; empty if they can."""
     architecture = next(iter(config.get("architectures") or []), "")
     if architecture in REFUSED_MODELS:
-        return REFUSED_MODELS[architecture]
+        return REFUSED_MODELS[architecture][0]
     kinds = [kind for kind in config.get("layer_types") or [] if kind not in PLAIN_LAYERS]
     if kinds:
         return f"{len(kinds)} of its layers are {' and '.join(sorted(set(kinds)))}, not plain attention"
