@@ -198,7 +198,12 @@ def measure(
         if breaker:
             outcome["answers_again"] = answers(pair.router_url)
     is_ours = pair.system == System.ours
-    failures = "hisparse_transfer_failures_total" if is_ours else "nixl_num_failed_transfers_total"
+    counters = {"transfers": (decode, "nixl_xfer_time_seconds_count")}
+    counters |= {"transfer_failures": (decode, "nixl_num_failed_transfers_total")}
+    counters |= {"transfers_expired": (prefill, "nixl_num_kv_expired_reqs_total")}
+    if is_ours:
+        names = ("transfers", "transfer_failures", "transfers_refused", "transfers_expired")
+        counters = {name: (decode, f"hisparse_{name}_total") for name in names}
     return {
         "tokens_per_s": round(result["output_throughput"], 1),
         "ttft_ms_p50": round(result["median_ttft_ms"], 1),
@@ -211,10 +216,7 @@ def measure(
         "preempted": None if fault else decode.growth("num_preemptions_total"),
         "prefill_waiting_max": prefill.peak("num_requests_waiting"),
         "host_blocks_max": decode.peak("hisparse_host_blocks_used") if is_ours else None,
-        "transfers": None
-        if fault
-        else decode.growth("hisparse_transfers_total" if is_ours else "nixl_xfer_time_seconds_count"),
-        "transfer_failures": None if fault else decode.growth(failures),
+        **{name: None if fault else gauges.growth(counter) for name, (gauges, counter) in counters.items()},
         "seconds": round(result["duration"], 1),
         "completed": result["completed"],
         "failed": result["failed"],
@@ -242,9 +244,11 @@ def left(url: str) -> float | None:
     while True:
         # NOTE: an idle engine reports nothing, and its leases do not run out, so a tiny request stirs it.
         body = {"model": MODEL_NAME, "prompt": [5, 6, 7], "max_tokens": 1}
-        requests.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
-        time.sleep(1)
-        share = metrics(url).get("vllm:kv_cache_usage_perc")
+        share = None
+        with suppress(DISCONNECTED):
+            requests.post(f"{url}/v1/completions", json=body, timeout=SETTLE_TIMEOUT_S).raise_for_status()
+            time.sleep(1)
+            share = metrics(url).get("vllm:kv_cache_usage_perc")
         if not share or time.monotonic() > deadline:
             return share
 

@@ -17,7 +17,7 @@ import typer
 from servers import wait_for
 
 from benchmarks.full_depth import System
-from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, measured, span
+from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, left, measured, span
 from benchmarks.serving import Device, Gauges, Sizes, log_directory, make_model, server, ucx_variables, wait_healthy
 from benchmarks.turns import Shape, connector, converse, percentiles
 from tools.harness.openai_client import Completion
@@ -245,6 +245,8 @@ def test_without_a_fault_other_cases_go_on(capsys: pytest.CaptureFixture[str]) -
     assert measured("ours, 8 clients", lambda: {"tokens_per_s": 1}, None) == {"tokens_per_s": 1}
 
 
-def test_a_router_that_is_gone_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_are_gone_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.pd_load.SETTLE_TIMEOUT_S", 0.5)
-    assert not answers(f"http://{LOOPBACK}:{free_ports(1)[0]}")
+    url = f"http://{LOOPBACK}:{free_ports(1)[0]}"
+    assert not answers(url)
+    assert left(url) is None
