@@ -44,14 +44,14 @@ from benchmarks.serving import (
     wait_healthy,
 )
 from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, pd_router
-from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 START_TIMEOUT_S, CASE_TIMEOUT_S, SETTLE_TIMEOUT_S = 500.0, 300.0, 60.0
 DRAIN_S = 120  # seconds that an engine has for its requests when it is told to end
 END_TIMEOUT_S = DRAIN_S + 60.0
 MIDDLE_SHARE = 0.4  # of a case's requests, after which its fault comes
 NUM_WARMUPS = 2  # requests before those of a case, because the first transfer waits for a handshake
-# A dead engine gets requests until its health checks fail (docs/deployment.md).
+# With the router's defaults, a dead engine gets requests for three minutes, and none for two minutes when it is back.
 ROUTER_ARGS = ("--health-check-interval-secs", "5", "--health-failure-threshold", "2")
 
 Fault = StrEnum("Fault", ["kill", "drain"])
@@ -70,6 +70,15 @@ def decode_connector(system: System, sizes: Sizes) -> dict[str, Any]:
     native["kv_connector_extra_config"] = {"host_pool_gib": sizes.host_pool_gib}
     both = {"connectors": [nixl, native]}
     return {"kv_connector": "MultiConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": both}
+
+
+def make_router(name: str, log_dir: Path, prefill_url: str, decode_url: str) -> tuple[EngineProcess, str]:
+    """Return a router, not started, and its base URL. A decode engine that dies gets no requests after ten seconds, and
+    gets requests again ten seconds after it is back."""
+    port, prometheus_port = free_ports(2)
+    router = pd_router(log_dir, port, prometheus_port, prefill_url, decode_url, name)
+    router.command += ROUTER_ARGS
+    return router, f"http://{LOOPBACK}:{port}"
 
 
 class Pair:
@@ -94,11 +103,7 @@ class Pair:
             args += ["--attention-config", json.dumps(buffers)]
         connector = decode_connector(system, sizes)
         self.engine, self.url = server(f"decode-{system}", model, sizes, log_dir, 1, connector, args)
-        router_port, prometheus_port = free_ports(2)
-        router = f"router-{system}"
-        self._router = pd_router(log_dir, router_port, prometheus_port, prefill_url, self.url, router)
-        self._router.command += ROUTER_ARGS
-        self.router_url = f"http://{LOOPBACK}:{router_port}"
+        self._router, self.router_url = make_router(f"router-{system}", log_dir, prefill_url, self.url)
         group.start(self.engine)
 
     def wait(self) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import requests
 import typer
 from servers import wait_for
 
 from benchmarks.full_depth import System
-from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, left, measured, span
+from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, left, make_router, measured, span
 from benchmarks.serving import Device, Gauges, Sizes, log_directory, make_model, server, ucx_variables, wait_healthy
 from benchmarks.turns import Shape, connector, converse, percentiles
 from tools.harness.openai_client import Completion
@@ -158,7 +159,7 @@ def test_percentiles_are_in_milliseconds() -> None:
 
 ENGINE = """
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Engine(BaseHTTPRequestHandler):
     '''Finishes two requests between two looks at its metrics.'''
@@ -174,10 +175,17 @@ class Engine(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write("\\n".join(lines).encode())
 
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"choices": [{"index": 0, "text": "a"}], "kv_transfer_params": {"remote_engine_id": "e"}}')
+
     def log_message(self, *_):
         pass
 
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
 """
 
 
@@ -243,6 +251,19 @@ def test_without_a_fault_other_cases_go_on(capsys: pytest.CaptureFixture[str]) -
     assert measured("ours, 8 clients", fail, None) is None
     assert "ours, 8 clients: a reason" in capsys.readouterr().err
     assert measured("ours, 8 clients", lambda: {"tokens_per_s": 1}, None) == {"tokens_per_s": 1}
+
+
+def test_the_router_leaves_out_a_dead_engine_and_takes_it_back(tmp_path: Path, group: ProcessGroup) -> None:
+    pytest.importorskip("vllm_router", reason="vllm-router is not installed")
+    prefill, decode = (started(Pair(tmp_path / name), group) for name in ("prefill", "decode"))
+    router, url = make_router("router", tmp_path, prefill.url, decode.url)
+    wait_healthy(group.start(router), 60)
+    assert answers(url)
+    decode.engine.send_signal(signal.SIGKILL)
+    body = {"model": "tiny", "prompt": [5, 6, 7]}
+    wait_for(lambda: "No available workers" in requests.post(f"{url}/v1/completions", json=body, timeout=20).text)
+    decode.restart()
+    assert answers(url)
 
 
 def test_servers_that_are_gone_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
