@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -347,6 +351,46 @@ def test_what_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch, t
         names[size] = next(each for each in findings if each["name"] == "rates of the link")
     assert names["0.1"]["status"] == "warning" and "CUDA out of memory" in names["0.1"]["found"]
     assert names["1000000"]["status"] == "note" and "may not fit" in names["1000000"]["found"]
+
+
+@pytest.fixture
+def without_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let work run once, on the CPU, and say that it took half a second."""
+
+    def run(work: Callable[[], object]) -> float:
+        work()
+        return 0.5
+
+    monkeypatch.setattr(rates, "_seconds", run)
+    monkeypatch.setattr("vllm_hisparse.ops.cuda_ops.current_stream", lambda: 0)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which builds the library of kernels")
+def test_the_kernels_take_the_rows_whose_rate_is_measured(
+    report: Report, monkeypatch: pytest.MonkeyPatch, without_events: None
+) -> None:
+    """The kernels check their arguments and, because there are no rows to copy, launch nothing."""
+    monkeypatch.setattr(rates, "NUM_ROWS", 0)
+    rates._measure_rows(report, torch.zeros(10_000, dtype=torch.uint8), torch.device("cpu"))
+    assert report.rates == {"rows_gb_s": 0.0}
+
+
+@pytest.mark.parametrize(("gb_s", "status"), [(19, "warning"), (21, "ok")])
+def test_the_rate_of_scattered_rows(
+    report: Report, monkeypatch: pytest.MonkeyPatch, without_events: None, gb_s: int, status: str
+) -> None:
+    """The rate is that of the bytes of all rows, which come from the whole pool."""
+    pool, num_rows = torch.zeros(999 * rates.ROW_BYTES + 5, dtype=torch.uint8), 10_000
+    monkeypatch.setattr(rates, "NUM_ROWS", num_rows)
+    monkeypatch.setattr(rates, "_seconds", lambda work: work() or num_rows * rates.ROW_BYTES / gb_s / 1e9)
+    copies = Mock(return_value=None)
+    monkeypatch.setattr("vllm_hisparse.ops.cuda_ops.CudaSwapInOps", lambda: Mock(stage_rows=copies))
+    rates._measure_rows(report, pool, torch.device("cpu"))
+    rows, ids, block_size, out = copies.call_args.args
+    assert rows.shape == (999, rates.ROW_BYTES) and out.shape == (num_rows, rates.ROW_BYTES) and block_size == 1
+    assert rows.data_ptr() == pool.data_ptr() and set(ids.tolist()) <= set(range(999)) and len(set(ids.tolist())) > 900
+    assert report.rates["rows_gb_s"] == pytest.approx(gb_s)
+    assert found(report) == {f"scattered rows of {rates.ROW_BYTES} bytes": status}
 
 
 def test_options_that_cannot_be_used_are_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> N
     from vllm_hisparse.ops.cuda_ops import CudaSwapInOps
 
     ops, num_pool_rows = CudaSwapInOps(), min(view.numel() // ROW_BYTES, torch.iinfo(torch.int32).max)
-    rows = view[: num_pool_rows * ROW_BYTES].view(num_pool_rows, 1, ROW_BYTES)
+    rows = view[: num_pool_rows * ROW_BYTES].view(num_pool_rows, ROW_BYTES)
     ids = torch.randint(num_pool_rows, (NUM_ROWS,), dtype=torch.int32, device=device)
     out = torch.empty(NUM_ROWS, ROW_BYTES, dtype=torch.uint8, device=device)
     seconds = _seconds(lambda: ops.stage_rows(rows, ids, 1, out))
