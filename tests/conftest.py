@@ -2,6 +2,7 @@
 also sets the number of threads, the order of tests, and which of them one process runs."""
 
 import gc
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -37,10 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-def pytest_collection_finish() -> None:
-    """Modules, vLLM's above all, live as long as the process: the garbage collector need not look at them again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, bool | None, bool | None]:
+    """Modules, vLLM's above all, live as long as the process: the garbage collector need not look at them, neither
+    while they are imported nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
