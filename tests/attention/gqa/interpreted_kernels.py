@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,12 @@ def interpreted() -> dict[str, ModuleType]:
         patch.setattr(triton_utils, "triton", triton)
         patch.setattr(triton_utils, "tl", triton.language)
         autotune = triton.autotune
-        # Without a choice, nothing is measured, because that needs a GPU.
-        triton.autotune = lambda configs, **options: autotune(configs[-1:], **options)
-        builder = import_module("triton.runtime.interpreter").InterpreterBuilder
+        # Without a choice, nothing is measured, because that needs a GPU. Few blocks are sorted soon.
+        few = [triton.Config({"BLOCK_SIZE_K": 8})]
+        triton.autotune = lambda configs, **options: autotune(few, **options)
+        interpreter = import_module("triton.runtime.interpreter")
+        replace_language_once(interpreter)
+        builder = interpreter.InterpreterBuilder
         for method, mask in (("create_masked_load", 1), ("create_masked_store", 2)):
             setattr(builder, method, _take_any_mask(getattr(builder, method), mask))
         modules = {name: _copy(name) for name in ("index_topk", "sparse_attn")}
@@ -54,6 +57,20 @@ def _copy(name: str) -> ModuleType:
 
 def _is_of_triton(name: str) -> bool:
     return name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+
+
+def replace_language_once(interpreter: ModuleType) -> None:
+    """NOTE: in every launch and every call of a function, the interpreter looks through Triton's language for what it
+    replaces, which takes most of the time. With this, the language stays replaced."""
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Callable) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch_lang(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
 
 
 def _take_any_mask(function: Callable, position: int) -> Callable:

@@ -16,7 +16,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import triton
 import triton.language as tl
+from interpreted_kernels import replace_language_once
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
+
+replace_language_once(interpreter)
 
 package = ModuleType("vllm.triton_utils")
 package.__path__ = [str(Path(find_spec("vllm").origin).parent / "triton_utils")]
