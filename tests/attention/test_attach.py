@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_hisparse.attention import attach
 from vllm_hisparse.attention.gqa.base import HotGQAAttention
@@ -174,12 +176,35 @@ def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleTy
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_an_mla_backend_without_hot_buffers_is_refused(cuda_modules: dict[str, ModuleType]) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason", "fix"),
+    [
+        ("FLASHINFER_MLA_SPARSE", "pages of 32 or 64 rows", "Set it to FLASHMLA_SPARSE"),
+        ("FLASH_ATTN_MLA_SPARSE_FA4", "the kernel of FLASHINFER_MLA_SPARSE", "Set it to FLASHMLA_SPARSE"),
+        ("FLASHINFER_MLA_SPARSE_SM120", "vLLM has no other one", "Use a GPU of compute capability 9.0 or 10.0"),
+        ("ANOTHER", "FLASHINFER_MLA_SPARSE_SM90", "Set --attention-backend to FLASHMLA_SPARSE or"),
+    ],
+)
+def test_an_mla_backend_without_hot_buffers_is_refused(
+    cuda_modules: dict[str, ModuleType], name: str, reason: str, fix: str
+) -> None:
     layers, backend = cuda_modules["layers"], cuda_modules["backend"]
-    model = MLALayers(layers.DeepseekV32Attention, named("FLASHINFER_MLA_SPARSE", backend.FlashMLASparseImpl))
-    expected = "^--attention-backend: got 'FLASHINFER_MLA_SPARSE', expected FLASHMLA_SPARSE or FLASH_ATTN_MLA_SPARSE or"
+    model = MLALayers(layers.DeepseekV32Attention, named(name, backend.FlashMLASparseImpl))
+    expected = (
+        f"^--attention-backend: got '{name}', expected FLASHMLA_SPARSE or FLASH_ATTN_MLA_SPARSE or.*{reason}.*{fix}"
+    )
     with pytest.raises(HiSparseConfigError, match=expected):
         attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+
+
+def test_mla_backends_of_newer_gpus_are_hot_or_refused(cuda_modules: dict[str, ModuleType]) -> None:
+    """Also those of vLLM 0.33; the table of docs/models.md has all of them."""
+    known = attach.REFUSED_MLA_BACKENDS.keys() | cuda_modules["flashinfer"].HOT_BACKENDS.keys()
+    ours = {name for name in AttentionBackendEnum.__members__ if "MLA_SPARSE" in name or name == "FLASHMLA_SPARSE"}
+    elsewhere = {name for name in ours if name.startswith(("ROCM_", "XPU_")) or "_DSV4" in name}
+    assert ours - elsewhere <= known, "say whether a new backend is hot, or why not"
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert all(f"| `{name}` |" in page for name in known)
 
 
 def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:

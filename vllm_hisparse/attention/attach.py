@@ -42,6 +42,22 @@ HOT_GQA_BACKENDS = {
     "TRITON_ATTN": "vllm_hisparse.attention.gqa.triton_cuda.HotTritonBackend",
     "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
 }
+# Backends of a DSA model on newer GPUs that have no hot-buffer version: name -> reason, and what to do.
+_SET_FLASHMLA = "Set it to FLASHMLA_SPARSE, which this GPU has, too."
+REFUSED_MLA_BACKENDS = {
+    "FLASHINFER_MLA_SPARSE": (
+        "its kernel reads pages of 32 or 64 rows, which blocks of hot rows are not",
+        _SET_FLASHMLA,
+    ),
+    "FLASH_ATTN_MLA_SPARSE_FA4": (
+        "requests that prefill run on the kernel of FLASHINFER_MLA_SPARSE, which was never tried over staged rows",
+        _SET_FLASHMLA,
+    ),
+    "FLASHINFER_MLA_SPARSE_SM120": (
+        "it has no version for hot buffers, and vLLM has no other one for this GPU",
+        "Use a GPU of compute capability 9.0 or 10.0.",
+    ),
+}
 DERIVED = {"forward_mqa", "get_impl_cls"}  # methods of versions for hot buffers that run the layer's own
 NARROW_KEYS_CAPABILITY = (9, 0)
 
@@ -232,6 +248,9 @@ def _backend_name(layer: AttentionLayerBase, hot_backends: Collection[str]) -> s
     if name not in hot_backends:
         fitting = " or ".join(hot_backends)
         fix = f"Set --attention-backend to {fitting}: if it is not set, vLLM takes its own first choice for the GPU."
+        if name in REFUSED_MLA_BACKENDS:
+            reason, fix = REFUSED_MLA_BACKENDS[name]
+            raise HiSparseConfigError("--attention-backend", name, f"{fitting}: {reason}", fix)
         raise HiSparseConfigError("--attention-backend", name, fitting, fix)
     return name
 
