@@ -337,7 +337,7 @@ class Loaded:
         return clock.summary(first) | moved(before, counters()) | self._profile(clock)
 
     def _profile(self, clock: Clock) -> dict[str, Any]:
-        """Milliseconds per step of each kind of kernel, of the worker's first rank."""
+        """Milliseconds per step of each kind of kernel, and without any, of the worker's first rank."""
         if not self.profiled:
             return {}
         self.llm.collective_rpc("start_kernel_profile")

@@ -40,11 +40,28 @@ def times_by_kind(kernels: Iterable[tuple[str, float]], num_steps: int) -> dict[
     return {kind: round(time, 3) for kind, time in sorted(times.items(), key=lambda item: -item[1]) if time}
 
 
+def idle_time(spans: Iterable[tuple[float, float]], num_steps: int) -> float:
+    """Milliseconds per step, between the first start and the last end, in which no kernel runs.
+
+    Args:
+        spans: start and end of each kernel in microseconds.
+        num_steps: steps in which they were launched.
+    """
+    idle, busy_until = 0.0, float("inf")
+    for start, end in sorted(spans):
+        idle += max(start - busy_until, 0.0)
+        busy_until = end if busy_until == float("inf") else max(busy_until, end)
+    return round(idle / 1e3 / num_steps, 3)
+
+
 def device_times(profiler: torch.profiler.profile) -> Iterator[tuple[str, float]]:
     """Names and microseconds of the kernels and copies that a stopped profiler has seen."""
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            yield event.name, event.time_range.elapsed_us()
+    for event in _device_events(profiler):
+        yield event.name, event.time_range.elapsed_us()
+
+
+def _device_events(profiler: torch.profiler.profile) -> Iterator[Any]:
+    return (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
 class KernelProfile:
@@ -58,8 +75,9 @@ class KernelProfile:
         self._kernel_profiler.start()
 
     def stop_kernel_profile(self, num_steps: int) -> dict[str, float]:
-        """`times_by_kind` of what ran since."""
+        """`times_by_kind` of what ran since, and `idle_time` as the kind "idle"."""
         torch.cuda.synchronize()
         profiler, self._kernel_profiler = self._kernel_profiler, None
         profiler.stop()
-        return times_by_kind(device_times(profiler), num_steps)
+        spans = [(event.time_range.start, event.time_range.end) for event in _device_events(profiler)]
+        return times_by_kind(device_times(profiler), num_steps) | {"idle": idle_time(spans, num_steps)}

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import typer
 
 from benchmarks import full_depth
 from benchmarks.full_depth import Case, Clock, ModelName, Selection, merged, relative_speeds, scaled_trace, write_config
-from benchmarks.kernel_profile import times_by_kind
+from benchmarks.kernel_profile import KernelProfile, times_by_kind
 
 
 def test_cases_are_parsed() -> None:
@@ -104,6 +105,24 @@ def test_kernel_times_are_summed_by_kind() -> None:
         ("matrix products", 0.25),
         ("other", 0.125),
     ]
+
+
+def test_a_profile_says_how_long_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run beside each other, inside each other, and after a pause."""
+    kernels = [("a", 6000, 9000), ("b", 1000, 4000), ("c", 2000, 3000), ("d", 3000, 5000), ("e", 9500, 9750)]
+    events = [
+        SimpleNamespace(
+            name=name,
+            device_type=torch.autograd.DeviceType.CUDA,
+            time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda start=start, end=end: end - start),
+        )
+        for name, start, end in kernels
+    ]
+    host = SimpleNamespace(device_type=torch.autograd.DeviceType.CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    profile = KernelProfile()
+    profile._kernel_profiler = SimpleNamespace(stop=lambda: None, events=lambda: [host, *events])
+    assert profile.stop_kernel_profile(2) == {"other": 4.625, "idle": 0.75}
 
 
 def test_the_model_is_as_asked_for(tmp_path: Path) -> None:
