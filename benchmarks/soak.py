@@ -38,7 +38,7 @@ OTHER_CHUNKS = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
 MAX_BACKLOG = 100  # answers that wait for their comparison; with more, the engine waits
 MAX_KNOWN = 4000  # answers of full KV that are kept
 MIN_SAMPLES = 15  # after warm-up, to speak of a slope
-WARM_UP_SHARE = 1 / 3
+WARM_UP_SHARE, MIN_WARM_UP = 1 / 3, 8.0  # of a soak, but these minutes at least
 FLAT_MIB = 16.0  # growth per hour, or in all of a shorter time, that is no leak
 HOST_POOL_GIB = {"cpu": 0.06, "gpu": 0.16}  # less than the requests in flight need together
 MAX_SHOWN = 10
@@ -175,9 +175,14 @@ class Judge:
         return self._known[key]
 
 
+def warm_up(minutes: list[float]) -> float:
+    """Return the minute from which on memory counts: before, pools fill and code is loaded."""
+    return max(WARM_UP_SHARE * minutes[-1], MIN_WARM_UP)
+
+
 def slope_per_hour(minutes: list[float], values: list[float]) -> float | None:
     """The median slope of all pairs of samples after warm-up, per hour; None: there are too few."""
-    kept = [pair for pair in zip(minutes, values, strict=True) if pair[0] >= WARM_UP_SHARE * minutes[-1]]
+    kept = [pair for pair in zip(minutes, values, strict=True) if pair[0] >= warm_up(minutes)]
     if len(kept) < MIN_SAMPLES:
         return None
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(kept, 2) if b[0] > a[0]]
@@ -189,7 +194,7 @@ def is_flat(minutes: list[float], slope: float | None) -> bool | None:
 
     In less than an hour, noise makes any slope: there, the growth of the whole time counts.
     """
-    hours = (1 - WARM_UP_SHARE) * minutes[-1] / 60
+    hours = (minutes[-1] - warm_up(minutes)) / 60
     return None if slope is None else slope * min(hours, 1.0) <= FLAT_MIB
 
 

@@ -90,7 +90,7 @@ def test_the_slope_is_that_of_the_time_after_warm_up() -> None:
     minutes = [float(minute) for minute in range(60)]
     growing = [1000 + 500 * min(minute, 20) + 0.5 * minute for minute in minutes]
     assert slope_per_hour(minutes, growing) == pytest.approx(30.0)
-    assert slope_per_hour(minutes[:9], growing[:9]) is None
+    assert slope_per_hour(minutes[:21], growing[:21]) is None
 
 
 def teeth(minute: float) -> float:
@@ -115,8 +115,10 @@ def noise(minute: float) -> float:
         (lambda minute: 25 * minute / 60, 240, False),
         (lambda minute: noise(minute) + 25 * minute / 60, 240, False),
         (lambda minute: teeth(minute) + 25 * minute / 60, 240, False),
-        (lambda minute: 2 * minute, 20, False),
-        (lambda minute: 0.0, 4, None),  # too few samples
+        (lambda minute: 3 * minute, 20, False),
+        (lambda minute: 600 * min(minute / 8, 1), 20, True),  # warm-up
+        (lambda minute: 50 * minute, 8, None),  # nothing but warm-up
+        (lambda minute: 0.0, 12, None),  # too few samples
     ],
 )
 def test_memory_that_grows_is_a_leak(series: Callable[[float], float], total: int, expected: bool | None) -> None:
