@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from base64 import b64encode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import torch
 from conftest import (
     MODELS,
@@ -20,7 +23,13 @@ from conftest import (
     hot_args,
     make_prompt,
 )
+from forks import forked
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from servers import DO_PREFILL, REQUEST_TIMEOUT_S, Server, wait_started
+
+from tools.harness.deployment import MODEL_NAME, PREFILL_CONNECTOR, hisparse_connector, vllm_engine
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +106,8 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, weight in model.named_parameters():
             draw(name, weight)
     model.save_pretrained(folder)
-    named = {"image_token": "<|image|>", "start_token": "<|start|>", "end_token": "<|end|>"}
+    named = {f"{name.lower()}_token": f"<|{name}|>" for name in ("IMAGE_PLACEHOLDER", "IMAGE_START", "IMAGE_END")}
+    named = {"image_token": named.pop("image_placeholder_token"), **named}  # the name that transformers looks for
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "llama", extra_special_tokens=named)
     assert tokenizer.convert_tokens_to_ids(list(named.values())) == [IMAGE, START, END]
     tokenizer.save_pretrained(folder)
@@ -206,3 +216,47 @@ def test_preempted_requests_with_images_resume(
     assert_pools_empty(record)
     assert record["counters"]["resumed_requests"] >= 1
     assert not num_drafts or record["drafts"]["accepted"] > 0
+
+
+def ask(server: Server, image: np.ndarray, transfer: dict[str, Any] | None = None, max_tokens: int = 20) -> Any:
+    """The reply to a chat of a text and an image."""
+    file = BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    text = "The full cache of every running request lives in host memory, and a small hot buffer on the device. " * 12
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    body = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **({"kv_transfer_params": transfer} if transfer else {}),
+    }
+    return requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=REQUEST_TIMEOUT_S).json()
+
+
+def test_images_of_a_prefill_decode_pair(image_model: Path, tmp_path: Path):
+    """The decode side gets the KV of images over NIXL, and computes positions of what it generates by itself."""
+    with ProcessGroup() as group:
+        servers = []
+        for core, connector in enumerate((PREFILL_CONNECTOR, hisparse_connector(host_pool_gib=0.25, **QUEST))):
+            port, side_port = free_ports(2)
+            args = ["--max-num-batched-tokens", "512", "--no-enable-prefix-caching"]
+            process = vllm_engine(f"side{core}", image_model, tmp_path, port, connector, side_port, [core], args)
+            servers.append(Server(group.start(forked(process)), f"http://{LOOPBACK}:{port}"))
+        wait_started(group)
+        prefill, decode = servers
+        replies = []
+        for seed, size in enumerate([(9, 5), (9, 5), (3, 8)]):
+            image = make_image(*size, seed)
+            transfer = ask(prefill, image, DO_PREFILL, 1)["kv_transfer_params"]
+            before = decode.metric("hisparse_transfer_bytes_to_host")
+            reply, full = ask(decode, image, transfer), ask(prefill, image)
+            replies.append(reply["choices"][0]["token_ids"])
+            assert replies[-1] == full["choices"][0]["token_ids"]
+            num_blocks = -(-full["usage"]["prompt_tokens"] // BLOCK)
+            received = decode.metric("hisparse_transfer_bytes_to_host") - before
+            assert received == num_blocks * HOST_BLOCK_BYTES // 2, "Quest's layers, two of four"
+        assert replies[0] != replies[1], "images are to change the text"
