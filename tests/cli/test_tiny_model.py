@@ -116,6 +116,9 @@ def test_weights_are_finite_and_of_the_declared_scale(model_dir: Path, config: d
         elif name != "lm_head.weight":
             rel = 0.1 if tensor.numel() >= 256 else 0.5  # a head has one sink
             assert tensor.std().item() == pytest.approx(weight.std(), rel=rel), name
+            assert tensor.mean().item() == pytest.approx(weight.mean, abs=4 * weight.std() / tensor.numel() ** 0.5), (
+                name
+            )
 
 
 @pytest.mark.parametrize("model_dir", DSA_VARIANTS, indirect=True)
@@ -193,3 +196,19 @@ def test_command_makes_a_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["make-model", "dsv32", "--out", str(tmp_path / "m"), "--layers", "2"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "m" / MANIFEST).is_file()
+
+
+@torch.no_grad()
+def test_answers_without_attention_sinks_are_other_ones(tmp_path: Path) -> None:
+    """A test that compares tokens sees the loss of the sinks: it passes over logprobs that differ by 0.06."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_model("hyv4", tmp_path), dtype=torch.float32)
+    tokens = torch.randint(3, 500, (1, 600), generator=torch.Generator().manual_seed(0))
+    found = []
+    for _ in range(2):
+        found.append(model(tokens, use_cache=False).logits[0, -64:].log_softmax(-1))
+        for layer in model.model.layers:
+            layer.self_attn.sinks.fill_(-1e4)
+    best = found[0].argmax(-1, keepdim=True)
+    assert (found[0] - found[1]).gather(-1, best).abs().mean() > 0.15

@@ -23,8 +23,9 @@ SCORE_STD = 3.0
 # little.
 RESIDUAL_GAIN = 0.3
 EXPERT_GAIN = 0.03
-# Attention sinks get this standard deviation: some heads keep little but their sink, others none of it.
-SINK_STD = 6.0
+# Attention sinks get this mean, which is near the logarithm of the sum of exp(score) over 2048 rows, and this standard
+# deviation: at every length, some heads keep little but their sink, others none of it.
+SINK_MEAN, SINK_STD = 12.0, 6.0
 # Logits get this standard deviation: the best token stands out, but with a probability well below 1.
 LOGIT_STD = 4.0
 
@@ -199,12 +200,13 @@ Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
 
 
 class Weight(NamedTuple):
-    """One tensor of the checkpoint: constant, or normal with standard deviation gain / sqrt(fan_in)."""
+    """One tensor of the checkpoint: constant, or normal with a mean and standard deviation gain / sqrt(fan_in)."""
 
     shape: tuple[int, ...]
     gain: float = 1.0
     constant: float | None = None
     fp32: bool = False
+    mean: float = 0.0
 
     def std(self) -> float:
         return self.gain * self.shape[-1] ** -0.5
@@ -422,7 +424,7 @@ def attention_weights(config: dict[str, Any], prefix: str) -> Iterator[tuple[str
     yield f"{prefix}.kv_b_proj.weight", Weight((heads * (nope + v_dim), kv_rank))
     yield f"{prefix}.o_proj.weight", Weight((hidden, heads * v_dim), gain=RESIDUAL_GAIN)
     if config.get("learnable_sink"):
-        yield f"{prefix}.learnable_sink_param", Weight((heads,), gain=SINK_STD * heads**0.5, fp32=True)
+        yield f"{prefix}.learnable_sink_param", Weight((heads,), SINK_STD * heads**0.5, fp32=True, mean=SINK_MEAN)
     if config.get("gated_mla"):
         yield f"{prefix}.linear_gate.weight", Weight((heads * v_dim, hidden))
 
@@ -535,7 +537,7 @@ def draw(weight: Weight, generator: "torch.Generator") -> "torch.Tensor":
 
     if weight.constant is not None:
         return torch.full(weight.shape, weight.constant)
-    return torch.randn(weight.shape, generator=generator) * weight.std()
+    return torch.randn(weight.shape, generator=generator) * weight.std() + weight.mean
 
 
 def unprintable_ids(tokenizer: "Tokenizer") -> list[int]:
