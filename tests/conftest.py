@@ -2,7 +2,11 @@
 also sets the number of threads, the order of tests, and which of them one process runs."""
 
 import gc
-from collections.abc import Generator
+import multiprocessing
+import sys
+from collections.abc import Callable, Generator
+from importlib import import_module
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -49,6 +53,28 @@ def pytest_collection() -> Generator[None, bool | None, bool | None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+        if "vllm" in sys.modules:
+            import_module("vllm.model_executor.models.registry")._run_in_subprocess = run_in_fork
+
+
+def run_in_fork(function: Callable[[], Any]) -> Any:
+    """A function's result, from a process that has imported what this one has.
+
+    NOTE: vLLM asks a process of its own about each class of models, which has to import vLLM first. Its cache of the
+    answers does not help on a new machine.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=send_result, args=(function, theirs))
+    process.start()
+    theirs.close()
+    result = ours.recv()
+    process.join()
+    return result
+
+
+def send_result(function: Callable[[], Any], pipe: Connection) -> None:
+    pipe.send(function())
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,6 +13,7 @@ from unittest import mock
 import vllm.entrypoints.llm
 import vllm.entrypoints.openai.api_server
 import vllm.logger
+import vllm.model_executor.models.registry
 import vllm.triton_utils.dispatcher
 import vllm.v1.engine.async_llm
 import vllm.v1.engine.core
@@ -26,6 +27,8 @@ logging_config = LoggingConfig()  # hundreds of loggers, which every engine woul
 vllm.logger._configure_vllm_root_logger(logging_config)
 vllm.logger._last_configured_logging_config = logging_config
 get_quantization_config("fp8")  # imports every kind of quantization
+# An engine imports its class of models anyway; a process of its own, which vLLM would ask, imports all of vLLM first.
+vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
 
 rebind_kernels = dispatcher._rebind_kernels
 
