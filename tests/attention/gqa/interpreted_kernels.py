@@ -1,4 +1,5 @@
-"""vLLM's Triton kernels of MiniMax-M3, run on the CPU by Triton's interpreter. They are slow, and take float32."""
+"""vLLM's Triton kernels of MiniMax-M3 and of attention, run on the CPU by Triton's interpreter. They are slow; those of
+MiniMax-M3 take float32."""
 
 from __future__ import annotations
 
@@ -14,16 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-FOLDER = Path(find_spec("vllm").submodule_search_locations[0]) / "models/minimax_m3/common/ops"
+FOLDER = Path(find_spec("vllm").submodule_search_locations[0])
+OPS, MODEL_OPS = "vllm.v1.attention.ops.triton_", FOLDER / "models/minimax_m3/common/ops"
+FILES = {
+    "index_topk": MODEL_OPS / "index_topk.py",
+    "sparse_attn": MODEL_OPS / "sparse_attn.py",
+    "unified_attention": FOLDER / "v1/attention/ops/triton_unified_attention.py",
+}
 
 
 @cache
 def interpreted() -> dict[str, ModuleType]:
-    """Import copies of the model's files of kernels: `index_topk` and `sparse_attn`."""
+    """Import copies of `FILES`."""
     from vllm import triton_utils
 
     pytest.importorskip("triton")
-    others = {name: module for name, module in sys.modules.items() if _is_of_triton(name)}
+    others = {name: module for name, module in sys.modules.items() if _is_copied(name)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in others:  # because a copy of Triton is needed whose own functions are interpreted, too
@@ -40,23 +47,25 @@ def interpreted() -> dict[str, ModuleType]:
         builder = interpreter.InterpreterBuilder
         for method, mask in (("create_masked_load", 1), ("create_masked_store", 2)):
             setattr(builder, method, _take_any_mask(getattr(builder, method), mask))
-        modules = {name: _copy(name) for name in ("index_topk", "sparse_attn")}
-        for name in [name for name in sys.modules if _is_of_triton(name)]:
+        modules = {name: _copy(name, path) for name, path in FILES.items()}
+        for name in [name for name in sys.modules if _is_copied(name)]:
             del sys.modules[name]
         sys.modules.update(others)
     return modules
 
 
-def _copy(name: str) -> ModuleType:
-    spec = spec_from_file_location(f"interpreted_{name}", FOLDER / f"{name}.py")
+def _copy(name: str, path: Path) -> ModuleType:
+    spec = spec_from_file_location(f"interpreted_{name}", path)
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def _is_of_triton(name: str) -> bool:
-    return name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+def _is_copied(name: str) -> bool:
+    """True for modules of Triton, and of vLLM's functions that its kernels share."""
+    is_of_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+    return is_of_triton or name.startswith(OPS)
 
 
 def replace_language_once(interpreter: ModuleType) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -345,13 +342,6 @@ def test_flashinfers_kernel_runs_before_a_graph_is_captured(monkeypatch: pytest.
 def test_triton_without_tensor_descriptors_reads_any_unit() -> None:
     refuses = [TritonLayer.impl_class.unsupported(SimpleNamespace(use_td=use_td), 1) for use_td in (False, True)]
     assert refuses[0] is None and "VLLM_TRITON_USE_TD" in refuses[1]
-
-
-def test_vllms_triton_kernel_over_units() -> None:
-    """The kernel itself, in Triton's interpreter: units of any size, rows that are empty, with splits and without."""
-    script = Path(__file__).parent / "interpreted_triton.py"
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
 
 
 @pytest.mark.parametrize(("num_rows", "splits"), [(128, True), (129, False)])
