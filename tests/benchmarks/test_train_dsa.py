@@ -143,7 +143,7 @@ def test_stages_lower_their_losses_and_leave_a_model(
     dense = train_dsa.Stage("dense", AttentionMode.DENSE, 64, 8, 3e-3, 1.0)
     distill = train_dsa.Stage("distill", AttentionMode.DISTILL, 64, 8, 3e-3, 1.0)
     torch.manual_seed(0)
-    records = [train_dsa.train_stage(model, stage, text, 60.0, False) for stage in (dense, distill)]
+    records = [train_dsa.train_stage(model, stage, text, 30.0, False) for stage in (dense, distill)]
     assert records[0]["curve"][0][1] > records[0]["loss"] + 0.5
     assert records[1]["curve"][0][3] > records[1]["index_loss"]
     train_dsa.export(model, tmp_path)
