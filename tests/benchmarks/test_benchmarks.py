@@ -210,6 +210,7 @@ def test_tiers(tmp_path: Path) -> None:
     assert set(row["ttft_ms"]) >= {"median", "p10", "p90"}
 
 
+@pytest.mark.e2e
 def test_imports(run) -> None:
     """Between two processes, from memory to memory."""
     options = ("--device", "cpu", "--choice", "shared memory", "--mib", "8")
