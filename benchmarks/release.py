@@ -83,7 +83,7 @@ PARTS: dict[str, Part] = {
     "narrow_keys": Part((PARITY,), "test_indexer_keys_in_4_bits", 2),
     "generic": Part((PARITY,), "test_parity_with_cuda_graphs and fp8_generic", 3),
     # compiles FlashInfer's sparse MLA
-    "parity_flashinfer": Part((PARITY,), "test_parity_with_cuda_graphs and flashinfer_sm90", 7),
+    "parity_flashinfer": Part((PARITY,), "test_parity_with_cuda_graphs and flashinfer_sm90", 6),
     "memory": Part((MEMORY,), "test_vllm_sizes and (dense or fused)", 2, is_alone=True),
     "memory_llama_8b": Part((MEMORY,), "llama_8b", 1, is_alone=True),
     "ranks": Part(("tests/gpu/test_tensor_parallel.py",), num_engines=4, is_alone=True, num_gpus=2),

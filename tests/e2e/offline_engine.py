@@ -369,31 +369,6 @@ def round_keys(is_rounded: Callable[[Any], bool] = lambda slots: True) -> None:
     attention.fused_norm_rope, _custom_ops.indexer_k_quant_and_cache = with_rounded_keys, insert_rounded
 
 
-def round_rows() -> None:
-    """Have a full-KV engine quantise rows from bf16 rows, as hot buffers do, in steps in which a request has several
-    new tokens; on CUDA, in eager mode. vLLM's fused kernel quantises unrounded values."""
-    from vllm import _custom_ops
-    from vllm.forward_context import get_forward_context
-    from vllm.models.deepseek_v32 import attention
-
-    stock = attention.fused_norm_rope
-
-    def with_rounded_rows(*args: Any, mla_kv_cache: Any = None, **kwargs: Any) -> Any:
-        metadata = (get_forward_context().attn_metadata or {}).values()
-        if mla_kv_cache is None or max(getattr(each, "max_query_len", 1) for each in metadata) == 1:
-            return stock(*args, mla_kv_cache=mla_kv_cache, **kwargs)
-        out = stock(*args, mla_kv_cache=None, **kwargs)
-        kv_c, k_pe, slots = kwargs["kv_c_out"], kwargs["k_pe_out"], kwargs["slot_mapping"]
-        dtype, scale = kwargs["mla_kv_cache_dtype"], kwargs["mla_k_scale"]
-        slots = slots[: len(kv_c)]
-        _custom_ops.concat_and_cache_mla(
-            kv_c[: len(slots)], k_pe[: len(slots)], mla_kv_cache, slots, kv_cache_dtype=dtype, scale=scale
-        )
-        return out
-
-    attention.fused_norm_rope = with_rounded_rows
-
-
 def round_received_keys() -> None:
     """Have a full-KV engine do what a decode instance with keys in 4 bits does after a prefill instance.
 
@@ -448,8 +423,6 @@ class OfflineEngine:
             schedule_asynchronously()
         if job.get("narrow_keys"):
             round_keys()
-        if job.get("rounded_rows"):
-            round_rows()
         if job.get("receives_keys"):
             round_received_keys()
         self.llm = LLM(**job["engine"])

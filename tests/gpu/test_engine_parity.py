@@ -14,16 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import (
-    EngineRun,
-    assert_pools_empty,
-    assert_same_but_ties,
-    check_differences,
-    differences,
-    engine_args,
-    hot_args,
-    make_prompt,
-)
+from engines import EngineRun, assert_pools_empty, assert_same_but_ties, differences, engine_args, hot_args, make_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -53,10 +44,6 @@ BACKENDS: dict[str, dict[str, Any]] = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; the reference is not compiled.
 REFERENCES = {name: {"enforce_eager": True} for name in BACKENDS if name.endswith("_generic")}
-# Hot buffers quantise a prompt's rows from bf16 rows, vLLM's fused kernel from unrounded values: where a bf16 value is
-# halfway between two values of fp8, which is so for one in 16, the two may differ by a step of fp8. Full KV with rows
-# from bf16 is compared as closely as other backends are with full KV.
-ROUNDED_ROWS = ("flashinfer_sm90_e4m3",)
 
 
 def backend(name: str) -> dict[str, Any]:
@@ -84,8 +71,7 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineRun]:
-    """Full KV and hot buffers for every backend under test, and full KV with smaller chunks, all side by side; for
-    `ROUNDED_ROWS`, full KV with such rows, too, and with smaller chunks."""
+    """Full KV and hot buffers for every backend under test, and full KV with smaller chunks, all side by side."""
     directory, started = tmp_path_factory.mktemp("runs"), {}
     tests = [item for item in request.session.items if "runs" in item.fixturenames and "name" in item.callspec.params]
     for name in dict.fromkeys(item.callspec.params["name"] for item in tests):
@@ -95,15 +81,6 @@ def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
             "hot": (hot_args(model, **sizes, **backend(name)), {"row_check": ROW_CHECK}),
             "chunks": (engine_args(model, max_num_batched_tokens=4096, **sizes, **reference, **backend(name)), {}),
         }
-        if name in ROUNDED_ROWS:
-            rounded = {"enforce_eager": True, **sizes}
-            kinds |= {
-                "rounded": (engine_args(model, **rounded, **backend(name)), {"rounded_rows": True}),
-                "chunks": (
-                    engine_args(model, max_num_batched_tokens=4096, **rounded, **backend(name)),
-                    {"rounded_rows": True},
-                ),
-            }
         for kind, (engine, options) in kinds.items():
             label = f"{name}_{kind}"
             started[label] = EngineRun.start(directory, label, engine, [PHASE], **options)
@@ -114,14 +91,7 @@ def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
 def test_parity_with_cuda_graphs(runs: dict[str, EngineRun], name: str) -> None:
     full, hot, chunks = (runs[f"{name}_{kind}"].phases()[0] for kind in ("full", "hot", "chunks"))
     report(name, {"hot": hot, "chunks": chunks}, full)
-    if name in ROUNDED_ROWS:
-        assert_same_but_ties(hot["completions"], full["completions"])
-        rounded = runs[f"{name}_rounded"].phases()[0]
-        report(f"{name}_rounded", {"hot": hot, "chunks": chunks}, rounded)
-        num_same = sum(request["same"] for request in differences(chunks["completions"], rounded["completions"]))
-        check_differences(differences(hot["completions"], rounded["completions"]), num_same)
-    else:
-        assert_same_but_ties(hot["completions"], full["completions"], chunks["completions"])
+    assert_same_but_ties(hot["completions"], full["completions"], chunks["completions"])
     assert_pools_empty(hot)
     assert hot["counters"]["cache_misses"] > 0
     assert hot["checked_rows"] > 0
