@@ -72,6 +72,7 @@ def test_a_server_on_a_gpu_that_this_process_may_not_use_is_refused(
 def test_ucx_goes_through_shared_memory_unless_it_is_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.delenv("UCX_RCACHE_MAX_UNRELEASED", raising=False)  # vLLM sets it when it is imported
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("UCX_RMA_PPLN_ENABLE", "n")
     monkeypatch.setenv("UCX_TLS", "rc")
