@@ -45,7 +45,11 @@ GROUPS = {  # of result files
         "h200/full_depth.json",
         "h200/full_depth_systems.json",
         "h200/full_depth_four_waves.json",
+        "h200/full_depth_0.32.0.json",
+        "h200/full_depth_0.33.0.json",
     ),
+    "keys in 4 bits": ("h200/full_depth_keys.json", "h200/full_depth_keys_128k.json"),
+    "admission": ("h200/full_depth_admission.json",),
     "shared indexers": ("h200/full_depth_shared.json",),
     "drafts": ("h200/mtp.json",),
     "drafts of a small model": ("h200/mtp_trained.json",),
@@ -72,10 +76,10 @@ _HOST = (
     "its steps waited for a host that loaded other engines meanwhile: with full KV, 3.3 ms without drafts, 2.9 with "
     "one, 5.9 with two, so that no time per step and per draft fits"
 )
-_LENT = "an earlier version lent its requests memory while steps were timed, so that hits rose from 74% to 100%"
+_TRIES = "the engine still tried numbers of running requests while steps were timed"
 UNPREDICTED = {
     "h200/mtp_trained.json": {System.full: _HOST, System.plugin: _HOST},
-    "h200/decode_llama_elastic.json": {System.plugin: _LENT},
+    "h200/full_depth_admission.json": {System.plugin: _TRIES},
 }
 
 Factors = dict[str, dict[str, float]]  # part of a step, or file -> cost -> factor
@@ -205,7 +209,7 @@ class Measured:
         if overlap is None:
             return self.row["hit_rate"] or 0.83  # a trace's hit rate is given, as by a user; native reports none
         rows = self.memory.hot_rows(self.system, self.lengths, running)
-        rates = [independent_hit_rate(overlap, self.top_k, *each) for each in zip(rows, self.lengths, strict=True)]
+        rates = [forced_hit_rate(overlap, self.top_k, *each) for each in zip(rows, self.lengths, strict=True)]
         return float(np.mean(rates)) * (1 - 1 / self.output if self.output else 1.0)
 
     def predict(self, factors: Factors) -> dict[str, Any]:
@@ -231,6 +235,23 @@ class Measured:
             "measured_running": self.measured_running,
             "predicted_running": running,
         } | ({"is_limited": True} if self.is_limited else {})
+
+
+def forced_hit_rate(overlap: float, top_k: int, hot_rows: int, num_tokens: int) -> float:
+    """Return the share of selected rows that are hot with the independent selections of `benchmarks.selection_kernel`.
+
+    Each position moves to one of a few places, and may move to where it is.
+
+    Args:
+        overlap: probability that a position does not move.
+        top_k: tokens of a selection.
+        hot_rows: hot rows of a request and layer.
+        num_tokens: tokens of the sequence.
+    """
+    places = max(num_tokens // 4096 * 4096 // top_k, 1)
+    if hot_rows >= num_tokens:
+        return 1.0
+    return independent_hit_rate(overlap + (1 - overlap) / places, top_k, hot_rows, places * top_k)
 
 
 def decode_batches(requests: int, seats: int, context: int, max_tokens: int) -> list[int]:
