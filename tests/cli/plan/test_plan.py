@@ -25,6 +25,7 @@ from benchmarks.plan_calibration import (
     errors,
     fit,
     fit_hosts,
+    forced_hit_rate,
     is_predicted,
     nonnegative_least_squares,
     predict_all,
@@ -193,6 +194,20 @@ def test_layers_with_full_kv_take_device_memory() -> None:
         few.request_bytes(System.plugin, n)[0] - all_hot.request_bytes(System.plugin, n)[0] for n in (32_000, 64_000)
     ]
     assert more[1] - more[0] == pytest.approx(32_000 * 2 * shape.row_bytes, rel=0.1)
+
+
+def test_hit_rate_of_forced_selections() -> None:
+    """Against a simulated LRU buffer, with a process like the kernel's: a column moves to one of its own places."""
+    num_tokens, top_k, rows, overlap = 12_400, 2048, 4108, 0.3
+    source, places = np.random.default_rng(0), 12_288 // top_k
+    place, last_use, hits = source.integers(places, size=top_k), np.full(num_tokens, -1), []
+    for step in range(60):
+        place = np.where(source.random(top_k) < overlap, place, source.integers(places, size=top_k))
+        selection, hot = np.arange(top_k) + place * top_k, np.argsort(last_use)[-rows:]
+        hits.append(np.isin(selection, hot[last_use[hot] >= 0]).mean())
+        last_use[selection] = step
+    assert forced_hit_rate(overlap, top_k, rows, num_tokens) == pytest.approx(np.mean(hits[20:]), abs=0.01)
+    assert forced_hit_rate(overlap, top_k, num_tokens, num_tokens) == 1.0
 
 
 def test_hit_rate_of_independent_selections() -> None:
