@@ -756,12 +756,12 @@ def test_more_requests_with_narrow_keys_fit(tmp_path: Path) -> None:
     changes = [{"device_kv_gib": 8.0, "requests": 200, "indexer_key_dtype": dtype} for dtype in ("auto", "fp4")]
     wide, narrow = read_rows(tmp_path, "full depth", measured_file(tmp_path, *changes))
     assert narrow.running(factors) > 1.2 * wide.running(factors)
-    assert narrow.measured_step().total_ms(factors) < wide.measured_step().total_ms(factors)
+    assert narrow.measured_step().total_ms(factors) == pytest.approx(wide.measured_step().total_ms(factors), rel=0.03)
 
 
 def test_narrow_keys_get_factors_of_their_own() -> None:
     """Rows of which a step takes what planted factors give; no other factor changes."""
-    rows = all_rows()
+    rows = [row for row in all_rows() if not row.has_narrow_keys]
     found, narrow = fit(rows), []
     planted = found | {"indexer": found["indexer"] | {"narrow keys": 2.5, "narrow keys of drafts": 0.8}}
     for row in rows:
