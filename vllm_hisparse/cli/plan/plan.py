@@ -312,10 +312,8 @@ class Plan:
                 "Scaled from an H200 by datasheets, the link too: expect errors of 30%. Run `vllm-hisparse doctor` "
                 "there."
             )
-        if self.has_narrow_keys:
-            if not has_timed_narrow_keys():
-                found += " Indexer keys in 4 bits were not timed: their time is predicted from their bytes."
-            found += " A prefill/decode pair with them has not run on a GPU."
+        if self.has_narrow_keys and not has_timed_narrow_keys():
+            found += " Indexer keys in 4 bits were not timed: their time is predicted from their bytes."
         native = self.point(System.native, self.concurrency).hit_rate if System.native in self.systems else None
         low, high = NATIVE_HIT_RATES
         if native is not None and not low <= native <= high:
