@@ -1,9 +1,8 @@
 """Decode throughput on a GPU: full KV, vLLM's native HiSparse and this plugin, with the same device memory for KV.
 
 Each system runs in its own engine. All engines are loaded at the same time and take turns, case by case, so that a host
-that is slower for a minute slows every system. A case submits all its requests at once. Only
-steps in which every scheduled request decodes one token are counted, as on a decode instance: the speed of prefill does
-not matter.
+that is slower for a minute slows every system. A case submits all its requests at once. Only steps in which every
+scheduled request decodes one token are counted, as on a decode instance: the speed of prefill does not matter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Does every model over every back end give stock vLLM's tokens, and what does a request of 128K tokens take?
 
-    python -m benchmarks.models --release benchmarks/results/h100/release_0.33.0.json
+    python -m benchmarks.models --release benchmarks/results/h200/release_0.33.0.json
 
 A row of the table is one model over one back end. The tokens are those that a GPU test has compared, from the result
-file of `benchmarks.release`: stock vLLM and the plugin answer the same prompts with a tiny model of the same class. The
-plugin's selection leaves out nothing in a dense model and is the model's own in a model with indexers. The bytes are
-computed from the sizes of the real model. A row whose test has not passed is left out.
+file of `benchmarks.release`: stock vLLM and the plugin answer the same prompts with a tiny model of the same class. In
+a dense model, the plugin selects all rows; a model with indexers selects itself. The bytes are computed from the sizes
+of the real model. A row whose test has not passed is left out.
 """
 
 from __future__ import annotations

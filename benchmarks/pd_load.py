@@ -1,11 +1,11 @@
-"""Prefill and decode apart under load: this plugin, full KV and vLLM's native HiSparse behind one stock prefill engine.
+"""Prefill/decode pairs under load: this plugin, full KV and vLLM's native HiSparse behind one stock prefill engine.
 
     python -m benchmarks.pd_load
 
-The prefill engine has the first GPU, the decode engines share the second one and are measured one after the other; the
-others are idle then. A router (vllm-router) stands before each pair, and vLLM's own load generator asks from outside:
-random prompts of 4K to 32K tokens, answers of 256 to 2,000, and as many clients as a case says. Prefix caches are off.
-With `--fault`, the decode engine is killed, or told to end, in the middle of each case, and started again.
+The prefill engine has the first GPU. The decode engines share the second one and are measured one after the other;
+the others are idle meanwhile. A router (vllm-router) stands before each pair. vLLM's own load generator sends random
+prompts of 4K to 32K tokens for answers of 256 to 2,000 tokens, from as many clients as a case says. Prefix caches are
+off. With `--fault`, the decode engine is killed, or told to end, in the middle of each case, and started again.
 """
 
 from __future__ import annotations

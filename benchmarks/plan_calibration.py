@@ -4,15 +4,15 @@
 
 Reads the committed results of `benchmarks.full_depth`, `benchmarks.trained_drafts` and of dense models
 (`benchmarks.decode`). The factor of each cost of a decode step (`vllm_hisparse.cli.plan.step_time`) is fitted by
-non-negative least squares of relative errors: first the factors that every system has, to full KV, then those of each
-HiSparse, and of the plugin's indexer keys in 4 bits if there are rows with them. Writes the factors, the predictions
-beside the measurements, and a picture.
+non-negative least squares of relative errors. Factors that every system has are fitted first, to rows of full KV; then
+those of vLLM's own HiSparse and of the plugin, and those of the plugin's indexer keys in 4 bits if there are rows with
+them. Writes the factors, the predictions beside the measurements, and a picture.
 
-Rows with `admission: auto` are predicted, and no factor is fitted to them, because their number of running requests may
+Rows with `admission: auto` are predicted, but no factor is fitted to them, because their number of running requests may
 change while steps are timed.
 
-A case that one engine measured several times is one row, the median. Two engines waited for a slow host in some rows;
-the host's time is fitted for each of these two files, and the planner assumes the fastest host.
+If one engine measured a case several times, the case is one row with the medians. In some rows of two files, steps
+waited for a slow host. The host's time is fitted for each of these files; the planner assumes the fastest host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """GPU tests against the installed release of vLLM, with a result file: `python -m benchmarks.release`.
 
-Each part is a pytest run; several share the GPU. Every comparison of tokens is counted: the tokens compared up to where
-two runs part, those in common, and the runs that part at a tie. A part's row is written when the part ends, and the
-result file of the same commit and the same release keeps the rows of other parts; so parts can be run one by one.
+Each part is a pytest run; several share the GPU. For every comparison, a row counts all tokens of the answers, the
+tokens before the first one in which an answer differs from its reference, and the answers that differ at a tie. A
+part's row is written when the part ends. A result file of the same commit and the same release keeps the rows of other
+parts, so parts can be run one by one.
 """
 
 from __future__ import annotations

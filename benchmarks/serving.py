@@ -1,4 +1,4 @@
-"""Servers of the benchmarks under load: one engine per system, what their metrics said, and vLLM's load generator.
+"""Servers of the benchmarks under load: one engine per system, its metrics, and vLLM's load generator.
 
 On a GPU, models have the sizes of `benchmarks.full_depth`, dummy weights and a tokenizer of words; decode steps select
 the positions that `benchmarks.forced_selections` gives. On the CPU platform, they are tiny and select by themselves.

@@ -1,4 +1,4 @@
-"""Runs one offline engine in a process of its own: `main` all at once, or `serve`.
+"""Runs one offline engine in a process of its own: `main` runs all phases, `serve` one at a time.
 
 A job names engine arguments and phases; each phase is a batch of prompts run to completion, or a script of requests
 that are aborted on the way. The result holds tokens, logprobs and what the pools looked like after each phase. `serve`

@@ -1,6 +1,7 @@
-"""Dense models on the GPU: with a budget of everything every algorithm gives full KV's tokens, whatever brought the KV.
+"""Dense models on the GPU: an algorithm that may select every token gives full KV's tokens, whatever brought the KV.
 
-Pages of Quest and StreamingLLM run in CUDA graphs; ClusterKV clusters on the way and runs without.
+Quest and StreamingLLM, which select pages, run in CUDA graphs. ClusterKV, which clusters while requests decode, runs
+without them.
 """
 
 from __future__ import annotations

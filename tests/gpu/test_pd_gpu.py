@@ -1,8 +1,8 @@
 """Prefill and decode apart on the GPU: main KV goes from device memory into the decode side's pinned host memory.
 
-The reference is the prefill server, which is stock vLLM. With indexer keys in 4 bits on the decode side, it is an
-engine with full KV that computes a prompt with keys in 8 bits, as the prefill side does, and its last token and later
-ones, which the decode side computes, with all keys rounded to 4 bits.
+The reference is the prefill server, which is stock vLLM. With indexer keys in 4 bits on the decode side, the reference
+is an engine with full KV. It computes a prompt with keys in 8 bits, as the prefill side does. For the prompt's last
+token and all later tokens, which the decode side computes, it rounds all keys to 4 bits.
 """
 
 from __future__ import annotations

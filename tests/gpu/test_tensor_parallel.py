@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the tokens of full KV over as many, from one host pool or from one per rank."""
+"""Two ranks on two GPUs give the tokens of full KV on two GPUs, from one host pool or from one for each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes in the place of an EngineCore and its parent, which is killed."""
+"""An EngineCore ends with its parent: processes stand for both, and the parent is killed."""
 
 from __future__ import annotations
 

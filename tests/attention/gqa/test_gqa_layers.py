@@ -1,4 +1,4 @@
-"""The adaptors of dense models: prefill, decode and whatever brings KV, on both devices' code."""
+"""Layers of dense models: prefill, decode, and every source of KV, with the code of both devices."""
 
 from __future__ import annotations
 

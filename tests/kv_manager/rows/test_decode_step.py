@@ -1,4 +1,4 @@
-"""Begin and end of a decode step: what the first and the last layer do, once each, and what they find."""
+"""Begin and end of a decode step: the work that the first and the last layer do, once each, and the data they find."""
 
 from __future__ import annotations
 

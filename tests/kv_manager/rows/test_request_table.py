@@ -1,4 +1,4 @@
-"""Requests by their first hot block: indices, blocks, and what the device finds of them."""
+"""Requests by their first hot block: their indices, their blocks, and the tables on the device."""
 
 import random
 

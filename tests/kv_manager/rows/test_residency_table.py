@@ -1,4 +1,4 @@
-"""Residency of real models' layers: how many bytes it has, which entries are whose, what a moved request forgets."""
+"""Residency of real models' layers: its bytes, the owners of its entries, and the rows that a moved request forgets."""
 
 from __future__ import annotations
 
