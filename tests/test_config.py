@@ -669,6 +669,11 @@ def test_refuses_images_where_the_model_selects_but_not_its_text() -> None:
     assert HiSparseConfig.from_vllm_config(engine(GIB, model_config__multimodal_config=multimodal)).top_k == 256
 
 
+def test_a_dense_model_with_images_and_no_algorithm_is_told_to_choose_one() -> None:
+    images = {"model_config__multimodal_config": SimpleNamespace(language_model_only=False)}
+    check_parts(dense_refusal({}, **images), "algorithm", "'dsa'", "a model with a DSA indexer", "quest")
+
+
 def test_dense_models_take_images_but_not_with_draft_models() -> None:
     images = {"model_config__multimodal_config": SimpleNamespace(language_model_only=False)}
     assert HiSparseConfig.from_vllm_config(dense_engine({"algorithm": "quest"}, **images)).top_k

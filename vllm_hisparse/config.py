@@ -174,7 +174,7 @@ class HiSparseConfig(BaseModel):
         """
         assert vllm_config.kv_transfer_config is not None
         config = cls.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        _check_model(config, vllm_config)
+        _check_model(vllm_config)
         _check_engine(vllm_config)
         config._check_kv_cache_dtype(vllm_config)
         if config.has_narrow_keys:
@@ -334,6 +334,8 @@ class HiSparseConfig(BaseModel):
         else:
             _check_dense_model(self, vllm_config)
             updates = {"top_k": _dense_top_k(self), "full_kv_layers": _full_kv_layers(self, model)}
+        if algorithm.model_family != "gqa":
+            _check_text_alone(vllm_config)
         _check_trace(self, vllm_config.device_config.device_type)
         if vllm_config.speculative_config is not None:
             _check_drafts(self, vllm_config)
@@ -697,7 +699,7 @@ def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:
     return config.prefill_tp_size
 
 
-def _check_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
+def _check_model(vllm_config: VllmConfig) -> None:
     """Refuse models by class, before their layers are built, and loaders that build the model themselves."""
     architecture = vllm_config.model_config.architecture
     if architecture in REFUSED_MODELS:
@@ -709,13 +711,6 @@ def _check_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
             f"Remove {CONNECTOR_NAME}: vLLM serves this model with full KV. The nearest model with hot buffers is "
             f"{nearest}.",
         )
-    if takes_images(vllm_config) and config.algorithm_class.model_family != "gqa":
-        raise HiSparseConfigError(
-            "--model",
-            architecture,
-            "text alone: prompts with images, audio or video were never tried with a model that selects by itself",
-            f"Add --language-model-only, or remove {CONNECTOR_NAME}.",
-        )
     load_format = str(vllm_config.load_config.load_format)
     if load_format in OTHER_LOADERS:
         raise HiSparseConfigError(
@@ -723,6 +718,17 @@ def _check_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
             load_format,
             f"none of {', '.join(OTHER_LOADERS)}, which build the model where hot buffers cannot be attached",
             "Remove it.",
+        )
+
+
+def _check_text_alone(vllm_config: VllmConfig) -> None:
+    """Refuse images in prompts of a model that selects by itself."""
+    if takes_images(vllm_config):
+        raise HiSparseConfigError(
+            "--model",
+            vllm_config.model_config.architecture,
+            "text alone: prompts with images, audio or video were never tried with a model that selects by itself",
+            f"Add --language-model-only, or remove {CONNECTOR_NAME}.",
         )
 
 
