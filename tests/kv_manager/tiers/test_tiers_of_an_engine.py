@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tiered_engine import IDENTITY, TieredEngine
+from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
@@ -326,7 +327,7 @@ def engine_config(drafts: SimpleNamespace | None = None, load_format: str = "aut
     """The part of a `VllmConfig` that an identity reads."""
     options = {"model": "some/model", "revision": None, "dtype": "torch.float32", "quantization": None}
     return SimpleNamespace(
-        model_config=SimpleNamespace(**{**options, "hf_overrides": {}, **model}),
+        model_config=SimpleNamespace(**{**options, "hf_overrides": {}, "multimodal_config": None, **model}),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=drafts,
@@ -369,6 +370,10 @@ def yarn(config: object) -> object:
     return config
 
 
+def takes_images(**options: Any) -> SimpleNamespace:
+    return engine_config(multimodal_config=MultiModalConfig(**options))
+
+
 IDENTITIES = {
     "quantization": (engine_config(quantization="fp8"), DSA),
     "overrides": (engine_config(hf_overrides={"rope_scaling": {"factor": 4.0}}), DSA),
@@ -378,6 +383,10 @@ IDENTITIES = {
     "another algorithm": (engine_config(), dense(algorithm="streaming_llm")),
     "another top_k": (engine_config(), dense(top_k=128)),
     "other options": (engine_config(), dense(algorithm_options={"page_size": 32})),
+    "images of another size": (takes_images(mm_processor_kwargs={"size": {"longest_edge": 64}}), DSA),
+    "pruned videos": (takes_images(video_pruning_rate=0.5), DSA),
+    "videos pruned in another way": (takes_images(video_pruning_rate=0.5, video_pruning_method="vidcom2"), DSA),
+    "a vision model in fp8": (takes_images(mm_encoder_attn_dtype="fp8"), DSA),
 }
 
 
@@ -399,13 +408,16 @@ def test_what_changes_kv_changes_the_identity_of_a_block(changed: str, tmp_path:
 def test_options_that_are_defaults_are_the_same_blocks() -> None:
     plain = BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense())
     assert BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense(algorithm_options={"page_size": 16})) == plain
+    text = takes_images(mm_processor_kwargs={"size": {"longest_edge": 64}}, language_model_only=True)
+    for config in (takes_images(), text):
+        assert BlockIdentity.of(config, DENSE_LAYOUT, 1, dense()) == plain
 
 
 def test_a_directory_of_an_earlier_version_is_compared_by_what_it_names(tmp_path: Path) -> None:
     """And its blocks are found where that version has put them."""
     identity = BlockIdentity.of(engine_config(quantization="fp8"), DENSE_LAYOUT, 1, dense())
     earlier = asdict(identity)
-    for name in ("quantization", "hf_overrides", "load_format", "selection"):
+    for name in ("quantization", "hf_overrides", "load_format", "selection", "multimodal"):
         del earlier[name]
     (tmp_path / "hisparse.json").write_text(json.dumps(earlier))
     known = check_directory(tmp_path, identity, "tiers.0.path")

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from vllm_hisparse.compat.registries import register_tier
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, takes_images
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile, HostPoolLayout
 from vllm_hisparse.kv_manager.tiers.block_copier import BlockCopier, HostBlocks
@@ -42,6 +42,7 @@ from vllm_hisparse.tier_config import FsTier, P2PTier, TierOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.multimodal import MultiModalConfig
 
 FORMAT = 1  # version of the format of a stored block; a change makes old directories unreadable
 IDENTITY = "hisparse.json"  # file in a directory of blocks, with their `BlockIdentity`
@@ -69,6 +70,8 @@ class BlockIdentity:
         quantization, hf_overrides, load_format: options of the model; None for vLLM's defaults.
         selection: algorithm of a dense model, its options and `top_k`, because a token's KV depends on the tokens that
             earlier layers attended to. None for a DSA model, which has one way to select.
+        multimodal: the engine's options that change the embeddings of an image, a video or audio, but not its hash;
+            None for vLLM's defaults, and for text alone.
     """
 
     model: str
@@ -82,6 +85,7 @@ class BlockIdentity:
     hf_overrides: str | None = None
     load_format: str | None = None
     selection: dict[str, Any] | None = None
+    multimodal: str | None = None
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, layout: KVLayout, num_pools: int, config: HiSparseConfig) -> BlockIdentity:
@@ -126,6 +130,7 @@ class BlockIdentity:
             hf_overrides=json.dumps(overrides, sort_keys=True, default=_name_of) if overrides else None,
             load_format=None if load_format == "auto" else load_format,
             selection=selection,
+            multimodal=_multimodal_options(model.multimodal_config) if takes_images(vllm_config) else None,
         )
 
     @property
@@ -135,7 +140,8 @@ class BlockIdentity:
 
         Parts that are None are left out, so that blocks of versions without them are found.
         """
-        parts = {name: getattr(self, name) for name in ("quantization", "hf_overrides", "load_format", "selection")}
+        names = "quantization", "hf_overrides", "load_format", "selection", "multimodal"
+        parts = {name: getattr(self, name) for name in names}
         return json.dumps(
             self.layout | {name: part for name, part in parts.items() if part is not None}, sort_keys=True
         )
@@ -143,6 +149,20 @@ class BlockIdentity:
     def known_to(self, found: dict[str, Any]) -> BlockIdentity:
         """Return this identity without the parts that a directory of an earlier version does not name."""
         return replace(self, **{part.name: None for part in fields(self) if part.name not in found})
+
+
+def _multimodal_options(config: MultiModalConfig) -> str | None:
+    """Return the options that change what a model computes of an image, but not the image's hash; None: no such one.
+
+    NOTE: vLLM hashes the kwargs of a request, but not those of the engine.
+    """
+    options = {
+        "mm_processor_kwargs": config.mm_processor_kwargs,
+        "video_pruning": config.get_video_pruning_spec(),
+        "mm_encoder_attn_dtype": config.mm_encoder_attn_dtype,
+    }
+    options = {name: value for name, value in options.items() if value}
+    return json.dumps(options, sort_keys=True, default=str) if options else None
 
 
 def _name_of(function: Callable[..., Any]) -> str:
