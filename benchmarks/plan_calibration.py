@@ -241,7 +241,8 @@ class Measured:
 def forced_hit_rate(overlap: float, top_k: int, hot_rows: int, num_tokens: int) -> float:
     """Return the share of selected rows that are hot with the independent selections of `benchmarks.selection_kernel`.
 
-    Each position moves to one of a few places, and may move to where it is.
+    Each position moves to one of a few places, and may move to where it is. The kernel counts places in whole 4,096
+    tokens of the sequence.
 
     Args:
         overlap: probability that a position does not move.

@@ -86,9 +86,8 @@ class RequestTable:
         self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
         self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
         self._rows_per_hot_block = rows_per_hot_block
-        self._hot_blocks = np.zeros(
-            (num_requests, max_hot_blocks), np.int32
-        )  # ids, on the host; beyond the number: any
+        # Ids of hot blocks, on the host; those beyond `num_hot_blocks` have no meaning.
+        self._hot_blocks = np.zeros((num_requests, max_hot_blocks), np.int32)
         self._former_owners = np.full(num_device_blocks, -1, np.int32)  # used by `change_hot`; -1 between its calls
         self._all_seqs = torch.arange(self.num_seqs, dtype=torch.int32, device=device)
         self._pin_memory = device.type != "cpu"
@@ -153,9 +152,8 @@ class RequestTable:
         num_rows = torch.from_numpy(later * self._rows_per_hot_block).repeat_interleave(self.heads.num_heads)
         has_moved = firsts < earlier
         num_blocks = later[has_moved]
-        of_moved = torch.from_numpy(
-            np.stack((indices[has_moved] * self.heads.num_heads, num_blocks, 0 * num_blocks - 1))
-        )
+        moved_seqs, latest = indices[has_moved] * self.heads.num_heads, np.full_like(num_blocks, -1)
+        of_moved = torch.from_numpy(np.stack((moved_seqs, num_blocks, latest)))
         places, parts, seqs, num_rows, added, of_moved = self._upload(
             places, parts, seqs, num_rows, torch.from_numpy(added_ids), of_moved
         )
