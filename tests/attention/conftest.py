@@ -33,7 +33,7 @@ def msa_cuda() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def cuda_modules() -> dict[str, ModuleType]:
-    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `flashinfer`, `layers` and
+    """Sparse MLA on CUDA, imported beside kernels that do nothing: `backend`, `flashinfer`, `sm100`, `layers` and
     `microbatches`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
@@ -43,6 +43,7 @@ def cuda_modules() -> dict[str, ModuleType]:
         return {
             "backend": import_module("vllm_hisparse.attention.mla.cuda"),
             "flashinfer": import_module("vllm_hisparse.attention.mla.flashinfer_cuda"),
+            "sm100": import_module("vllm_hisparse.attention.mla.sm100_cuda"),
             "layers": import_module("vllm_hisparse.attention.mla.fused_cuda"),
             "microbatches": import_module("vllm_hisparse.attention.mla.microbatches_cuda"),
         }

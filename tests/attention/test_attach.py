@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +27,7 @@ from vllm_hisparse.cpu.gqa import HotGQACpuBackend, HotGQACpuImpl
 from vllm_hisparse.cpu.indexer import IndexerCpu, IndexerCpuCache
 from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
+SM100 = {"FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4"} & AttentionBackendEnum.__members__.keys()
 FULL_KV_LAYERS = [1]
 UNIT = 1  # tokens
 
@@ -168,10 +170,34 @@ def test_flashinfer_layers_of_a_dsa_model_on_hopper(cuda_modules: dict[str, Modu
     assert flashinfer.HotFlashInferMLABackend.get_builder_cls() is flashinfer.HotFlashInferMLAMetadataBuilder
 
 
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("name", ["FLASHMLA_SPARSE", *sorted(SM100)])
+def test_layers_of_a_dsa_model_on_sm100(
+    monkeypatch: pytest.MonkeyPatch, cuda_modules: dict[str, ModuleType], name: str
+) -> None:
+    """Their backends are served; one that has run on no GPU is named in a warning."""
+    warnings: list[str] = []
+    monkeypatch.setattr(attach.logger, "warning_once", lambda text, *args: warnings.append(text % args), raising=False)
+    layers, backend = cuda_modules["layers"], AttentionBackendEnum[name].get_class()
+    model = MLALayers(layers.DeepseekV32Attention, backend)
+    attach.attach_hot_buffers(model, vllm_config(is_dsa=True))
+    hot = cuda_modules["sm100"].HOT_BACKENDS[name]
+    for layer in (*model.fused, model.generic):
+        assert layer.attn_backend is hot and type(layer.impl) is hot.get_impl_cls()
+        assert isinstance(layer.impl, backend.get_impl_cls()) and not layer._fp8_kv_needs_view
+    builder = hot.get_builder_cls()
+    assert issubclass(builder, backend.get_builder_cls())
+    # vLLM would capture graphs for batches whose lengths only the device knows.
+    assert builder.get_varlen_cudagraph_max_query_len(vllm_config(is_dsa=True), None) is None
+    assert len(warnings) == (3 if name in SM100 else 0)
+    assert all(f"{name} has not run on a GPU of this kind" in warning for warning in warnings)
+
+
 def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleType]) -> None:
     """NIXL's handshake compares them between the two sides."""
-    backends = cuda_modules["flashinfer"].HOT_BACKENDS
-    assert set(backends) == {"FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM90"}
+    backends = cuda_modules["sm100"].HOT_BACKENDS
+    tried = {"FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM90"}
+    assert set(backends) == tried | SM100 and "FLASHINFER_MLA_SPARSE" in SM100
     assert all(backend.get_name() == name for name, backend in backends.items())
 
 
@@ -179,8 +205,6 @@ def test_hot_backends_report_the_names_of_vllms(cuda_modules: dict[str, ModuleTy
 @pytest.mark.parametrize(
     ("name", "reason", "fix"),
     [
-        ("FLASHINFER_MLA_SPARSE", "pages of 32 or 64 rows", "Set it to FLASHMLA_SPARSE"),
-        ("FLASH_ATTN_MLA_SPARSE_FA4", "the kernel of FLASHINFER_MLA_SPARSE", "Set it to FLASHMLA_SPARSE"),
         ("FLASHINFER_MLA_SPARSE_SM120", "vLLM has no other one", "Use a GPU of compute capability 9.0 or 10.0"),
         ("ANOTHER", "FLASHINFER_MLA_SPARSE_SM90", "Set --attention-backend to FLASHMLA_SPARSE or"),
     ],
@@ -199,12 +223,15 @@ def test_an_mla_backend_without_hot_buffers_is_refused(
 
 def test_mla_backends_of_newer_gpus_are_hot_or_refused(cuda_modules: dict[str, ModuleType]) -> None:
     """Also those of vLLM 0.33; the table of docs/models.md has all of them."""
-    known = attach.REFUSED_MLA_BACKENDS.keys() | cuda_modules["flashinfer"].HOT_BACKENDS.keys()
+    hot = cuda_modules["sm100"].HOT_BACKENDS.keys()
+    known = attach.REFUSED_MLA_BACKENDS.keys() | hot
     ours = {name for name in AttentionBackendEnum.__members__ if "MLA_SPARSE" in name or name == "FLASHMLA_SPARSE"}
     elsewhere = {name for name in ours if name.startswith(("ROCM_", "XPU_")) or "_DSV4" in name}
     assert ours - elsewhere <= known, "say whether a new backend is hot, or why not"
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert all(f"| `{name}` |" in page for name in known)
+    untried = {name for name in hot if re.search(rf"^\| `{name}` \|.*untried", page, re.MULTILINE)}
+    assert untried == hot & set(attach.UNTRIED_MLA_BACKENDS)
 
 
 def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:

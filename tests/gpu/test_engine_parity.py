@@ -41,6 +41,13 @@ BACKENDS: dict[str, dict[str, Any]] = {
     },
     "flashinfer_sm90_16bit": {"attention_config": {"backend": "FLASHINFER_MLA_SPARSE_SM90"}},
 }
+SM100 = {
+    "trtllm_e4m3": {"kv_cache_dtype": "fp8", "attention_config": {"backend": "FLASHINFER_MLA_SPARSE"}},
+    "trtllm_16bit": {"attention_config": {"backend": "FLASHINFER_MLA_SPARSE"}},
+    "flash_attn_4": {"attention_config": {"backend": "FLASH_ATTN_MLA_SPARSE_FA4"}},  # from vLLM 0.33 on
+}
+if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
+    BACKENDS |= SM100
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # NOTE: vLLM 0.32 cannot run what torch 2.13 compiles of its generic class; the reference is not compiled.
 REFERENCES = {name: {"enforce_eager": True} for name in BACKENDS if name.endswith("_generic")}

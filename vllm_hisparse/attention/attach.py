@@ -42,17 +42,10 @@ HOT_GQA_BACKENDS = {
     "TRITON_ATTN": "vllm_hisparse.attention.gqa.triton_cuda.HotTritonBackend",
     "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
 }
-# Backends of a DSA model on newer GPUs that have no hot-buffer version: name -> reason, and what to do.
-_SET_FLASHMLA = "Set it to FLASHMLA_SPARSE, which this GPU has, too."
+# Backends of a DSA model whose hot-buffer version has run on no GPU: they are for SM100.
+UNTRIED_MLA_BACKENDS = ("FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4")
+# Backends of a DSA model that have no hot-buffer version: name -> reason, and what to do.
 REFUSED_MLA_BACKENDS = {
-    "FLASHINFER_MLA_SPARSE": (
-        "its kernel reads pages of 32 or 64 rows, which blocks of hot rows are not",
-        _SET_FLASHMLA,
-    ),
-    "FLASH_ATTN_MLA_SPARSE_FA4": (
-        "requests that prefill run on the kernel of FLASHINFER_MLA_SPARSE, which was never tried over staged rows",
-        _SET_FLASHMLA,
-    ),
     "FLASHINFER_MLA_SPARSE_SM120": (
         "it has no version for hot buffers, and vLLM has no other one for this GPU",
         "Use a GPU of compute capability 9.0 or 10.0.",
@@ -101,6 +94,17 @@ def warn_of_untried_device() -> None:
         )
 
 
+def warn_of_untried_backend(name: str) -> None:
+    """Log a warning if a backend of a DSA model has never run with hot buffers on a GPU."""
+    if name in UNTRIED_MLA_BACKENDS:
+        logger.warning_once(
+            "HiSparse with --attention-backend %s has not run on a GPU of this kind: it was tested on the CPU, with a "
+            "stand-in for the kernel. Compare its answers with those of full KV before you rely on them, or set it to "
+            "FLASHMLA_SPARSE, which has run on Hopper.",
+            name,
+        )
+
+
 def warn_of_untried_prompts(vllm_config: VllmConfig) -> None:
     """Log a warning if prompts may have what hot buffers have never run with on a GPU."""
     if takes_images(vllm_config):
@@ -118,8 +122,8 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
     else:
         from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache as KeyCache
 
-        from vllm_hisparse.attention.mla.flashinfer_cuda import HOT_BACKENDS
         from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
+        from vllm_hisparse.attention.mla.sm100_cuda import HOT_BACKENDS
 
         NarrowKeyCache = KeyCache  # whose reader looks at the width of the cache
         if has_narrow_keys:
@@ -131,8 +135,9 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
     for layer in layers.values():
         if not isinstance(layer, MLAAttention) or not layer.use_sparse:
             continue
-        hot_backend = HOT_BACKENDS[_backend_name(layer, HOT_BACKENDS)]
-        _attach(layer, HOT_LAYERS[type(layer)], derive_hot_class(hot_backend, layer.attn_backend))
+        name = _backend_name(layer, HOT_BACKENDS)
+        warn_of_untried_backend(name)
+        _attach(layer, HOT_LAYERS[type(layer)], derive_hot_class(HOT_BACKENDS[name], layer.attn_backend))
         disable_dense_prefill(layer)
         pass_no_cache(layer)
         if has_narrow_keys and layer.indexer is not None:

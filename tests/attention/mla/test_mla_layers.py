@@ -16,12 +16,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import sm100_kernels
 import torch
 from stand_ins import bare
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_hisparse.attention.mla.base import NewRows
+from vllm_hisparse.compat.row_kernels import FlashAttnKernel
 from vllm_hisparse.cpu.mla import HotMLACpuImpl, HotMLACpuMetadataBuilder
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
@@ -31,6 +34,14 @@ LATENT, ROPE, NUM_HEADS, SCALE = 6, 2, 3, 0.4
 WIDTH = LATENT + ROPE
 NUM_LAYERS, TOP_K, NUM_SLOTS, BLOCK_SIZE, ROWS_PER_BLOCK = 2, 5, 8, 4, 3
 MAX_TOKENS, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, MAX_BATCH_TOKENS = 40, 30, 40, 64
+QUERY_SCALE, KEY_SCALE = 0.5, 0.25  # of a model in fp8
+IN_FP8 = " in fp8"  # end of the name of a model whose rows and queries are in fp8, with one scale per layer
+SM100 = [
+    name
+    for name in ("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE" + IN_FP8, "FLASH_ATTN_MLA_SPARSE_FA4")
+    if name.removesuffix(IN_FP8) in AttentionBackendEnum.__members__
+]
+CUDA = ["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA", *SM100]
 
 
 class Request:
@@ -40,12 +51,14 @@ class Request:
         generator = torch.Generator().manual_seed(seed)
         self.rows = torch.randn(NUM_LAYERS, MAX_TOKENS, WIDTH, generator=generator)
         self.query = torch.randn(NUM_LAYERS, MAX_TOKENS, NUM_HEADS, WIDTH, generator=generator)
+        for values in (self.rows, self.query):  # numbers that fp8 has, scaled or not
+            values.copy_(values.to(torch.float8_e4m3fn))
         self.first_hot_block_id, self.host_ids, self.num_computed = first_hot_block_id, host_ids, 0
 
     def reject(self, first: int) -> None:
         """Other tokens will be computed from a position on."""
         for values in (self.rows, self.query):
-            values[:, first:] = torch.randn(values[:, first:].shape)
+            values[:, first:] = torch.randn(values[:, first:].shape).to(torch.float8_e4m3fn)
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -95,22 +108,16 @@ def forward_kernel(
     return attend_pages(torch.cat(query, -1), flat_kv_row_view(cache, block_size)[0], *selection), None
 
 
-def test_the_kernel_of_each_release(cuda_modules: dict[str, ModuleType]) -> None:
+@pytest.mark.parametrize(("name", "kernel"), [("_run_mqa_kernel", run_kernel), ("_forward_mqa_kernel", forward_kernel)])
+def test_flash_attentions_kernel_of_each_release(name: str, kernel: Callable[..., Any]) -> None:
     """The same rows are attended to, whichever method vLLM has; hot rows lie in one allocation with others."""
-    adapter = import_module("vllm_hisparse.compat.flash_attn_mla")
     rows, query = torch.randn(9, WIDTH)[2:], torch.randn(4, NUM_HEADS, WIDTH)
     ids = torch.tensor([[6, 0, -1], [3, 3, 5], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32)
     num_valid = torch.tensor([2, 3, 1, 0], dtype=torch.int32)
-    expected = attend_flat(query, rows, ids, num_valid)
-    variants = (
-        ("_run_mqa_kernel", run_kernel, adapter._attend_to_rows),
-        ("_forward_mqa_kernel", forward_kernel, adapter._attend_to_blocks),
-    )
-    for name, kernel, attend_rows in variants:
-        impl = type("Impl", (), {name: kernel})()
-        parts = query[..., :LATENT], query[..., LATENT:]
-        assert torch.equal(attend_rows(impl, parts, rows, (ids, num_valid), object()), expected)
-        assert (adapter._attend is attend_rows) == hasattr(cuda_modules["backend"].FlashAttnMLASparseImpl, name)
+    impl = type("Impl", (type("Stock", (), {name: kernel}), FlashAttnKernel), {})()
+    parts = query[..., :LATENT], query[..., LATENT:]
+    out = impl.attend_to_rows(parts, rows.unsqueeze(1), (ids, num_valid), object(), is_decode=True)
+    assert torch.equal(out, attend_flat(query, rows, ids, num_valid))
 
 
 class PlannedState:
@@ -150,21 +157,22 @@ def forward_planned(impl: Any, q: Any, cache: torch.Tensor, metadata: Any, layer
 def update_cache(_impl: Any, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *_: Any):
     """`concat_and_cache_mla`: as many rows as there are slots, none for a negative one."""
     rows = torch.cat((kv_c, k_pe.flatten(1)), -1)[: len(slots)]
+    rows = rows if cache.dtype == rows.dtype else in_fp8(rows, KEY_SCALE).view(cache.dtype)
     cache.view(-1, WIDTH)[slots[slots >= 0]] = rows[slots >= 0]
 
 
-def build_stock(_builder: Any, _common_prefix_len: int, common: CommonAttentionMetadata) -> SimpleNamespace:
-    return SimpleNamespace(common=common, req_id_per_token=common.seq_lens)
+def in_fp8(values: torch.Tensor, scale: float) -> torch.Tensor:
+    return (values / scale).to(torch.float8_e4m3fn)
 
 
-@pytest.fixture(params=["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
+@pytest.fixture(params=CUDA)
 def cuda_model(
     request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Model:
     return make_cuda_model(request.param, cuda_modules["backend"], monkeypatch)
 
 
-@pytest.fixture(params=["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
+@pytest.fixture(params=["HotMLACpu", *CUDA])
 def model(
     request: pytest.FixtureRequest, cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> Model:
@@ -196,6 +204,8 @@ def make_cuda_model(name: str, backend: ModuleType, monkeypatch: pytest.MonkeyPa
         )
     if name == "HotFlashInferMLA":
         return make_flashinfer_model(monkeypatch, **options)
+    if name in SM100:
+        return make_sm100_model(name, monkeypatch, **options)
     return Model(getattr(backend, name + "Impl"), getattr(backend, name + "MetadataBuilder"), **options)
 
 
@@ -216,6 +226,15 @@ def make_flashinfer_model(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Mo
     for impl in model.impls:
         impl.use_fp8_kv_cache = False
     return model
+
+
+def make_sm100_model(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Model:
+    """A model over vLLM's own code, down to the calls of the kernels."""
+    backend = sm100_kernels.install(monkeypatch).HOT_BACKENDS[name.removesuffix(IN_FP8)]
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
+    monkeypatch.setattr(impl.vllm_class, "do_kv_cache_update", update_cache)
+    monkeypatch.setattr(backend.vllm_class.get_builder_cls(), "build", sm100_kernels.build_metadata)
+    return Model(impl, builder, is_in_fp8=name.endswith(IN_FP8), **options)
 
 
 class LazyStreams:
@@ -263,6 +282,7 @@ class Model:
         builder_class: type,
         selects: tuple[bool, ...] | None = None,
         query_len: int = 1,
+        is_in_fp8: bool = False,
     ):
         num_slots = NUM_SLOTS + (query_len - 1) * TOP_K
         self.hot_blocks = -(-(num_slots + query_len) // ROWS_PER_BLOCK)
@@ -270,8 +290,9 @@ class Model:
         shape = HotBufferShape(*sizes, self.hot_blocks, ROWS_PER_BLOCK, query_len)
         copies_ahead = impl_class is not HotMLACpuImpl
         self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects, copies_ahead)
-        self.host = torch.full((NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH), float("nan"))
-        self.device = torch.full((NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH), float("nan"))
+        self.is_in_fp8 = is_in_fp8
+        self.host = self._unused(NUM_LAYERS, NUM_HOST_BLOCKS, BLOCK_SIZE, WIDTH)
+        self.device = self._unused(NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH)
         self.top_k = torch.full((MAX_BATCH_TOKENS, TOP_K), -1, dtype=torch.int32)
         self.random = random.Random(0)
         self.impls = [self._make_impl(impl_class, index) for index in range(NUM_LAYERS)]
@@ -285,9 +306,16 @@ class Model:
         if builder_class is not HotMLACpuMetadataBuilder:
             self.builder.allocate(query_len, MAX_BATCH_TOKENS)
 
+    def _unused(self, *shape: int) -> torch.Tensor:
+        values = torch.full(shape, float("nan"))
+        return values.to(torch.float8_e4m3fn).view(torch.uint8) if self.is_in_fp8 else values
+
     def _make_impl(self, impl_class: type, index: int) -> Any:
-        sizes = {"num_heads": NUM_HEADS, "kv_lora_rank": LATENT, "head_size": WIDTH, "scale": SCALE}
-        impl = bare(impl_class, kv_cache_dtype="auto", sinks=None, **sizes)
+        sizes = {"num_heads": NUM_HEADS, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "head_size": WIDTH}
+        impl = bare(impl_class, kv_cache_dtype="fp8" if self.is_in_fp8 else "auto", sinks=None, scale=SCALE, **sizes)
+        impl.__dict__.update(index_group=None, need_to_return_lse_for_decode=False)
+        impl.__dict__.update(_workspace_buffer=None, bmm1_scale=None, bmm2_scale=None)  # FlashInfer's
+        impl.__dict__.update(is_nope_mla=False, qk_nope_head_dim=128)
         impl.topk_indices_buffer = self.top_k
         impl.bind(self.buffer, index, self.host[index], self.device[:, index])
         return impl
@@ -331,8 +359,9 @@ class Model:
             new_rows = NewRows(rows[:, :LATENT], rows[:, LATENT:])
             if layer_writes or in_microbatches:
                 cache, slots = impl.begin_decode(num_tokens)
-                cache[slots, 0] = rows
-            parts, layer = tuple(query.split([LATENT, ROPE], -1)), SimpleNamespace(_k_scale=None)
+                update_cache(impl, rows[:, :LATENT], rows[:, LATENT:], cache, slots)
+            layer = SimpleNamespace(_k_scale=None, _q_scale_float=QUERY_SCALE, _k_scale_float=KEY_SCALE)
+            parts = in_fp8(query, QUERY_SCALE) if self.is_in_fp8 else tuple(query.split([LATENT, ROPE], -1))
             if in_microbatches:
                 out = self._attend_in_microbatches(impl, parts, metadata.microbatches, layer)
             else:
@@ -368,6 +397,7 @@ class Model:
     def check_host(self, request: Request) -> None:
         """Every row that was computed is on the host, in every layer."""
         rows = self.host[:, request.host_ids].flatten(1, 2)[:, : request.num_computed]
+        rows = rows.view(torch.float8_e4m3fn).float() * KEY_SCALE if self.is_in_fp8 else rows
         assert torch.equal(rows, request.rows[:, : request.num_computed])
 
     def _select(self, position: int) -> list[int]:
@@ -413,7 +443,7 @@ def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
     assert hits > 0 and misses > 0
 
 
-@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
+@pytest.mark.parametrize("name", CUDA)
 def test_rows_that_are_copied_while_another_layer_attends(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -433,7 +463,7 @@ def test_rows_that_are_copied_while_another_layer_attends(
     assert streams.num_waits == 20
 
 
-@pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
+@pytest.mark.parametrize("name", CUDA)
 def test_holes_in_a_selection(cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A request that decodes from its first token on has fewer positions than a selection, anywhere in it."""
     model = make_cuda_model(name, cuda_modules["backend"], monkeypatch)
@@ -442,6 +472,16 @@ def test_holes_in_a_selection(cuda_modules: dict[str, ModuleType], monkeypatch: 
     for _ in range(TOP_K):
         model.step((request, 1))
     model.check_host(request)
+
+
+def test_rows_at_the_end_of_the_memory(cuda_model: Model) -> None:
+    """Blocks of 64 rows do not divide the hot rows: the request's are behind the last whole block."""
+    model, request = cuda_model, Request(NUM_DEVICE_BLOCKS - cuda_model.hot_blocks, list(range(10)), 0)
+    assert model.impls[0].hot.flat_row_ids(torch.tensor([[request.first_hot_block_id]]), torch.tensor([[0]])) >= 128
+    model.start(request)
+    model.step((request, 9))
+    for _ in range(10):
+        model.step((request, 1))
 
 
 def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> None:
@@ -457,7 +497,7 @@ def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> N
     assert sum(model.buffer.counts.take()) == NUM_LAYERS * 20 * (TOP_K - 1)
 
 
-@pytest.mark.parametrize("name", ["HotMLACpu", "HotFlashMLA", "HotFlashAttnMLA", "HotFlashInferMLA"])
+@pytest.mark.parametrize("name", ["HotMLACpu", *CUDA])
 @pytest.mark.parametrize("layer_writes", [False, True])
 def test_drafts(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str, layer_writes: bool
@@ -553,12 +593,12 @@ def test_a_layer_without_storage_gets_no_metadata(cuda_modules: dict[str, Module
     assert backend.HotMLAMetadataBuilder.build(builder, 0, None) is None
 
 
-def test_steps_with_flashinfers_plans_are_not_divided(
+def test_steps_whose_parts_would_share_a_plan_or_a_workspace_are_not_divided(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_modules["microbatches"], "MIN_MICROBATCH_REQUESTS", 1)
     requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
-    for name, is_divided in (("HotFlashAttnMLA", True), ("HotFlashInferMLA", False)):
+    for name, is_divided in (("HotFlashAttnMLA", True), *((name, False) for name in ("HotFlashInferMLA", *SM100))):
         model = make_cuda_model(name, cuda_modules["backend"], monkeypatch)
         for request in requests:
             request.num_computed = 0

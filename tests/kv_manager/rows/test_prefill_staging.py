@@ -80,6 +80,12 @@ def test_a_request_longer_than_the_staging_memory_stays_in_it(num_tokens: int) -
     assert (buffer.residency[0].positions == -1).all()
 
 
+def test_staging_memory_for_short_requests_has_the_rows_that_a_kernel_reads_of_any_cache() -> None:
+    staging = PrefillStaging(make_buffer(torch.zeros(64, WIDTH)))
+    assert staging.cache.shape == (MAX_BLOCKS, BLOCK_SIZE, WIDTH)
+    assert staging.cache.untyped_storage().nbytes() >= 256 * WIDTH * staging.cache.element_size()
+
+
 def test_the_history_of_a_chunk_is_counted() -> None:
     host_rows = torch.arange(64.0 * WIDTH).view(64, WIDTH)
     buffer = make_buffer(host_rows)

@@ -32,7 +32,7 @@ from vllm_hisparse.attention.base import HotMetadataBuilder, QueryLens
 from vllm_hisparse.attention.mla.base import HotMLAImpl, NewRows
 from vllm_hisparse.attention.mla.microbatches_cuda import DecodeMicrobatch, make_microbatches
 from vllm_hisparse.compat.attention import SelectionHook, ShortDecodes, join_query, key_scale, replace_batch
-from vllm_hisparse.compat.flash_attn_mla import attend_to_flat_rows
+from vllm_hisparse.compat.row_kernels import FlashAttnKernel
 from vllm_hisparse.config import max_query_len
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup, PrefillStaging, slice_requests
@@ -188,8 +188,8 @@ class HotMLACudaImpl(HotMLAImpl):
             return self._decode(q, attn_metadata, layer), None
         if not attn_metadata.prefill_groups:
             return self._decode_step(q, attn_metadata, layer), None
-        num_tokens, query = attn_metadata.num_actual_tokens, q if isinstance(q, tuple) else (q,)
-        out = query[0].new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
+        # NOTE: the output has the dtype of the model, while queries may be in fp8.
+        out = self.new_rows.kv_c.new_zeros(attn_metadata.num_actual_tokens, self.num_heads, self.kv_lora_rank)
         if attn_metadata.decode is not None:
             tokens = slice(0, attn_metadata.num_decode_tokens)
             out[tokens] = self._decode_step(_slice_query(q, tokens), attn_metadata, layer)
@@ -207,6 +207,20 @@ class HotMLACudaImpl(HotMLAImpl):
         step = self.hot_buffer.step
         step.begin(self.layer_index)
         return self.hot.rows.unsqueeze(1), step.unpad_queries(step.newest_row_ids, num_tokens)
+
+    def locate_leading(self, q: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the selections of decoding tokens hot, as in `locate_selection`, for kernels that read every leading id.
+
+        Args:
+            q: query of the tokens, as in `forward_mqa`.
+
+        Returns:
+            Flat hot rows, [tokens, top_k] int32, -1 behind the last one, and their number, [tokens] int32.
+        """
+        num_tokens = len(q[0] if isinstance(q, tuple) else q)
+        row_ids, num_valid = self.locate_selection(self.topk_indices_buffer[:num_tokens])
+        self.hot_buffer.ops.compact(row_ids, num_valid)
+        return row_ids, num_valid
 
     def of_microbatch(self, microbatch: DecodeMicrobatch) -> Any:
         """Return a copy of the implementation that serves one microbatch."""
@@ -234,6 +248,9 @@ class HotMLACudaImpl(HotMLAImpl):
         self.staging.load(group, self.host_rows)
         self._write(self.new_rows[group.tokens], self.staging.cache, group.slots, layer)
         self.staging.store(group, self.layer_index, self.host_rows)
+        return self._attend_to_staged(q, group, layer)
+
+    def _attend_to_staged(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
         impl = self._for_tokens(self.vllm_class, group.tokens.start)
         return impl.forward_mqa(q, self.staging.cache, group.metadata, layer)[0]
 
@@ -253,7 +270,11 @@ class HotMLACudaImpl(HotMLAImpl):
         self.do_kv_cache_update(new_rows.kv_c, new_rows.k_pe, cache, slots, self.kv_cache_dtype, key_scale(layer))
 
     def _decode_cache(self) -> torch.Tensor:
-        return self.hot.rows.unsqueeze(1)
+        rows, size = self.hot.rows, self.decode_block_size
+        # NOTE: the shape may lack a partial last block, because kernels that want blocks of several rows read selected
+        # rows only, by flat row number.
+        num_blocks, width = len(rows) // size, rows.shape[1]
+        return rows.as_strided((num_blocks, size, width), (size * width, width, 1))
 
 
 class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
@@ -264,29 +285,17 @@ class HotFlashMLAImpl(HotMLACudaImpl, SelectionHook, FlashMLASparseImpl):
             self.decode_block_size = BLOCK_SIZE
         super().bind(hot_buffer, layer_index, host_rows, cache)
 
-    def _decode_cache(self) -> torch.Tensor:
-        rows = self.hot.rows
-        if self.decode_block_size == 1:
-            return rows.unsqueeze(1)
-        # NOTE: the shape may lack a partial last page, because the fp8 kernel addresses 64-row pages by flat row number
-        # and reads selected rows only.
-        num_pages, width = len(rows) // BLOCK_SIZE, rows.shape[1]
-        return rows.as_strided((num_pages, BLOCK_SIZE, width), (BLOCK_SIZE * width, width, 1))
-
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         if self.microbatch is not None:  # vLLM would join the query's parts in memory that all microbatches share
             q = join_query(*q)
         return super()._decode(q, metadata, layer)
 
 
-class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl):
+class HotFlashAttnMLAImpl(HotMLACudaImpl, FlashAttnMLASparseImpl, FlashAttnKernel):
     vllm_class = FlashAttnMLASparseImpl
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        row_ids, num_valid = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
-        # NOTE: ids must be compact, because FlashAttention takes every leading id for a page, even -1.
-        self.hot_buffer.ops.compact(row_ids, num_valid)
-        return attend_to_flat_rows(self, q, self.hot.rows, (row_ids, num_valid), layer)
+        return self.attend_to_rows(q, self.decode_cache, self.locate_leading(q), layer, is_decode=True)
 
 
 class HotFlashMLAMetadataBuilder(HotMLAMetadataBuilder, FlashMLASparseMetadataBuilder):

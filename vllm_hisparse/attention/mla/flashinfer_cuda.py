@@ -28,8 +28,7 @@ class HotFlashInferMLAImpl(HotMLACudaImpl, FlashInferMLASparseSM90Impl):
     vllm_class = FlashInferMLASparseSM90Impl
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
-        row_ids, num_valid = self.locate_selection(self.topk_indices_buffer[: len(q[0])])
-        self.hot_buffer.ops.compact(row_ids, num_valid)  # the plan knows how many ids there are, not where
+        row_ids, num_valid = self.locate_leading(q)  # the plan knows how many ids there are, not where
         out = attend_to_planned_rows(self, metadata.decode.state, q, self.hot.rows, row_ids, layer)
         # NOTE: the plan has rows for requests that nobody knows, as in vLLM's warm-up.
         return out.masked_fill_(num_valid.eq(0)[:, None, None], 0)

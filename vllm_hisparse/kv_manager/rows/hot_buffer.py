@@ -17,6 +17,8 @@ from vllm_hisparse.ops.base import HotRows, SwapInOps
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 
+MIN_STAGED_ROWS = 256  # NOTE: TensorRT-LLM's sparse MLA kernel may read so many rows from the start of any cache
+
 
 @dataclass(frozen=True)
 class HotBufferShape:
@@ -249,7 +251,9 @@ class HotBuffer(ABC):
         if self._staging is None:
             rows = self.layers[0].hot.rows
             token_elements = rows.shape[1] // self.heads.tokens_per_unit * self.heads.num_heads
-            self._staging = rows.new_zeros(self.shape.max_blocks, self.shape.block_size, token_elements)
+            num_blocks = max(self.shape.max_blocks, -(-MIN_STAGED_ROWS // self.shape.block_size))
+            staging = rows.new_zeros(num_blocks, self.shape.block_size, token_elements)
+            self._staging = staging[: self.shape.max_blocks]
         return self._staging
 
     def take_staged_bytes(self) -> int:
