@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, track, write_result
 from vllm_hisparse.layout import BLOCK_SIZE, FP8_DS_MLA_ROW_BYTES, INDEXER_QUANT_GROUP, indexer_row_bytes
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.trace import Trace as SelectionTrace
 
@@ -175,7 +175,9 @@ class Ours:
         by_seq = hot_block_tables, num_hot_rows, host_block_tables
         self.seq_lens = torch.arange(num_outputs, dtype=torch.int32, device=DEVICE)[:, None] + case.context
         self.seq_lens = self.seq_lens.repeat(1, case.batch)
-        self.tables = [StepTables(seq_indices, hot_block_tables[:, 0], x, *by_seq, BLOCK_SIZE) for x in self.seq_lens]
+        self.steps = [
+            DecodeMetadata(seq_indices, hot_block_tables[:, 0], lens, *by_seq, BLOCK_SIZE) for lens in self.seq_lens
+        ]
         self.residency = Residency.allocate(size[0] * rows_per_block, DEVICE)
         self.state = [self.hot.rows, self.residency.entries]
         self.counts = torch.zeros(case.batch, 2, dtype=torch.int64, device=DEVICE)
@@ -187,14 +189,14 @@ class Ours:
         self.seq_lens += 1
 
     def resolve(self, top_k: torch.Tensor, step: int) -> None:
-        self.ops.resolve(self.residency, self.tables[step], top_k, self.hot, self.counts, self.outputs[step])
+        self.ops.resolve(self.residency, self.steps[step], top_k, self.hot, self.counts, self.outputs[step])
 
     def gather(self, top_k: torch.Tensor, step: int) -> None:
         self.ops.gather(self.host_rows, self.hot, self.outputs[step], self.case.batch)
 
     def swap_in(self, top_k: torch.Tensor, step: int) -> None:
         out = self.outputs[step]
-        self.ops.swap_in(self.residency, self.tables[step], top_k, self.host_rows, self.hot, self.counts, out)
+        self.ops.swap_in(self.residency, self.steps[step], top_k, self.host_rows, self.hot, self.counts, out)
 
     def found_rows(self, step: int) -> torch.Tensor:
         """[batch, top_k, row_bytes]."""

@@ -17,7 +17,7 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, track, write_result
 from benchmarks.swap_in import DEVICE, time_replay
 from vllm_hisparse.layout import BLOCK_SIZE, FP8_DS_MLA_ROW_BYTES
-from vllm_hisparse.ops.base import HotRows, StepTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows
 from vllm_hisparse.ops.registry import swap_in_ops
 
 app = typer.Typer(add_completion=False)
@@ -44,16 +44,16 @@ class Step:
         host_block_tables[:, last_block] = torch.randperm(batch, device=DEVICE).int() + 1
         num_hot_rows = torch.full((batch,), ROWS_PER_BLOCK * BLOCKS_PER_REQUEST, dtype=torch.int32, device=DEVICE)
         by_seq = hot_block_tables, num_hot_rows, host_block_tables
-        self.tables = StepTables(seq_indices, hot_block_tables[:, 0], seq_lens, *by_seq, BLOCK_SIZE)
+        self.decode = DecodeMetadata(seq_indices, hot_block_tables[:, 0], seq_lens, *by_seq, BLOCK_SIZE)
         self.newest = torch.empty(batch, dtype=torch.int64, device=DEVICE)
-        self.ops.newest_row_ids(self.tables, self.hot[0], self.newest)
+        self.ops.newest_row_ids(self.decode, self.hot[0], self.newest)
         self.homes = host_block_tables[:, last_block].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
         packed = batch * num_layers * row_bytes
         self.packed = torch.randint(0, 255, (packed,), dtype=torch.uint8, device=DEVICE)
         self.packed_host = torch.zeros(packed, dtype=torch.uint8, pin_memory=True)
 
     def ours(self) -> None:
-        self.ops.write_back(self.hot, self.host, self.tables)
+        self.ops.write_back(self.hot, self.host, self.decode)
 
     def memcpy(self) -> None:
         self.packed_host.copy_(self.packed, non_blocking=True)

@@ -69,7 +69,7 @@ struct MovedRequests {
     int32_t head_stride;  // parts from one device block to the next (`KVHeads`)
 };
 
-struct StepTables {
+struct DecodeMetadata {
     const int32_t* seq_indices;  // [num_device_blocks]; -1 for a block that is not the first of a request
     const int32_t* first_hot_block_ids;  // [batch], first_hot_block_stride elements apart
     const int32_t* seq_lens;  // [batch]
@@ -98,8 +98,8 @@ struct Resolved {
     int32_t num_columns;  // max_query_len selections side by side
 };
 
-// Tables by KV head, as `UnitTables` in vllm_hisparse/ops/base.py describes them.
-struct UnitTables {
+// Metadata by KV head, as `UnitMetadata` in vllm_hisparse/ops/base.py describes them.
+struct UnitMetadata {
     int64_t* request_indices;  // [max_query_len, max_batch]
     int64_t* positions;  // [max_query_len, max_batch]
     int64_t* num_tokens;  // [max_query_len, max_batch]
@@ -186,7 +186,7 @@ struct LayerRows {
 // multiprocessors.
 cudaError_t launch_resolve(
     const Residency& residency,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     const int32_t* selected_positions,
     int64_t selected_stride,
     const HotRows& hot,
@@ -214,7 +214,7 @@ cudaError_t launch_gather(
 // two.
 cudaError_t launch_swap_in(
     const Residency& residency,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     const int32_t* selected_positions,
     int64_t selected_stride,
     const HostRows& host,
@@ -235,7 +235,7 @@ cudaError_t launch_compact_rows(
 // Find the hot row of each new position: `SwapInOps.newest_row_ids`.
 //
 // hot: hot rows of any layer; hot.rows is not read and may be null. out: [>= batch, max_query_len].
-cudaError_t launch_newest_row_ids(const StepTables& tables, const HotRows& hot, int64_t* out, cudaStream_t stream);
+cudaError_t launch_newest_row_ids(const DecodeMetadata& decode, const HotRows& hot, int64_t* out, cudaStream_t stream);
 
 // Copy each request's new rows of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
 //
@@ -245,7 +245,7 @@ cudaError_t launch_write_back(
     int32_t num_layers,
     const HotRows& hot,
     int64_t num_host_rows,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     cudaStream_t stream
 );
 
@@ -278,17 +278,17 @@ cudaError_t launch_save_rows(
     cudaStream_t stream
 );
 
-// Make the tables by KV head of the decoding requests: `SwapInOps.begin_units`.
+// Make the metadata by KV head of the decoding requests: `SwapInOps.begin_units`.
 //
-// tables: tables by request, without blocks; num_device_blocks and num_seqs count parts and sequences of KV heads.
-cudaError_t launch_begin_units(const StepTables& tables, const UnitTables& out, cudaStream_t stream);
+// decode: metadata by request, without blocks; num_device_blocks and num_seqs count parts and sequences of KV heads.
+cudaError_t launch_begin_units(const DecodeMetadata& decode, const UnitMetadata& out, cudaStream_t stream);
 
 // Write new tokens into their units on the device and on the host: `SwapInOps.write_tokens`.
 //
-// tables: tables by KV head, with tables.batch = batch * num_heads. first_units: [num_seqs].
+// decode: metadata by KV head, with decode.batch = batch * num_heads. first_units: [num_seqs].
 cudaError_t launch_write_tokens(
     const NewTokens& tokens,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     const HotRows& hot,
     const HostRows& host,
     int32_t* first_units,

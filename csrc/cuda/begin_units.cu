@@ -7,13 +7,15 @@ namespace {
 constexpr int kUnitThreads = 128;
 
 // One thread block per request.
-__global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTables tables, const UnitTables out) {
+__global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(
+    const DecodeMetadata decode, const UnitMetadata out
+) {
     const int batch_index = blockIdx.x;
-    const int32_t first_seq = find_seq(tables, batch_index, out.head_stride);
-    const int32_t query_len = tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index];
-    const int32_t newest = first_seq < 0 ? 0 : tables.seq_lens[batch_index] - 1;
+    const int32_t first_seq = find_seq(decode, batch_index, out.head_stride);
+    const int32_t query_len = decode.query_lens == nullptr ? 1 : decode.query_lens[batch_index];
+    const int32_t newest = first_seq < 0 ? 0 : decode.seq_lens[batch_index] - 1;
     const int32_t first = first_seq < 0 ? 0 : newest + 1 - query_len;
-    const int32_t first_hot_block_id = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride];
+    const int32_t first_hot_block_id = decode.first_hot_block_ids[batch_index * decode.first_hot_block_stride];
     const int32_t first_part = first_hot_block_id * out.head_stride;
     for (int head = threadIdx.x; head < out.num_heads; head += kUnitThreads) {
         const int head_index = batch_index * out.num_heads + head;
@@ -30,7 +32,7 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
         const bool exists = first_seq >= 0 && first + i <= newest;
         const int64_t place = static_cast<int64_t>(i) * out.max_batch + batch_index;
         // NOTE: there is one sequence more than KV heads of requests, because the last one is for no request.
-        out.request_indices[place] = (exists ? first_seq : tables.num_seqs - 1) / out.num_heads;
+        out.request_indices[place] = (exists ? first_seq : decode.num_seqs - 1) / out.num_heads;
         out.positions[place] = exists ? first + i : 0;
         out.num_tokens[place] = exists ? first + i + 1 : 0;
     }
@@ -41,8 +43,8 @@ __global__ void __launch_bounds__(kUnitThreads) begin_units_kernel(const StepTab
 
 using namespace hisparse;
 
-cudaError_t hisparse::launch_begin_units(const StepTables& tables, const UnitTables& out, cudaStream_t stream) {
-    if (tables.batch == 0) return cudaSuccess;
-    begin_units_kernel<<<tables.batch, kUnitThreads, 0, stream>>>(tables, out);
+cudaError_t hisparse::launch_begin_units(const DecodeMetadata& decode, const UnitMetadata& out, cudaStream_t stream) {
+    if (decode.batch == 0) return cudaSuccess;
+    begin_units_kernel<<<decode.batch, kUnitThreads, 0, stream>>>(decode, out);
     return cudaGetLastError();
 }

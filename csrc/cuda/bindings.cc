@@ -52,16 +52,16 @@ struct TypeKey<Residency> {
     static constexpr const char* value = "vllm_hisparse.Residency";
 };
 template <>
-struct TypeKey<StepTables> {
-    static constexpr const char* value = "vllm_hisparse.StepTables";
+struct TypeKey<DecodeMetadata> {
+    static constexpr const char* value = "vllm_hisparse.DecodeMetadata";
 };
 template <>
 struct TypeKey<Resolved> {
     static constexpr const char* value = "vllm_hisparse.Resolved";
 };
 template <>
-struct TypeKey<UnitTables> {
-    static constexpr const char* value = "vllm_hisparse.UnitTables";
+struct TypeKey<UnitMetadata> {
+    static constexpr const char* value = "vllm_hisparse.UnitMetadata";
 };
 template <>
 struct TypeKey<LayerGroup> {
@@ -149,7 +149,7 @@ Arguments<Residency> residency(TensorView entries, int32_t num_layers) {
     return Arguments<Residency>({reinterpret_cast<int2*>(contiguous<int32_t>(entries, "residency")), num_layers});
 }
 
-StepTables requests_of(
+DecodeMetadata requests_of(
     const TensorView& seq_indices,
     const TensorView& first_hot_block_ids,
     const TensorView& seq_lens,
@@ -157,18 +157,18 @@ StepTables requests_of(
 ) {
     const bool same_batch = first_hot_block_ids.ndim() == 1 && first_hot_block_ids.size(0) == seq_lens.size(0);
     check(same_batch, "first_hot_block_ids and seq_lens are of other batches");
-    StepTables tables{};
-    tables.seq_indices = contiguous<int32_t>(seq_indices, "seq_indices");
-    tables.first_hot_block_ids = elements<int32_t>(first_hot_block_ids, "first_hot_block_ids");
-    tables.seq_lens = contiguous<int32_t>(seq_lens, "seq_lens");
-    if (query_lens.has_value()) tables.query_lens = contiguous<int32_t>(query_lens.value(), "query_lens");
-    tables.first_hot_block_stride = first_hot_block_ids.stride(0);
-    tables.num_device_blocks = static_cast<int32_t>(seq_indices.size(0));
-    tables.batch = static_cast<int32_t>(seq_lens.size(0));
-    return tables;
+    DecodeMetadata decode{};
+    decode.seq_indices = contiguous<int32_t>(seq_indices, "seq_indices");
+    decode.first_hot_block_ids = elements<int32_t>(first_hot_block_ids, "first_hot_block_ids");
+    decode.seq_lens = contiguous<int32_t>(seq_lens, "seq_lens");
+    if (query_lens.has_value()) decode.query_lens = contiguous<int32_t>(query_lens.value(), "query_lens");
+    decode.first_hot_block_stride = first_hot_block_ids.stride(0);
+    decode.num_device_blocks = static_cast<int32_t>(seq_indices.size(0));
+    decode.batch = static_cast<int32_t>(seq_lens.size(0));
+    return decode;
 }
 
-Arguments<StepTables> step_tables(
+Arguments<DecodeMetadata> decode_metadata(
     TensorView seq_indices,
     TensorView first_hot_block_ids,
     TensorView seq_lens,
@@ -179,18 +179,18 @@ Arguments<StepTables> step_tables(
     Optional<TensorView> query_lens,
     int32_t max_query_len
 ) {
-    StepTables tables = requests_of(seq_indices, first_hot_block_ids, seq_lens, query_lens);
-    tables.hot_block_tables = matrix<int32_t>(hot_block_tables, "hot_block_tables");
-    tables.num_hot_rows = contiguous<int32_t>(num_hot_rows, "num_hot_rows");
-    tables.host_block_tables = matrix<int32_t>(host_block_tables, "host_block_tables");
-    tables.hot_block_table_stride = hot_block_tables.stride(0);
-    tables.host_block_table_stride = host_block_tables.stride(0);
-    tables.num_hot_blocks = static_cast<int32_t>(hot_block_tables.size(1));
-    tables.num_seqs = static_cast<int32_t>(host_block_tables.size(0));
-    tables.num_host_blocks = static_cast<int32_t>(host_block_tables.size(1));
-    tables.block_size = block_size;
-    tables.max_query_len = max_query_len;
-    return Arguments<StepTables>(tables);
+    DecodeMetadata decode = requests_of(seq_indices, first_hot_block_ids, seq_lens, query_lens);
+    decode.hot_block_tables = matrix<int32_t>(hot_block_tables, "hot_block_tables");
+    decode.num_hot_rows = contiguous<int32_t>(num_hot_rows, "num_hot_rows");
+    decode.host_block_tables = matrix<int32_t>(host_block_tables, "host_block_tables");
+    decode.hot_block_table_stride = hot_block_tables.stride(0);
+    decode.host_block_table_stride = host_block_tables.stride(0);
+    decode.num_hot_blocks = static_cast<int32_t>(hot_block_tables.size(1));
+    decode.num_seqs = static_cast<int32_t>(host_block_tables.size(0));
+    decode.num_host_blocks = static_cast<int32_t>(host_block_tables.size(1));
+    decode.block_size = block_size;
+    decode.max_query_len = max_query_len;
+    return Arguments<DecodeMetadata>(decode);
 }
 
 Arguments<Resolved> resolved(
@@ -211,7 +211,7 @@ Arguments<Resolved> resolved(
     });
 }
 
-Arguments<UnitTables> unit_tables(
+Arguments<UnitMetadata> unit_metadata(
     TensorView request_indices,
     TensorView positions,
     TensorView num_tokens,
@@ -223,7 +223,7 @@ Arguments<UnitTables> unit_tables(
     int32_t head_stride,
     int32_t tokens_per_unit
 ) {
-    return Arguments<UnitTables>({
+    return Arguments<UnitMetadata>({
         contiguous<int64_t>(request_indices, "request_indices"),
         contiguous<int64_t>(positions, "positions"),
         contiguous<int64_t>(num_tokens, "num_tokens"),
@@ -265,24 +265,24 @@ Arguments<LayerGroup> layer_group(ffi::Array<Arguments<HotRows>> hot, ffi::Array
 // The launches
 
 // Selections of a launch: [batch, columns].
-const int32_t* selected_of(const TensorView& selected, const StepTables& tables, const Resolved& out) {
-    check(selected.size(0) == tables.batch && selected.size(1) == out.num_columns, "selections of other sizes");
+const int32_t* selected_of(const TensorView& selected, const DecodeMetadata& decode, const Resolved& out) {
+    check(selected.size(0) == decode.batch && selected.size(1) == out.num_columns, "selections of other sizes");
     return matrix<int32_t>(selected, "selected");
 }
 
 void resolve(
     Arguments<Residency> residency,
-    Arguments<StepTables> tables,
+    Arguments<DecodeMetadata> decode,
     TensorView selected_positions,
     Arguments<HotRows> hot,
     TensorView counts,
     Arguments<Resolved> out,
     int64_t stream
 ) {
-    const int32_t* columns = selected_of(selected_positions, *tables, *out);
+    const int32_t* columns = selected_of(selected_positions, *decode, *out);
     int64_t* counters = contiguous<int64_t>(counts, "counts");
     check(launch_resolve(
-        *residency, *tables, columns, selected_positions.stride(0), *hot, counters, *out, false, stream_of(stream)
+        *residency, *decode, columns, selected_positions.stride(0), *hot, counters, *out, false, stream_of(stream)
     ));
 }
 
@@ -299,7 +299,7 @@ void gather(
 
 void swap_in(
     Arguments<Residency> residency,
-    Arguments<StepTables> tables,
+    Arguments<DecodeMetadata> decode,
     TensorView selected_positions,
     TensorView host,
     Arguments<HotRows> hot,
@@ -308,11 +308,11 @@ void swap_in(
     bool shares_device,
     int64_t stream
 ) {
-    const int32_t* columns = selected_of(selected_positions, *tables, *out);
+    const int32_t* columns = selected_of(selected_positions, *decode, *out);
     int64_t* counters = contiguous<int64_t>(counts, "counts");
     const HostRows rows = host_rows_of(host, *hot);
     check(launch_swap_in(
-        *residency, *tables, columns, selected_positions.stride(0), rows, *hot, counters, *out, shares_device,
+        *residency, *decode, columns, selected_positions.stride(0), rows, *hot, counters, *out, shares_device,
         stream_of(stream)
     ));
 }
@@ -325,16 +325,16 @@ void compact_rows(TensorView row_ids, TensorView num_valid, int64_t stream) {
     check(launch_compact_rows(ids, counts, num_selections, static_cast<int32_t>(row_ids.size(1)), stream_of(stream)));
 }
 
-void newest_row_ids(Arguments<StepTables> tables, Arguments<HotRows> hot, TensorView out, int64_t stream) {
-    const StepTables& step = *tables;
+void newest_row_ids(Arguments<DecodeMetadata> decode, Arguments<HotRows> hot, TensorView out, int64_t stream) {
+    const DecodeMetadata& step = *decode;
     check(out.size(0) >= static_cast<int64_t>(step.batch) * step.max_query_len, "out is too short");
     check(launch_newest_row_ids(step, *hot, contiguous<int64_t>(out, "out"), stream_of(stream)));
 }
 
-void write_back(Arguments<LayerGroup> layers, Arguments<StepTables> tables, int64_t stream) {
+void write_back(Arguments<LayerGroup> layers, Arguments<DecodeMetadata> decode, int64_t stream) {
     const LayerGroup& group = *layers;
     check(
-        launch_write_back(group.rows, group.num_layers, group.sizes, group.num_host_rows, *tables, stream_of(stream))
+        launch_write_back(group.rows, group.num_layers, group.sizes, group.num_host_rows, *decode, stream_of(stream))
     );
 }
 
@@ -360,19 +360,19 @@ void save_rows(
     ));
 }
 
-// num_seqs: sequences of the tables by KV head, including the one for no request.
+// num_seqs: sequences by KV head, including the one for no request.
 void begin_units(
     TensorView first_hot_block_ids,
     TensorView seq_lens,
     Optional<TensorView> query_lens,
     TensorView seq_indices,
     int32_t num_seqs,
-    Arguments<UnitTables> out,
+    Arguments<UnitMetadata> out,
     int64_t stream
 ) {
-    StepTables tables = requests_of(seq_indices, first_hot_block_ids, seq_lens, query_lens);
-    tables.num_seqs = num_seqs;
-    check(launch_begin_units(tables, *out, stream_of(stream)));
+    DecodeMetadata decode = requests_of(seq_indices, first_hot_block_ids, seq_lens, query_lens);
+    decode.num_seqs = num_seqs;
+    check(launch_begin_units(decode, *out, stream_of(stream)));
 }
 
 // Return the distance in bytes from one token's heads to the next token's; the heads of a token lie side by side.
@@ -387,15 +387,15 @@ int64_t token_stride(const TensorView& tokens, int64_t head_bytes) {
 void write_tokens(
     TensorView key,
     TensorView value,
-    Arguments<UnitTables> units,
-    Arguments<StepTables> tables,
+    Arguments<UnitMetadata> units,
+    Arguments<DecodeMetadata> decode,
     Arguments<HotRows> hot,
     TensorView host,
     TensorView first_units,
     int64_t stream
 ) {
     const int64_t head_bytes = key.size(2) * element_bytes(key);
-    const UnitTables& by_unit = *units;
+    const UnitMetadata& by_unit = *units;
     const NewTokens tokens{
         static_cast<const uint8_t*>(key.data_ptr()),
         static_cast<const uint8_t*>(value.data_ptr()),
@@ -409,7 +409,7 @@ void write_tokens(
         by_unit.tokens_per_unit,
     };
     check(launch_write_tokens(
-        tokens, *tables, *hot, host_rows_of(host, *hot), contiguous<int32_t>(first_units, "first_units"),
+        tokens, *decode, *hot, host_rows_of(host, *hot), contiguous<int32_t>(first_units, "first_units"),
         stream_of(stream)
     ));
 }
@@ -667,9 +667,9 @@ ffi::Map<ffi::String, int64_t> limits() {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(limits, hisparse::limits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hot_rows, hisparse::hot_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(residency, hisparse::residency);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(step_tables, hisparse::step_tables);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_metadata, hisparse::decode_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolved, hisparse::resolved);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(unit_tables, hisparse::unit_tables);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unit_metadata, hisparse::unit_metadata);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_group, hisparse::layer_group);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(resolve, hisparse::resolve);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, hisparse::gather);

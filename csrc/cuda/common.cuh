@@ -1,4 +1,4 @@
-// Functions that the kernels share: tables, row copies.
+// Functions that the kernels share: decode metadata, row copies.
 #pragma once
 
 #include "arguments.h"
@@ -35,18 +35,18 @@ __device__ inline int lane_index() {
 }
 
 // Return the sequence index of a part of a device block; -1 for padding, and for a request without hot rows.
-__device__ inline int32_t find_seq_of(const StepTables& tables, int32_t part, int32_t seq_len) {
-    const bool known = part >= 0 && part < tables.num_device_blocks && seq_len > 0;
-    const int32_t seq_index = known ? tables.seq_indices[part] : -1;
-    if (seq_index < 0 || seq_index >= tables.num_seqs) return -1;
-    return tables.num_hot_rows == nullptr || __ldg(tables.num_hot_rows + seq_index) > 0 ? seq_index : -1;
+__device__ inline int32_t find_seq_of(const DecodeMetadata& decode, int32_t part, int32_t seq_len) {
+    const bool known = part >= 0 && part < decode.num_device_blocks && seq_len > 0;
+    const int32_t seq_index = known ? decode.seq_indices[part] : -1;
+    if (seq_index < 0 || seq_index >= decode.num_seqs) return -1;
+    return decode.num_hot_rows == nullptr || __ldg(decode.num_hot_rows + seq_index) > 0 ? seq_index : -1;
 }
 
 // Return the sequence index of a request of the batch. head_stride: parts from one device block to the next
 // (`KVHeads`).
-__device__ inline int32_t find_seq(const StepTables& tables, int batch_index, int32_t head_stride = 1) {
-    const int32_t part = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride] * head_stride;
-    return find_seq_of(tables, part, tables.seq_lens[batch_index]);
+__device__ inline int32_t find_seq(const DecodeMetadata& decode, int batch_index, int32_t head_stride = 1) {
+    const int32_t part = decode.first_hot_block_ids[batch_index * decode.first_hot_block_stride] * head_stride;
+    return find_seq_of(decode, part, decode.seq_lens[batch_index]);
 }
 
 // Return the flat id of row `row` of a paged table; -1 if its block is -1 or lies beyond the table.
@@ -64,23 +64,23 @@ __device__ inline int64_t flat_row_id(
 // Return the flat id of the hot row in a slot. slot: >= 0.
 template <typename T>
 __device__ inline int64_t flat_hot_row_id(
-    const StepTables& tables, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot
+    const DecodeMetadata& decode, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot
 ) {
-    const int32_t* table = tables.hot_block_tables + seq_index * tables.hot_block_table_stride;
-    return flat_row_id(table, tables.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
+    const int32_t* table = decode.hot_block_tables + seq_index * decode.hot_block_table_stride;
+    return flat_row_id(table, decode.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
 }
 
 // Return the flat id of the host row of a position. position: >= 0.
 template <typename T>
 __device__ inline int64_t flat_host_row_id(
-    const StepTables& tables, const T& block_size, int32_t seq_index, int32_t position
+    const DecodeMetadata& decode, const T& block_size, int32_t seq_index, int32_t position
 ) {
-    const int32_t* table = tables.host_block_tables + seq_index * tables.host_block_table_stride;
-    return flat_row_id(table, tables.num_host_blocks, position, block_size, tables.block_size);
+    const int32_t* table = decode.host_block_tables + seq_index * decode.host_block_table_stride;
+    return flat_row_id(table, decode.num_host_blocks, position, block_size, decode.block_size);
 }
 
-__device__ inline int32_t query_len_of(const StepTables& tables, int batch_index) {
-    return tables.query_lens == nullptr ? 1 : tables.query_lens[batch_index];
+__device__ inline int32_t query_len_of(const DecodeMetadata& decode, int batch_index) {
+    return decode.query_lens == nullptr ? 1 : decode.query_lens[batch_index];
 }
 
 // The new positions of a request, [first, end), and their slots: position p is in slot p if the sequence fits; if not,
@@ -96,9 +96,9 @@ struct NewPositions {
           end(seq_len),
           fits(first + max_query_len <= num_hot_rows),
           first_slot(fits ? first : num_hot_rows - max_query_len) {}
-    __device__ NewPositions(const StepTables& tables, int batch_index, int32_t num_hot_rows)
+    __device__ NewPositions(const DecodeMetadata& decode, int batch_index, int32_t num_hot_rows)
         : NewPositions(
-              tables.seq_lens[batch_index], query_len_of(tables, batch_index), tables.max_query_len, num_hot_rows
+              decode.seq_lens[batch_index], query_len_of(decode, batch_index), decode.max_query_len, num_hot_rows
           ) {}
     __device__ int32_t slot(int32_t position) const { return first_slot + position - first; }
 };

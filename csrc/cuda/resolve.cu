@@ -24,7 +24,7 @@ __device__ __forceinline__ void resolve_padding(const Resolved& out, int batch_i
 template <int kColumnRounds, bool kHasDrafts, bool kIsCluster>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
-    const StepTables tables,
+    const DecodeMetadata decode,
     const int32_t* __restrict__ selected_positions,  // [batch, out.num_columns], requests selected_stride elements apart
     const int64_t selected_stride,
     const HotRows hot,
@@ -46,23 +46,23 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
 
     int32_t selected[kColumnRounds];
     load_selection(selected_positions + batch_index * selected_stride, columns, selected);
-    const int32_t first_hot_block_id = tables.first_hot_block_ids[batch_index * tables.first_hot_block_stride];
-    const int32_t seq_len = tables.seq_lens[batch_index], query_len = query_len_of(tables, batch_index);
+    const int32_t first_hot_block_id = decode.first_hot_block_ids[batch_index * decode.first_hot_block_stride];
+    const int32_t seq_len = decode.seq_lens[batch_index], query_len = query_len_of(decode, batch_index);
     scratch.clear();  // while these loads are in flight
     if (threadIdx.x < kMaxQueryLen) shared.num_valid[threadIdx.x] = 0;
     if (threadIdx.x == 0) shared.cut = {-1, 0, 0, 0};
     if (threadIdx.x == 0) shared.num_found = 0;
-    const int32_t seq_index = find_seq_of(tables, first_hot_block_id, seq_len);
+    const int32_t seq_index = find_seq_of(decode, first_hot_block_id, seq_len);
     // Padding and requests that fit need only one thread block.
     if (seq_index < 0) {
-        if (cluster.rank == 0) resolve_padding(out, batch_index, tables.max_query_len);
+        if (cluster.rank == 0) resolve_padding(out, batch_index, decode.max_query_len);
         return;
     }
 
-    const NewPositions added(seq_len, query_len, tables.max_query_len, __ldg(tables.num_hot_rows + seq_index));
-    const int32_t* hot_block_table = tables.hot_block_tables + seq_index * tables.hot_block_table_stride;
+    const NewPositions added(seq_len, query_len, decode.max_query_len, __ldg(decode.num_hot_rows + seq_index));
+    const int32_t* hot_block_table = decode.hot_block_tables + seq_index * decode.hot_block_table_stride;
     asm("" : "+l"(hot_block_table));  // NOTE: without this, the compiler computes it for every slot
-    const Request request{tables, hot, hot_block_table, rows_per_block, block_size, batch_index, seq_index, added};
+    const Request request{decode, hot, hot_block_table, rows_per_block, block_size, batch_index, seq_index, added};
     if (added.fits) {
         if (cluster.rank != 0) return;
         return resolve_fitting<kColumnRounds, kHasDrafts>(
@@ -132,7 +132,7 @@ int choose_cluster_size(int batch, int64_t num_hot_rows, int num_multiprocessors
 
 cudaError_t launch_resolve(
     const Residency& residency,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     const int32_t* selected_positions,
     int64_t selected_stride,
     const HotRows& hot,
@@ -141,10 +141,10 @@ cudaError_t launch_resolve(
     bool shares_device,
     cudaStream_t stream
 ) {
-    if (tables.batch == 0) return cudaSuccess;
+    if (decode.batch == 0) return cudaSuccess;
     const int num_columns = out.num_columns;
-    const int64_t num_hot_rows = static_cast<int64_t>(tables.num_hot_blocks) * hot.rows_per_block;
-    const Variant variant = choose_variant(num_columns, tables.max_query_len);
+    const int64_t num_hot_rows = static_cast<int64_t>(decode.num_hot_blocks) * hot.rows_per_block;
+    const Variant variant = choose_variant(num_columns, decode.max_query_len);
     if (variant.column_rounds == 0 || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
     Device device{};
     if (const cudaError_t error = device.ask()) return error;
@@ -153,8 +153,8 @@ cudaError_t launch_resolve(
     if (bucket_bits == 0) return cudaErrorInvalidValue;
     const size_t num_bytes = scratch.num_bytes(bucket_bits);
     const auto room = static_cast<int64_t>((device.max_shared_bytes - num_bytes) / sizeof(uint16_t));
-    const Divisor rows_per_block(hot.rows_per_block), block_size(tables.block_size);
-    const Divisor selection_size(num_columns / tables.max_query_len);
+    const Divisor rows_per_block(hot.rows_per_block), block_size(decode.block_size);
+    const Divisor selection_size(num_columns / decode.max_query_len);
 
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -163,7 +163,7 @@ cudaError_t launch_resolve(
     config.stream = stream;
     config.attrs = &attribute;
     const int num_multiprocessors = device.num_multiprocessors / (shares_device ? kNumStreams : 1);
-    int size = device.has_clusters ? choose_cluster_size(tables.batch, num_hot_rows, num_multiprocessors) : 1;
+    int size = device.has_clusters ? choose_cluster_size(decode.batch, num_hot_rows, num_multiprocessors) : 1;
     while (true) {
         const bool is_cluster = size > 1;
         const auto kernel = is_cluster ? variant.cluster_kernel : variant.kernel;
@@ -175,15 +175,15 @@ cudaError_t launch_resolve(
         const auto num_kept_ages = static_cast<int32_t>(num_slots / kSlotsPerLoad * kSlotsPerLoad);
         attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
         config.numAttrs = is_cluster ? 1 : 0;
-        config.gridDim = tables.batch * size;
+        config.gridDim = decode.batch * size;
         config.dynamicSmemBytes = num_bytes + num_kept_ages * sizeof(uint16_t);
-        int num_clusters = tables.batch;  // clusters that can run at the same time
+        int num_clusters = decode.batch;  // clusters that can run at the same time
         if (is_cluster) {
             if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&num_clusters, kernel, &config)) return error;
         }
-        if (num_clusters >= tables.batch) {
+        if (num_clusters >= decode.batch) {
             return cudaLaunchKernelEx(
-                &config, kernel, residency, tables, selected_positions, selected_stride, hot, counts, out,
+                &config, kernel, residency, decode, selected_positions, selected_stride, hot, counts, out,
                 rows_per_block, block_size, selection_size, bucket_bits, num_kept_ages
             );
         }

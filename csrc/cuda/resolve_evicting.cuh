@@ -535,7 +535,7 @@ __device__ __forceinline__ void resolve_evicting(
     write_columns(cluster, residency, out, scratch, request, columns, selected, host_blocks, found, first_victim);
     if (cluster.rank == 0) {
         // New rows overwrite the rows in the reserved slots.
-        if (threadIdx.x < request.tables.max_query_len) {
+        if (threadIdx.x < request.decode.max_query_len) {
             residency.entries[request.place(num_slots + threadIdx.x).entry].x = -1;
         }
         report(counts, residency.num_layers, request, total, shared.num_valid, out);

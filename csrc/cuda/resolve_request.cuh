@@ -1,4 +1,4 @@
-// Data of a request in the kernel of `resolve`, whether it fits or not: tables, columns, counts.
+// Data of a request in the kernel of `resolve`, whether it fits or not: metadata, columns, counts.
 #pragma once
 
 #include "common.cuh"
@@ -63,9 +63,9 @@ struct Place {
 
 // A request and the places of its rows.
 struct Request {
-    const StepTables& tables;
+    const DecodeMetadata& decode;
     const HotRows& hot;
-    const int32_t* hot_block_table;  // [tables.num_hot_blocks]
+    const int32_t* hot_block_table;  // [decode.num_hot_blocks]
     const Divisor& rows_per_block;
     const Divisor& block_size;
     int batch_index;
@@ -79,16 +79,16 @@ struct Request {
         return {static_cast<int32_t>(block * hot.block_stride_rows + offset), block * rows_per_block.divisor + offset};
     }
     __device__ int64_t host_row_id(int32_t position) const {
-        return flat_host_row_id(tables, block_size, seq_index, position);
+        return flat_host_row_id(decode, block_size, seq_index, position);
     }
     // Return the host block of a position; -1 if there is none.
     __device__ int32_t host_block(int32_t position) const {
         const int32_t index = position / block_size;
-        if (index >= tables.num_host_blocks) return -1;
-        return __ldg(tables.host_block_tables + seq_index * tables.host_block_table_stride + index);
+        if (index >= decode.num_host_blocks) return -1;
+        return __ldg(decode.host_block_tables + seq_index * decode.host_block_table_stride + index);
     }
     __device__ int64_t host_row_id(int32_t position, int32_t block) const {
-        return block < 0 ? -1 : static_cast<int64_t>(block) * tables.block_size + position % block_size;
+        return block < 0 ? -1 : static_cast<int64_t>(block) * decode.block_size + position % block_size;
     }
     __device__ bool wants(int32_t position) const { return position >= 0 && position < added.first; }
     __device__ bool is_valid(int32_t position) const { return position >= 0 && position < added.end; }
@@ -194,7 +194,7 @@ __device__ __forceinline__ void report(
     const int32_t* num_valid,
     const Resolved& out
 ) {
-    const int max_query_len = request.tables.max_query_len;
+    const int max_query_len = request.decode.max_query_len;
     if (threadIdx.x < max_query_len) {
         out.num_valid[request.batch_index * max_query_len + threadIdx.x] = num_valid[threadIdx.x];
     }

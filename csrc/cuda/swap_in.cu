@@ -17,7 +17,7 @@ cudaError_t has_dependent_launch(bool* result) {
 
 cudaError_t hisparse::launch_swap_in(
     const Residency& residency,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     const int32_t* selected_positions,
     int64_t selected_stride,
     const HostRows& host,
@@ -30,6 +30,6 @@ cudaError_t hisparse::launch_swap_in(
     bool overlaps = false;
     if (const cudaError_t error = has_dependent_launch(&overlaps)) return error;
     const cudaError_t error =
-        launch_resolve(residency, tables, selected_positions, selected_stride, hot, counts, out, shares_device, stream);
-    return error ? error : launch_gather(host, hot, out, tables.batch, shares_device, overlaps, stream);
+        launch_resolve(residency, decode, selected_positions, selected_stride, hot, counts, out, shares_device, stream);
+    return error ? error : launch_gather(host, hot, out, decode.batch, shares_device, overlaps, stream);
 }

@@ -12,18 +12,18 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
     const int32_t num_layers,
     const HotRows hot,          // `rows` is not read
     const int64_t num_host_rows,
-    const StepTables tables
+    const DecodeMetadata decode
 ) {
     const int warp = warp_index(), lane = lane_index();
-    for (int index = blockIdx.x; index < tables.batch * tables.max_query_len; index += gridDim.x) {
-        const int batch_index = index / tables.max_query_len;
-        const int32_t seq_index = find_seq(tables, batch_index);
+    for (int index = blockIdx.x; index < decode.batch * decode.max_query_len; index += gridDim.x) {
+        const int batch_index = index / decode.max_query_len;
+        const int32_t seq_index = find_seq(decode, batch_index);
         if (seq_index < 0) continue;
-        const NewPositions added(tables, batch_index, tables.num_hot_rows[seq_index]);
-        const int32_t position = added.first + index % tables.max_query_len;
+        const NewPositions added(decode, batch_index, decode.num_hot_rows[seq_index]);
+        const int32_t position = added.first + index % decode.max_query_len;
         if (position >= added.end) continue;
-        const int64_t source = flat_hot_row_id(tables, hot, hot.rows_per_block, seq_index, added.slot(position));
-        const int64_t target = flat_host_row_id(tables, tables.block_size, seq_index, position);
+        const int64_t source = flat_hot_row_id(decode, hot, hot.rows_per_block, seq_index, added.slot(position));
+        const int64_t target = flat_host_row_id(decode, decode.block_size, seq_index, position);
         if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
             const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;
@@ -42,12 +42,12 @@ cudaError_t hisparse::launch_write_back(
     int32_t num_layers,
     const HotRows& hot,
     int64_t num_host_rows,
-    const StepTables& tables,
+    const DecodeMetadata& decode,
     cudaStream_t stream
 ) {
-    if (tables.batch == 0) return cudaSuccess;
-    const int num_rows = tables.batch * tables.max_query_len;
+    if (decode.batch == 0) return cudaSuccess;
+    const int num_rows = decode.batch * decode.max_query_len;
     const int num_blocks = num_rows < kMaxBlocks ? num_rows : kMaxBlocks;
-    write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(layers, num_layers, hot, num_host_rows, tables);
+    write_back_kernel<<<num_blocks, kNumThreads, 0, stream>>>(layers, num_layers, hot, num_host_rows, decode);
     return cudaGetLastError();
 }

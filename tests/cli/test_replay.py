@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.replay_buffers import PrivateBuffer, Replay, first_uses, private_misses, sequences
 from vllm_hisparse.cli.replay_policies import LRU, POLICIES, Selection
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 from vllm_hisparse.trace import Trace
 
@@ -80,9 +80,9 @@ class ReferenceOp:
         one = torch.zeros(1, dtype=torch.int32)
         host_block_table = torch.arange(64, dtype=torch.int32)[None]  # a host row has its position as id
         num_hot_rows, seq_lens = torch.tensor([[len(self.residency.positions)], [newest + 1]], dtype=torch.int32)
-        tables = StepTables(one, one, seq_lens, one[None], num_hot_rows, host_block_table, 1)
+        decode = DecodeMetadata(one, one, seq_lens, one[None], num_hot_rows, host_block_table, 1)
         given = torch.from_numpy(selected.astype(np.int32))[None]
-        TorchSwapInOps().resolve(self.residency, tables, given, self.hot, self.counts, self.out)
+        TorchSwapInOps().resolve(self.residency, decode, given, self.hot, self.counts, self.out)
         return self.out.miss_host_row_ids[0, : int(self.out.num_misses[0])].tolist()
 
 

@@ -341,7 +341,7 @@ def test_copies_of_every_rank_are_counted() -> None:
 # Release
 
 
-def test_handles_are_released_once_before_they_are_reused(engine: ScriptedEngine) -> None:
+def test_first_hot_blocks_are_released_once_before_they_are_reused(engine: ScriptedEngine) -> None:
     first = engine.ask("a", PROMPT)
     engine.turn(budget=10)
     first_hot_block_id, _ = engine.tables_of(first)
@@ -372,7 +372,7 @@ def test_a_request_that_the_worker_never_saw_is_not_released() -> None:
 def resumed_late() -> tuple[ScriptedEngine, Request, list[int]]:
     """A session whose second turn waits, because a request whose transfer has ended took the last place before it.
 
-    Returns the engine, the session, and the handles that the worker was told to forget.
+    Returns the engine, the session, and the first hot blocks that the worker was told to forget.
     """
     engine = ScriptedEngine(role="kv_consumer", max_num_seqs=2)
     engine.ask_remote("remote", list(range(50, 57)), max_tokens=12)
@@ -708,7 +708,7 @@ def report(engine: ScriptedEngine, metadata: HiSparseMetadata, *counts: tuple[in
     engine.half.update_connector_output(output(kv_connector_worker_meta=HiSparseWorkerMetadata(requests)))
 
 
-def test_log_follows_requests_over_reused_handles(lines: list[str]) -> None:
+def test_log_follows_requests_over_reused_first_hot_blocks(lines: list[str]) -> None:
     engine = ScriptedEngine(options={"log_request_stats": True}, num_device_blocks=14)
     first = engine.ask("a", PROMPT)
     engine.turn(budget=10)

@@ -52,43 +52,43 @@ class RowCheck:
         take_stats = worker.take_stats  # called once, when a step is over
 
         def checked() -> Any:
-            tables = worker.hot_buffer.step.tables
-            if tables is not None:
+            decode = worker.hot_buffer.step.decode
+            if decode is not None:
                 self.num_steps += 1
                 if corrupt and self.num_steps == every:
-                    self.corrupt(worker, tables)
+                    self.corrupt(worker, decode)
                 if self.num_steps % every == 0:
-                    self.check(worker, tables)
+                    self.check(worker, decode)
             return take_stats()
 
         worker.take_stats = checked
 
-    def held_rows(self, worker: Any, tables: Any, layer: int) -> Iterator[tuple[Any, Any]]:
+    def held_rows(self, worker: Any, decode: Any, layer: int) -> Iterator[tuple[Any, Any]]:
         """Flat hot row ids and flat host row ids of what each decoding request has hot in a layer."""
         import torch
 
         hot, residency = worker.impls[layer].hot, worker.hot_buffer.residency[layer]
-        first_new = tables.seq_lens - (1 if tables.query_lens is None else tables.query_lens)
+        first_new = decode.seq_lens - (1 if decode.query_lens is None else decode.query_lens)
         is_whole = worker.hot_buffer.heads.tokens_per_unit == 1  # what lies behind the newest token may be anything
-        states = tables.seq_indices[tables.first_hot_block_ids.long()].where(tables.first_hot_block_ids >= 0, -1)
+        states = decode.seq_indices[decode.first_hot_block_ids.long()].where(decode.first_hot_block_ids >= 0, -1)
         for state, num_whole in zip(states.tolist(), first_new.tolist(), strict=True):
             if state < 0:
                 continue
-            num_rows = int(tables.num_hot_rows[state])
+            num_rows = int(decode.num_hot_rows[state])
             slots = torch.arange(num_rows, device=hot.rows.device)[None]
-            table = tables.hot_block_tables[state, None]
+            table = decode.hot_block_tables[state, None]
             positions = residency.positions[hot.entries(table, slots)[0]].cpu().long()
             held = (positions >= 0) & (is_whole | (positions < num_whole))
             row_ids, positions = hot.flat_row_ids(table, slots)[0].cpu()[held], positions[held]
-            blocks = tables.host_block_tables[state].cpu().long()[positions // tables.block_size]
-            yield row_ids.to(hot.rows.device), blocks * tables.block_size + positions % tables.block_size
+            blocks = decode.host_block_tables[state].cpu().long()[positions // decode.block_size]
+            yield row_ids.to(hot.rows.device), blocks * decode.block_size + positions % decode.block_size
 
-    def check(self, worker: Any, tables: Any) -> None:
+    def check(self, worker: Any, decode: Any) -> None:
         import torch
 
         layers = worker.hot_buffer.layers
         for layer, impl in enumerate(worker.impls):
-            for row_ids, host_row_ids in self.held_rows(worker, tables, layer):
+            for row_ids, host_row_ids in self.held_rows(worker, decode, layer):
                 hot = impl.hot.rows[row_ids].cpu()
                 # NOTE: a dense model's host blocks are on the CPU as vLLM's kernels order them.
                 read, host_rows = getattr(worker.hot_buffer.ops, "read_host_rows", None), layers[layer].host
@@ -97,9 +97,9 @@ class RowCheck:
                 self.num_rows += len(same)
                 self.num_wrong += int((~same).sum())
 
-    def corrupt(self, worker: Any, tables: Any) -> None:
+    def corrupt(self, worker: Any, decode: Any) -> None:
         """Shift one hot row of one layer by one element: the check must find it."""
-        rows, (row_ids, _) = worker.impls[0].hot.rows, next(self.held_rows(worker, tables, 0))
+        rows, (row_ids, _) = worker.impls[0].hot.rows, next(self.held_rows(worker, decode, 0))
         rows[row_ids[:1]] = rows[row_ids[:1]].roll(1, -1)
 
 

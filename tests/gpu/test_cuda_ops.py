@@ -9,7 +9,7 @@ import torch
 
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.ops.base import HotRows, MovedRequests, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, MovedRequests, Residency, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.limits import MAX_HOT_ROWS, MAX_QUERY_LEN
 from vllm_hisparse.ops.registry import swap_in_ops
@@ -327,30 +327,30 @@ def reset_out(out: Resolved) -> None:
         getattr(out, name).fill_(-9)
 
 
-def tables_of(
+def decode_metadata(
     state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor
-) -> StepTables:
+) -> DecodeMetadata:
     by_seq = state.hot_block_tables, state.num_hot_rows, state.host_block_tables
     drafts = (query_lens, case.query_len) if case.query_len > 1 else ()
-    return StepTables(state.seq_indices, block_tables[:, 0], seq_lens, *by_seq, case.block_size, *drafts)
+    return DecodeMetadata(state.seq_indices, block_tables[:, 0], seq_lens, *by_seq, case.block_size, *drafts)
 
 
 def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
     """All operations of a decode step: newest rows, swap-in, write-back."""
     block_tables, seq_lens, top_k, query_lens = inputs
-    tables = tables_of(state, case, block_tables, seq_lens, query_lens)
-    ops.newest_row_ids(tables, state.hot, state.newest_row_ids)
+    decode = decode_metadata(state, case, block_tables, seq_lens, query_lens)
+    ops.newest_row_ids(decode, state.hot, state.newest_row_ids)
     # Rows without a newest row overwrite one that no request owns.
     spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
     newest = state.newest_row_ids[: case.batch * case.query_len]
     state.hot.rows[newest.where(newest >= 0, spare)] = new_rows
     state.hot.rows[spare] = 0
     if fused:
-        ops.swap_in(state.residency, tables, top_k, state.host_rows, state.hot, state.counts, state.out)
+        ops.swap_in(state.residency, decode, top_k, state.host_rows, state.hot, state.counts, state.out)
     else:
-        ops.resolve(state.residency, tables, top_k, state.hot, state.counts, state.out)
+        ops.resolve(state.residency, decode, top_k, state.hot, state.counts, state.out)
         ops.gather(state.host_rows, state.hot, state.out, case.batch)
-    ops.write_back([state.hot], [state.host_rows], tables)
+    ops.write_back([state.hot], [state.host_rows], decode)
 
 
 def spare_block_is_free(scenario: Scenario) -> bool:
@@ -532,11 +532,11 @@ def test_a_step_without_requests_does_nothing() -> None:
     scenario = Scenario(case)
     found = scenario.state.to_cuda()
     block_tables, seq_lens, top_k, query_lens = (tensor[:0].cuda() for tensor in scenario.next_step())
-    tables, ops = tables_of(found, case, block_tables, seq_lens, query_lens), swap_in_ops(torch.device("cuda"))
-    ops.newest_row_ids(tables, found.hot, found.newest_row_ids)
-    ops.swap_in(found.residency, tables, top_k, found.host_rows, found.hot, found.counts, found.out)
+    decode, ops = decode_metadata(found, case, block_tables, seq_lens, query_lens), swap_in_ops(torch.device("cuda"))
+    ops.newest_row_ids(decode, found.hot, found.newest_row_ids)
+    ops.swap_in(found.residency, decode, top_k, found.host_rows, found.hot, found.counts, found.out)
     ops.gather(found.host_rows, found.hot, found.out, 0)
-    ops.write_back([found.hot], [found.host_rows], tables)
+    ops.write_back([found.hot], [found.host_rows], decode)
     assert_same(scenario.state, found)
 
 
@@ -581,9 +581,9 @@ def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
         (swap_in_ops(torch.device("cuda")), found, [tensor.cuda() for tensor in batch_tables]),
     ):
         hots, hosts = [state.hot for state in states], [state.host_rows for state in states]
-        tables = tables_of(states[0], case, *given)
+        decode = decode_metadata(states[0], case, *given)
         for part in (slice(1), slice(1, None)):
-            ops.write_back(hots[part], hosts[part], tables)
+            ops.write_back(hots[part], hosts[part], decode)
     for pair in zip(references, found, strict=True):
         assert_same(*pair)
 
@@ -770,13 +770,13 @@ def test_every_operation_is_launched_in_microseconds() -> None:
     scenario = Scenario(case)
     state, ops = scenario.state.to_cuda(), swap_in_ops(torch.device("cuda"))
     inputs, rows = tuple(x.cuda() for x in scenario.next_step()), scenario.bytes(4).cuda()
-    tables = tables_of(state, case, inputs[0], inputs[1], inputs[3])
+    decode = decode_metadata(state, case, inputs[0], inputs[1], inputs[3])
     staging = torch.zeros(100, case.row_bytes, dtype=torch.uint8, device="cuda")
     moved = Moved.random(0, 9, 7, 40, 3, 1000).to_cuda()
     calls: list[Callable[[], None]] = [
-        lambda: ops.newest_row_ids(tables, state.hot, state.newest_row_ids),
-        lambda: ops.swap_in(state.residency, tables, inputs[2], state.host_rows, state.hot, state.counts, state.out),
-        lambda: ops.write_back([state.hot], [state.host_rows], tables),
+        lambda: ops.newest_row_ids(decode, state.hot, state.newest_row_ids),
+        lambda: ops.swap_in(state.residency, decode, inputs[2], state.host_rows, state.hot, state.counts, state.out),
+        lambda: ops.write_back([state.hot], [state.host_rows], decode),
         lambda: ops.stage_rows(state.host_rows, state.host_block_tables[0], case.block_size, staging),
         lambda: ops.save_rows(rows, 0, state.host_rows, state.host_block_tables[0], case.block_size),
         lambda: moved.empty_latest(ops, 2),

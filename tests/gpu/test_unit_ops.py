@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_hisparse.ops import page_bounds
-from vllm_hisparse.ops.base import HotRows, StepTables, UnitTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, UnitMetadata
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.select_units import select_units
@@ -63,16 +63,16 @@ class Layer:
         )
         before = torch.tensor([-1, 0, 1, 18, 297, 60] * 20, dtype=torch.int32) // per_unit  # of the step before
         self.first_units = before[: len(host_block_tables)].contiguous().to(device)
-        self.units = UnitTables.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device, self.max_query_len)
+        self.units = UnitMetadata.allocate(NUM_REQUESTS, NUM_REQUESTS, heads, self.device, self.max_query_len)
         self.query_lens = None if query_lens is None else query_lens.to(device)
         self.seq_indices, self.seq_lens = seq_indices.to(device), seq_lens.to(device)
         self.block_tables = block_tables.to(device)
-        self.by_seq = [tables.to(device) for tables in (hot_block_tables, num_hot_rows, host_block_tables)]
+        self.by_seq = [each.to(device) for each in (hot_block_tables, num_hot_rows, host_block_tables)]
 
     def run(self, ops) -> None:
         units = self.units
         ops.begin_units(self.block_tables[:, 0], self.seq_lens, self.query_lens, self.seq_indices, units)
-        tables = StepTables(
+        decode = DecodeMetadata(
             self.seq_indices,
             units.first_hot_block_ids,
             units.num_units,
@@ -81,7 +81,7 @@ class Layer:
             units.num_new_units,
             self.max_query_len,
         )
-        ops.write_tokens(self.key, self.value, units, tables, self.hot, self.host, self.first_units)
+        ops.write_tokens(self.key, self.value, units, decode, self.hot, self.host, self.first_units)
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -7,7 +7,7 @@ from buffer_model import BufferModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 
 NUM_REQUESTS, BLOCK_SIZE, ROWS_PER_BLOCK, MAX_TOKENS = 3, 4, 3, 60
@@ -63,7 +63,7 @@ class Simulation:
     ) -> None:
         """Compute `num_new` tokens of each request, each with a selection; all but `num_accepted` are rejected."""
         query_lens = torch.tensor(num_new, dtype=torch.int32)
-        tables = StepTables(
+        decode = DecodeMetadata(
             self.seq_indices,
             self.hot_block_tables[requests, 0],
             torch.tensor([self.buffers[request].length for request in requests], dtype=torch.int32) + query_lens,
@@ -74,20 +74,20 @@ class Simulation:
             query_lens,
             self.query_len,
         )
-        self._write_new(requests, num_new, tables)
+        self._write_new(requests, num_new, decode)
         top_k = torch.tensor(selections, dtype=torch.int32).flatten(1)
         swap_in = (top_k, self.host_rows, self.hot_rows, self.counts, self.out)
-        self.ops.swap_in(self.residency, tables, *swap_in)
+        self.ops.swap_in(self.residency, decode, *swap_in)
         for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
             self._check(row, request, count, top_k[row].tolist())
-        self.ops.write_back([self.hot_rows], [self.host_rows], tables)
+        self.ops.write_back([self.hot_rows], [self.host_rows], decode)
         for request, count, accepted in zip(requests, num_new, num_accepted, strict=True):
             self._check_host(request, count)
             self.buffers[request].length += accepted
 
-    def _write_new(self, requests: list[int], num_new: list[int], tables: StepTables) -> None:
+    def _write_new(self, requests: list[int], num_new: list[int], decode: DecodeMetadata) -> None:
         row_ids = torch.full((NUM_REQUESTS * self.query_len,), 77)
-        self.ops.newest_row_ids(tables, self.hot_rows, row_ids)
+        self.ops.newest_row_ids(decode, self.hot_rows, row_ids)
         by_request = row_ids.view(NUM_REQUESTS, self.query_len)
         for row, (request, count) in enumerate(zip(requests, num_new, strict=True)):
             buffer = self.buffers[request]

@@ -7,7 +7,7 @@ from buffer_model import BufferModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hisparse.ops.base import HotRows, Residency, Resolved, StepTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
 from vllm_hisparse.ops.limits import MAX_AGE
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
@@ -138,11 +138,11 @@ class Simulation:
         invalid = [-1, -2, newest + 1, newest + 1000, 2**31 - 1, -(2**31)]
         return [self.random.choice(invalid) if position < 0 else position for position in selected]
 
-    def step_tables(self, requests: list[int]) -> StepTables:
+    def decode_metadata(self, requests: list[int]) -> DecodeMetadata:
         """Tables of a batch with one row of padding at its end."""
         seq_lens = [self.lengths[request] + 1 for request in requests]
         nobody = torch.tensor([self.random.choice([-1, 2**31 - 1, len(self.seq_indices)])], dtype=torch.int32)
-        return StepTables(
+        return DecodeMetadata(
             self.seq_indices,
             torch.cat((self.hot_block_tables[requests, 0], nobody)),
             torch.tensor([*seq_lens, self.random.choice([0, 5])], dtype=torch.int32),
@@ -153,15 +153,15 @@ class Simulation:
         """One decode step of some requests, checked against the model; returns each request's missed positions."""
         newest = [self.lengths[request] for request in requests]
         selections = selections or [self.selection(position) for position in newest]
-        tables = self.step_tables(requests)
-        self.write_newest(requests, tables)
+        decode = self.decode_metadata(requests)
+        self.write_newest(requests, decode)
         hot_before, host_before = self.hot_storage.clone(), self.host_rows.clone()
         given = [self.invalid(*pair) for pair in zip(selections, newest, strict=True)]
         top_k = torch.tensor([*given, [0] * self.shape.top_k], dtype=torch.int32)
         self.out.hot_row_ids.fill_(77)
         self.out.num_valid.fill_(77)
         self.out.num_misses.fill_(77)
-        self.ops.swap_in(self.residency, tables, top_k, self.host_rows, self.hot_rows, self.counts, self.out)
+        self.ops.swap_in(self.residency, decode, top_k, self.host_rows, self.hot_rows, self.counts, self.out)
 
         missed = self.check_resolved(requests, selections, newest)
         for row, request in enumerate(requests):
@@ -170,12 +170,12 @@ class Simulation:
                 hot_before[block, offset] = self.hot_storage[block, offset]
             self.check_rows(request, selections[row], self.out.hot_row_ids[row].tolist())
         assert torch.equal(self.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1)), "another row changed"
-        self.write_back(requests, tables, host_before)
+        self.write_back(requests, decode, host_before)
         return missed
 
-    def write_newest(self, requests: list[int], tables: StepTables) -> None:
+    def write_newest(self, requests: list[int], decode: DecodeMetadata) -> None:
         newest = torch.full((len(requests) + 2,), 77)
-        self.ops.newest_row_ids(tables, self.hot_rows, newest)
+        self.ops.newest_row_ids(decode, self.hot_rows, newest)
         for row, request in enumerate(requests):
             position = self.lengths[request]
             assert newest[row] == self.hot_index(request, self.models[request].slot_of_new(position, position))
@@ -225,9 +225,9 @@ class Simulation:
             if position >= 0:
                 assert self.hot_rows.rows[index].tolist() == expected_row(request, position)
 
-    def write_back(self, requests: list[int], tables: StepTables, host_before: torch.Tensor) -> None:
+    def write_back(self, requests: list[int], decode: DecodeMetadata, host_before: torch.Tensor) -> None:
         layers = [self.hot_rows], [self.host_rows]
-        self.ops.write_back(*layers, tables)
+        self.ops.write_back(*layers, decode)
         for request in requests:
             newest = self.lengths[request]
             host_before[self.host_index(request, newest)] = torch.tensor(expected_row(request, newest))
@@ -316,11 +316,11 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
     simulation.host_block_tables[0, 0] = -1
     simulation.host_block_tables[0, 1] = 2**30
-    tables = simulation.step_tables([0])
+    decode = simulation.decode_metadata([0])
     hot_before = simulation.hot_storage.clone()
     top_k = torch.tensor([[2, 5, -1], [-1, -1, -1]], dtype=torch.int32)
     args = simulation.host_rows, simulation.hot_rows, simulation.counts, simulation.out
-    simulation.ops.swap_in(simulation.residency, tables, top_k, *args)
+    simulation.ops.swap_in(simulation.residency, decode, top_k, *args)
     assert simulation.out.num_misses.tolist()[:2] == [2, 0]
     assert simulation.out.miss_host_row_ids[0, :2].tolist() == [-1, 2**32 + 1]
     assert torch.equal(simulation.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1))
@@ -329,7 +329,7 @@ def test_unknown_host_blocks_and_rows_outside_are_not_copied() -> None:
 @pytest.mark.parametrize(("seq_len", "has_request"), [(0, True), (-3, True), (5, False), (6, True)])
 def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     simulation = Simulation(Shape(3, 0, 4, 3, 0, start=20, seeded=False), 0)
-    tables = StepTables(
+    decode = DecodeMetadata(
         simulation.seq_indices if has_request else torch.full_like(simulation.seq_indices, -1),
         simulation.hot_block_tables[:1, 0],
         torch.tensor([seq_len], dtype=torch.int32),
@@ -338,7 +338,7 @@ def test_newest_rows_of_padding(seq_len: int, has_request: bool) -> None:
     if seq_len == 6:
         simulation.num_hot_rows[0] = 0
     out = torch.full((2,), 77)
-    simulation.ops.newest_row_ids(tables, simulation.hot_rows, out)
+    simulation.ops.newest_row_ids(decode, simulation.hot_rows, out)
     assert out.tolist() == [-1, 77]
 
 

@@ -114,8 +114,8 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class StepTables:
-    """Tables of the decoding requests of a step and their rows, in static device tensors that a CUDA graph may read.
+class DecodeMetadata:
+    """Metadata of a step's decoding requests: lengths and block tables, in static tensors that a CUDA graph may read.
 
     Attributes:
         seq_indices: [num_device_blocks] int32. At a request's first hot block, the index of its sequence in the tables
@@ -148,10 +148,10 @@ class StepTables:
         """The object that the CUDA kernels take, made when it is first asked for."""
         by_request = self.seq_indices, self.first_hot_block_ids, self.seq_lens
         by_seq = self.hot_block_tables, self.num_hot_rows, self.host_block_tables
-        return kernels().step_tables(*by_request, *by_seq, self.block_size, self.query_lens, self.max_query_len)
+        return kernels().decode_metadata(*by_request, *by_seq, self.block_size, self.query_lens, self.max_query_len)
 
-    def part(self, requests: slice) -> StepTables:
-        """Return the tables of a range of the requests."""
+    def slice_requests(self, requests: slice) -> DecodeMetadata:
+        """Return the metadata of a range of the requests."""
         query_lens = None if self.query_lens is None else self.query_lens[requests]
         return replace(
             self,
@@ -209,7 +209,7 @@ class Resolved:
             max_batch: requests of the largest batch, padding included; or their KV heads if each selects for itself.
             num_columns: entries of the selections of all new tokens of a request.
             device: device of the hot rows.
-            max_query_len: as in `StepTables`.
+            max_query_len: as in `DecodeMetadata`.
         """
         matrix, vector = (max_batch, num_columns), (max_batch,)
         ids = torch.full((max_batch * num_columns + READ_AHEAD,), -1, dtype=torch.int32, device=device)
@@ -227,7 +227,7 @@ class Resolved:
         misses = self.miss_host_row_ids, self.miss_hot_row_ids, self.num_misses
         return kernels().resolved(self.hot_row_ids, self.num_valid, *misses)
 
-    def part(self, requests: slice) -> Resolved:
+    def slice_requests(self, requests: slice) -> Resolved:
         """Return the results of a range of a batch's requests, in the same memory."""
         query_len = len(self.num_valid) // len(self.num_misses)
         return Resolved(
@@ -240,10 +240,10 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class UnitTables:
-    """Tables of a dense model's decoding requests: every KV head selects for itself, and a row is a unit of tokens.
+class UnitMetadata:
+    """Metadata of a dense model's decoding requests: every KV head selects for itself, and a row is a unit of tokens.
 
-    The tables are static buffers for the largest batch. Sequences and blocks are numbered by KV head (`KVHeads`). Each
+    The tensors are static buffers for the largest batch. Sequences and blocks are numbered by KV head (`KVHeads`). Each
     request of the batch has `max_query_len` places for new tokens. Places beyond its tokens, and those of padding, are
     empty.
 
@@ -275,7 +275,7 @@ class UnitTables:
     @classmethod
     def allocate(
         cls, max_batch: int, num_requests: int, heads: KVHeads, device: torch.device, max_query_len: int = 1
-    ) -> UnitTables:
+    ) -> UnitMetadata:
         """Make buffers whose places are all empty.
 
         Args:
@@ -304,7 +304,7 @@ class UnitTables:
         by_token = self.request_indices, self.positions, self.num_tokens
         by_head = self.tails, self.first_hot_block_ids, self.num_units, self.num_new_units
         sizes = self.heads.num_heads, self.heads.head_stride, self.heads.tokens_per_unit
-        return kernels().unit_tables(*by_token, *by_head, *sizes)
+        return kernels().unit_metadata(*by_token, *by_head, *sizes)
 
     @property
     def max_query_len(self) -> int:
@@ -329,7 +329,7 @@ class SwapInOps(ABC):
     def resolve(
         self,
         residency: Residency,
-        tables: StepTables,
+        decode: DecodeMetadata,
         selected_positions: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
@@ -346,7 +346,7 @@ class SwapInOps(ABC):
         Args:
             residency: residency of one layer, updated in place. The slots, without the reserved ones, of a request that
                 does not fit must be at least as many as the columns of `selected_positions`.
-            tables: tables of the step.
+            decode: the requests that decode.
             selected_positions: [batch, columns] int32 selections of each request's new tokens, side by side. Positions
                 of one selection are distinct; a value outside [0, seq_len) is padding and may be anywhere.
             hot_rows: hot rows of the layer; only their sizes are used.
@@ -377,7 +377,7 @@ class SwapInOps(ABC):
     def swap_in(
         self,
         residency: Residency,
-        tables: StepTables,
+        decode: DecodeMetadata,
         selected_positions: torch.Tensor,
         host_rows: torch.Tensor,
         hot_rows: HotRows,
@@ -388,7 +388,7 @@ class SwapInOps(ABC):
         """Run `resolve`, then `gather`.
 
         Args:
-            residency, tables, selected_positions, hot_rows, counts, out: as in `resolve`.
+            residency, decode, selected_positions, hot_rows, counts, out: as in `resolve`.
             host_rows, shares_device: as in `gather`.
         """
 
@@ -403,23 +403,25 @@ class SwapInOps(ABC):
         """
 
     @abstractmethod
-    def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(self, decode: DecodeMetadata, hot_rows: HotRows, out: torch.Tensor) -> None:
         """Find the hot row of each new position: the slot mapping of a decode step.
 
         Args:
-            tables: tables of the step.
+            decode: the requests that decode.
             hot_rows: hot rows of any layer.
             out: [>= batch * max_query_len] int64. The first `batch * max_query_len` become flat row ids, request by
                 request, -1 for padding.
         """
 
     @abstractmethod
-    def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
+    def write_back(
+        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], decode: DecodeMetadata
+    ) -> None:
         """Copy each request's new rows of all layers to the host.
 
         Args:
             hot_rows, host_rows: one entry per layer, as in `gather`.
-            tables: tables of the step; nothing is written for padding.
+            decode: the requests that decode; nothing is written for padding.
         """
 
     @abstractmethod
@@ -455,17 +457,17 @@ class SwapInOps(ABC):
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         seq_indices: torch.Tensor,
-        out: UnitTables,
+        out: UnitMetadata,
     ) -> None:
-        """Make the tables by KV head and in units from tables by request and in tokens.
+        """Make metadata by KV head and in units from metadata by request and in tokens.
 
         Args:
             first_hot_block_ids: [batch] int32 first hot block of each request; an entry that belongs to no request is
                 padding.
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
-            query_lens: [batch] int32 new tokens of each request, as in `StepTables`.
+            query_lens: [batch] int32 new tokens of each request, as in `DecodeMetadata`.
             seq_indices: [num_device_blocks * head_stride] int32 sequence index at each part of a device block, or -1.
-            out: tables, written for the first `batch` requests.
+            out: metadata, written for the first `batch` requests.
         """
 
     @abstractmethod
@@ -473,8 +475,8 @@ class SwapInOps(ABC):
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        units: UnitTables,
-        tables: StepTables,
+        units: UnitMetadata,
+        decode: DecodeMetadata,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
         first_units: torch.Tensor,
@@ -485,8 +487,8 @@ class SwapInOps(ABC):
             key, value: [batch * max_query_len, num_heads, head_size] keys and values of the new tokens, request by
                 request with empty places, in the rows' dtype. Heads are contiguous; on CUDA, a head is a multiple of
                 16 bytes.
-            units: tables of the step.
-            tables: tables of the step by KV head, over `units`.
+            units: the requests that decode, by KV head.
+            decode: metadata of the same requests by KV head, whose tensors are those of `units`.
             hot_rows, host_rows: units, as in `gather`; a token's key and value lie side by side.
             first_units: [num_seqs] int32 unit of the first new token in the step before. The slot of the first new
                 unit holds this unit's tokens; with -1, they are only on the host. If the first new token continues

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, MovedRequests, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, MovedRequests, Residency, Resolved, SwapInOps, UnitMetadata
 from vllm_hisparse.ops.kernels import current_stream, kernels
 from vllm_hisparse.ops.limits import MAX_LAYERS
 
@@ -29,14 +29,14 @@ class CudaSwapInOps(SwapInOps):
     def resolve(
         self,
         residency: Residency,
-        tables: StepTables,
+        decode: DecodeMetadata,
         selected_positions: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
         out: Resolved,
     ) -> None:
         self._kernels.resolve(
-            residency.native, tables.native, selected_positions, hot_rows.native, counts, out.native, current_stream()
+            residency.native, decode.native, selected_positions, hot_rows.native, counts, out.native, current_stream()
         )
 
     def gather(
@@ -52,7 +52,7 @@ class CudaSwapInOps(SwapInOps):
     def swap_in(
         self,
         residency: Residency,
-        tables: StepTables,
+        decode: DecodeMetadata,
         selected_positions: torch.Tensor,
         host_rows: torch.Tensor,
         hot_rows: HotRows,
@@ -60,19 +60,21 @@ class CudaSwapInOps(SwapInOps):
         out: Resolved,
         shares_device: bool = False,
     ) -> None:
-        selection = residency.native, tables.native, selected_positions
+        selection = residency.native, decode.native, selected_positions
         rows = host_rows, hot_rows.native, counts, out.native
         self._kernels.swap_in(*selection, *rows, shares_device, current_stream())
 
     def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
         self._kernels.compact_rows(row_ids, num_valid, current_stream())
 
-    def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
-        self._kernels.newest_row_ids(tables.native, hot_rows.native, out, current_stream())
+    def newest_row_ids(self, decode: DecodeMetadata, hot_rows: HotRows, out: torch.Tensor) -> None:
+        self._kernels.newest_row_ids(decode.native, hot_rows.native, out, current_stream())
 
-    def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
+    def write_back(
+        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], decode: DecodeMetadata
+    ) -> None:
         for group in self._layer_groups(hot_rows, host_rows):
-            self._kernels.write_back(group, tables.native, current_stream())
+            self._kernels.write_back(group, decode.native, current_stream())
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -90,7 +92,7 @@ class CudaSwapInOps(SwapInOps):
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         seq_indices: torch.Tensor,
-        out: UnitTables,
+        out: UnitMetadata,
     ) -> None:
         requests = first_hot_block_ids, seq_lens, query_lens, seq_indices
         num_seqs = out.num_requests * out.heads.num_heads + 1  # as in host tables, the last is for no request
@@ -100,14 +102,14 @@ class CudaSwapInOps(SwapInOps):
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        units: UnitTables,
-        tables: StepTables,
+        units: UnitMetadata,
+        decode: DecodeMetadata,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
         first_units: torch.Tensor,
     ) -> None:
         rows = hot_rows.native, host_rows, first_units
-        self._kernels.write_tokens(key, value, units.native, tables.native, *rows, current_stream())
+        self._kernels.write_tokens(key, value, units.native, decode.native, *rows, current_stream())
 
     def empty_latest(
         self,

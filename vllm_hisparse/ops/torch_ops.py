@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_hisparse.ops.base import HotRows, MovedRequests, Residency, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, MovedRequests, Residency, Resolved, SwapInOps, UnitMetadata
 from vllm_hisparse.ops.limits import MAX_AGE
 
 _NO_SLOT = torch.iinfo(torch.int32).max
@@ -39,7 +39,7 @@ class TorchSwapInOps(SwapInOps):
     def resolve(
         self,
         residency: Residency,
-        tables: StepTables,
+        decode: DecodeMetadata,
         selected_positions: torch.Tensor,
         hot_rows: HotRows,
         counts: torch.Tensor,
@@ -47,18 +47,18 @@ class TorchSwapInOps(SwapInOps):
     ) -> None:
         batch = len(selected_positions)
         out.hot_row_ids[:batch], out.num_misses[:batch] = -1, 0
-        out.num_valid[: batch * tables.max_query_len] = 0
-        live, seqs = _live_requests(tables, batch)
-        fits = _fits(tables, live, seqs)
+        out.num_valid[: batch * decode.max_query_len] = 0
+        live, seqs = _live_requests(decode, batch)
+        fits = _fits(decode, live, seqs)
         for part, choose in ((fits, _choose_fitting), (~fits, _choose_evicting)):
             if not part.any():
                 continue
-            buffers = _Buffers.of(tables, live[part], seqs[part], hot_rows)
+            buffers = _Buffers.of(decode, live[part], seqs[part], hot_rows)
             selected = selected_positions[live[part]]
             choice = choose(residency, buffers, selected)
             found = torch.stack((choice.num_hits, choice.missed.sum(1)), 1)
             counts[seqs[part]] += residency.num_layers * found
-            _write_resolved(tables, hot_rows, live[part], seqs[part], selected, choice, out)
+            _write_resolved(decode, hot_rows, live[part], seqs[part], selected, choice, out)
 
     def gather(
         self,
@@ -76,7 +76,7 @@ class TorchSwapInOps(SwapInOps):
     def swap_in(
         self,
         residency: Residency,
-        tables: StepTables,
+        decode: DecodeMetadata,
         selected_positions: torch.Tensor,
         host_rows: torch.Tensor,
         hot_rows: HotRows,
@@ -84,7 +84,7 @@ class TorchSwapInOps(SwapInOps):
         out: Resolved,
         shares_device: bool = False,
     ) -> None:
-        self.resolve(residency, tables, selected_positions, hot_rows, counts, out)
+        self.resolve(residency, decode, selected_positions, hot_rows, counts, out)
         self.gather(host_rows, hot_rows, out, len(selected_positions))
 
     def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
@@ -94,21 +94,23 @@ class TorchSwapInOps(SwapInOps):
         row_ids.copy_(row_ids.where(is_valid | ~leads, -1).gather(1, order))
         num_valid.copy_(is_valid.sum(1))
 
-    def newest_row_ids(self, tables: StepTables, hot_rows: HotRows, out: torch.Tensor) -> None:
-        batch = len(tables.seq_lens)
-        live, seqs = _live_requests(tables, batch)
-        row_ids = _newest_row_ids(tables, live, seqs, hot_rows)
-        by_request = out[: batch * tables.max_query_len].view(batch, tables.max_query_len)
+    def newest_row_ids(self, decode: DecodeMetadata, hot_rows: HotRows, out: torch.Tensor) -> None:
+        batch = len(decode.seq_lens)
+        live, seqs = _live_requests(decode, batch)
+        row_ids = _newest_row_ids(decode, live, seqs, hot_rows)
+        by_request = out[: batch * decode.max_query_len].view(batch, decode.max_query_len)
         by_request[:] = -1
         by_request[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
 
-    def write_back(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], tables: StepTables) -> None:
-        live, seqs = _live_requests(tables, len(tables.seq_lens))
+    def write_back(
+        self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], decode: DecodeMetadata
+    ) -> None:
+        live, seqs = _live_requests(decode, len(decode.seq_lens))
         targets = _flat_row_ids(
-            tables.host_block_tables[seqs], _new_positions(tables, live), tables.block_size
+            decode.host_block_tables[seqs], _new_positions(decode, live), decode.block_size
         ).flatten()
         for hot, host in zip(hot_rows, host_rows, strict=True):
-            _copy_rows(hot.rows, _newest_row_ids(tables, live, seqs, hot).flatten(), host, targets)
+            _copy_rows(hot.rows, _newest_row_ids(decode, live, seqs, hot).flatten(), host, targets)
 
     def stage_rows(
         self, host_rows: torch.Tensor, host_block_table: torch.Tensor, block_size: int, staging: torch.Tensor
@@ -130,7 +132,7 @@ class TorchSwapInOps(SwapInOps):
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         seq_indices: torch.Tensor,
-        out: UnitTables,
+        out: UnitMetadata,
     ) -> None:
         batch, heads = len(seq_lens), out.heads
         num_heads, per_unit = heads.num_heads, heads.tokens_per_unit
@@ -164,17 +166,17 @@ class TorchSwapInOps(SwapInOps):
         self,
         key: torch.Tensor,
         value: torch.Tensor,
-        units: UnitTables,
-        tables: StepTables,
+        units: UnitMetadata,
+        decode: DecodeMetadata,
         hot_rows: HotRows,
         host_rows: torch.Tensor,
         first_units: torch.Tensor,
     ) -> None:
-        live, seqs = _live_requests(tables, len(tables.seq_lens))
+        live, seqs = _live_requests(decode, len(decode.seq_lens))
         num_heads, per_unit = units.heads.num_heads, units.heads.tokens_per_unit
-        requests, heads, first_new = live // num_heads, live % num_heads, _first_new(tables, live)[:, None]
-        targets = _newest_row_ids(tables, live, seqs, hot_rows)
-        homes = _flat_row_ids(tables.host_block_tables[seqs], _new_positions(tables, live), tables.block_size)
+        requests, heads, first_new = live // num_heads, live % num_heads, _first_new(decode, live)[:, None]
+        targets = _newest_row_ids(decode, live, seqs, hot_rows)
+        homes = _flat_row_ids(decode.host_block_tables[seqs], _new_positions(decode, live), decode.block_size)
         continues = units.positions[0, requests] % per_unit > 0
         stale = continues & (first_units[seqs] != first_new[:, 0])
         self._load_rows(host_rows, homes[stale, 0], hot_rows.rows, targets[stale, 0])
@@ -242,20 +244,20 @@ class _Buffers(NamedTuple):
     new: torch.Tensor
 
     @classmethod
-    def of(cls, tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> _Buffers:
+    def of(cls, decode: DecodeMetadata, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> _Buffers:
         """Make the buffers of the requests with these batch indices and sequence indices, [n] int64 each."""
-        num_rows = tables.num_hot_rows[seqs]
+        num_rows = decode.num_hot_rows[seqs]
         slots = torch.arange(int(num_rows.max()), device=seqs.device).expand(len(seqs), -1)
-        entries = hot_rows.entries(tables.hot_block_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
-        num_slots = num_rows[:, None] - tables.max_query_len
-        return cls(entries, num_slots, _first_new(tables, live)[:, None], _new_positions(tables, live))
+        entries = hot_rows.entries(decode.hot_block_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
+        num_slots = num_rows[:, None] - decode.max_query_len
+        return cls(entries, num_slots, _first_new(decode, live)[:, None], _new_positions(decode, live))
 
 
-def _live_requests(tables: StepTables, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _live_requests(decode: DecodeMetadata, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the requests of a batch that are not padding: batch indices and sequence indices, [<= batch] int64 each."""
-    num_seqs = len(tables.host_block_tables)
-    live, seqs = _find_live(tables.first_hot_block_ids[:batch], tables.seq_lens[:batch], tables.seq_indices, num_seqs)
-    has_rows = tables.num_hot_rows[seqs] > 0
+    num_seqs = len(decode.host_block_tables)
+    live, seqs = _find_live(decode.first_hot_block_ids[:batch], decode.seq_lens[:batch], decode.seq_indices, num_seqs)
+    has_rows = decode.num_hot_rows[seqs] > 0
     return live[has_rows], seqs[has_rows]
 
 
@@ -267,7 +269,7 @@ def _find_live(
     Args:
         first_blocks: [batch] first hot block of each request; any number for padding.
         seq_lens: [batch] int32 tokens of each request.
-        seq_indices: as in `StepTables`.
+        seq_indices: as in `DecodeMetadata`.
         num_seqs: upper bound of sequence indices.
     """
     first_blocks, num_blocks = first_blocks.long(), len(seq_indices)
@@ -277,35 +279,35 @@ def _find_live(
     return live, seqs[live]
 
 
-def _first_new(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
+def _first_new(decode: DecodeMetadata, live: torch.Tensor) -> torch.Tensor:
     """First new position of requests: [n] int32.
 
     Args:
-        tables: tables of the step.
+        decode: the requests that decode.
         live: [n] int64 batch indices of the requests.
     """
-    return tables.seq_lens[live] - (1 if tables.query_lens is None else tables.query_lens[live])
+    return decode.seq_lens[live] - (1 if decode.query_lens is None else decode.query_lens[live])
 
 
-def _new_positions(tables: StepTables, live: torch.Tensor) -> torch.Tensor:
+def _new_positions(decode: DecodeMetadata, live: torch.Tensor) -> torch.Tensor:
     """New positions of requests: [n, max_query_len] int32, -1 beyond the last.
 
     Args:
-        tables, live: as in `_first_new`.
+        decode, live: as in `_first_new`.
     """
-    offsets = torch.arange(tables.max_query_len, dtype=torch.int32, device=live.device)
-    positions = _first_new(tables, live)[:, None] + offsets
-    return positions.where(positions < tables.seq_lens[live][:, None], -1)
+    offsets = torch.arange(decode.max_query_len, dtype=torch.int32, device=live.device)
+    positions = _first_new(decode, live)[:, None] + offsets
+    return positions.where(positions < decode.seq_lens[live][:, None], -1)
 
 
-def _fits(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor) -> torch.Tensor:
+def _fits(decode: DecodeMetadata, live: torch.Tensor, seqs: torch.Tensor) -> torch.Tensor:
     """Tell for each sequence whether it fits (`SwapInOps`): [n] bool.
 
     Args:
-        tables: tables of the step.
+        decode: the requests that decode.
         live, seqs: [n] int64 batch indices and sequence indices of the requests.
     """
-    return _first_new(tables, live) + tables.max_query_len <= tables.num_hot_rows[seqs]
+    return _first_new(decode, live) + decode.max_query_len <= decode.num_hot_rows[seqs]
 
 
 def _choose_fitting(residency: Residency, buffers: _Buffers, selected: torch.Tensor) -> _Choice:
@@ -380,7 +382,7 @@ def _oldest(ages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _write_resolved(
-    tables: StepTables,
+    decode: DecodeMetadata,
     hot_rows: HotRows,
     live: torch.Tensor,
     seqs: torch.Tensor,
@@ -391,18 +393,18 @@ def _write_resolved(
     """Write the flat row ids of selected positions, and the copies of missed rows.
 
     Args:
-        tables, hot_rows, out: as in `SwapInOps.resolve`.
+        decode, hot_rows, out: as in `SwapInOps.resolve`.
         live, seqs: [n] int64 batch indices and sequence indices of the requests.
         selected: [n, columns] int32 positions.
         choice: slots that were chosen for the requests.
     """
     blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
-    hot_ids = _flat_row_ids(tables.hot_block_tables[seqs], choice.slots, *blocks)
-    host_ids = _flat_row_ids(tables.host_block_tables[seqs], selected.where(choice.missed, -1), tables.block_size)
-    by_token = choice.slots.unflatten(1, (tables.max_query_len, -1))
+    hot_ids = _flat_row_ids(decode.hot_block_tables[seqs], choice.slots, *blocks)
+    host_ids = _flat_row_ids(decode.host_block_tables[seqs], selected.where(choice.missed, -1), decode.block_size)
+    by_token = choice.slots.unflatten(1, (decode.max_query_len, -1))
     columns = torch.arange(1, by_token.shape[2] + 1, dtype=torch.int32, device=selected.device)
     out.hot_row_ids[live] = hot_ids.int()
-    out.num_valid.view(-1, tables.max_query_len)[live] = torch.where(by_token >= 0, columns, 0).amax(2)
+    out.num_valid.view(-1, decode.max_query_len)[live] = torch.where(by_token >= 0, columns, 0).amax(2)
     out.num_misses[live] = choice.missed.sum(1).int()
     requests, missed_columns = choice.missed.nonzero(as_tuple=True)
     places = live[requests], choice.missed.cumsum(1)[requests, missed_columns] - 1
@@ -449,18 +451,18 @@ def _flat_row_ids(
     return flat.where(known & (block_ids >= 0), -1)
 
 
-def _newest_row_ids(tables: StepTables, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> torch.Tensor:
+def _newest_row_ids(decode: DecodeMetadata, live: torch.Tensor, seqs: torch.Tensor, hot_rows: HotRows) -> torch.Tensor:
     """Flat ids of the hot rows of the new positions: [n, max_query_len] int64, -1 beyond the last.
 
     Args:
-        tables, hot_rows: as in `SwapInOps.newest_row_ids`.
+        decode, hot_rows: as in `SwapInOps.newest_row_ids`.
         live, seqs: [n] int64 batch indices and sequence indices of the requests.
     """
-    first_new, positions = _first_new(tables, live)[:, None], _new_positions(tables, live)
-    first_reserved = tables.num_hot_rows[seqs][:, None] - tables.max_query_len
-    moved = positions + (first_reserved - first_new) * ~_fits(tables, live, seqs)[:, None]
+    first_new, positions = _first_new(decode, live)[:, None], _new_positions(decode, live)
+    first_reserved = decode.num_hot_rows[seqs][:, None] - decode.max_query_len
+    moved = positions + (first_reserved - first_new) * ~_fits(decode, live, seqs)[:, None]
     slots = moved.where(positions >= 0, -1)
-    return _flat_row_ids(tables.hot_block_tables[seqs], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
+    return _flat_row_ids(decode.hot_block_tables[seqs], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
 
 
 def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:

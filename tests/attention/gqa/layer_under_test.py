@@ -90,8 +90,8 @@ class Request:
 class RoundedRequest(Request):
     """A request whose rows lose nothing in fp8 with `SCALES`."""
 
-    def __init__(self, handle: int, host_ids: list[int], seed: int):
-        super().__init__(handle, host_ids, seed)
+    def __init__(self, first_hot_block_id: int, host_ids: list[int], seed: int):
+        super().__init__(first_hot_block_id, host_ids, seed)
         rows = zip((self.query, self.key, self.value), SCALES.values(), strict=True)
         self.query, self.key, self.value = ((each / scale).to(FP8).float() * scale for each, scale in rows)
 

@@ -98,8 +98,8 @@ def test_a_dense_models_step_is_by_kv_head_and_unit() -> None:
     step.begin(0)
     assert step.units.request_indices[0, :2].tolist() == [index, requests.num_requests]
     assert step.units.positions[0, :2].tolist() == [10, 0] and step.units.num_tokens[0, :2].tolist() == [11, 0]
-    assert step.tables.seq_lens.tolist() == [3, 3, 0, 0]  # units
-    assert step.tables.first_hot_block_ids.tolist() == [15, 16, -1, -1]
+    assert step.decode.seq_lens.tolist() == [3, 3, 0, 0]  # units
+    assert step.decode.first_hot_block_ids.tolist() == [15, 16, -1, -1]
     step.first_units.zero_()
     step.reload_newest_units(requests.seqs_of(index))
     assert (step.first_units == -1).nonzero().tolist() == [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable
-from vllm_hisparse.ops.base import HotRows, Resolved, StepTables, SwapInOps, UnitTables
+from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Resolved, SwapInOps, UnitMetadata
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DecodeStep(ABC):
         device: device of the hot rows.
 
     Attributes:
-        tables: tables of the decoding requests; None before the first `plan`.
+        decode: metadata of the decoding requests; None before the first `plan`.
         resolved: output of the last `resolve` or `swap_in`.
     """
 
@@ -71,10 +71,10 @@ class DecodeStep(ABC):
         self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device
     ):
         self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
-        self.tables: StepTables | None = None
+        self.decode: DecodeMetadata | None = None
         self._num_queries = 0
         self._query_indices: torch.Tensor | None = None
-        self._parts: dict[tuple[int, int], tuple[StepTables, Resolved]] = {}  # of the step, by request range
+        self._slices: dict[tuple[int, int], tuple[DecodeMetadata, Resolved]] = {}  # of the step, by request range
         num_columns = shape.num_selected * shape.max_query_len
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
 
@@ -88,14 +88,15 @@ class DecodeStep(ABC):
         """Set the requests that decode in this step.
 
         Args:
-            first_hot_block_ids: [batch] int32 first hot block of each request, graph padding included (`StepTables`).
+            first_hot_block_ids: [batch] int32 first hot block of each request, graph padding included, as in
+                `DecodeMetadata`.
             seq_lens: [batch] int32 tokens of each request, the new ones included; less than 1 for padding.
             query_lens: [batch] int32 new tokens of each request; None: one each.
             query_indices: [tokens] int64 padded query of each token; None: every request has `max_query_len` tokens.
         """
         self._num_queries, self._query_indices = len(seq_lens) * self.shape.max_query_len, query_indices
-        self._parts.clear()
-        self.tables = self._plan(first_hot_block_ids, seq_lens, query_lens)
+        self._slices.clear()
+        self.decode = self._plan(first_hot_block_ids, seq_lens, query_lens)
 
     def pad_queries(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
         """Turn a step's tokens into padded queries.
@@ -116,15 +117,15 @@ class DecodeStep(ABC):
         """Drop the padding: [batch * max_query_len, ...] to [num_tokens, ...]."""
         return values[:num_tokens] if self._query_indices is None else values[self._query_indices]
 
-    def of_requests(self, requests: slice | None) -> tuple[StepTables, Resolved]:
-        """Tables and resolution of a range of the step's requests, in the same memory; None: of all requests."""
-        assert self.tables is not None
+    def of_requests(self, requests: slice | None) -> tuple[DecodeMetadata, Resolved]:
+        """Metadata and resolution of a range of the step's requests, in the same memory; None: of all requests."""
+        assert self.decode is not None
         if requests is None:
-            return self.tables, self.resolved
+            return self.decode, self.resolved
         key = requests.start, requests.stop
-        if key not in self._parts:
-            self._parts[key] = self.tables.part(requests), self.resolved.part(requests)
-        return self._parts[key]
+        if key not in self._slices:
+            self._slices[key] = self.decode.slice_requests(requests), self.resolved.slice_requests(requests)
+        return self._slices[key]
 
     def begin(self, layer_index: int) -> None:
         """Begin a layer; every layer calls this before its new tokens are written."""
@@ -139,8 +140,8 @@ class DecodeStep(ABC):
     @abstractmethod
     def _plan(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> StepTables:
-        """Make the step's tables; arguments as for `plan`."""
+    ) -> DecodeMetadata:
+        """Make the step's metadata; arguments as for `plan`."""
 
     @abstractmethod
     def _begin(self) -> None:
@@ -152,9 +153,9 @@ class DecodeStep(ABC):
 
     def _make_tables(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> StepTables:
+    ) -> DecodeMetadata:
         requests, shape = self.requests, self.shape
-        return StepTables(
+        return DecodeMetadata(
             requests.seq_indices,
             first_hot_block_ids,
             seq_lens,
@@ -191,21 +192,21 @@ class MLADecodeStep(DecodeStep):
 
     def _plan(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> StepTables:
+    ) -> DecodeMetadata:
         return self._make_tables(first_hot_block_ids, seq_lens, query_lens)
 
     def _begin(self) -> None:
-        assert self.tables is not None
-        self.ops.newest_row_ids(self.tables, self.layers[0].hot, self.newest_row_ids)
+        assert self.decode is not None
+        self.ops.newest_row_ids(self.decode, self.layers[0].hot, self.newest_row_ids)
 
     def _finish(self) -> None:
-        assert self.tables is not None
+        assert self.decode is not None
         hot, host = zip(*((layer.hot, layer.host) for layer in self.layers), strict=True)
-        self.ops.write_back(hot, host, self.tables)
+        self.ops.write_back(hot, host, self.decode)
 
 
 class GQADecodeStep(DecodeStep):
-    """A step of a dense model: tables have an entry per KV head and count units; every layer writes its new tokens to
+    """A step of a dense model: metadata has an entry per KV head and counts units; every layer writes its new tokens to
     the host itself.
 
     Args:
@@ -230,7 +231,7 @@ class GQADecodeStep(DecodeStep):
         super().__init__(requests, layers, ops, shape, device)
         heads = requests.heads
         max_batch = shape.max_batch // heads.num_heads
-        self.units = UnitTables.allocate(max_batch, requests.num_requests, heads, device, shape.max_query_len)
+        self.units = UnitMetadata.allocate(max_batch, requests.num_requests, heads, device, shape.max_query_len)
         self.first_units = torch.full((num_layers, requests.num_seqs + 1), -1, dtype=torch.int32, device=device)
         self._by_request: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # as planned
 
@@ -249,13 +250,13 @@ class GQADecodeStep(DecodeStep):
             layer_index: index of the layer.
             key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
         """
-        assert self.tables is not None
+        assert self.decode is not None
         layer, first_units = self.layers[layer_index], self.first_units[layer_index]
-        self.ops.write_tokens(key, value, self.units, self.tables, layer.hot, layer.host, first_units)
+        self.ops.write_tokens(key, value, self.units, self.decode, layer.hot, layer.host, first_units)
 
     def _plan(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> StepTables:
+    ) -> DecodeMetadata:
         units, by_head = self.units, slice(0, len(seq_lens) * self.requests.heads.num_heads)
         self._by_request = first_hot_block_ids, seq_lens, query_lens
         # NOTE: the new tokens may lie in fewer units than there are tokens; slots are reserved for these units only.

@@ -68,8 +68,9 @@ class HitCounts:
         self._released.append((first_hot_block_id, request_index, CountSnapshot(counts)))
 
     def take_released(self) -> list[tuple[int, int, int]]:
-        """Handle, hits and misses of released requests, in order of release, up to the first whose counts have not yet
-        arrived on the host.
+        """First hot block id, hits and misses of released requests, in order of release.
+
+        The list ends before the first request whose counts have not arrived on the host yet.
         """
         taken = []
         while self._released and self._released[0][2].ready:

@@ -50,8 +50,8 @@ class SelectingSwapIn(SwapIn):
     counts: torch.Tensor
 
     def __call__(self, selected_positions: torch.Tensor, requests: slice | None = None) -> Resolved:
-        tables, resolved = self.step.of_requests(requests)
-        layer, selection = self.step.layers[self.layer_index], (self.residency, tables, selected_positions)
+        decode, resolved = self.step.of_requests(requests)
+        layer, selection = self.step.layers[self.layer_index], (self.residency, decode, selected_positions)
         shares_device = requests is not None
         self.step.ops.swap_in(*selection, layer.host, layer.hot, self.counts, resolved, shares_device)
         return resolved
