@@ -144,11 +144,12 @@ def pools(core: Any) -> dict[str, Any]:
     }
 
 
-def with_images(prompt: list[int], images: list[Any]) -> dict[str, Any]:
-    """A prompt as vLLM takes it, and its images: [height, width, 3] uint8."""
+def with_images(prompt: list[int], images: list[list[int]]) -> dict[str, Any]:
+    """A prompt as vLLM takes it, and its images, given by the arguments of `make_image`."""
+    from image_models import make_image
     from PIL import Image
 
-    data = {"image": [Image.fromarray(image) for image in images]}
+    data = {"image": [Image.fromarray(make_image(*image)) for image in images]}
     return {"prompt_token_ids": prompt} | ({"multi_modal_data": data} if images else {})
 
 

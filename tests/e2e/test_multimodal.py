@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from base64 import b64encode
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ from conftest import (
     make_prompt,
 )
 from forks import forked
+from image_models import (
+    IMAGE_MODELS,
+    NUM_PROMPT_TOKENS,
+    PROMPTS,
+    images,
+    make_image,
+    make_image_model,
+    num_tokens_before_images,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from servers import DO_PREFILL, REQUEST_TIMEOUT_S, Server, wait_started
@@ -37,8 +47,7 @@ LENGTHS = [1, 17, 129, 777]
 EVERYTHING = 2048
 QUEST = {"algorithm": "quest", "top_k": EVERYTHING, "device_buffer_size": EVERYTHING}
 AUDIO = {"model_type": "qwen2_audio_encoder", "d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 2}
-BLOCK = 128
-HOST_BLOCK_BYTES = BLOCK * 4 * 2 * 2 * 32 * 4  # tokens, layers, key and value, KV heads, elements, fp32
+BLOCK = 128  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -76,103 +85,52 @@ def test_text_of_a_multimodal_model(run, audio_model: Path):
     assert hot[1]["completions"][-1]["num_cached_tokens"] > 0
 
 
-IMAGE, START, END = 512, 513, 514  # tokens behind the vocabulary of the tiny models
-PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 280 * 280}  # of an image
-PATCH = 28  # pixels along each edge of what becomes one token
+NEEDS_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
+KINDS = [
+    "paddleocr_vl",
+    *(
+        pytest.param(kind, marks=[pytest.mark.slow, NEEDS_TORCHVISION])
+        for kind in IMAGE_MODELS
+        if kind != "paddleocr_vl"
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A class of models that take images: a vision model, and positions of time, height and width (M-RoPE).
+
+    NOTE: all but PaddleOCR-VL need torchvision, which a CPU build of vLLM does not bring.
+    """
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PaddleOCR-VL with random weights: a vision model, ERNIE 4.5, and positions of time, height and width (M-RoPE).
-
-    NOTE: the other models with such positions need torchvision, which a CPU build of vLLM does not bring.
-    """
-    from transformers import AutoTokenizer, PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
-
-    folder = tmp_path_factory.mktemp("paddleocr_vl")
-    vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    text = json.loads((MODELS / "llama" / "config.json").read_text())
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    text = {
-        name: text[name] for name in (*names, "head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
-    }
-    text |= {"vocab_size": 520, "tie_word_embeddings": False, "pad_token_id": 1}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
-    config = PaddleOCRVLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
-    torch.manual_seed(0)
-    model = PaddleOCRVLForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            draw(name, weight)
-    model.save_pretrained(folder)
-    named = {f"{name.lower()}_token": f"<|{name}|>" for name in ("IMAGE_PLACEHOLDER", "IMAGE_START", "IMAGE_END")}
-    named = {"image_token": named.pop("image_placeholder_token"), **named}  # the name that transformers looks for
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "llama", extra_special_tokens=named)
-    assert tokenizer.convert_tokens_to_ids(list(named.values())) == [IMAGE, START, END]
-    tokenizer.save_pretrained(folder)
-    settings = {"image_processor_type": "PaddleOCRVLImageProcessor", "size": PIXELS}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "PaddleOCRVLProcessor"}))
-    return folder
-
-
-def draw(name: str, weight: torch.Tensor) -> None:
-    """Fill a weight with random numbers of a useful scale, as `cli/tiny_model.py` does."""
-    if weight.ndim == 1:
-        if name.endswith("bias"):
-            weight.normal_(std=0.1)
-        return
-    gains = {"embed_tokens": weight.shape[1] ** 0.5, "q_proj": 3.0, "o_proj": 0.3, "down_proj": 0.3, "lm_head": 4.0}
-    gain = next((gain for part, gain in gains.items() if part in name), 1.0)
-    weight.normal_(std=gain / weight[0].numel() ** 0.5)
-    if "lm_head" in name:
-        weight[IMAGE:] = 0.0  # greedy decoding never chooses these tokens
-
-
-def make_image(columns: int, rows: int, seed: int) -> np.ndarray:
-    """An image that becomes columns x rows tokens: [height, width, 3] uint8."""
-    return np.random.default_rng(seed).integers(0, 256, (rows * PATCH, columns * PATCH, 3), dtype=np.uint8)
-
-
-def around(*texts: list[int]) -> list[int]:
-    """A prompt with an image between each two texts."""
-    first, *others = texts
-    return first + [token for text in others for token in (START, IMAGE, END, *text)]
-
-
-SIZES = [[], [(9, 5)], [(3, 8), (10, 4)], [(2, 9)]]  # of the images of each prompt: columns, rows
-
-
-def prompts_with_images() -> list[list[int]]:
-    """Text alone; an image behind more than a block of text; two images; an image at the start."""
-    return [
-        make_prompt(300),
-        around(make_prompt(150), make_prompt(400)),
-        around(make_prompt(140), make_prompt(250), make_prompt(60)),
-        around([], make_prompt(350)),
-    ]
-
-
-def images(seed: int) -> list[list[np.ndarray]]:
-    return [[make_image(*size, seed + index) for index, size in enumerate(sizes)] for sizes in SIZES]
+def image_model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_model(kind, tmp_path_factory.mktemp(kind))
 
 
 def turns(first_replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A second turn about the same images, and the first turn with other images of the same sizes."""
-    pairs = zip(prompts_with_images(), first_replies, strict=True)
+    pairs = zip(PROMPTS, first_replies, strict=True)
     second = [prompt + reply["tokens"] + make_prompt(41, 7) for prompt, reply in pairs]
     return [
         {"prompts": second, "images": images(0), "max_tokens": 12},
-        {"prompts": prompts_with_images(), "images": images(100), "max_tokens": 12},
+        {"prompts": PROMPTS, "images": images(100), "max_tokens": 12},
     ]
+
+
+def differ(first: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell if two replies differ by much more than what `assert_same` allows."""
+    pairs = zip(first["logprobs"], other["logprobs"], strict=True)
+    return first["tokens"] != other["tokens"] or max(abs(a - b) for a, b in pairs) > 0.01
 
 
 @pytest.fixture(scope="module")
 def full_kv_replies(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     """Replies of stock vLLM with nothing cached: to the first turn, to a second one, to other images, and long ones."""
     args = engine_args(str(image_model), max_model_len=EVERYTHING, enable_prefix_caching=False)
-    first = {"prompts": prompts_with_images(), "images": images(0), "max_tokens": 12}
+    first = {"prompts": PROMPTS, "images": images(0), "max_tokens": 12}
     with OfflineEngine(tmp_path_factory.mktemp("full"), args) as engine:
         replies = [engine.run(first)["completions"]]
         replies += [engine.run(phase)["completions"] for phase in turns(replies[0])]
@@ -182,35 +140,33 @@ def full_kv_replies(image_model: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_images(run, image_model: Path, full_kv_replies: list[list[dict[str, Any]]]):
     """Positions of three axes, a prefix with images from the host pool, and other images behind the same text."""
     args = hot_args(str(image_model), QUEST, max_model_len=EVERYTHING)
-    first = {"prompts": prompts_with_images(), "images": images(0), "max_tokens": 12}
+    first = {"prompts": PROMPTS, "images": images(0), "max_tokens": 12}
     after_first = [{**phase, "forgets": "device"} for phase in turns(full_kv_replies[0])]
     records = run(args, [first, *after_first])
     for record, expected in zip(records, full_kv_replies, strict=False):
         assert_same(record["completions"], expected)
         assert_pools_empty(record)
-    alone, *with_image = [[reply["tokens"] for reply in replies] for replies in zip(*full_kv_replies[:3], strict=True)]
-    assert alone[0] == alone[2] and all(first != other for first, _, other in with_image), "images are to change text"
+    alone, *with_image = zip(full_kv_replies[0], full_kv_replies[2], strict=True)
+    assert not differ(*alone) and all(differ(*pair) for pair in with_image), "images are to change text"
     cached = [[reply["num_cached_tokens"] for reply in record["completions"]] for record in records]
-    num_tokens = [
-        len(prompt) + sum(columns * rows - 1 for columns, rows in sizes)
-        for prompt, sizes in zip(prompts_with_images(), SIZES, strict=True)
-    ]
-    assert cached[1] == [num // BLOCK * BLOCK for num in num_tokens], "images are part of the cached prefix"
-    assert cached[2] == [256, BLOCK, BLOCK, 0], "no block with an image is another image's"
+    assert cached[1] == [num // BLOCK * BLOCK for num in NUM_PROMPT_TOKENS], "images are part of the cached prefix"
+    before = [num_tokens_before_images(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
+    assert cached[2] == before == [256, BLOCK, BLOCK, 0], "no block with an image is another image's"
 
 
 @pytest.mark.parametrize("num_drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_preempted_requests_with_images_resume(
-    run, image_model: Path, full_kv_replies: list[list[dict[str, Any]]], num_drafts: int
+    run, kind: str, image_model: Path, full_kv_replies: list[list[dict[str, Any]]], num_drafts: int
 ):
     """The host pool runs out while requests decode: one loses blocks, and continues with the same positions."""
-    options = {"host_pool_gib": 19 * HOST_BLOCK_BYTES / 2**30, "device_buffer_size": EVERYTHING * (1 + num_drafts)}
+    pool_bytes = 14 * IMAGE_MODELS[kind].block_bytes(BLOCK, 4)
+    options = {"host_pool_gib": pool_bytes / 2**30, "device_buffer_size": EVERYTHING * (1 + num_drafts)}
     drafts: dict[str, Any] = {}
     if num_drafts:
         words = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
         drafts["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_drafts, **words}
         drafts["disable_log_stats"] = False
-    phase = {"prompts": prompts_with_images(), "images": images(0), "max_tokens": 150}
+    phase = {"prompts": PROMPTS, "images": images(0), "max_tokens": 150}
     (record,) = run(hot_args(str(image_model), {**QUEST, **options}, max_model_len=1024, **drafts), [phase])
     assert_same_but_rounding(record["completions"], full_kv_replies[3])
     assert_pools_empty(record)
@@ -237,7 +193,8 @@ def ask(server: Server, image: np.ndarray, transfer: dict[str, Any] | None = Non
     return requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=REQUEST_TIMEOUT_S).json()
 
 
-def test_images_of_a_prefill_decode_pair(image_model: Path, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["paddleocr_vl"], indirect=True)
+def test_images_of_a_prefill_decode_pair(kind: str, image_model: Path, tmp_path: Path):
     """The decode side gets the KV of images over NIXL, and computes positions of what it generates by itself."""
     with ProcessGroup() as group:
         servers = []
@@ -258,5 +215,5 @@ def test_images_of_a_prefill_decode_pair(image_model: Path, tmp_path: Path):
             assert replies[-1] == full["choices"][0]["token_ids"]
             num_blocks = -(-full["usage"]["prompt_tokens"] // BLOCK)
             received = decode.metric("hisparse_transfer_bytes_to_host") - before
-            assert received == num_blocks * HOST_BLOCK_BYTES // 2, "Quest's layers, two of four"
+            assert received == num_blocks * IMAGE_MODELS[kind].block_bytes(BLOCK, 4) // 2, "Quest's layers, two of four"
         assert replies[0] != replies[1], "images are to change the text"
