@@ -33,7 +33,7 @@ class Case:
     """A row of the table.
 
     Attributes:
-        model: name of the real model, a preset of `vllm-hisparse plan`.
+        model: name of the real model: a preset of `vllm-hisparse plan`, or a key of `LANGUAGE_MODELS`.
         backend: name of vLLM's back end, with the version of FlashAttention where there are several.
         kv_dtype: `--kv-cache-dtype`.
     """
@@ -57,6 +57,16 @@ VARIANTS = {  # model -> variant of the tiny model that runs
     "Mixtral-8x7B": "mixtral",
     "GLM-4.5": "glm4_moe",
     "ERNIE-4.5-21B-A3B": "ernie45_moe",
+    "Qwen2.5-VL-7B": "qwen25_vl",
+    "Qwen3-VL-8B": "qwen3_vl",
+    "Qwen3-VL-30B-A3B": "qwen3_vl_moe",
+    "GLM-4.1V-9B": "glm4v",
+}
+LANGUAGE_MODELS = {  # model that takes images -> preset of `vllm-hisparse plan` whose KV it has
+    "Qwen2.5-VL-7B": "Qwen2.5-7B",
+    "Qwen3-VL-8B": "Qwen3-8B",
+    "Qwen3-VL-30B-A3B": "Qwen3-30B-A3B",
+    "GLM-4.1V-9B": "GLM-4-9B",
 }
 ATTENTION: dict[str, dict[str, Any]] = {  # back end that a user can choose -> `attention_config`
     "FLASHMLA_SPARSE": {"backend": "FLASHMLA_SPARSE"},
@@ -97,6 +107,10 @@ TESTS = {  # row -> test that compares its tokens
         Case(model, "FLASH_ATTN 3", "bfloat16"): f"{DENSE}test_other_models[{VARIANTS[model]}]"
         for model in ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen2-57B-A14B", "Mixtral-8x7B", "GLM-4.5", "ERNIE-4.5-21B-A3B")
     },
+    **{
+        Case(model, "FLASH_ATTN 3", "bfloat16"): f"tests/gpu/test_image_parity.py::test_images[{VARIANTS[model]}]"
+        for model in LANGUAGE_MODELS
+    },
 }
 
 
@@ -132,7 +146,7 @@ def table(release: dict[str, Any]) -> list[dict[str, Any]]:
 
 def long_request(case: Case) -> dict[str, int]:
     """Bytes on the GPU of a request of 131,072 tokens of the real model, without tensor parallelism."""
-    model = ModelShape.load(case.model, case.kv_dtype)
+    model = ModelShape.load(LANGUAGE_MODELS.get(case.model, case.model), case.kv_dtype)
     if case.backend.startswith("FLASHINFER_MLA") and case.kv_dtype == "fp8":  # rows without scales
         model = replace(model, row_bytes=mla_row_bytes(KV_LORA_RANK, ROPE_DIM, 1))
     top_k = model.top_k or DENSE_TOP_K

@@ -77,6 +77,7 @@ PARTS: dict[str, Part] = {
     "mixtral": Part((DENSE,), "test_other_models and mixtral", 2),
     "glm4_moe": Part((DENSE,), "test_other_models and glm4_moe", 2),
     "ernie45_moe": Part((DENSE,), "test_other_models and ernie45_moe", 2),
+    "images": Part(("tests/gpu/test_image_parity.py",), num_engines=8),
     "backends": Part((DENSE,), "test_other_backends and not flashinfer", 4),
     "flashinfer": Part((DENSE,), "test_other_backends and flashinfer", 3),  # compiles FlashInfer's prefill and decode
     "dense_fp8": Part((DENSE,), "test_kv_in_fp8", 4),

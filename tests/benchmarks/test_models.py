@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import models
 from benchmarks.models import ATTENTION, TESTS, Case, app, long_request, table
 from benchmarks.release import PARTS, ROOT
+from tests.image_models import IMAGE_MODELS
 from vllm_hisparse.cli import tiny_model
 
 FP8, BF16 = Case("DeepSeek-V3.2", "FLASHMLA_SPARSE", "fp8"), Case("DeepSeek-V3.2", "FLASHMLA_SPARSE", "bfloat16")
@@ -22,7 +23,10 @@ FP8, BF16 = Case("DeepSeek-V3.2", "FLASHMLA_SPARSE", "fp8"), Case("DeepSeek-V3.2
 
 def test_every_model_has_a_row() -> None:
     assert {case.model for case in TESTS} == set(models.VARIANTS)
-    assert set(models.VARIANTS.values()) == set(tiny_model.VARIANTS) - {"hyv4_mixed"}  # no checkpoint has its layers
+    of_images = {models.VARIANTS[model] for model in models.LANGUAGE_MODELS}
+    assert of_images <= set(IMAGE_MODELS)
+    # No checkpoint has the layers of hyv4_mixed.
+    assert set(models.VARIANTS.values()) - of_images == set(tiny_model.VARIANTS) - {"hyv4_mixed"}
 
 
 def test_every_back_end_has_a_row() -> None:
@@ -52,6 +56,8 @@ def test_bytes_of_a_long_request() -> None:
     assert keys + hot <= found["device_bytes_128k"] <= 1.1 * (keys + hot)
     flashinfer = long_request(Case("DeepSeek-V3.2", "FLASHINFER_MLA_SPARSE_SM90", "fp8"))
     assert flashinfer["full_bytes_128k"] == 131072 * 61 * (576 + 132)
+    images = long_request(Case("GLM-4.1V-9B", "FLASH_ATTN 3", "bfloat16"))
+    assert images["full_bytes_128k"] == 131072 * 40 * 2 * 2 * 128 * 2  # layers, key and value, KV heads, elements, bf16
 
 
 def comparison(case: Case, **overrides: Any) -> dict[str, Any]:

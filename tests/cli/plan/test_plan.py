@@ -80,6 +80,7 @@ def test_weights_of_deepseek_v32() -> None:
         ("Qwen2-57B-A14B", 57.4),
         ("Mixtral-8x7B", 46.7),
         ("GLM-4.5", 355),
+        ("GLM-4-9B", 9.4),
         ("ERNIE-4.5-21B-A3B", 21.8),
     ],
 )

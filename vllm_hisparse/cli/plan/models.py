@@ -149,6 +149,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "GLM-4.5": _dense("Glm4MoeForCausalLM", 92, 5120, 12288, 96, 8, 151552)
     | {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
     | {"n_shared_experts": 1, "first_k_dense_replace": 3},
+    "GLM-4-9B": _dense("Glm4ForCausalLM", 40, 4096, 13696, 32, 2, 151552, 32768),
     "ERNIE-4.5-21B-A3B": _dense("Ernie4_5_MoeForCausalLM", 28, 2560, 12288, 20, 4, 103424)
     | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
     | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
@@ -173,6 +174,7 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
     "Qwen2-57B-A14B": "Qwen/Qwen2-57B-A14B-Instruct",
     "Mixtral-8x7B": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "GLM-4.5": "zai-org/GLM-4.5",
+    "GLM-4-9B": "zai-org/GLM-4-9B-0414",
     "ERNIE-4.5-21B-A3B": "baidu/ERNIE-4.5-21B-A3B-PT",
 }
 SPARSE_LAYERS = ("deepseek_sparse_attention", "sparse_attention", "sparse", "indexed_attention")  # vLLM's hy_v4
