@@ -730,6 +730,23 @@ def test_hot_blocks_come_and_go_as_on_the_cpu(max_query_len: int) -> None:
             changes[name], blocks[name] = (first, ids), [*blocks[name][:first], *ids]
 
 
+def test_rows_of_a_prompt_become_hot_as_on_the_cpu_without_a_wait_for_the_device() -> None:
+    shape, residencies = HotBufferShape(2, 2, 1, 4, 9, 64, 12, 3, 64), []
+    for device in map(torch.device, ("cpu", "cuda")):
+        buffer, block_id = MLAHotBuffer(shape, device), torch.tensor([5], dtype=torch.int32).to(device)
+        buffer.add_layer(HotRows(torch.zeros(12 * 64, 16, device=device), 64, 64), torch.zeros(64, 16))
+        buffer.extend_host_block_tables({5: (0, range(9))})
+        buffer.change_hot_block_tables({5: (0, [5, 8])})
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for num_tokens in (100, 127, 300, 513):
+                buffer.seed(0, buffer.seeds(block_id, num_tokens))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        residencies.append(buffer.residency[0].entries[64:].cpu())  # block 0 belongs to no request
+    assert torch.equal(*residencies)
+
+
 @pytest.mark.parametrize(
     ("top_k", "query_len", "num_hot_rows"),
     [(4097, 1, 5001), (2049, 4, 9001), (128, 9, 6001), (128, 1, MAX_HOT_ROWS + 1)],

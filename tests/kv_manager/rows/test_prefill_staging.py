@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
@@ -99,3 +102,35 @@ def test_the_history_of_a_chunk_is_counted() -> None:
     assert torch.equal(staging.rows[:3], host_rows[8:11])
     assert buffer.take_staged_bytes() == (3 + 5) * WIDTH * 4
     assert buffer.take_staged_bytes() == 0
+
+
+class Assignments(TorchDispatchMode):
+    """Notes the shape of what is assigned to elements that a tensor chooses.
+
+    On CUDA, torch keeps an assigned number on the host, copies it to the device, and waits for everything before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index_put" in str(func):
+            self.shapes.append(args[2].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_chunk_never_waits_for_the_device() -> None:
+    host_rows = torch.randn(64, WIDTH)
+    buffer = make_buffer(host_rows)
+    buffer.extend_host_block_tables({FIRST_HOT_BLOCK_ID: (0, list(range(MAX_BLOCKS)))})
+    buffer.change_hot_block_tables({FIRST_HOT_BLOCK_ID: (0, [FIRST_HOT_BLOCK_ID])})
+    staging, [group] = make_groups(buffer, (FIRST_HOT_BLOCK_ID, 4, 9))
+    with Assignments() as assignments:
+        buffer.residency[0].positions[torch.tensor([0])] = -1
+        assert assignments.shapes == [()]  # what must not happen below
+        staging.plan(group)
+        staging.load(group, host_rows)
+        staging.store(group, 0, host_rows)
+    assert assignments.shapes.count(()) == 1
+    assert sorted(buffer.residency[0].positions.tolist())[-NUM_SLOTS:] == list(range(7, 13))

@@ -239,8 +239,10 @@ class HotBuffer(ABC):
             seeds: result of `seeds`.
         """
         residency = self.residency[layer_index]
-        residency.positions[seeds.stale_entries] = -1
-        residency.positions[seeds.entries] = residency.last_uses[seeds.entries] = seeds.held
+        # NOTE: an assignment to `positions[entries]` would wait for the device, which torch sends the -1.
+        residency.positions.index_fill_(0, seeds.stale_entries.flatten(), -1)
+        held = seeds.held.flatten()[:, None].expand(-1, 2)  # position and last use
+        residency.entries.index_copy_(0, seeds.entries.flatten(), held)
 
     def staging_memory(self) -> torch.Tensor:
         """Device memory for the longest request in one layer, shared by all layers; allocated at the first call.
