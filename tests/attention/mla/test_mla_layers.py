@@ -295,6 +295,7 @@ class Model:
         self.device = self._unused(NUM_DEVICE_BLOCKS, NUM_LAYERS, 1, ROWS_PER_BLOCK, WIDTH)
         self.top_k = torch.full((MAX_BATCH_TOKENS, TOP_K), -1, dtype=torch.int32)
         self.random = random.Random(0)
+        self.outputs: list[torch.Tensor] = []  # of every layer and step
         self.impls = [self._make_impl(impl_class, index) for index in range(NUM_LAYERS)]
         layers = {"0": SimpleNamespace(impl=self.impls[0])}
         self.builder = bare(
@@ -367,6 +368,7 @@ class Model:
             else:
                 with impl.writing(None if layer_writes else new_rows):
                     out, _ = impl.forward_mqa(parts, None, metadata, layer)
+            self.outputs.append(out)
             owners = [request for request, span in spans for _ in span]
             expected = [attend(query[i], owners[i].rows[index, selected]) for i, selected in enumerate(selections)]
             torch.testing.assert_close(out, torch.stack(expected) * (not expect_zeros))
@@ -563,6 +565,27 @@ def test_groups_that_share_the_staging_memory(model: Model) -> None:
     model.step((first, 2), (second, 5))
     for request in (first, second):
         model.check_host(request)
+
+
+def test_attention_over_a_prompt_alone_is_not_copied(
+    cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as large as 8K tokens of all heads; beside other groups, the parts are joined in one tensor."""
+    backend, found = cuda_modules["backend"], []
+    model = make_cuda_model("HotFlashMLA", backend, monkeypatch)
+
+    def forward(*args: Any) -> tuple[torch.Tensor, None]:
+        found.append(stock_forward(*args)[0])
+        return found[-1], None
+
+    monkeypatch.setattr(backend.FlashMLASparseImpl, "forward_mqa", forward)
+    first, second = Request(1, list(range(10)), 0), Request(8, list(range(10, 20)), 1)
+    for request in (first, second):
+        model.start(request)
+    model.step((first, 6))
+    assert [out.data_ptr() for out in model.outputs] == [out.data_ptr() for out in found]
+    model.step((first, 1), (second, 9))
+    assert model.outputs[-1].data_ptr() not in {out.data_ptr() for out in found}
 
 
 def test_rows_that_the_layer_has_written(cuda_model: Model) -> None:

@@ -188,13 +188,17 @@ class HotMLACudaImpl(HotMLAImpl):
             return self._decode(q, attn_metadata, layer), None
         if not attn_metadata.prefill_groups:
             return self._decode_step(q, attn_metadata, layer), None
+        first_group, *other_groups = attn_metadata.prefill_groups
+        if first_group.tokens == slice(0, attn_metadata.num_actual_tokens):
+            return self._prefill(q, first_group, layer), None  # not copied: it is as large as the model's activations
         # NOTE: the output has the dtype of the model, while queries may be in fp8.
-        out = self.new_rows.kv_c.new_zeros(attn_metadata.num_actual_tokens, self.num_heads, self.kv_lora_rank)
+        out = self.new_rows.kv_c.new_empty(attn_metadata.num_actual_tokens, self.num_heads, self.kv_lora_rank)
         if attn_metadata.decode is not None:
             tokens = slice(0, attn_metadata.num_decode_tokens)
             out[tokens] = self._decode_step(_slice_query(q, tokens), attn_metadata, layer)
-        for group in attn_metadata.prefill_groups:
+        for group in (first_group, *other_groups):
             out[group.tokens] = self._prefill(_slice_query(q, group.tokens), group, layer)
+        out[attn_metadata.prefill_groups[-1].tokens.stop :].zero_()
         return out, None
 
     def begin_decode(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
