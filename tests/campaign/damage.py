@@ -120,11 +120,11 @@ def early_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     step = BlockStores.step
 
     def step_early(self: BlockStores, deferred: Deferred) -> None:
-        unwritten, self.manager.unwritten = self.manager.unwritten, Counter()
         all_over = Deferred()
         all_over.num_scheduled = all_over.num_processed = deferred.num_scheduled
-        step(self, all_over)
-        self.manager.unwritten = unwritten
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostTierManager, "is_unwritten", lambda *args: False)
+            step(self, all_over)
 
     monkeypatch.setattr(BlockStores, "step", step_early)
     monkeypatch.setattr(HostBlockPool, "take_newly_cached", lambda self: list(range(self.num_blocks)))
@@ -135,9 +135,9 @@ def early_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     step = HostTierManager.step
 
     def step_early(self: HostTierManager) -> None:
-        unwritten, self.unwritten = self.unwritten, Counter()
-        step(self)
-        self.unwritten = unwritten
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostTierManager, "is_unwritten", lambda *args: False)
+            step(self)
 
     monkeypatch.setattr(HostTierManager, "step", step_early)
 

@@ -226,7 +226,7 @@ def test_one_rank_reports_requests(rank: int) -> None:
 def test_statistics_since_the_last_call(worker: HiSparseWorkerConnector) -> None:
     assert worker.take_stats() is None
     worker.hot_buffer.counts.by_seq[1] += torch.tensor([5, 3])
-    worker.hot_buffer.staged_bytes += 1000
+    worker.hot_buffer.count_staged(1000)
     data = worker.take_stats().data["counters"]
     assert (data["cache_hits"], data["cache_misses"], data["prefill_staged_bytes"]) == (5, 3, 1000)
     assert data["host_to_device_bytes"] == 3 * WIDTH * 4

@@ -147,8 +147,7 @@ def pooled_misses(
     ]
     shifted = [_shift(selection, sequence * num_positions) for sequence, _, selection in turns]
     uses = _next_turns(shifted, num_rows)
-    pool = Buffer(pool_slots, num_rows, policy(pool_slots, first_uses(shifted, num_rows), num_levels))
-    pool.policy.num_sequences = len(traced)
+    pool = Buffer(pool_slots, num_rows, policy(pool_slots, first_uses(shifted, num_rows), num_levels, len(traced)))
     for sequence, steps in enumerate(traced):
         last = np.arange(max(steps[0].newest - num_slots, 0), steps[0].newest)
         slots = sequence * num_slots + last % num_slots

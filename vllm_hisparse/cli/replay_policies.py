@@ -40,15 +40,11 @@ class Policy(ABC):
         num_slots: slots of the buffer; they are empty at the start.
         first_uses: [num_rows + 1] int64 time of each row's first use, or `NEVER`; the last entry is for empty slots.
         num_levels: number of groups of ranks.
-
-    Attributes:
         num_sequences: number of sequences that share the buffer and take turns in a step.
     """
 
-    num_sequences = 1
-
-    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
-        self.num_slots, self.num_rows = num_slots, len(first_uses) - 1
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
+        self.num_slots, self.num_rows, self.num_sequences = num_slots, len(first_uses) - 1, num_sequences
 
     def seed(self, slots: np.ndarray) -> None:  # noqa: B027 (see `begin`)
         """Record the slots that are filled before the first step, in their order: [n] int64."""
@@ -87,8 +83,8 @@ class FIFO(Policy):
 
     name = "fifo"
 
-    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
-        super().__init__(num_slots, first_uses, num_levels)
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
+        super().__init__(num_slots, first_uses, num_levels, num_sequences)
         self.stamps, self.clock = np.arange(num_slots), num_slots
 
     def seed(self, slots: np.ndarray) -> None:
@@ -114,8 +110,8 @@ class LRU(Policy):
 
     name = "lru"
 
-    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
-        super().__init__(num_slots, first_uses, num_levels)
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
+        super().__init__(num_slots, first_uses, num_levels, num_sequences)
         self.stamps, self.clock = np.full(num_slots, -1), -1
 
     def seed(self, slots: np.ndarray) -> None:
@@ -138,8 +134,8 @@ class Clock(Policy):
 
     name = "clock"
 
-    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
-        super().__init__(num_slots, first_uses, num_levels)
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
+        super().__init__(num_slots, first_uses, num_levels, num_sequences)
         self.was_used, self.hand = np.zeros(num_slots, bool), 0
 
     def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
@@ -172,8 +168,8 @@ class Score(FIFO):
 
     name = "score"
 
-    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
-        super().__init__(num_slots, first_uses, num_levels)
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
+        super().__init__(num_slots, first_uses, num_levels, num_sequences)
         self.levels = np.full(self.num_rows + 1, num_levels, np.int64)  # by row id; a lower rank has a higher level
         self.levels[-1] = num_levels + 1  # an empty slot goes first
         self.worst = num_levels
@@ -197,8 +193,8 @@ class Belady(Policy):
 
     name = "belady"
 
-    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int):
-        super().__init__(num_slots, first_uses, num_levels)
+    def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
+        super().__init__(num_slots, first_uses, num_levels, num_sequences)
         self.next_uses = first_uses.copy()
 
     def begin(self, selection: Selection) -> None:

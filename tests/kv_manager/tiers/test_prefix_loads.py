@@ -210,7 +210,7 @@ def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatc
     monkeypatch.setattr(loads, "_max_loads", 1)
     must_wait = [loads.must_wait(f"request-{index}") for index in range(100)]
     assert must_wait == [True] * MAX_WAITING + [False] * (100 - MAX_WAITING)
-    assert loads.num_skipped == 100 - MAX_WAITING
+    assert loads.take_counters()["tier_skipped_loads"] == 100 - MAX_WAITING
     loads.forget("request-0")
     assert loads.must_wait("another")
     loads.forget("slow")

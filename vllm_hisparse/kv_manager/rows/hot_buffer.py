@@ -104,7 +104,6 @@ class HotBuffer(ABC):
         residency: residency of each layer, in the table.
         selects: as in the arguments.
         counts: hits and misses.
-        staged_bytes: bytes of prompts' histories that were copied from the host since the last `take_staged_bytes`.
         step: decoding requests of the running step.
     """
 
@@ -127,7 +126,7 @@ class HotBuffer(ABC):
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
         self.layers: list[LayerRows] = []
         self.counts = HitCounts(shape.num_requests, heads, device)
-        self.staged_bytes = 0
+        self._staged_bytes = 0
         self._staging: torch.Tensor | None = None
 
     def step_shape(self, num_selected: int) -> StepShape:
@@ -258,9 +257,13 @@ class HotBuffer(ABC):
             self._staging = staging[: self.shape.max_blocks]
         return self._staging
 
+    def count_staged(self, num_bytes: int) -> None:
+        """Count bytes of a prompt's history that are copied from the host."""
+        self._staged_bytes += num_bytes
+
     def take_staged_bytes(self) -> int:
-        """Return `staged_bytes` and set it to 0."""
-        taken, self.staged_bytes = self.staged_bytes, 0
+        """Return the bytes counted by `count_staged` since the last call."""
+        taken, self._staged_bytes = self._staged_bytes, 0
         return taken
 
     def check_integrity(self) -> None:

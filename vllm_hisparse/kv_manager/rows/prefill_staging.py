@@ -128,7 +128,7 @@ class PrefillStaging:
         for plan in group.plans:
             history = self._rows_of(plan.request, 0, self._num_rows_to_load(plan.request))
             self.hot_buffer.ops.stage_rows(host_rows, plan.host_block_table, self.block_size, history)
-            self.hot_buffer.staged_bytes += history.nbytes
+            self.hot_buffer.count_staged(history.nbytes)
 
     def store(self, group: PrefillGroup, layer_index: int, host_rows: torch.Tensor) -> None:
         """Copy the query tokens' rows to the host, and the latest rows of each request to its hot buffer.
@@ -233,7 +233,7 @@ class WholeBlockStaging(PrefillStaging):
         ].contiguous()
         staged = self.cache[: last_block - first_block]
         self.hot_buffer.ops.stage_rows(host_rows, host_block_table, self.block_size, staged.flatten(0, 1))
-        self.hot_buffer.staged_bytes += staged.nbytes
+        self.hot_buffer.count_staged(staged.nbytes)
         return staged
 
     def _plan(self, request: PrefillRequest) -> PrefillPlan:

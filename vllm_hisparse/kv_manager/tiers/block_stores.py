@@ -30,14 +30,11 @@ class BlockStores:
     Args:
         manager: manager of the tiers.
         host_pool: pool that reports blocks that no request uses any more.
-
-    Attributes:
-        num_dropped: number of blocks that were evicted before they could be stored; the caller sets it back to 0.
     """
 
     def __init__(self, manager: HostTierManager, host_pool: HostBlockPool):
         self.manager, self.host_pool = manager, host_pool
-        self.num_dropped = 0
+        self._num_dropped = 0
         self._waiting: OrderedDict[int, tuple[bytes, int]] = (
             OrderedDict()
         )  # block -> (hash, last step that may write it)
@@ -58,7 +55,7 @@ class BlockStores:
             block_hash = self.host_pool.hash_of(block_id)
             if block_hash is not None and self._is_lacking(block_id, block_hash):
                 waiting, _ = self._waiting.get(block_id, (block_hash, 0))
-                self.num_dropped += waiting != block_hash
+                self._num_dropped += waiting != block_hash
                 self._waiting[block_id] = (block_hash, deferred.num_scheduled)
         batch = self._next_batch(deferred)
         if batch and self.manager.store(batch):
@@ -100,6 +97,11 @@ class BlockStores:
         for tier in self.manager.secondary_tiers:
             tier.forget(key)
 
+    def take_counters(self) -> dict[str, int]:
+        """Return the number of blocks that were evicted before they could be stored, since the last call."""
+        taken, self._num_dropped = self._num_dropped, 0
+        return {"tier_dropped_blocks": taken}
+
     def _next_batch(self, deferred: Deferred) -> dict[OffloadKey, int]:
         batch: dict[OffloadKey, int] = {}
         num_blocks = min(BATCH, self.manager.num_stores_left)
@@ -108,7 +110,7 @@ class BlockStores:
                 break
             if self.host_pool.hash_of(block_id) != block_hash:
                 del self._waiting[block_id]
-                self.num_dropped += 1
-            elif block_id not in self.manager.unwritten:  # NOTE: a block published again may be unwritten
+                self._num_dropped += 1
+            elif not self.manager.is_unwritten(block_id):  # NOTE: a block published again may be unwritten
                 batch[key_of(block_hash)] = block_id
         return batch

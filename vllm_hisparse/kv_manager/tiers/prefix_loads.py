@@ -24,6 +24,13 @@ RETRY_S, MAX_RETRY_S = 30.0, 600.0  # first and longest pause of a silent source
 MIN_LOOKS = 10  # checks of a load before it is given up: between two of them, a tenth of its timeout counts at most
 MAX_TIMEOUTS = 6.0  # timeouts that a load may take in all, however steadily its blocks come
 MAX_WAITING = 32  # requests that wait for another load to end: vLLM asks for each of them in every step
+COUNTERS = (
+    "tier_loaded_blocks",
+    "tier_damaged_blocks",
+    "tier_load_timeouts",  # loads that were given up because nothing came
+    "tier_slow_loads",  # loads that were given up because they took too long
+    "tier_skipped_loads",  # loads that did not begin because too many others were under way
+)
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -155,12 +162,6 @@ class PrefixLoads:
             the time for which a request waits for another load to end.
         mark_stored: called with key -> host block of blocks that came from a tier.
         clock: tells the time in seconds.
-
-    Attributes:
-        num_loaded, num_damaged: number of blocks since the counter was last set to 0.
-        num_timeouts, num_slow, num_skipped: number of loads, since the counter was last set to 0, that were given up
-            because nothing came; that were given up because they took too long; and that did not begin because too many
-            others were under way.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class PrefixLoads:
     ):
         self.manager, self.host_pool, self.timeout_s = manager, host_pool, timeout_s
         self._make_contexts, self._mark_stored, self._clock = make_contexts, mark_stored, clock
-        self.num_loaded = self.num_damaged = self.num_timeouts = self.num_slow = self.num_skipped = 0
+        self._counters = dict.fromkeys(COUNTERS, 0)
         self._loads: dict[str, PrefixLoad] = {}
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
         self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests whose load is over -> sources of their blocks
@@ -183,6 +184,11 @@ class PrefixLoads:
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
         self._window = max(min(MAX_WINDOW, num_chunks // 2), 1)
         self._max_loads = max(num_chunks // self._window, 1)
+
+    def take_counters(self) -> dict[str, int]:
+        """Return `COUNTERS` since the last call."""
+        taken, self._counters = self._counters, dict.fromkeys(COUNTERS, 0)
+        return taken
 
     @property
     def num_copies(self) -> int:
@@ -228,7 +234,7 @@ class PrefixLoads:
             return True
         self._waiting.pop(request_id, None)
         self._ended[request_id] = Counter()
-        self.num_skipped += 1
+        self._counters["tier_skipped_loads"] += 1
         logger.warning_once(
             "Requests compute prompts that a tier may have, because %d other prefixes are being loaded; "
             "vllm:hisparse_tier_skipped_loads counts them. A larger tier_buffer_gib lets more load at once.",
@@ -307,7 +313,7 @@ class PrefixLoads:
         load.look(now, self.timeout_s / MIN_LOOKS)
         limit_s = MAX_TIMEOUTS * self.timeout_s
         if load.total_s > limit_s:
-            self.num_slow += 1
+            self._counters["tier_slow_loads"] += 1
             message = (
                 "Request %s computes the rest of its prompt: its blocks came too slowly to be there within %.1f s."
             )
@@ -316,7 +322,7 @@ class PrefixLoads:
             return
         self._advance(load, now)
         if not load.is_over and load.silent_s > self.timeout_s:
-            self.num_timeouts += 1
+            self._counters["tier_load_timeouts"] += 1
             name = load.waits_for.name if load.waits_for else "the tiers"
             message = "Request %s computes the rest of its prompt: no block came from %s within %.1f s."
             logger.warning(message, request_id, name, self.timeout_s)
@@ -393,14 +399,14 @@ class PrefixLoads:
         load.copying.discard(copy.index)
         is_intact = not copy.future.cancelled() and copy.future.exception() is None and copy.future.result()
         if is_intact:
-            self.num_loaded += 1
+            self._counters["tier_loaded_blocks"] += 1
             self.host_pool.publish(copy.block_id, get_offload_block_hash(key))
             self._mark_stored({key: copy.block_id})
             load.mark_loaded(copy.index, self._clock())
             if copy.source is not None:
                 load.loaded_from[copy.source.kind] += 1
         else:
-            self.num_damaged += 1
+            self._counters["tier_damaged_blocks"] += 1
             self.host_pool.unpin([copy.block_id])
             self.manager.discard(key)
             load.end = min(load.end, copy.index)

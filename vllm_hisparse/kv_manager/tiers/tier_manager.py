@@ -81,13 +81,25 @@ class HostTierManager(TieringOffloadingManager):
         self.buffer, self.host_pool, self.copier = buffer_tier, host_pool, copier
         self.num_chunks = copier.buffer.num_chunks
         self._saves: list[_Save] = []
-        self.unwritten: Counter[int] = Counter()  # published host blocks that a step in flight may still write
+        self._unwritten: Counter[int] = Counter()  # published host blocks that a step in flight may still write
         self._numbers = count()
 
     @property
     def num_stores_left(self) -> int:
         """Number of blocks that may be saved now."""
         return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
+
+    def mark_unwritten(self, block_ids: list[int]) -> None:
+        """Record published host blocks that a step in flight may still write."""
+        self._unwritten.update(block_ids)
+
+    def mark_written(self, block_ids: list[int]) -> None:
+        """Record that the step that fills these published blocks is over."""
+        self._unwritten -= Counter(block_ids)
+
+    def is_unwritten(self, block_id: int) -> bool:
+        """True if a step in flight may still write a published host block."""
+        return block_id in self._unwritten
 
     def is_in_buffer(self, key: OffloadKey) -> bool:
         """True if a block is in the transfer buffer, or on its way there."""
@@ -99,7 +111,7 @@ class HostTierManager(TieringOffloadingManager):
             block_id = self.host_pool.find(get_offload_block_hash(key))
             if block_id is not None:
                 # NOTE: if there is no room now, the peer asks again until its timeout.
-                if block_id not in self.unwritten and len(self._saves) < MAX_PEER_COPIES:
+                if not self.is_unwritten(block_id) and len(self._saves) < MAX_PEER_COPIES:
                     self._save({key: block_id}, req_context)
                 return LookupResult.HIT_PENDING
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
@@ -159,7 +171,7 @@ class HostTierManager(TieringOffloadingManager):
             "jobs": known_jobs(self),
             "tier requests": known_requests(self),
             "chunks being read": self.buffer.num_reads,
-            "unwritten blocks": self.unwritten,
+            "unwritten blocks": self._unwritten,
         }
         return {name: left for name, left in kinds.items() if left}
 

@@ -80,8 +80,8 @@ class Tiers:
             deferred: counts the steps, this one included.
         """
         if published := self.host_pool.take_newly_published():
-            self.manager.unwritten.update(published)
-            deferred.after_step(deferred.num_scheduled, partial(self._mark_written, published))
+            self.manager.mark_unwritten(published)
+            deferred.after_step(deferred.num_scheduled, partial(self.manager.mark_written, published))
         self.manager.collect_saves()
         self.loads.step()
         self.stores.step(deferred)
@@ -107,18 +107,7 @@ class Tiers:
 
     def take_counters(self) -> dict[str, int]:
         """Return the counters since the last call, by the names of `connector/metrics.py`."""
-        loads, stores = self.loads, self.stores
-        counters = {
-            "tier_loaded_blocks": loads.num_loaded,
-            "tier_damaged_blocks": loads.num_damaged,
-            "tier_load_timeouts": loads.num_timeouts,
-            "tier_slow_loads": loads.num_slow,
-            "tier_skipped_loads": loads.num_skipped,
-            "tier_dropped_blocks": stores.num_dropped,
-        }
-        loads.num_loaded = loads.num_damaged = stores.num_dropped = 0
-        loads.num_timeouts = loads.num_slow = loads.num_skipped = 0
-        return counters
+        return self.loads.take_counters() | self.stores.take_counters()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return vLLM's statistics of its tiers since the last call."""
@@ -126,7 +115,3 @@ class Tiers:
 
     def shutdown(self) -> None:
         self.manager.shutdown()
-
-    def _mark_written(self, block_ids: list[int]) -> None:
-        """Record that the step that fills these published blocks is over."""
-        self.manager.unwritten -= Counter(block_ids)
