@@ -2,12 +2,12 @@
 
 import pytest
 
-from vllm_hisparse import plugin, releases
+from vllm_hisparse import plugin
 from vllm_hisparse.releases import UnsupportedVLLM, check_release, serves
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(releases, "_release", lambda: version)
+    monkeypatch.setattr("vllm.version.__version__", version)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cu130", "0.33.0", "0.33.1rc1", "0.33.1.dev5+g4ba787ec9"])

@@ -1,10 +1,10 @@
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, _check_own_address, _check_prefix_cache
-from vllm_hisparse.kv_manager.tiers.make_tiers import _num_chunks
+from tests.test_config import engine
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.kv_manager.tiers.make_tiers import num_buffer_chunks
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 from vllm_hisparse.tier_config import FsTier, ObjTier, P2PTier
 
@@ -15,6 +15,16 @@ OBJ = {"type": "obj", "bucket": "kv-blocks", "endpoint": "minio:9000"}
 
 def parse(tiers: Any, **options: Any) -> HiSparseConfig:
     return HiSparseConfig.from_extra_config({"host_pool_gib": 1.0, "tiers": tiers, **options})
+
+
+def parse_for_engine(
+    tiers: Any, enable_prefix_caching: bool = True, prefix_caching_hash_algo: str = "sha256"
+) -> HiSparseConfig:
+    """Parse as an engine does, which checks its own options, too."""
+    config = engine({"host_pool_gib": 1.0, "tiers": tiers})
+    config.cache_config.enable_prefix_caching = enable_prefix_caching
+    config.cache_config.prefix_caching_hash_algo = prefix_caching_hash_algo
+    return HiSparseConfig.parse(config)
 
 
 def refusal(tiers: Any, **options: Any) -> str:
@@ -86,22 +96,22 @@ def test_secrets_are_not_shown() -> None:
 )
 def test_the_prefix_cache_must_be_one_that_others_understand(cache: dict, message: str) -> None:
     with pytest.raises(HiSparseConfigError, match=message):
-        _check_prefix_cache(SimpleNamespace(cache_config=SimpleNamespace(**cache)))
+        parse_for_engine([FS], **cache)
     good = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256_cbor"}
-    _check_prefix_cache(SimpleNamespace(cache_config=SimpleNamespace(**good)))
+    assert parse_for_engine([FS], **good).tiers
 
 
 def test_size_of_the_transfer_buffer() -> None:
     block_bytes = 10**6
     chunk = chunk_bytes(block_bytes)
-    assert _num_chunks(parse([FS]), block_bytes, 100) == 2**29 // chunk
-    assert _num_chunks(parse([FS]), block_bytes, 20_000) == int(20_000 * block_bytes / 32) // chunk
-    assert _num_chunks(parse([FS]), block_bytes, 10**7) == 4 * 2**30 // chunk
-    assert _num_chunks(parse([FS], tier_buffer_gib=1.0), block_bytes, 100) == 2**30 // chunk
+    assert num_buffer_chunks(parse([FS]), block_bytes, 100) == 2**29 // chunk
+    assert num_buffer_chunks(parse([FS]), block_bytes, 20_000) == int(20_000 * block_bytes / 32) // chunk
+    assert num_buffer_chunks(parse([FS]), block_bytes, 10**7) == 4 * 2**30 // chunk
+    assert num_buffer_chunks(parse([FS], tier_buffer_gib=1.0), block_bytes, 100) == 2**30 // chunk
     with pytest.raises(HiSparseConfigError, match=r"tier_buffer_gib: got 0\.01, expected at least 0\.060, 64 blocks"):
-        _num_chunks(parse([FS], tier_buffer_gib=0.01), block_bytes, 100)
+        num_buffer_chunks(parse([FS], tier_buffer_gib=0.01), block_bytes, 100)
     with pytest.raises(HiSparseConfigError, match=r"tier_buffer_gib: got None, expected at least 5\.0"):
-        _num_chunks(parse([FS]), 80 * 2**20, 400)
+        num_buffer_chunks(parse([FS]), 80 * 2**20, 400)
     assert parse([]).tier_buffer_bytes(2**40) == 0
 
 
@@ -152,18 +162,18 @@ def test_peers_must_be_able_to_call_back(
     host: str | None, peers: list[str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_P2P_SIDE_CHANNEL_HOST", raising=False)
-    config = parse([{"type": "p2p", "host": host, "peers": peers}])
+    tiers = [{"type": "p2p", "host": host, "peers": peers}]
     if not is_refused:
-        _check_own_address(config)
+        assert parse_for_engine(tiers).tiers
         return
     with pytest.raises(HiSparseConfigError, match=r"tiers\.0\.host: got"):
-        _check_own_address(config)
+        parse_for_engine(tiers)
 
 
 def test_the_environment_names_this_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chart and Ray set it for every replica."""
     monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_HOST", "10.0.0.2")
-    _check_own_address(parse([P2P]))
+    assert parse_for_engine([P2P]).tiers
     monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_HOST", "0.0.0.0")
     with pytest.raises(HiSparseConfigError, match="VLLM_P2P_SIDE_CHANNEL_HOST"):
-        _check_own_address(parse([P2P]))
+        parse_for_engine([P2P])

@@ -39,7 +39,7 @@ def register() -> None:
     if current_platform.is_cpu():
         _register_cpu_layers()
     separate_compiled_models(CONNECTOR_NAME, GRAPH_OPTIONS)
-    when_built(_check_options, _attach_hot_buffers)
+    when_built(check_options, _attach_hot_buffers)
 
 
 def _register_cpu_layers() -> None:
@@ -52,7 +52,7 @@ def _register_cpu_layers() -> None:
         register_backend(full_kv_mla.BACKEND_NAME, FULL_KV_BACKEND)
 
 
-def _check_options(vllm_config: Any) -> None:
+def check_options(vllm_config: Any) -> None:
     """Refuse options that are wrong, before the model is built."""
     from vllm_hisparse.compat.engine import uses_host_connector
     from vllm_hisparse.config import HiSparseConfig

@@ -40,7 +40,7 @@ def expected_cache(inserted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 def test_insert() -> None:
     stock, narrow, slots = Stock(), cache(68), torch.tensor([3, -1, 70])
-    function = indexer._insert(stock)
+    function = indexer.wrap_insert(stock)
     function(keys(3), narrow, slots, 128, "ue8m0")
     assert torch.equal(narrow, expected_cache(keys(3), slots)) and not stock.calls
     wide = cache(132)
@@ -50,7 +50,7 @@ def test_insert() -> None:
 
 def test_gather() -> None:
     stock, narrow = Stock(), expected_cache(keys(70), torch.arange(70))
-    function, table = indexer._gather(stock), torch.tensor([[0, 1]], dtype=torch.int32)
+    function, table = indexer.wrap_gather(stock), torch.tensor([[0, 1]], dtype=torch.int32)
     values, scales = torch.zeros(70, 128).to(indexer_keys.FP8), torch.zeros(70, 4, dtype=torch.uint8)
     function(narrow, values, scales, table, torch.tensor([0, 70], dtype=torch.int32))
     found = values.float() * scales.view(torch.float32)
@@ -62,7 +62,7 @@ def test_gather() -> None:
 @pytest.mark.parametrize("queries", [1, 2])
 def test_logits(queries: int) -> None:
     stock, narrow = Stock(), expected_cache(keys(70), torch.arange(70))
-    function, table = indexer._paged_logits(stock), torch.tensor([[0, 1]], dtype=torch.int32)
+    function, table = indexer.wrap_paged_logits(stock), torch.tensor([[0, 1]], dtype=torch.int32)
     query = torch.randn(1, queries, 4, 128).to(indexer_keys.FP8)
     weights, lengths = torch.rand(queries, 4), torch.full((1, queries), 70, dtype=torch.int32)
     args = (weights, lengths, table, torch.zeros(2, 2), 90)
@@ -86,7 +86,7 @@ class FusedKernel(Stock):
 def test_the_fused_kernel_writes_no_keys(num_slots: int) -> None:
     stock, narrow, slots = FusedKernel(), cache(68), torch.tensor([3, -1, 70, 9, 8])[:num_slots]
     args = (*range(9), torch.cat((keys(5), keys(5)), 1)[:, :128], "norm")
-    function = indexer._fused_norm_rope(stock)
+    function = indexer.wrap_fused_norm_rope(stock)
     assert function(*args, indexer_slot_mapping=slots, indexer_k_cache=narrow, has_indexer=True) == "stock"
     assert torch.equal(narrow, expected_cache(2 * keys(5)[:num_slots], slots))
     assert stock.calls[0][1]["indexer_k_cache"] is None and stock.calls[0][1]["has_indexer"]

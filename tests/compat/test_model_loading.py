@@ -43,8 +43,8 @@ def test_the_served_model_is_visited_before_its_weights_are_loaded(visited: list
 def test_options_are_checked_before_layers_are_built() -> None:
     transfer = SimpleNamespace(kv_connector="HiSparseHostConnector", kv_connector_extra_config={"hots_pool_gib": 1})
     with pytest.raises(HiSparseConfigError, match="one of the known options"):
-        plugin._check_options(Engine(kv_transfer_config=transfer))
-    plugin._check_options(Engine(kv_transfer_config=None))
+        plugin.check_options(Engine(kv_transfer_config=transfer))
+    plugin.check_options(Engine(kv_transfer_config=None))
 
 
 class Engine(SimpleNamespace):

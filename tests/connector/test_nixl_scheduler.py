@@ -240,7 +240,7 @@ def test_a_transfer_is_used_once(engine: Engine) -> None:
 
 
 def test_only_the_latest_transfers_are_remembered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_scheduler, "_MAX_CLAIMS", 2)
+    monkeypatch.setattr(nixl_scheduler, "MAX_CLAIMS", 2)
     for index in range(4):
         engine.add(transfer(name=f"cmpl-{index}-0-00000000"), f"cmpl-d{index}-0-11111111")
     again = [

@@ -66,7 +66,8 @@ class Rank(PullWorker):
         Worker.__init__(self)
         self.nixl_wrapper = Nixl()
         self._install_hooks()
-        self._tokens_per_block, self._leases, self._expired = BLOCK_SIZE, Leases(), set()
+        self.leases = Leases()
+        self._tokens_per_block, self._leases, self._expired = BLOCK_SIZE, self.leases, set()
         self._only_rank_0_pulls = False
         self._remote_agents = {"prefill": {(0, 0): "agent"}} if is_connected else {}
         self._engine_clock_offset, self._engine_last_active = {"prefill": CLOCK_OFFSET}, {}
@@ -167,7 +168,7 @@ def decode(policy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
     policy_engine.half.reset_cache()
     policy_engine.scheduler.max_num_active_reqs = 8
     policy_engine.assert_empty()
-    assert not decode.rank._leases._pulls and not decode.rank._recving_metadata
+    assert not decode.rank.leases.leftovers() and not decode.rank._recving_metadata
 
 
 def occupy_the_only_seat(decode: Decode) -> None:

@@ -66,7 +66,7 @@ class Rows:
         self.lengths.copy_(lengths)
 
     def attend(self) -> None:
-        flashinfer_cuda.HotFlashInferImpl._run_kernel(self.impl, None, self.query, self.units, self.lengths, self.out)
+        flashinfer_cuda.HotFlashInferImpl.run_kernel(self.impl, None, self.query, self.units, self.lengths, self.out)
 
     def expected(self) -> torch.Tensor:
         found = torch.zeros_like(self.query, dtype=torch.float32)

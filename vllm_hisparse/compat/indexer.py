@@ -29,10 +29,10 @@ def support_narrow_keys() -> None:
     from vllm.models.deepseek_v32 import attention
 
     for module, name, make in (
-        (_custom_ops, "indexer_k_quant_and_cache", _insert),
-        (_custom_ops, "cp_gather_indexer_k_quant_cache", _gather),
-        (sparse_attn_indexer, "fp8_fp4_paged_mqa_logits", _paged_logits),
-        (attention, "fused_norm_rope", _fused_norm_rope),
+        (_custom_ops, "indexer_k_quant_and_cache", wrap_insert),
+        (_custom_ops, "cp_gather_indexer_k_quant_cache", wrap_gather),
+        (sparse_attn_indexer, "fp8_fp4_paged_mqa_logits", wrap_paged_logits),
+        (attention, "fused_norm_rope", wrap_fused_norm_rope),
     ):
         stock = getattr(module, name)
         if not hasattr(stock, "supports_narrow_keys"):
@@ -45,7 +45,9 @@ def _is_narrow(cache: torch.Tensor) -> bool:
     return cache.shape[-1] == indexer_keys.KEY_BYTES
 
 
-def _insert(stock: Callable[..., None]) -> Callable[..., None]:
+def wrap_insert(stock: Callable[..., None]) -> Callable[..., None]:
+    """Quantize keys and write them, as `stock` does in 8 bits."""
+
     def indexer_k_quant_and_cache(
         k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
@@ -57,7 +59,9 @@ def _insert(stock: Callable[..., None]) -> Callable[..., None]:
     return indexer_k_quant_and_cache
 
 
-def _gather(stock: Callable[..., None]) -> Callable[..., None]:
+def wrap_gather(stock: Callable[..., None]) -> Callable[..., None]:
+    """Gather the keys of prompts, as `stock` does in 8 bits."""
+
     def cp_gather_indexer_k_quant_cache(
         kv_cache: torch.Tensor,
         dst_k: torch.Tensor,
@@ -73,7 +77,9 @@ def _gather(stock: Callable[..., None]) -> Callable[..., None]:
     return cp_gather_indexer_k_quant_cache
 
 
-def _paged_logits(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def wrap_paged_logits(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Score the keys of decoding requests, as `stock` does in 8 bits."""
+
     def fp8_fp4_paged_mqa_logits(
         q: tuple[torch.Tensor, torch.Tensor | None],
         kv_cache: torch.Tensor,
@@ -92,7 +98,7 @@ def _paged_logits(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return fp8_fp4_paged_mqa_logits
 
 
-def _fused_norm_rope(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def wrap_fused_norm_rope(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The kernel that norms and rotates all of a layer's inputs writes keys in 8 bits; it can also give them out."""
 
     def fused_norm_rope(

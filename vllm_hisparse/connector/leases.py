@@ -64,6 +64,10 @@ class Leases:
                 end = max(end, sent_at + pull.lease_s * 2 // 3)
         return time.perf_counter() >= end - margin
 
+    def leftovers(self) -> dict[str, object]:
+        """Return by name what should be empty when nothing is pulled, but is not; an empty dict if all is well."""
+        return {"pulls": self._pulls} if self._pulls else {}
+
     def end(self, request_id: str) -> None:
         """Forget a request that has pulled, or will not."""
         self._pulls.pop(request_id, None)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 _SHARED_BLOCK_HASH = b"host"  # marks a host block as filled; vLLM's connector only checks that there is a hash
-_MAX_CLAIMS = 2**16
+MAX_CLAIMS = 2**16
 
 
 class NixlSchedulerTransport:
@@ -191,7 +191,7 @@ class NixlSchedulerTransport:
 
     def _remember(self, engine_id: str, remote_request_id: str) -> None:
         self._claims[engine_id, remote_request_id] = None
-        if len(self._claims) > _MAX_CLAIMS:
+        if len(self._claims) > MAX_CLAIMS:
             self._claims.popitem(last=False)
 
     def _release_sample(self, request: Request, params: TransferParams) -> None:

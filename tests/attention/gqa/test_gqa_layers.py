@@ -357,7 +357,7 @@ def test_triton_divides_rows_of_small_batches(monkeypatch: pytest.MonkeyPatch, n
         algorithm=SimpleNamespace(tokens_per_unit=16),
     )
     query = torch.zeros(num_rows, 3, 80)
-    TritonLayer.impl_class._run_kernel(impl, None, query, torch.zeros(num_rows, 4), torch.ones(num_rows), query)
+    TritonLayer.impl_class.run_kernel(impl, None, query, torch.zeros(num_rows, 4), torch.ones(num_rows), query)
     (call,) = calls
     assert ("softmax_segm_output" in call) == splits and len(call["cu_seqlens_q"]) == num_rows + 1
     if splits:

@@ -70,7 +70,7 @@ def test_rows_of_every_kind_of_length(
         stores_fp8=fp8,
         algorithm=SimpleNamespace(tokens_per_unit=unit),
     )
-    triton_cuda.HotTritonImpl._run_kernel(impl, layer, query, units, lengths, out)
+    triton_cuda.HotTritonImpl.run_kernel(impl, layer, query, units, lengths, out)
     for row, length in enumerate(lengths.tolist()):
         ids = units[row, : -(-length // unit)].long()
         key, value = (part.float()[ids].flatten(0, 1)[:length, 0] for part in (keys, values))

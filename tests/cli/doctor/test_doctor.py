@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +46,17 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,shm,self")
 
 
+def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """Let these packages be installed, and no others."""
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
 @pytest.mark.parametrize(
     ("versions", "expected"),
     [
@@ -55,16 +67,16 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_versions(report: Report, monkeypatch: pytest.MonkeyPatch, versions: dict, expected: dict) -> None:
-    monkeypatch.setattr(checks, "_version", versions.get)
+    install(monkeypatch, versions)
     check_versions(report)
     assert found(report) == expected
 
 
 def test_the_table_names_the_extras_of_the_package(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_version", lambda _: None)
+    install(monkeypatch, {})
     check_versions(report)
     console = Console(width=200, record=True, file=StringIO())
-    console.print(command._table(report))
+    console.print(command.make_table(report))
     assert "pip install 'vllm-hisparse[cuda]', or [cpu] without a GPU" in console.export_text()
 
 
@@ -132,7 +144,7 @@ def test_the_driver_without_nvidia_smi(
     monkeypatch.setattr(checks.subprocess, "run", no_program if answer is None else lambda *args, **kwargs: result)
     if has_module:
         write_driver(tmp_path)
-    assert checks._driver(tmp_path) == expected
+    assert checks.find_driver(tmp_path) == expected
 
 
 def test_containers_without_sysfs(report: Report, tmp_path: Path) -> None:
@@ -210,7 +222,7 @@ def test_memory_of_the_gpus_node(report: Report, tmp_path: Path, host_pool_gib: 
     [("580.65.06", "13.0", "ok"), ("570.1", "13.0", "error"), ("535.2", "12.8", "ok"), (None, "13.0", "note")],
 )
 def test_the_driver_fits_torch(report: Report, driver: str | None, cuda: str, status: str) -> None:
-    checks._check_driver(report, driver, cuda)
+    checks.check_driver(report, driver, cuda)
     assert found(report) == {"driver": status}
 
 
@@ -249,7 +261,7 @@ def ends_at_once(device: str, ready: Connection) -> None:
 def test_a_process_that_cannot_serve_says_why_at_once(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_peer, "TIMEOUT_S", 1e6)  # nothing waits for it
     check_two_processes(report, "nonsense")
-    monkeypatch.setattr(nixl_peer, "_serve_once", ends_at_once)
+    monkeypatch.setattr(nixl_peer, "serve_once", ends_at_once)
     check_two_processes(report, "cpu")
     assert [finding.status for finding in report.findings] == [Status.error] * 2
     assert "nonsense" in report.findings[0].found and report.findings[1].found == "the other process has ended"
@@ -367,7 +379,7 @@ def without_events(monkeypatch: pytest.MonkeyPatch) -> None:
         work()
         return 0.5
 
-    monkeypatch.setattr(rates, "_seconds", run)
+    monkeypatch.setattr(rates, "median_seconds", run)
     monkeypatch.setattr("vllm_hisparse.ops.cuda_ops.current_stream", lambda: 0)
 
 
@@ -377,7 +389,7 @@ def test_the_kernels_take_the_rows_whose_rate_is_measured(
 ) -> None:
     """The kernels check their arguments and, because there are no rows to copy, launch nothing."""
     monkeypatch.setattr(rates, "NUM_ROWS", 0)
-    rates._measure_rows(report, torch.zeros(10_000, dtype=torch.uint8), torch.device("cpu"))
+    rates.measure_rows(report, torch.zeros(10_000, dtype=torch.uint8), torch.device("cpu"))
     assert report.rates == {"rows_gb_s": 0.0}
 
 
@@ -388,10 +400,10 @@ def test_the_rate_of_scattered_rows(
     """The rate is that of the bytes of all rows, which come from the whole pool."""
     pool, num_rows = torch.zeros(999 * rates.ROW_BYTES + 5, dtype=torch.uint8), 10_000
     monkeypatch.setattr(rates, "NUM_ROWS", num_rows)
-    monkeypatch.setattr(rates, "_seconds", lambda work: work() or num_rows * rates.ROW_BYTES / gb_s / 1e9)
+    monkeypatch.setattr(rates, "median_seconds", lambda work: work() or num_rows * rates.ROW_BYTES / gb_s / 1e9)
     copies = Mock(return_value=None)
     monkeypatch.setattr("vllm_hisparse.ops.cuda_ops.CudaSwapInOps", lambda: Mock(stage_rows=copies))
-    rates._measure_rows(report, pool, torch.device("cpu"))
+    rates.measure_rows(report, pool, torch.device("cpu"))
     rows, ids, block_size, out = copies.call_args.args
     assert rows.shape == (999, rates.ROW_BYTES) and out.shape == (num_rows, rates.ROW_BYTES) and block_size == 1
     assert rows.data_ptr() == pool.data_ptr() and set(ids.tolist()) <= set(range(999)) and len(set(ids.tolist())) > 900

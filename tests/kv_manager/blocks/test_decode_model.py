@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vllm_hisparse.kv_manager.blocks.decode_model import DecodeModel, StepCosts, _least_squares
+from vllm_hisparse.kv_manager.blocks.decode_model import DecodeModel, StepCosts, bounded_least_squares
 
 COSTS = StepCosts(0.0195, 0.0003, 2e-8)
 
@@ -71,7 +71,7 @@ def test_bounded_least_squares() -> None:
     rng = np.random.default_rng(3)
     for _ in range(50):
         a, b = rng.normal(size=(7, 3)), rng.normal(size=7)
-        found = _least_squares(a, b)
+        found = bounded_least_squares(a, b)
         assert (found >= 0).all()
         error = np.square(a @ found - b).sum()
         for other in np.abs(rng.normal(size=(200, 3))) * rng.random((200, 3)).round():

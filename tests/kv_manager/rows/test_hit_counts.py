@@ -73,9 +73,9 @@ def test_a_request_is_reported_in_order_when_its_counts_have_arrived(
     assert counts.take() == (4, 6), "not what the counters were when the snapshot was taken"
 
 
-def test_a_device_is_asked_now_and_then(counts: HitCounts) -> None:
-    counts._takes_per_snapshot = hit_counts.TAKES_PER_SNAPSHOT  # as off the CPU
+def test_a_device_is_asked_now_and_then() -> None:
+    counts = HitCounts(3, HEADS, torch.device("cpu"), takes_per_snapshot=16)
     add(counts, 0, 1, 1)
-    taken = [counts.take() for _ in range(2 * hit_counts.TAKES_PER_SNAPSHOT)]
-    assert taken[: hit_counts.TAKES_PER_SNAPSHOT - 1] == [(0, 0)] * (hit_counts.TAKES_PER_SNAPSHOT - 1)
+    taken = [counts.take() for _ in range(2 * 16)]
+    assert taken[:15] == [(0, 0)] * 15
     assert sum(hits for hits, _ in taken) == 1

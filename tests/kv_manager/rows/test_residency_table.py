@@ -207,7 +207,6 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             return tensor
 
     monkeypatch.setattr(reserved_memory, "torch", Torch())
-    monkeypatch.setattr(reserved_memory, "_reserve", None)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (60 << 20, 80 << 20))
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 16 << 20)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CPU)

@@ -14,6 +14,7 @@ from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.usage_sampler import STEPS_PER_REPORT, UsageSampler
 from vllm_hisparse.kv_manager.usage import SIZES, Usage
 from vllm_hisparse.ops.base import HotRows
+from vllm_hisparse.ops.kv_heads import KVHeads
 
 TOP_K, NUM_LAYERS, BLOCK_SIZE, ROWS_PER_BLOCK, NUM_BLOCKS, PROMPT = 16, 6, 8, 5, 110, 300
 SHAPE = HotBufferShape(
@@ -112,8 +113,8 @@ def test_rows_of_the_prompt_tell_nothing() -> None:
 def test_requests_and_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, seen = Requests({10: 10, 30: 2, 40: 20}, shares_from=3), []
     sampler = UsageSampler(requests.buffer)
-    ages = sampler._ages
-    monkeypatch.setattr(sampler, "_ages", lambda index: seen.append(index) or ages(index))
+    seqs = KVHeads.seqs
+    monkeypatch.setattr(KVHeads, "seqs", lambda heads, index: seen.append(index) or seqs(heads, index))
     for number in range(4 * STEPS_PER_REPORT):
         sampler.step_ends(number)
         sampler.take()

@@ -8,7 +8,7 @@ import torch
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile, HostPoolLayout
 from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
-from vllm_hisparse.kv_manager.rows.host_memory import HostPoolMemory, _own_memory
+from vllm_hisparse.kv_manager.rows.host_memory import HostPoolMemory, own_memory
 from vllm_hisparse.kv_manager.tiers.host_pools import HostPools
 from vllm_hisparse.layout import KVLayout
 
@@ -27,7 +27,7 @@ def layout(request: pytest.FixtureRequest) -> KVLayout:
 def make_pool(layout: KVLayout, seed: int) -> tuple[HostKVStore, HostPoolMemory]:
     """A worker's pool with random rows."""
     pool = HostPoolLayout(layout, NUM_BLOCKS)
-    memory = _own_memory(pool.num_bytes, has_file=True)
+    memory = own_memory(pool.num_bytes, has_file=True)
     names = [f"layer{index}" for index in range(layout.num_layers)]
     store = HostKVStore(pool, names, torch.float32, memory.memory)
     torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def test_blocks_are_what_the_workers_see(layout: KVLayout, num_pools: int) -> No
 
 
 def test_a_file_that_is_gone_or_another_is_refused() -> None:
-    memory = _own_memory(4096, has_file=True)
+    memory = own_memory(4096, has_file=True)
     file = memory.file
     layout = HostPoolLayout(KVLayout(16, 0, 1, 0, block_size=4), 64)
     with pytest.raises(HiSparseConfigError, match="is another file"):
@@ -72,7 +72,7 @@ def test_a_file_that_is_gone_or_another_is_refused() -> None:
 
 
 def test_a_mapping_outlives_the_file() -> None:
-    memory = _own_memory(4096, has_file=True)
+    memory = own_memory(4096, has_file=True)
     num_open = len(os.listdir("/proc/self/fd"))
     mapped = HostPoolFile.of(memory.descriptor, 4096).map()
     memory.close_file()

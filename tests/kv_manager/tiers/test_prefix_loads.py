@@ -179,7 +179,7 @@ def test_a_trickling_tier_holds_a_request_for_a_limited_time(
     counted = engine.take_counters()
     assert counted["tier_slow_loads"] == 1 and counted["tier_load_timeouts"] == 0
     assert 0 < counted["tier_loaded_blocks"] < 7
-    ((source, _),) = engine.tiers.loads._make_contexts("probe")
+    ((source, _),) = engine.tiers.loads.make_contexts("probe")
     assert source.retry_at == 0.0, "it has delivered"
     engine.run()
     engine.settle()
@@ -190,7 +190,7 @@ def test_a_trickling_tier_holds_nobody_else_for_longer_than_the_timeout(
     engine: TieredEngine, clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers_with(monkeypatch, one_block_at_a_time(clock, 0.95 * TIMEOUT_S))
-    monkeypatch.setattr(engine.tiers.loads, "_max_loads", 1)
+    monkeypatch.setattr(engine.tiers.loads, "max_loads", 1)
     engine.ask("slow", PROMPT, 1)
     engine.turn()
     request = engine.ask("new", list(range(700, 709)), 1)
@@ -207,7 +207,7 @@ def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatc
     answers_with(monkeypatch, is_silent)
     loads = engine.tiers.loads
     loads.begin("slow", [])
-    monkeypatch.setattr(loads, "_max_loads", 1)
+    monkeypatch.setattr(loads, "max_loads", 1)
     must_wait = [loads.must_wait(f"request-{index}") for index in range(100)]
     assert must_wait == [True] * MAX_WAITING + [False] * (100 - MAX_WAITING)
     assert loads.take_counters()["tier_skipped_loads"] == 100 - MAX_WAITING

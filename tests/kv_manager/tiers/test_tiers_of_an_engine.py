@@ -160,7 +160,7 @@ def test_a_tier_that_raises_is_not_used_again(tmp_path: Path, monkeypatch: pytes
 def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A p2p tier whose peers are not there yet."""
     with TieredEngine([fs(tmp_path)]) as engine:
-        monkeypatch.setattr(engine.tiers.loads, "_make_contexts", lambda request_id: [])
+        monkeypatch.setattr(engine.tiers.loads, "make_contexts", lambda request_id: [])
         for name in ("first", "again"):
             engine.answer(name, PROMPT)
             engine.settle()

@@ -305,9 +305,9 @@ class HotGQAImpl:
         tails = self.hot_buffer.step.units.tails.view(-1)[:num_rows]
         num_tokens = torch.add(tails, resolved.num_valid[:num_rows], alpha=algorithm.tokens_per_unit)
         units = resolved.hot_row_ids.view(-1, algorithm.num_selected)[:num_rows]
-        self._run_kernel(layer, query, units, num_tokens, output)
+        self.run_kernel(layer, query, units, num_tokens, output)
 
-    def _run_kernel(
+    def run_kernel(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,

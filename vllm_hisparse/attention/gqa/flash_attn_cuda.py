@@ -47,7 +47,7 @@ class HotFlashAttnImpl(HotGQAImpl, FlashAttentionImpl):
             return f"FlashAttention {version} reads pages of a multiple of {multiple} tokens"
         return None
 
-    def _run_kernel(
+    def run_kernel(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,

@@ -74,9 +74,9 @@ class HotFlashInferImpl(HotGQAImpl, FlashInferImpl):
         # NOTE: FlashInfer compiles and loads the kernel in its first call, which must not be in a CUDA graph.
         query = cache.new_zeros(1, self.num_queries_per_kv, self.head_size)
         units = torch.zeros(1, self.algorithm.num_selected, dtype=torch.int32, device=cache.device)
-        self._run_kernel(None, query, units, torch.zeros_like(units[:, 0]), torch.empty_like(query))
+        self.run_kernel(None, query, units, torch.zeros_like(units[:, 0]), torch.empty_like(query))
 
-    def _run_kernel(
+    def run_kernel(
         self,
         layer: torch.nn.Module | None,
         query: torch.Tensor,

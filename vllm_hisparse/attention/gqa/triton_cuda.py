@@ -30,7 +30,7 @@ class HotTritonMetadataBuilder(HotGQAMetadataBuilder, TritonAttentionMetadataBui
 class TritonUnitsImpl(HotGQAImpl):
     """Mixin of an implementation of vLLM: attends over hot units with the Triton kernel."""
 
-    def _run_kernel(
+    def run_kernel(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,

@@ -67,7 +67,7 @@ def check_gpu(report: Report, proc: Path = Path("/proc")) -> bool:
     except (ImportError, OSError) as error:  # not installed, or a library that it needs is not there
         report.add("GPU", Status.note, f"unknown, because torch is not imported: {in_one_line(error)}")
         return False
-    driver = _driver(proc)
+    driver = find_driver(proc)
     if not torch.cuda.is_available():
         found = "none that torch can use"
         if driver is not None:
@@ -98,7 +98,7 @@ def check_gpu(report: Report, proc: Path = Path("/proc")) -> bool:
         report.add("GPU", Status.warning, found, "The kernels are built for it, but no such GPU was ever tried.")
     else:
         report.add("GPU", Status.error, found, "Use a GPU of compute capability 8.0 or newer; Hopper is tested.")
-    _check_driver(report, driver, torch.version.cuda or "")
+    check_driver(report, driver, torch.version.cuda or "")
     return _check_kernels(report)
 
 
@@ -107,7 +107,8 @@ def in_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _check_driver(report: Report, driver: str | None, cuda: str) -> None:
+def check_driver(report: Report, driver: str | None, cuda: str) -> None:
+    """Check that a driver is new enough for a CUDA release, such as "13.0"."""
     if driver is None:
         report.add("driver", Status.note, "unknown: neither nvidia-smi nor /proc/driver/nvidia/version tells it")
         return
@@ -117,7 +118,7 @@ def _check_driver(report: Report, driver: str | None, cuda: str) -> None:
     report.add("driver", Status.ok if fits else Status.error, f"{driver}, for CUDA {cuda}", advice)
 
 
-def _driver(proc: Path) -> str | None:
+def find_driver(proc: Path) -> str | None:
     """Return the driver's version. A container may have no nvidia-smi, or one that does not answer."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     texts = []

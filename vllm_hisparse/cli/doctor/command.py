@@ -75,7 +75,7 @@ def doctor_command(
         typer.echo(text)
     else:
         console.width = max(console.width, MIN_WIDTH)
-        console.print(_table(report))
+        console.print(make_table(report))
     raise typer.Exit(report.exit_status)
 
 
@@ -116,7 +116,8 @@ def _serve(console: Console, port: int, device: str) -> None:
         raise typer.BadParameter(f"got {port}: {error.strerror}", param_hint="--serve") from None
 
 
-def _table(report: Report) -> Table:
+def make_table(report: Report) -> Table:
+    """Make the table of findings that users see."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("", "checked", "found", "what to do"):
         table.add_column(header, no_wrap=header in ("", "checked"))

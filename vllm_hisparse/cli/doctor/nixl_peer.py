@@ -189,7 +189,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("nixl") is not None
 
 
-def _serve_once(device: str, ready: Connection) -> None:
+def serve_once(device: str, ready: Connection) -> None:
     """Serve one reader of this host; send the port, or what is wrong."""
     _write_to_stderr()
     try:
@@ -207,7 +207,7 @@ def check_two_processes(report: Report, device: str) -> None:
         return
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_serve_once, args=(device, sender), daemon=True)
+    process = context.Process(target=serve_once, args=(device, sender), daemon=True)
     process.start()
     sender.close()  # so that the end of the other process is seen
     try:

@@ -37,8 +37,8 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     report.rates["pin_s"] = time.perf_counter() - start
     try:
         view = pinned.device_view(memory)
-        _measure_copies(report, view, device)
-        _measure_rows(report, view, device)
+        measure_copies(report, view, device)
+        measure_rows(report, view, device)
     finally:
         start = time.perf_counter()
         pinned.close()
@@ -49,7 +49,7 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     report.add("pinning", Status.note if slow else Status.ok, found, advice)
 
 
-def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
+def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
     """Return the median seconds of some work on the GPU, after one run for warm-up."""
     import torch
 
@@ -65,13 +65,14 @@ def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _measure_copies(report: Report, view: torch.Tensor, device: torch.device) -> None:
+def measure_copies(report: Report, view: torch.Tensor, device: torch.device) -> None:
+    """Measure copies of up to `COPY_BYTES` each way."""
     import torch
 
     host = torch.empty(min(COPY_BYTES, view.numel()), dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty_like(host, device=device)
-    to_device = _seconds(lambda: on_device.copy_(host, non_blocking=True))
-    to_host = _seconds(lambda: host.copy_(on_device, non_blocking=True))
+    to_device = median_seconds(lambda: on_device.copy_(host, non_blocking=True))
+    to_host = median_seconds(lambda: host.copy_(on_device, non_blocking=True))
     report.rates["copy_to_device_gb_s"] = host.numel() / to_device / 1e9
     report.rates["copy_to_host_gb_s"] = host.numel() / to_host / 1e9
     there, back = report.rates["copy_to_device_gb_s"], report.rates["copy_to_host_gb_s"]
@@ -80,7 +81,14 @@ def _measure_copies(report: Report, view: torch.Tensor, device: torch.device) ->
     report.add("copies", Status.warning if slow else Status.ok, found, advice if slow else "")
 
 
-def _measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> None:
+def measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> None:
+    """Measure how fast the kernel copies scattered rows.
+
+    Args:
+        report: gets the rate and a finding.
+        view: [bytes] uint8 host pool, as the device sees it.
+        device: the GPU.
+    """
     import torch
 
     from vllm_hisparse.ops.cuda_ops import CudaSwapInOps
@@ -89,7 +97,7 @@ def _measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> N
     rows = view[: num_pool_rows * ROW_BYTES].view(num_pool_rows, ROW_BYTES)
     ids = torch.randint(num_pool_rows, (NUM_ROWS,), dtype=torch.int32, device=device)
     out = torch.empty(NUM_ROWS, ROW_BYTES, dtype=torch.uint8, device=device)
-    seconds = _seconds(lambda: ops.stage_rows(rows, ids, 1, out))
+    seconds = median_seconds(lambda: ops.stage_rows(rows, ids, 1, out))
     rate = report.rates["rows_gb_s"] = NUM_ROWS * ROW_BYTES / seconds / 1e9
     slow = rate < SLOW_ROWS_GB_S
     advice = "This rate decides the speed of decode steps that miss rows: plan with it (vllm-hisparse plan --gpu FILE)."

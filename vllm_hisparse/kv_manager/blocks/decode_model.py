@@ -107,10 +107,10 @@ class DecodeModel:
         equations.append(np.array(guess) / (GROWING_ERROR * per_request))
         equations.append(np.array((0.0, 0.0, 1.0, self.row_seconds)) / (ROW_TIME_ERROR * self.row_seconds))
         matrix = np.stack(equations)
-        return StepCosts(*_least_squares(matrix[:, :3], matrix[:, 3]).tolist())
+        return StepCosts(*bounded_least_squares(matrix[:, :3], matrix[:, 3]).tolist())
 
 
-def _least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def bounded_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Minimise |a x - b| over x >= 0, by trying every choice of columns that are 0; for few columns.
 
     Args:

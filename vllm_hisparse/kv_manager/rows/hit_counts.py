@@ -7,8 +7,6 @@ import torch
 
 from vllm_hisparse.ops.kv_heads import KVHeads
 
-TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a device costs host time
-
 
 class CountSnapshot:
     """The present values of a small tensor, readable when the device has reached this point of the stream.
@@ -48,18 +46,19 @@ class HitCounts:
         num_requests: requests that can run at once.
         heads: KV heads of a request.
         device: device that counts.
+        takes_per_snapshot: calls of `take` for each copy of the counts to the host.
 
     Attributes:
         by_seq: [num_requests * num_heads, 2] int64 hits and misses of each sequence index; never reset.
     """
 
-    def __init__(self, num_requests: int, heads: KVHeads, device: torch.device):
+    def __init__(self, num_requests: int, heads: KVHeads, device: torch.device, takes_per_snapshot: int = 1):
         self.by_seq = torch.zeros((num_requests * heads.num_heads, 2), dtype=torch.int64, device=device)
         self._heads = heads
         self._released: list[tuple[int, int, CountSnapshot]] = []
         self._before = [(0, 0)] * num_requests  # by request index: its counts when it was last released
         self._total: CountSnapshot | None = None
-        self._num_takes, self._takes_per_snapshot = 0, 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
+        self._num_takes, self._takes_per_snapshot = 0, takes_per_snapshot
         self._reported = (0, 0)
 
     def release(self, first_hot_block_id: int, request_index: int) -> None:

@@ -80,7 +80,7 @@ def allocate_host_pool(
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         check_free_memory(num_bytes, size_option, buffer_bytes)
-        return _own_memory(num_bytes, has_file)
+        return own_memory(num_bytes, has_file)
     group = get_tp_group()
     is_one_host = all(in_the_same_node_as(group.cpu_group))
 
@@ -93,7 +93,7 @@ def allocate_host_pool(
         num_bytes_here = num_bytes * (group.world_size if is_one_host else 1)
         # NOTE: no rank may pin its pool before every rank has checked, because pinned memory is not free any more.
         _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option, buffer_bytes))
-        return _own_memory(num_bytes, has_file)
+        return own_memory(num_bytes, has_file)
     if not is_one_host:
         raise HiSparseConfigError(
             "--tensor-parallel-size",
@@ -125,7 +125,7 @@ def check_free_memory(num_bytes: int, size_option: tuple[str, float], buffer_byt
         )
 
 
-def _own_memory(num_bytes: int, has_file: bool) -> HostPoolMemory:
+def own_memory(num_bytes: int, has_file: bool) -> HostPoolMemory:
     """Allocate a pool that no other rank uses."""
     if not has_file:
         return HostPoolMemory(mmap.mmap(-1, num_bytes))

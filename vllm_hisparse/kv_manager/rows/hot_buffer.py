@@ -17,6 +17,7 @@ from vllm_hisparse.ops.base import HotRows, SwapInOps
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
 
+TAKES_PER_SNAPSHOT = 16  # vLLM asks for counts in every step, and a copy from a device costs host time
 MIN_STAGED_ROWS = 256  # NOTE: TensorRT-LLM's sparse MLA kernel may read so many rows from the start of any cache
 
 
@@ -125,7 +126,8 @@ class HotBuffer(ABC):
         blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
         self.layers: list[LayerRows] = []
-        self.counts = HitCounts(shape.num_requests, heads, device)
+        takes_per_snapshot = 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
+        self.counts = HitCounts(shape.num_requests, heads, device, takes_per_snapshot)
         self._staged_bytes = 0
         self._staging: torch.Tensor | None = None
 

@@ -219,7 +219,7 @@ def build_tiers(
         host_pool: the host pool.
         clock: clock of the loads, in seconds.
     """
-    num_chunks = _num_chunks(config, block_bytes, host_pool.num_blocks)
+    num_chunks = num_buffer_chunks(config, block_bytes, host_pool.num_blocks)
     buffer = TransferBuffer(block_bytes, num_chunks)
     primary = BufferTier(num_chunks, buffer)
     tiers = []
@@ -306,7 +306,12 @@ def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTie
         ) from (error if reason == str(error) else None)
 
 
-def _num_chunks(config: HiSparseConfig, block_bytes: int, num_host_blocks: int) -> int:
+def num_buffer_chunks(config: HiSparseConfig, block_bytes: int, num_host_blocks: int) -> int:
+    """Return the number of blocks that the transfer buffer can hold.
+
+    Raises:
+        HiSparseConfigError: `tier_buffer_gib` is too small.
+    """
     num_chunks = config.tier_buffer_bytes(num_host_blocks * block_bytes) // chunk_bytes(block_bytes)
     if num_chunks < MIN_CHUNKS:
         raise HiSparseConfigError(

@@ -174,7 +174,7 @@ class PrefixLoads:
         clock: Clock = time.monotonic,
     ):
         self.manager, self.host_pool, self.timeout_s = manager, host_pool, timeout_s
-        self._make_contexts, self._mark_stored, self._clock = make_contexts, mark_stored, clock
+        self.make_contexts, self._mark_stored, self._clock = make_contexts, mark_stored, clock
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._loads: dict[str, PrefixLoad] = {}
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
@@ -183,7 +183,7 @@ class PrefixLoads:
         self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # sources of blocks that were asked for
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
         self._window = max(min(MAX_WINDOW, num_chunks // 2), 1)
-        self._max_loads = max(num_chunks // self._window, 1)
+        self.max_loads = max(num_chunks // self._window, 1)
 
     def take_counters(self) -> dict[str, int]:
         """Return `COUNTERS` since the last call."""
@@ -211,7 +211,7 @@ class PrefixLoads:
             keys: keys of the request's blocks that the host pool does not have.
         """
         self._waiting.pop(request_id, None)
-        contexts = self._make_contexts(request_id)
+        contexts = self.make_contexts(request_id)
         if not contexts:
             self._ended[request_id] = Counter()
             return
@@ -226,7 +226,7 @@ class PrefixLoads:
         It should not wait if a load can begin now. If it has waited long enough, or many others wait, it goes on
         without a load.
         """
-        if len(self._loads) < self._max_loads:
+        if len(self._loads) < self.max_loads:
             return False
         if request_id not in self._waiting and len(self._waiting) < MAX_WAITING:
             self._waiting[request_id] = self._clock()
@@ -238,7 +238,7 @@ class PrefixLoads:
         logger.warning_once(
             "Requests compute prompts that a tier may have, because %d other prefixes are being loaded; "
             "vllm:hisparse_tier_skipped_loads counts them. A larger tier_buffer_gib lets more load at once.",
-            self._max_loads,
+            self.max_loads,
         )
         return False
 
