@@ -29,7 +29,8 @@ import numpy as np
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, write_result
-from benchmarks.soak_engine import Lengths, own_mib, serve, serve_full_kv
+from benchmarks.process_memory import own_mib
+from benchmarks.soak_engine import WARM_UP_SHARE, Lengths, serve, serve_full_kv
 
 ROOT = Path(__file__).parents[1]
 TIE_MARGIN = {"cpu": 0.5, "gpu": 0.75}  # those of the end-to-end tests
@@ -38,7 +39,7 @@ OTHER_CHUNKS = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4, 1 / 8)
 MAX_BACKLOG = 100  # answers that wait for their comparison; with more, the engine waits
 MAX_KNOWN = 4000  # answers of full KV that are kept
 MIN_SAMPLES = 15  # after warm-up, to speak of a slope
-WARM_UP_SHARE, MIN_WARM_UP = 1 / 3, 8.0  # of a soak, but these minutes at least
+MIN_WARM_UP = 8.0  # minutes; `WARM_UP_SHARE` of a soak, but these at least
 FLAT_MIB = 16.0  # growth per hour, or in all of a shorter time, that is no leak
 HOST_POOL_GIB = {"cpu": 0.06, "gpu": 0.16}  # less than the requests in flight need together
 MAX_SHOWN = 10
@@ -72,6 +73,22 @@ def engine_args(device: Device, options: dict[str, Any] | None, drafts: int) -> 
             "prompt_lookup_max": 3,
         }
     return args
+
+
+def connector_options(device: Device, pool_gib: float, tier_dir: str, tier_gib: float, drafts: int) -> dict[str, Any]:
+    """Options of the connector with an fs tier.
+
+    NOTE: the transfer buffer is smaller than the tier, because a block that is in the buffer is not read from the tier.
+    It is also small because its memory grows until all of it has been used, and a soak takes growth for a leak.
+    """
+    top_k = 256 if device == Device.cpu else 2048
+    return {
+        "host_pool_gib": pool_gib,
+        "device_buffer_size": int(max(1 + drafts, 1.25) * top_k),
+        "tiers": [{"type": "fs", "path": tier_dir, "quota_gib": tier_gib, "num_threads": 2}],
+        "tier_buffer_gib": tier_gib / 2,
+        "admission": "off",
+    }
 
 
 def model_of(device: Device) -> Path:
@@ -246,6 +263,9 @@ def run(
     live: Annotated[int, typer.Option(min=1, help="requests in flight")] = 32,
     sample_s: Annotated[float, typer.Option(help="seconds between two looks at the memory")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the clients")] = 0,
+    trace_python: Annotated[
+        bool, typer.Option(help="write what Python allocated after warm-up; makes the engine slower")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="result file; default: results/<cpu or h100>/soak.json")] = None,
 ) -> None:
     """Run a soak; the result file is written after every sample."""
@@ -258,14 +278,11 @@ def run(
         defaults |= {"NUMBA_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(ROOT / "build" / "numba")}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    top_k = 256 if device == Device.cpu else 2048
-    options: dict[str, Any] = {"host_pool_gib": pool_gib, "device_buffer_size": max(1 + drafts, 1.25) * top_k}
     model, context = {"model": str(model_of(device))}, get_context("spawn")
     hardware = gpu_hardware() if device == Device.gpu else None
     samples: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as tier_dir:
-        tier = {"type": "fs", "path": tier_dir, "quota_gib": tier_gib, "num_threads": 2}
-        options |= {"device_buffer_size": int(options["device_buffer_size"]), "tiers": [tier], "admission": "off"}
+        options = connector_options(device, pool_gib, tier_dir, tier_gib, drafts)
         job = {
             "engine": model | engine_args(device, options, drafts),
             "async_on_cpu": async_scheduling and device == Device.cpu,
@@ -276,6 +293,7 @@ def run(
             "seed": seed,
             "seconds": 60 * minutes,
             "sample_s": sample_s,
+            "trace_python": trace_python,
         }
         engine, engine_end = context.Pipe()
         full_kv, full_kv_end = context.Pipe()
@@ -307,6 +325,8 @@ def run(
                         typer.echo(
                             json.dumps({k: v for k, v in row.items() if k not in ("samples", "wrong")}), err=True
                         )
+                    elif kind == "growth":
+                        described |= content
                     elif kind == "end":
                         end = content
                 elif backlog:

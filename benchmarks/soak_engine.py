@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib
 import random
 import sys
@@ -16,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
+from benchmarks.process_memory import PythonGrowth, memory
 
 E2E = Path(__file__).parents[1] / "tests" / "e2e"
 VOCABULARY = range(3, 500)
@@ -24,6 +22,7 @@ NUM_DOCUMENTS, NUM_CONVERSATIONS = 6, 64  # prompts are few, so that prefixes ar
 MAX_TURNS = 4
 ABORT_SHARE, RESET_SHARE = 0.03, 0.002  # of the steps in which a client leaves, or the prefix caches are emptied
 DRAIN_TIMEOUT_S = 300
+WARM_UP_SHARE = 1 / 3  # of a soak: before, pools fill and code is loaded
 NUM_BEST = 5  # tokens of a step whose logprobs full KV gives
 
 
@@ -123,6 +122,12 @@ class Clients:
             ]
             if best.finish_reason is not None:
                 self._finish(conversation)
+
+    def kept(self) -> dict[str, int]:
+        """Conversations that the clients keep in the engine's process, and their tokens and logprobs."""
+        conversations = self._conversations.values()
+        num_values = sum(len(each.tokens) + len(each.reply) + len(each.logprobs) for each in conversations)
+        return {"kept_conversations": len(conversations), "kept_tokens": num_values}
 
     def stop(self) -> None:
         """Start nothing more; who waits for a client's next turn ends."""
@@ -267,6 +272,7 @@ class Watch:
         return {
             **memory(),
             "tier_files": sum(1 for _ in self._tier_dir.rglob("*.bin")),
+            "tier_buffer_mib": self._tier_buffer_mib(),
             "running": round(metrics["vllm:num_requests_running"]),
             "waiting": round(metrics["vllm:num_requests_waiting"]),
             "preempted": round(metrics["vllm:num_preemptions"]),
@@ -290,55 +296,20 @@ class Watch:
         left = {name: value for name, value in record["pools"].items() if name != "host_blocks_cached"}
         return left | {"worker_requests": record["worker_requests"], "drafts": self._drafts()}
 
+    def _tier_buffer_mib(self) -> float:
+        """Part of the transfer buffer that has been used: memory that grows until the whole buffer has been."""
+        manager = self.recorder.halves[0].tiers.manager
+        return round(manager.buffer._num_allocated_chunks * manager.copier.buffer.chunk_bytes / 2**20, 1)
+
     def _drafts(self) -> dict[str, int] | None:
         if self._llm.llm_engine.vllm_config.speculative_config is None:
             return None
         return self._offline.count_drafts(self._llm)
 
 
-def own_mib(pid: int | str = "self") -> float:
-    """MiB of a process that are in no file: its heap, and memory that it may share, such as a host pool."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    sizes = {words[0]: int(words[1]) for words in lines if words and words[0] in ("RssAnon:", "RssShmem:")}
-    return round(sum(sizes.values()) / 1024, 1)
-
-
-def memory() -> dict[str, Any]:
-    """MiB of this process and its children, by name, their shared memory files, threads, open files, device memory.
-
-    Memory that was freed goes back to the system first, so that what grows is in use. `objects` are Python's.
-    """
-    import torch
-
-    gc.collect()
-    num_objects = len(gc.get_objects())
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    found: dict[str, Any] = {"rss_mib": Counter(), "own_mib": Counter(), "threads": 0, "open_files": 0}
-    shared: dict[str, int] = {}
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
-        try:
-            name, rss, own_memory = process.name(), process.memory_info().rss, own_mib(process.pid)
-            num_threads, num_files, maps = process.num_threads(), process.num_fds(), process.memory_maps()
-        except (psutil.Error, OSError):  # a child has ended meanwhile
-            continue
-        name = "engine" if process == own else name
-        found["rss_mib"][name] += round(rss / 2**20, 1)
-        found["own_mib"][name] += own_memory
-        found["threads"] += num_threads
-        found["open_files"] += num_files
-        shared |= {each.path: each.rss for each in maps if each.path.startswith("/dev/shm/")}
-    found["objects"] = num_objects
-    found |= {"shm_files": len(shared), "shm_mib": round(sum(shared.values()) / 2**20, 1)}
-    found |= {name: dict(found[name]) for name in ("rss_mib", "own_mib")}
-    if torch.cuda.is_available():
-        found["device_mib"] = round(torch.cuda.memory_reserved() / 2**20, 1)
-    return found
-
-
 def serve(connection: Connection, job: dict[str, Any]) -> None:
     """Load an engine in this process and let clients talk to it; sends ("ready", None), ("answer", …) for every answer,
-    ("sample", …) from time to time and at last ("end", …)."""
+    ("sample", …) from time to time, with `trace_python` ("growth", …), and at last ("end", …)."""
     sys.path.insert(0, str(E2E))
     offline = importlib.import_module("offline_engine")
     if job["async_on_cpu"]:
@@ -358,13 +329,21 @@ def serve(connection: Connection, job: dict[str, Any]) -> None:
         lambda answer: connection.send(("answer", answer)),
     )
     connection.send(("ready", None))
+    growth = PythonGrowth() if job["trace_python"] else None
     start = next_sample = time.monotonic()
-    latest, longest_pause = start, 0.0
+    latest, longest_pause, is_warm = start, 0.0, False
+
+    def send_sample() -> None:
+        sample = {"minute": round((time.monotonic() - start) / 60, 2), **watch.sample(), **clients.kept()}
+        connection.send(("sample", sample | clients.counts | {"longest_pause_s": round(longest_pause, 1)}))
+
     while (now := time.monotonic()) < start + job["seconds"]:
         if now >= next_sample:
-            sample = {"minute": round((now - start) / 60, 2), **watch.sample(), **clients.counts}
-            connection.send(("sample", sample | {"longest_pause_s": round(longest_pause, 1)}))
+            send_sample()
             next_sample += job["sample_s"]
+        if growth is not None and not is_warm and now >= start + WARM_UP_SHARE * job["seconds"]:
+            growth.begin()
+            is_warm = True
         clients.act()
         if outputs := llm.llm_engine.step():
             longest_pause, latest = max(longest_pause, time.monotonic() - latest), time.monotonic()
@@ -375,8 +354,10 @@ def serve(connection: Connection, job: dict[str, Any]) -> None:
         assert time.monotonic() < deadline, f"requests are left that never end: {watch.sample()}"
         clients.receive(llm.llm_engine.step())
         clients.stop()
-    sample = {"minute": round((time.monotonic() - start) / 60, 2), **watch.sample(), **clients.counts}
-    connection.send(("sample", sample | {"longest_pause_s": round(longest_pause, 1)}))
+    send_sample()
+    if growth is not None:
+        connection.send(("growth", growth.largest()))
+        growth.close()
     connection.send(("end", watch.end()))
     llm.llm_engine.engine_core.shutdown()
 

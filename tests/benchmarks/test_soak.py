@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
-from mmap import mmap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.soak import Judge, is_clean, slope_per_hour, summary
-from benchmarks.soak_engine import Clients, Lengths, memory
+from benchmarks.soak import Device, Judge, connector_options, is_clean, slope_per_hour, summary
+from benchmarks.soak_engine import Clients, Lengths
+from vllm_hisparse.config import HiSparseConfig
 
 PROMPT = [5, 6, 7]
 
@@ -131,23 +128,6 @@ def test_memory_that_grows_is_a_leak(series: Callable[[float], float], total: in
     assert summary(samples, Judge(FullKV(), 0.5, 64), None)["is_flat"] is expected
 
 
-def test_memory_of_its_own_is_in_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 << 20))
-    gc.collect()  # what other tests have left must not go in between
-    before = memory()
-    with path.open("r+b") as file, mmap(file.fileno(), 0) as mapped:
-        assert sum(mapped[:: 1 << 12]) == 0  # every page is looked at
-        with_file = memory()
-    heap = bytearray(b"1" * (64 << 20))
-    with_heap, shared = memory(), mmap(-1, 64 << 20)
-    shared.write(bytes(64 << 20))
-    with_shared = memory()
-    assert with_file["rss_mib"]["engine"] > before["rss_mib"]["engine"] + 50
-    mib = [each["own_mib"]["engine"] for each in (before, with_file, with_heap, with_shared)]
-    assert np.diff(mib) == pytest.approx([0, 64, 64], abs=16), len(heap)
-
-
 def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wrong_tokens: int = 0) -> dict[str, Any]:
     judge = Judge(FullKV(), 0.5, 64)
     judge.num_wrong = wrong_tokens
@@ -167,6 +147,12 @@ def test_a_clean_soak_is_flat_and_leaves_nothing() -> None:
     assert not is_clean(make_row(2.0, nothing | {"host_blocks_used": 1}))
     assert not is_clean(make_row(2.0, nothing, wrong_rows=1))
     assert not is_clean(make_row(2.0, nothing, wrong_tokens=1))
+
+
+@pytest.mark.parametrize("device", Device)
+def test_blocks_are_read_from_the_tier_because_the_transfer_buffer_is_smaller(device: Device) -> None:
+    options = HiSparseConfig.model_validate(connector_options(device, 0.16, "/tier", 0.2, drafts=0))
+    assert options.tier_buffer_bytes(0.16 * 2**30) < 0.2 * 2**30
 
 
 SHOWN = -1  # a token that only the output processor of `Engine` knows
@@ -217,11 +203,16 @@ class Engine:
             self.ended.append(request.external_req_id)
 
 
+def make_output(name: str, reply: list[int], finish_reason: str | None) -> Any:
+    """A part of a request's answer."""
+    logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in reply]
+    best = SimpleNamespace(token_ids=reply, logprobs=logprobs, finish_reason=finish_reason)
+    return SimpleNamespace(request_id=name, outputs=[best])
+
+
 def finish(clients: Clients, name: str, reply: list[int]) -> None:
     """The engine answers a request."""
-    logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in reply]
-    best = SimpleNamespace(token_ids=reply, logprobs=logprobs, finish_reason="length")
-    clients.receive([SimpleNamespace(request_id=name, outputs=[best])])
+    clients.receive([make_output(name, reply, "length")])
 
 
 @pytest.fixture
@@ -252,6 +243,17 @@ def test_clients_keep_the_engine_full_and_go_on_from_its_answers(engine: Engine)
     for each in answers:  # a session has forgotten the last token of an answer, a new request has all of them
         later = [token for token in each["tokens"] if token >= 1000]
         assert all(token < 2000 for token in later) if each["is_session"] else len(later) % 2 == 0
+
+
+def test_clients_tell_what_they_keep(engine: Engine) -> None:
+    clients = make_clients(engine, [], max_sessions=0)
+    assert clients.kept() == {"kept_conversations": 0, "kept_tokens": 0}
+    clients.act()
+    prompts = dict(engine.prompts)
+    assert clients.kept() == {"kept_conversations": 6, "kept_tokens": sum(map(len, prompts.values()))}
+    conversation = next(iter(prompts))
+    clients.receive([make_output(conversation, [1, 2], None)])
+    assert clients.kept()["kept_tokens"] == sum(map(len, prompts.values())) + 2 * 2
 
 
 def test_clients_that_stop_end_their_sessions(engine: Engine) -> None:
