@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,37 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
 def cell(name: str, column: str, **wanted: Any) -> float:
     (row,) = rows(name, **wanted)
     return row[column]
+
+
+def results(path: str) -> list[dict[str, Any]]:
+    """Rows of any result file, such as "h100/doctor"."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{path}.json").read_text())["rows"]
+
+
+def section(heading: str) -> str:
+    """A section of docs/performance.md, up to the next heading; its lines are joined by blanks, but not its tables'."""
+    begin = PERFORMANCE.index(f"\n{heading}")
+    text = PERFORMANCE[begin + 1 :].partition("\n#")[0]
+    return re.sub(r"(?<=[^|\n])\n(?=[^|\n*])", " ", text)
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the table of a section, without its head."""
+    lines = re.findall(r"^\| (.*) \|$", section(heading), re.MULTILINE)
+    return [line.split(" | ") for line in lines[1:]]
+
+
+def whole(value: float) -> str:
+    return f"{int(value + 0.5):,}"
+
+
+def rounded(value: float, digits: int) -> str:
+    """A measured number. NOTE: halves are rounded as they are written, 1.335 to 1.34, not as binary numbers."""
+    return f"{Decimal(str(value)):,.{digits}f}"
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{rounded(min(values), digits)} to {rounded(max(values), digits)}"
 
 
 def ratio(name: str, column: str = "tokens_per_s", *, over: str = "full", **wanted: Any) -> float:
@@ -150,4 +183,370 @@ def test_swap_in() -> None:
 
 
 def test_dense_model() -> None:
-    assert f"{ratio('decode_llama_128k', context=128000, requests=8):.1f}" == "3.2"
+    times = f"{ratio('decode_llama_128k', context=128000, requests=8):.1f} times"
+    assert f"## Dense models with Quest: {times} at 128K" in PERFORMANCE
+    running = cell("decode_llama_128k", "running_max", system="full", context=128000, requests=8)
+    run_at_once = (
+        f"8 requests of 128K tokens run at once, at {times} the throughput of full KV, which runs {running} at"
+    )
+    assert run_at_once in section("## Dense models with Quest")
+
+
+CASES = {
+    "56 requests of 32K": {"context": 32768, "requests": 56},
+    "28 requests of 64K": {"context": 65536, "requests": 28},
+    "56 requests of 34K, recorded trace": {"context": 35064, "requests": 56},
+    "28 requests of 66K, recorded trace": {"context": 67832, "requests": 28},
+    "16 requests of 32K, which just fill the memory": {"context": 32768, "requests": 16},
+}
+RELEASES = "## vLLM 0.32 and 0.33 on one machine"
+KEYS = "## Indexer keys in 4 bits"
+BACKENDS = "### Back ends of dense models"
+
+
+def test_both_releases() -> None:
+    expected = []
+    for label, case in CASES.items():
+        before = [cell("full_depth_0.32.0", "tokens_per_s", system=name, **case) for name in ("full", "ours")]
+        systems = "full", "vllm_native", "ours"
+        now = [cell("full_depth_0.33.0", "tokens_per_s", system=name, **case) for name in systems]
+        ratios = [f"{each:.2f}" for each in (before[1] / before[0], now[2] / now[0], now[2] / now[1])]
+        expected.append([label, *map(whole, before), ratios[0], *map(whole, now), *ratios[1:]])
+    assert table(RELEASES) == expected
+
+
+def test_a_step_with_each_release() -> None:
+    def longer(system: str) -> list[float]:
+        """Milliseconds by which a step takes longer with 0.33, by case."""
+        steps = [
+            [cell(f"full_depth_{release}", "itl_ms_p50", system=system, **case) for release in ("0.33.0", "0.32.0")]
+            for case in CASES.values()
+        ]
+        return [now - before for now, before in steps]
+
+    assert f"{spread(longer('ours'), 1)} ms longer with 0.33" in section(RELEASES)
+    full = longer("full")
+    assert min(full) > -0.1 and f"takes as long, or up to {max(full):.1f} ms longer" in section(RELEASES)
+    other = "full_depth_0.33.0_profile"
+    measured = [ratio(other, context=32768, requests=requests) for requests in (16, 56)]
+    assert "16 requests of 32K ran at {:.2f} of full KV and 56 at {:.2f}".format(*measured) in section(RELEASES)
+
+
+def test_where_full_kv_fits_with_later_versions() -> None:
+    text = section("## Where full KV fits")
+    files = [f"full_depth_{name}" for name in ("0.32.0", "0.33.0", "0.33.0_profile")]
+    old, *new = (f"{ratio(name, context=32768, requests=16):.2f}" for name in files)
+    assert f"16 requests of 32K at {old} with vLLM 0.32, and at {' and '.join(new)} with 0.33" in text
+    case = {"context": 12288, "requests": 43}
+    admission = cell("full_depth_admission", "tokens_per_s", system="ours", admission="off", **case)
+    full = cell("full_depth_admission", "tokens_per_s", system="full", context=12288, requests=100)
+    assert rows("full_depth_admission", system="full")[0]["running_max"] == 43
+    assert f"ran at {admission / full:.2f} and {ratio(files[2], **case):.2f}" in text
+    ours, full = (cell(files[2], "kernel_ms", system=name, **case) for name in ("ours", "full"))
+    products = [kernels["matrix products"] for kernels in (ours, full)]
+    assert "matrix products take {:.1f} ms instead of full KV's {:.1f}".format(*products) in text
+    assert f"the indexer {ours['indexer']:.1f} instead of {full['indexer']:.1f}" in text
+    assert f"attention {ours['attention']:.1f} instead of {full['attention']:.1f}" in text
+    elastic = [rows("decode_llama_elastic", requests=8, system=name) for name in ("ours", "full")]
+    faster = [100 * (a["tokens_per_s"] / b["tokens_per_s"] - 1) for a, b in zip(*elastic, strict=True)]
+    assert f"8 requests of 32K are {spread(faster, 0)}% faster" in text
+
+
+@pytest.mark.parametrize(
+    ("label", "backend"),
+    [
+        ("FlashAttention 3", "FLASH_ATTN 3"),
+        ("FlashAttention 2", "FLASH_ATTN 2"),
+        ("FlashAttention 4", "FLASH_ATTN 4"),
+        ("`TRITON_ATTN`", "TRITON_ATTN"),
+    ],
+)
+def test_back_ends_of_dense_models(label: str, backend: str) -> None:
+    found = {
+        (system, requests): [row["tokens_per_s"] for row in rows("backends", **case)]
+        for system in ("full", "ours")
+        for requests in (1, 16)
+        if (case := {"system": system, "requests": requests, "backend": backend})
+    }
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    cells = [label]
+    for requests in (1, 16):
+        full, ours = medians["full", requests], medians["ours", requests]
+        cells += [whole(full), whole(ours), f"{ours / full:.2f}"]
+    assert cells in table(BACKENDS)
+    running = {row["system"]: row["running_max"] for row in rows("backends", requests=16, backend=backend)}
+    assert running == {"full": 4, "ours": 16}
+
+
+def test_spread_of_back_ends() -> None:
+    differ = {}
+    for row in rows("backends", system="ours", requests=1):
+        differ.setdefault(row["backend"], []).append(row["tokens_per_s"])
+    percent = {name: 100 * (1 - min(values) / max(values)) for name, values in differ.items()}
+    triton, newest = percent.pop("TRITON_ATTN"), percent.pop("FLASH_ATTN 4")
+    others = spread(list(percent.values()), 0)
+    expected = f"by {triton:.0f}% with `TRITON_ATTN`, by {newest:.0f}% with FlashAttention 4, and by {others}%"
+    assert expected in section(BACKENDS)
+    one, many = ([float(cells[column]) for cells in table(BACKENDS)] for column in (3, 6))
+    heading = f"{spread(many, 1)} times with 16 requests, {spread(one, 2)} with one"
+    assert f"{BACKENDS}: {heading}\n" in PERFORMANCE
+    slower = [100 * (1 - each) for each in one]
+    assert f"[{spread(slower, 0)}% slower]" in section("## Where full KV fits")
+
+
+def test_keys_in_4_bits() -> None:
+    expected, gains = [], []
+    for label, case in CASES.items():
+        full = cell("full_depth_0.33.0", "tokens_per_s", system="full", **case)
+        wide, narrow = (rows(name, system="ours", **case)[0] for name in ("full_depth_0.33.0", "full_depth_keys"))
+        cells = [f"{whole(row['tokens_per_s'])}, {row['hit_rate']:.1%} hits" for row in (wide, narrow)]
+        expected.append([label, *cells, whole(full), f"{narrow['tokens_per_s'] / full:.2f}"])
+        gains.append(100 * (narrow["tokens_per_s"] / wide["tokens_per_s"] - 1))
+    narrow, full = (rows("full_depth_keys_128k", system=name)[0] for name in ("ours", "full"))
+    cells = (
+        f"{whole(narrow['tokens_per_s'])}, {narrow['hit_rate']:.1%} hits",
+        f"{whole(full['tokens_per_s'])}, 4 running",
+    )
+    times = f"{narrow['tokens_per_s'] / full['tokens_per_s']:.2f}"
+    expected.append(["34 requests of 128K (130,560 tokens)", "20 fit", *cells, times])
+    found = [cells for cells in table(KEYS) if len(cells) == 5]
+    assert found[: len(expected)] == expected and full["running_max"] == 4
+    (slower,), faster = [-each for each in gains if each < 0], [each for each in gains if each > 0]
+    assert f"{spread(faster, 0)}% faster with 4 bits, or {slower:.0f}% slower" in section(KEYS)
+
+
+def test_kernel_of_keys_in_4_bits() -> None:
+    def times(queries: int, *requests: int) -> str:
+        found = [row["ratio"] for row in rows("indexer_keys_kernel", queries=queries) if row["requests"] in requests]
+        return spread(found, 2)
+
+    text = section(KEYS)
+    assert f"it takes {times(1, 32, 56)} times as long; with one and eight requests, {times(1, 1, 8)} times" in text
+    assert f"the kernel takes {times(2, 1, 8, 32, 56)} times as long" in text
+
+
+def test_accuracy_of_keys_in_4_bits() -> None:
+    labels = {"full attention": "full attention", "exact": "exact", "fp8": "8 bits", "fp4": "**4 bits**"}
+    measured = [row for row in results("indexer_keys") if row["key_dtype"] in labels]
+    expected = [
+        [
+            f"{row['context'] // 1024}K",
+            labels[row["key_dtype"]],
+            f"{int(row['perplexity'] * 1000 + 0.5) / 1000:.3f}",
+            f"{row['same_next_token']:.1%}",
+            "–" if row["selection_agreement"] is None else f"{row['selection_agreement']:.1%}",
+        ]
+        for row in measured
+    ]
+    assert table(KEYS)[-len(expected) :] == expected
+    by_key = {(row["context"], row["key_dtype"]): row for row in measured}
+    higher = {
+        n: 100 * (by_key[n, "fp4"]["perplexity"] / by_key[n, "exact"]["perplexity"] - 1) for n in (2048, 6144, 16384)
+    }
+    text = section(KEYS)
+    assert max(abs(higher[2048]), abs(higher[6144])) < 0.1 and "change perplexity by less than 0.1%" in text
+    differ = [f"{1 - by_key[16384, key]['same_next_token']:.1%}" for key in ("fp4", "fp8")]
+    assert f"At 16K they raise it by {higher[16384]:.1f}%, and {differ[0]} of the tokens differ" in text
+    assert f"with keys in 8 bits, {differ[1]} do" in text
+
+
+# By line of the table under "Same tokens": parts of `benchmarks.release`
+PARTS = {
+    "kernels of hot buffers": "kernels",
+    "kernels of indexer keys in 4 bits": "narrow_keys_kernels",
+    "XQA (FlashInfer) over hot units": "flashinfer_units",
+    "DSA, fp8 KV, `FLASHMLA_SPARSE`": "parity_fp8",
+    "DSA, bf16 KV, `FLASHMLA_SPARSE`": "parity_bf16_flashmla",
+    "DSA, bf16 KV, `FLASH_ATTN_MLA_SPARSE`": "parity_bf16_flash_attn",
+    "DSA, fp8 and bf16 KV, `FLASHINFER_MLA_SPARSE_SM90`": "parity_flashinfer",
+    "vLLM's generic DeepSeek class, fp8 KV": "generic",
+    "preemption and prefix reuse, without and with drafts": "preemption",
+    "a draft layer (MTP), two drafts": "mtp",
+    "n-gram drafts": "ngram",
+    "GLM-5.2, whose layers share indexers": "shared",
+    "GLM-5 and GLM-5.3": "glm",
+    "HY-V4: graphs, preemption, prefix reuse, full layers, drafts": "hyv4",
+    "MiniMax-M3: graphs, eager, preemption, prefix reuse, drafts": "minimax_m3",
+    "indexer keys in 4 bits; the reference is full KV that rounds its keys to 4 bits": "narrow_keys",
+    "Llama with Quest and PQCache, and Qwen3 with Quest, whose evicted pages are copied again": "dense",
+    "Quest over `TRITON_ATTN` and FlashAttention 2 and 4": "backends",
+    "Quest over `FLASHINFER`": "flashinfer",
+    "dense models with KV in fp8, over FlashAttention 3 and `TRITON_ATTN`": "dense_fp8",
+    "Qwen3, Qwen3-MoE, Qwen2-MoE, Mixtral, GLM-4-MoE and ERNIE-4.5-MoE with Quest": "moe",
+    "prefill/decode pair over NIXL, DSA in fp8 and dense": "pd",
+    "the same, HY-V4": "pd_hyv4",
+    "the same, MiniMax-M3": "pd_minimax_m3",
+    "the same, indexer keys in 4 bits": "pd_narrow_keys",
+    "a KV cache of the size that vLLM measures: DSA and Llama": "memory",
+    "the same with the layers of Llama-3.1-8B: Quest, PQCache": "memory_llama_8b",
+    "two tensor parallel ranks, DSA and Llama": "ranks",
+}
+MOE_PARTS = ("qwen", "mixtral", "glm4_moe", "ernie45_moe")  # of newer result files, which were one part before
+
+
+def outcome(gpu: str, release: str, part: str) -> str | None:
+    """A cell of the table under "Same tokens"; None if the file has no such part."""
+    wanted = MOE_PARTS if part == "moe" and release == "0.33.0" else (part,)
+    found = [row for row in results(f"{gpu}/release_{release}") if row["part"] in wanted]
+    if not found:
+        return None
+    tokens, same, passed = (sum(row[column] for row in found) for column in ("tokens", "same_tokens", "passed"))
+    return f"{same:,} of {tokens:,}" if tokens else f"{passed} passed"
+
+
+@pytest.mark.parametrize("label", PARTS)
+def test_tests_on_gpus(label: str) -> None:
+    """On an H200; where it has not run there, on an H100, with a star; where not there either: not run."""
+    (claimed,) = [cells[1:] for cells in table("## Same tokens") if cells[0] == label]
+    for cell_, release in zip(claimed, ("0.32.0", "0.33.0"), strict=True):
+        on_h200, on_h100 = (outcome(gpu, release, PARTS[label]) for gpu in ("h200", "h100"))
+        assert cell_.partition(", without")[0] == (on_h200 or (f"{on_h100}*" if on_h100 else "not run"))
+
+
+def test_no_line_of_the_table_of_tests_is_left_out() -> None:
+    assert [cells[0] for cells in table("## Same tokens")] == list(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("label", "what", "case"),
+    [
+        ("Quest scores the pages of 64 requests of 4K tokens", "page_scores", {"num_tokens": 4096}),
+        ("the same, requests of 131,056 tokens", "page_scores", {"num_tokens": 131056}),
+        ("save the indexer keys of 64 full blocks", "save", {"batch": 64}),
+        ("restore the indexer keys of 4 blocks", "restore", {"batch": 4}),
+        ("plan one chunk of a dense model's prefill", "prefill_plan", {"batch": 1}),
+        ("change 40 of 600 hot blocks of each of 56 requests", "move_tables (host)", {"batch": 56}),
+        ("the same, time on the device", "move_tables (device)", {"batch": 56}),
+        ("launch a swap-in, time on the host", "launch: swap_in", {"batch": 32}),
+    ],
+)
+def test_the_workers_own_work(label: str, what: str, case: dict[str, int]) -> None:
+    (claimed,) = [cells[1:] for cells in table("## The worker's own work") if cells[0].startswith(label)]
+    for cell_, name in zip(claimed, ("worker_ops_before", "worker_ops"), strict=True):
+        (row,) = rows(name, what=what, **case)
+        number, unit = cell_.split(" ")
+        digits = len(number.partition(".")[2])
+        assert (number, unit) == (f"{row['p50']:,.{digits}f}", row["unit"])
+
+
+def test_the_rest_of_what_is_measured_under_load() -> None:
+    text = section("## Under load")
+    ours = {row["what"]: row["value"] for row in results("h200/doctor")}
+    assert f"{ours['pin']:.1f} and {ours['unpin']:.1f} s on an H200 host" in text
+    assert f"{ours['nixl_local']:.1f}" == "0.4" and "An H200 host has the same rate" in text
+    rates = {row["choice"]: row["gb_s"] for row in results("h100/imports") if row["way"] == "host"}
+    assert f"On busy cores {rates['default']:.2f} GB/s, and {rates['pipeline']:.2f} with" in text
+    (soak,) = results("cpu/soak")
+    counts = "{sessions} streaming sessions, {preempted} preemptions, {tier_loaded_blocks:,} blocks loaded from a tier"
+    assert counts.format(**soak) + f", {soak['aborted']} aborts" in text
+    answers = "{compared_answers:,} answers with {compared_tokens:,} tokens are full KV's up to {ties} ties"
+    assert answers.format(**soak) in text and soak["has_ended"] and not soak["wrong_tokens"]
+
+
+def test_with_64k_tokens_and_without_locality() -> None:
+    measured = {row["requests"] for row in rows("decode_random_weights", context=64000)}
+    ratios = {each: ratio("decode_random_weights", context=64000, requests=each) for each in measured}
+    longer = [value for value in ratios.values() if value > 1]
+    (shorter,) = [value for value in ratios.values() if value < 1]
+    assert table("## Without locality")[1] == ["of 64K tokens", spread(longer, 1), f"{shorter:.2f}"]
+
+
+def test_headings_with_ranges() -> None:
+    """The headings' numbers are those of the tables below them."""
+    beside = [float(cells[-1]) for cells in table("## Beside the peers")]
+    assert f"## Beside the peers: {spread(beside, 1)} times" in PERFORMANCE
+    more = [float(cells[-1]) for cells in table("## More requests than full KV can hold")]
+    assert f"## More requests than full KV can hold: {spread(more, 1)} times" in PERFORMANCE
+
+
+SYSTEMS = {"full": "full KV", "ours": "plugin", "vllm_native": "vLLM's own HiSparse"}
+UNDER_LOAD = "## Under load"
+
+
+def seconds(milliseconds: float) -> str:
+    """Two digits, as in 0.28 s or 3.8 s."""
+    return f"{rounded(milliseconds / 1e3, 1 if milliseconds >= 995 else 2)} s"
+
+
+def test_a_pair_under_load() -> None:
+    expected = []
+    for row in results("h200x2/pd_load"):
+        preempted = f", {['no', 'one', 'two', 'three'][row['preempted']]} preempted" if row["preempted"] else ""
+        latencies = [f"{rounded(row[name], 1)} ms" for name in ("itl_ms_p50", "itl_ms_p99")]
+        cells = str(row["concurrency"]), SYSTEMS[row["system"]], whole(row["tokens_per_s"])
+        expected.append([*cells, f"{row['running_max']}{preempted}", seconds(row["ttft_ms_p50"]), *latencies])
+        assert not row["failed"] and row["device_kv_gib"] == 1.25 and row["layers"] == 8
+        assert not (row["system"] == "ours" and row["transfers_refused"] + row["transfers_expired"])
+    found = [cells for cells in table(UNDER_LOAD) if len(cells) == 7]
+    assert sorted(found) == sorted(expected)
+    ours, full = (
+        next(r for r in results("h200x2/pd_load") if r["system"] == name and r["concurrency"] == 16)
+        for name in ("ours", "full")
+    )
+    assert f"{UNDER_LOAD}: {ours['tokens_per_s'] / full['tokens_per_s']:.2f} times full KV's throughput" in PERFORMANCE
+    assert f"has room for about {full['running_max']} of 16 requests" in section(UNDER_LOAD)
+
+
+def test_a_decode_engine_that_is_killed() -> None:
+    (row,) = results("h200x2/pd_kill")
+    words = {5: "five", 6: "six"}
+    text = section(UNDER_LOAD)
+    assert (
+        f"{row['requests']} requests of {row['concurrency']} clients: the {row['in_flight_at_fault']} requests" in text
+    )
+    later = words[row["failed"] - row["in_flight_at_fault"]]
+    assert f"and {later} more until the engine answers again after {row['back_after_s']:.0f} s" in text
+    assert f"The other {row['completed']} are answered" in text
+    assert row["left_on_prefill"] == 0 and row["answers_again"]
+
+
+def test_conversations() -> None:
+    measured = results("h200/turns")
+    expected = [
+        [
+            str(row["concurrency"]),
+            SYSTEMS[row["system"]],
+            whole(row["tokens_per_s"]),
+            seconds(row["ttft_ms_p50"]),
+            f"{rounded(row['tpot_ms_p50'], 1)} ms",
+        ]
+        for row in measured
+    ]
+    found = [cells for cells in table(UNDER_LOAD) if len(cells) == 5 and cells[0].isdigit()]
+    assert sorted(found) == sorted(expected)
+    running = {row["system"]: row["running_max"] for row in measured if row["concurrency"] == 32}
+    assert f"full KV runs {running['full']} at once" in section(UNDER_LOAD) and running["ours"] == 32
+    (sizes,) = {
+        tuple(row[name] for name in ("turns", "layers", "device_kv_gib", "question", "answer")) for row in measured
+    }
+    described = (
+        "**Conversations of {} turns** in one instance with {} layers and {} GiB of device memory for KV: the first "
+    )
+    described += "prompt has 30K tokens, each turn adds {}, each answer has {}."
+    assert described.format(*sizes) in section(UNDER_LOAD)
+
+
+def test_prompts_that_one_instance_computes() -> None:
+    speeds = {
+        (row["system"], row["context"], row["decoding"]): row["prompt_tokens_per_s"]["median"]
+        for row in results("h200/prefill")
+    }
+    expected = [
+        [f"{size // 1024}K", *(f"{speeds['ours', size, n] / speeds['full', size, n]:.2f}" for n in (0, 16))]
+        for size in (8192, 32768, 131072)
+    ]
+    assert [cells for cells in table(UNDER_LOAD) if len(cells) == 3 and cells[0] != "prompt"] == expected
+
+
+def test_numbers_that_repeat_tables() -> None:
+    """The text around a table, and headings, say the same as the table."""
+    without_drafts = [float(cells[-1]) for cells in table("## Beside the peers") if "draft" not in cells[0]]
+    assert f"Without drafts, the plugin is {spread(without_drafts, 1)} times as fast" in section("## Beside the peers")
+    fits = "## Where full KV fits"
+    slower = [round(100 * (1 - float(cells[1]))) for cells in table(fits)]
+    assert f"the plugin is {min(slower)} to {max(slower)}% slower:" in section(fits)
+    case = {"context": 12288, "requests": 43}
+    full = cell("full_depth_admission", "tokens_per_s", system="full", context=12288, requests=100)
+    beside = cell("full_depth_admission", "tokens_per_s", system="ours", admission="off", **case) / full
+    most = 100 * (1 - min(beside, ratio("full_depth_0.33.0_profile", **case)))
+    assert f"{fits}: DSA models are {min(slower)} to {most:.0f}% slower\n" in PERFORMANCE
