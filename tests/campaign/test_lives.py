@@ -11,10 +11,11 @@ from .world import World
 LIVES = 240
 
 
-@pytest.mark.parametrize("num_lives", [LIVES, pytest.param(600, marks=pytest.mark.slow)])
+# Other seeds in the slow tests, because these run beside the others.
+@pytest.mark.parametrize(("num_lives", "seed"), [(LIVES, 0), pytest.param(360, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda configuration: configuration.name)
-def test_lives(configuration: Configuration, num_lives: int) -> None:
-    result = run_lives(configuration, num_lives)
+def test_lives(configuration: Configuration, num_lives: int, seed: int) -> None:
+    result = run_lives(configuration, num_lives, seed)
     assert not result.violations
     happened = Counter({name: number * LIVES / num_lives for name, number in result.counts.items()})
     assert happened["preemptions"] > 5 and happened["aborts"] > 30 and happened["resets"] > 3
