@@ -28,12 +28,11 @@ demo: setup ## run the prefill/decode demo
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: setup ## run those that take many minutes, one at a time: on Ray, with several ranks, every variant of an engine
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: setup ## run those that take many minutes: on Ray, with several ranks, every variant of an engine
+	@$(PYTEST) -m slow $(ARGS)
 
 test-all: setup ## run all tests
-	@$(PYTEST) -m "not slow" $(ARGS)
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(PYTEST) $(ARGS)
 	@$(MAKE) --no-print-directory test-compat
 
 test-compat: setup ## check and test against the other release of vLLM, whose Python files are put beside the CPU build
