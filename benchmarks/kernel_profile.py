@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+NAME_LENGTH = 120  # of a kernel's name in a result
+
 # Kind of work -> what the names of its kernels contain; the first that fits.
 KINDS = {
-    "copies": r"hisparse.*gather_kernel|hisparse.*write_back|gather_rows|swap_in|load_cache_to_device_buffer|hicache",
+    "copies": r"hisparse.*(gather_kernel|write_back|stage_rows|save_rows)|gather_rows|swap_in"
+    r"|load_cache_to_device_buffer|hicache",
     "resolve": r"hisparse",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|cross_device",
     "forced selection": r"^_select$",
@@ -76,8 +80,22 @@ class KernelProfile:
 
     def stop_kernel_profile(self, num_steps: int) -> dict[str, float]:
         """`times_by_kind` of what ran since, and `idle_time` as the kind "idle"."""
+        profiler = self._stop()
+        spans = [(event.time_range.start, event.time_range.end) for event in _device_events(profiler)]
+        return times_by_kind(device_times(profiler), num_steps) | {"idle": idle_time(spans, num_steps)}
+
+    def stop_kernel_names(self, num_names: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Milliseconds of what ran since by kind, as `stop_kernel_profile` of one step, and those of the kernels that
+        took longest, by the starts of their names."""
+        profiler, times = self._stop(), Counter[str]()
+        spans = [(event.time_range.start, event.time_range.end) for event in _device_events(profiler)]
+        for name, microseconds in device_times(profiler):
+            times[name[:NAME_LENGTH]] += microseconds / 1e3
+        kinds = times_by_kind(device_times(profiler), 1) | {"idle": idle_time(spans, 1)}
+        return kinds, {name: round(time, 3) for name, time in times.most_common(num_names)}
+
+    def _stop(self) -> torch.profiler.profile:
         torch.cuda.synchronize()
         profiler, self._kernel_profiler = self._kernel_profiler, None
         profiler.stop()
-        spans = [(event.time_range.start, event.time_range.end) for event in _device_events(profiler)]
-        return times_by_kind(device_times(profiler), num_steps) | {"idle": idle_time(spans, num_steps)}
+        return profiler

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,8 +22,11 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, spread, write_result
 from benchmarks.full_depth import MODELS, ModelName, System, write_config
 from benchmarks.full_depth import engine_args as decode_args
+from benchmarks.host_profile import HostTimes, counting_waits, engine_methods
+from benchmarks.kernel_profile import KernelProfile
 
 DECODE_CONTEXT = 2000  # tokens of the prompts of requests that decode
+NUM_NAMES = 20  # kernels of a profile
 SYSTEMS = (System.full, System.ours)
 
 app = typer.Typer(add_completion=False)
@@ -42,11 +46,12 @@ class Prompts:
     """Adds prompts to an engine in this process, and times them.
 
     Args:
-        llm: vLLM's `LLM`.
+        llm: vLLM's `LLM`, whose engine runs in this process.
+        is_profiled: True if further prompts of each case are profiled.
     """
 
-    def __init__(self, llm: Any):
-        self.engine = llm.llm_engine
+    def __init__(self, llm: Any, is_profiled: bool = False):
+        self.engine, self.is_profiled = llm.llm_engine, is_profiled
         self._num_added = 0
 
     def add(self, num_tokens: int, max_tokens: int) -> str:
@@ -78,6 +83,7 @@ class Prompts:
             self.engine.step()
         self.time_prompt(context)  # kernels of these sizes are compiled
         timed = [self.time_prompt(context) for _ in range(repeats)]
+        profile = self.profile(context) if self.is_profiled else {}
         self.engine.abort_request([f"request-{index}" for index in range(first, self._num_added)])
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -88,7 +94,27 @@ class Prompts:
             "ttft_s": spread(seconds for seconds, _ in timed),
             "step_ms": steps,
             "num_steps": len(timed[0][1]),
+            **profile,
         }
+
+    def profile(self, context: int) -> dict[str, dict[str, float]]:
+        """Profile three prompts, each in another way, because the ways disturb each other.
+
+        Returns:
+            Milliseconds or counts of a prompt: `host_ms` by method (`engine_methods`), `waits` by place in the code,
+            `kernel_ms` by kind, and `kernel_names_ms` by name.
+        """
+        times, waits = HostTimes(engine_methods(self.engine.engine_core.engine_core)), Counter[str]()
+        with times.running():
+            self.time_prompt(context)
+        with counting_waits(waits):
+            self.time_prompt(context)
+        kernels = KernelProfile()
+        kernels.start_kernel_profile()
+        self.time_prompt(context)
+        kinds, names = kernels.stop_kernel_names(NUM_NAMES)
+        host, counts = times.milliseconds(), dict(waits.most_common(NUM_NAMES))
+        return {"host_ms": host, "waits": counts, "kernel_ms": kinds, "kernel_names_ms": names}
 
 
 def serve(connection: Connection, system: System, job: dict[str, Any], repeats: int) -> None:
@@ -97,7 +123,7 @@ def serve(connection: Connection, system: System, job: dict[str, Any], repeats: 
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled for a minute, and tokens are greedy
     from vllm import LLM
 
-    prompts = Prompts(LLM(**engine_args(system, job)))
+    prompts = Prompts(LLM(**engine_args(system, job)), job["is_profiled"])
     for context, decoding in iter(connection.recv, None):
         connection.send(prompts.measure(context, decoding, repeats))
 
@@ -138,6 +164,9 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="host memory for KV in GiB")] = 24.0,
     device_buffer_size: Annotated[int, typer.Option(help="hot rows per request and layer")] = 4096,
     repeats: Annotated[int, typer.Option(min=1, help="prompts of each case")] = 3,
+    profile: Annotated[
+        bool, typer.Option(help="profile three further prompts of each case: host, waits for the device, kernels")
+    ] = False,
     model_dir: Annotated[Path, typer.Option(help="where the model's configuration is written")] = Path(
         "build/models/prefill"
     ),
@@ -148,23 +177,25 @@ def run(
     sizes = {"layers": layers, "kv_dtype": kv_dtype, "device_kv_gib": device_kv_gib, "host_pool_gib": host_pool_gib}
     parallel = {"tensor_parallel": 1, "data_parallel": 1, "drafts": 0, "quantization": None}
     numbers = sorted({1, *(1 + each for each in decoding)})
-    longest = max(*context, DECODE_CONTEXT + 8 * repeats * max(context) // chunk)
+    num_prompts = 1 + repeats + 3 * profile
+    longest = max(*context, DECODE_CONTEXT + 8 * num_prompts * max(context) // chunk)
     job = {"model": str(model), "name": MODELS[ModelName.deepseek]["model_type"], **sizes, **parallel}
     job |= {"max_model_len": -(-(longest + 64) // 64) * 64, "max_num_seqs": numbers[-1], "graph_sizes": numbers}
     job |= {"chunk": chunk, "device_buffer_size": device_buffer_size, "elastic": True, "admission": "off"}
     job["indexer_key_dtype"] = "auto"
-    job["forces_selections"] = False
+    job["forces_selections"], job["is_profiled"] = False, profile
     rows: list[dict[str, Any]] = []
     for system in SYSTEMS:
         for row in measure_all(system, job, [(each, other) for other in decoding for each in context], repeats):
             rows.append(row)
             write_result(output, ctx, "benchmarks.prefill", rows, gpu_hardware())
-    show("Prefill", [{name: median(value) for name, value in row.items()} for row in rows])
+    show("Prefill", [summary(row) for row in rows])
 
 
-def median(value: Any) -> Any:
-    """The median of a spread; anything else as it is."""
-    return value["median"] if isinstance(value, dict) else value
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the medians of its spreads, without profiles."""
+    values = {name: value.get("median") if isinstance(value, dict) else value for name, value in row.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def test_kernel_times_are_summed_by_kind() -> None:
     kernels = [
         ("void hisparse::(anonymous namespace)::resolve_kernel<2, false>(...)", 3000.0),
         ("hisparse::(anonymous namespace)::gather_kernel(hisparse::HostRows)", 8000.0),
-        ("hisparse::(anonymous namespace)::gather_kernel(hisparse::HostRows)", 4000.0),
+        ("hisparse::(anonymous namespace)::stage_rows_kernel(hisparse::HostRows)", 3000.0),
+        ("hisparse::(anonymous namespace)::save_rows_kernel(unsigned char const*)", 1000.0),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", 1000.0),
         ("fused_moe_kernel", 2000.0),
         ("nvjet_sm90_tst_8x64_64x16_4x1_v_bz_TNN", 500.0),
@@ -107,7 +108,8 @@ def test_kernel_times_are_summed_by_kind() -> None:
     ]
 
 
-def test_a_profile_says_how_long_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> KernelProfile:
     """Kernels run beside each other, inside each other, and after a pause."""
     kernels = [("a", 6000, 9000), ("b", 1000, 4000), ("c", 2000, 3000), ("d", 3000, 5000), ("e", 9500, 9750)]
     events = [
@@ -122,7 +124,17 @@ def test_a_profile_says_how_long_no_kernel_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     profile = KernelProfile()
     profile._kernel_profiler = SimpleNamespace(stop=lambda: None, events=lambda: [host, *events])
+    return profile
+
+
+def test_a_profile_says_how_long_no_kernel_runs(profile: KernelProfile) -> None:
     assert profile.stop_kernel_profile(2) == {"other": 4.625, "idle": 0.75}
+
+
+def test_a_profile_names_the_kernels_that_take_longest(profile: KernelProfile) -> None:
+    kinds, names = profile.stop_kernel_names(2)
+    assert kinds == {"other": 9.25, "idle": 1.5}
+    assert list(names.items()) == [("a", 3.0), ("b", 3.0)]
 
 
 def test_the_model_is_as_asked_for(tmp_path: Path) -> None:

@@ -53,11 +53,15 @@ def measure(system: str, model: str, log_path: str, pipe: Connection, **options:
 
 def time_prompts(system: str, model: str, log_path: str, pipe: Connection) -> None:
     """Send what `benchmarks.prefill` measures of prompts of four chunks, alone and beside two other requests, and how
-    many requests are left."""
+    many requests are left. Profiles lack what needs a device."""
     begin(log_path, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from unittest import mock
+
+    import torch
     from vllm import LLM
 
     from benchmarks.full_depth import System
+    from benchmarks.kernel_profile import KernelProfile
     from benchmarks.prefill import Prompts, engine_args
 
     job: dict[str, Any] = {**JOB, "model": model, "chunk": 256, "max_model_len": 3072}
@@ -65,6 +69,11 @@ def time_prompts(system: str, model: str, log_path: str, pipe: Connection) -> No
     for name in ("compilation_config", "kernel_config"):
         del args[name]
     llm = LLM(**args)
-    prompts = Prompts(llm)
-    rows = [prompts.measure(1000, decoding, repeats=2) for decoding in (0, 2)]
+    prompts = Prompts(llm, is_profiled=True)
+    device = mock.patch.multiple(torch.cuda, get_sync_debug_mode=mock.DEFAULT, set_sync_debug_mode=mock.DEFAULT)
+    kernels = mock.patch.multiple(
+        KernelProfile, start_kernel_profile=mock.DEFAULT, stop_kernel_names=lambda *_: ({}, {})
+    )
+    with device, kernels:
+        rows = [prompts.measure(1000, decoding, repeats=2) for decoding in (0, 2)]
     pipe.send((rows, len(llm.llm_engine.engine_core.engine_core.scheduler.requests)))

@@ -31,6 +31,12 @@ def test_prompts_are_timed(tmp_path: Path, system: str) -> None:
     assert num_left == 0
     assert alone["num_steps"] == 4 and beside["num_steps"] >= 4
     assert alone["prompt_tokens_per_s"]["median"] == pytest.approx(1000 / alone["ttft_s"]["median"], rel=0.5)
+    parts = {"schedule", "launch", "metadata", "attention"}
+    hooks = {"scheduler: build_connector_meta", "worker: handle_preemptions", "blocks: allocate_new_blocks"}
+    for row in (alone, beside):
+        assert row["host_ms"].keys() >= (parts | hooks if system == "ours" else parts)
+        assert any(name.startswith("worker: ") for name in row["host_ms"]) == (system == "ours")
+        assert row["host_ms"]["attention"] <= row["host_ms"]["launch"]
 
 
 def results_of(function: Callable[..., None], system: str, log: Path) -> Any:
