@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from vllm_hisparse.cli.plan.memory import KVMemory, System
+from vllm_hisparse.cli.plan.models import ModelShape
+
 ROOT = Path(__file__).parents[1]
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -550,3 +553,31 @@ def test_numbers_that_repeat_tables() -> None:
     beside = cell("full_depth_admission", "tokens_per_s", system="ours", admission="off", **case) / full
     most = 100 * (1 - min(beside, ratio("full_depth_0.33.0_profile", **case)))
     assert f"{fits}: DSA models are {min(slower)} to {most:.0f}% slower\n" in PERFORMANCE
+
+
+def test_memory_of_a_long_request() -> None:
+    """The planner's numbers, and the share of 4,096 hot rows of 656 bytes in 61 layers."""
+    model, length, text = ModelShape.load("DeepSeek-V3.2", "fp8"), 1 << 17, section(KEYS)
+    plans = [KVMemory(model, 24 << 30, 900 << 30, 1, 4096, 2048, has_narrow_keys=each) for each in (True, False)]
+    sizes = [plan.request_bytes(System.plugin, length)[0] for plan in plans]
+    running = [plan.seats(System.plugin, [length]).running for plan in plans]
+    assert "needs {:.2f} GB of device memory instead of {:.2f} GB".format(*(size / 1e9 for size in sizes)) in text
+    assert "so {} instead of {} run in 24 GiB".format(*running) in text
+    assert f"{4096 * 656 * 61 / 1e9:.2f} GB are the 4,096 hot rows" in text
+
+
+def test_hit_rates_without_locality() -> None:
+    shares = [row["hit_rate"] for row in rows("decode_random_weights", system="ours")]
+    tens = [10 * round(10 * each) for each in (min(shares), max(shares))]
+    assert "only {} to {}% of the selected rows are in the hot buffer".format(*tens) in section("## Without locality")
+    case = {"system": "ours", "kernels": "now", "op": "swap_in", "device_buffer_size": 4096, "batch": 64}
+    assert f"and {cell('swap_in_resolve', 'misses_per_request', **case):.0f} misses per request" in section(
+        "## Swap-in"
+    )
+
+
+def test_the_example_of_the_table_of_tests() -> None:
+    example = outcome("h100", "0.32.0", "parity_fp8")
+    same, tokens = example.split(" of ")
+    text = section("## Same tokens")
+    assert f"*{example}* means: the answers have {tokens} tokens in all; {same} of them" in text
