@@ -1,4 +1,5 @@
-"""Modules that a server imports: the plugin, the connector and the platform, but nothing of the command line."""
+"""Modules that a server imports: the plugin, the connector and the platform, but nothing of the command line; and names
+of the package that tests use."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "vllm_hisparse"
+from tools.vllm_sources import FUNCTIONS, attributes, is_self
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "vllm_hisparse"
 NOT_IN_A_SERVER = ("vllm_hisparse.cli", "typer", "rich", "matplotlib")
 RUNTIME_FILES = sorted(path for path in PACKAGE.rglob("*.py") if "cli" not in path.relative_to(PACKAGE).parts)
 SERVER = """
@@ -97,3 +101,53 @@ def test_modules_import_each_other_in_one_direction() -> None:
         for name in free:
             del graph[name]
     assert not graph, f"these modules import each other, or one that does: {sorted(graph)}"
+
+
+# Private names that tests use, and why: CONTRIBUTING.md, Tests
+EXCEPTIONS = {
+    "attention/test_attach.py": {"_decode", "_for_tokens"},
+    "benchmarks/test_train_dsa.py": {"_heads"},  # of the benchmark's model
+    "e2e/offline_engine.py": {"_take"},
+}
+OF_VLLM = {  # private names of vLLM that the package overrides or sets
+    "_convert_logical_to_physical_topk",
+    "_dense_mha_metadata_layer_name",
+    "_forward_mqa_kernel",
+    "_fp8_kv_needs_view",
+    "_read_blocks_for_req",
+    "_run_mqa_kernel",
+    "_sparse_indexer_and_attn",
+    "_update_waiting_for_remote_kv",
+}
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private functions, methods and attributes that a file defines."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, (*FUNCTIONS, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.endswith("__") and len(name) > 1}
+
+
+def used_names(tree: ast.AST) -> set[str]:
+    """Names of others that a test imports, or reads, sets or replaces on other objects than `self`."""
+    found = {name for _, value, name in attributes(tree) if not is_self(value)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_hisparse"):
+            found |= {alias.name for alias in node.names}
+    return found - private_names(tree)
+
+
+def test_tests_use_public_names() -> None:
+    """A rename inside of a class must break no test."""
+    own = set().union(*(private_names(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py"))) - OF_VLLM
+    assert len(own) > 300
+    used = {
+        str(path.relative_to(TESTS)): found
+        for path in TESTS.rglob("*.py")
+        if (found := used_names(ast.parse(path.read_text())) & own)
+    }
+    assert used == EXCEPTIONS
