@@ -135,6 +135,7 @@ class PythonGrowth:
             (" < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(each.traceback)), each.size_diff)
             for each in now.compare_to(self._before, "traceback")
         ]
+        places.sort(key=lambda place: -place[1])  # places that shrank come last
         types_now.subtract(self._types_before)
         return {
             "python_kib": {place: round(size / 1024, 1) for place, size in places[:NUM_LARGEST]},

@@ -93,12 +93,13 @@ class Kept:
 
 def test_growth_in_python_is_found_by_its_place() -> None:
     growth = PythonGrowth()
-    early = [bytearray(1 << 20) for _ in range(4)]
+    early = [bytearray(1 << 20) for _ in range(8)]
     growth.begin()
+    early.clear()  # shrinks by more than anything grows
     late = [bytearray(1 << 20) for _ in range(4)]
     objects = [Kept() for _ in range(1000)]
     largest = growth.largest()
     growth.close()
     (place, kib), *_ = largest["python_kib"].items()
-    assert place.startswith(__file__) and kib == pytest.approx(4096, abs=64), (len(early), len(late))
+    assert place.startswith(__file__) and kib == pytest.approx(4096, abs=64), len(late)
     assert largest["python_objects"][f"{__name__}.Kept"] == len(objects)
