@@ -138,5 +138,5 @@ def counting_waits(counts: Counter[str]) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     for each in caught:
-        if "synchronizing" in str(each.message):
+        if "called a synchronizing" in str(each.message):
             counts[f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}"] += 1

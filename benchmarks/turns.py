@@ -4,7 +4,8 @@
 
 Conversations of 13 turns: a first prompt of tens of thousands of tokens, then answers of 220 tokens and questions. Each
 client has one conversation, and asks its next question when it has the answer to the last one. All systems are loaded
-first, on one GPU, and are measured one after the other. Each has the same device and host memory.
+first, on one GPU, and are measured one after the other. Each has the same device and host memory. Before a case, each
+has shorter conversations, because the first system that needs a kernel would compile it for all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,7 @@ from tools.harness.processes import ProcessGroup
 
 START_TIMEOUT_S, CASE_TIMEOUT_S = 500.0, 300.0
 VOCABULARY = range(3, 500)
+WARM_UP_TOKENS, WARM_UP_ANSWER, WARM_UP_SEED = 4000, 24, 500
 
 app = typer.Typer(add_completion=False)
 
@@ -61,6 +63,10 @@ class Shape:
     question: int
     answer: int
     turns: int
+
+    def warm_up(self) -> Shape:
+        """Conversations whose steps have the same numbers of requests and of a question's tokens, in a short time."""
+        return replace(self, first=min(self.first, WARM_UP_TOKENS), answer=min(self.answer, WARM_UP_ANSWER), turns=3)
 
     def longest(self) -> int:
         """Tokens of a whole conversation."""
@@ -93,10 +99,10 @@ async def converse(client: OpenAIClient, url: str, shape: Shape, seed: int) -> l
     return answers
 
 
-async def converse_all(url: str, shape: Shape, concurrency: int) -> list[list[Completion]]:
-    """All conversations of a case at once."""
+async def converse_all(url: str, shape: Shape, concurrency: int, seed: int = 0) -> list[list[Completion]]:
+    """All conversations of a case at once; another seed gives other prompts."""
     async with OpenAIClient(MODEL_NAME, timeout_s=CASE_TIMEOUT_S, num_logprobs=0) as client:
-        seeds = range(1000 * concurrency, 1000 * concurrency + concurrency)
+        seeds = range(1000 * concurrency + seed, 1000 * concurrency + seed + concurrency)
         return await asyncio.gather(*(converse(client, url, shape, seed) for seed in seeds))
 
 
@@ -108,6 +114,7 @@ def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
 
 def measure(system: System, url: str, shape: Shape, concurrency: int) -> dict[str, Any]:
     """Let clients talk to a server; returns the columns of a row."""
+    asyncio.run(asyncio.wait_for(converse_all(url, shape.warm_up(), concurrency, WARM_UP_SEED), CASE_TIMEOUT_S))
     start = time.perf_counter()
     with Gauges(url) as gauges:
         conversations = asyncio.run(asyncio.wait_for(converse_all(url, shape, concurrency), CASE_TIMEOUT_S))

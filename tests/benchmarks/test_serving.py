@@ -7,16 +7,19 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
 import typer
 from servers import wait_for
 
+from benchmarks import turns
 from benchmarks.full_depth import System
 from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, left, make_router, measured, span
 from benchmarks.serving import Device, Gauges, Sizes, log_directory, make_model, server, ucx_variables, wait_healthy
@@ -152,6 +155,25 @@ def test_a_turn_goes_on_from_the_answer_before_it() -> None:
     assert second[:53] == [*first, 1, 1, 1] and len(second) == 60
     assert third[:63] == [*second, 2, 2, 2] and len(third) == 70
     assert len(answers) == 3 and shape.longest() == 73
+
+
+def test_before_a_case_there_are_short_conversations_with_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their time does not count."""
+    shape, prompts, pauses = Shape(first=5000, question=7, answer=30, turns=9), [], [0.2, 0.01]
+
+    async def converse(_client: Any, _url: str, shape: Shape, seed: int) -> list[Completion]:
+        prompts.append((shape, seed))
+        await asyncio.sleep(pauses[len(prompts) > 3])
+        answer = Completion(token_ids=[1] * shape.answer, first_token_s=0.1, total_s=0.2)
+        return [answer] * shape.turns
+
+    gauges = SimpleNamespace(peak=lambda _: 0, growth=lambda _: 0)
+    monkeypatch.setattr(turns, "Gauges", lambda _url: nullcontext(gauges))
+    monkeypatch.setattr(turns, "converse", converse)
+    row = turns.measure(turns.System.full, "url", shape, 3)
+    assert [each for each, _ in prompts] == [Shape(4000, 7, 24, 3)] * 3 + [shape] * 3
+    assert len({seed for _, seed in prompts}) == 6
+    assert row["tokens_per_s"] > 3 * 9 * 30 / 0.2
 
 
 def test_percentiles_are_in_milliseconds() -> None:
