@@ -11,7 +11,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_hisparse.connector import request_log
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
+from vllm_hisparse.kv_manager.blocks import step_form
 from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
+from vllm_hisparse.kv_manager.usage import Usage
 
 PROMPT = list(range(10, 20))
 COPIES = ("device_to_host_bytes", "host_to_device_bytes")
@@ -49,6 +51,21 @@ def test_refused_transfers_are_counted() -> None:
     for index, changes in enumerate(({"remote_port": "none"}, {}, {"remote_num_tokens": -1})):
         engine.ask_remote(f"cmpl-{index}-0-00000000", PROMPT, **changes)
     assert counters(engine)["transfers_refused"] == 2
+
+
+# Microbatches
+
+
+def test_a_step_that_misses_few_rows_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers' counts decide, not the requests that run."""
+    monkeypatch.setattr(step_form, "MIN_COPIED_BYTES", 10)
+    engine = ScriptedEngine(max_num_seqs=4)
+    engine.ask("a", PROMPT[:5], max_tokens=8)
+    assert [engine.turn().runs_whole for _ in range(2)] == [False, False], "nothing is known"
+    for misses, runs_whole in ((0, True), (10**9, False), (1, True)):
+        usage = Usage(1, 10**6, misses)
+        engine.half.update_connector_output(output(kv_connector_worker_meta=HiSparseWorkerMetadata(usage=usage)))
+        assert engine.turn().runs_whole == runs_whole
 
 
 # Tables

@@ -24,6 +24,8 @@ from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.kv_manager.rows.usage_sampler import STEPS_PER_REPORT
+from vllm_hisparse.kv_manager.usage import Usage
 from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.ops.base import HotRows
 from vllm_hisparse.trace import Trace
@@ -41,6 +43,8 @@ HOT_LAYERS, INDEXER_LAYERS = ["m0", "m1", "m2"], ["k0", "k2"]
 
 class Impl:
     """A layer's implementation, which notes what it is told."""
+
+    divides_steps = False
 
     def bind(self, hot_buffer: Any, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         self.hot_buffer, self.layer_index, self.host_rows, self.cache = hot_buffer, layer_index, host_rows, cache
@@ -221,6 +225,31 @@ def test_one_rank_reports_requests(rank: int) -> None:
     worker.apply_changes(HiSparseMetadata(released=[3]))
     metadata = worker.take_worker_metadata()
     assert metadata.requests == [(3, 9, 4)] if rank == 0 else metadata is None
+
+
+@pytest.mark.parametrize(("divides_steps", "rank"), [(True, 0), (True, 1), (False, 0)])
+def test_misses_are_reported_where_steps_may_be_divided(
+    monkeypatch: pytest.MonkeyPatch, divides_steps: bool, rank: int
+) -> None:
+    """They say if dividing pays; no row is looked at."""
+    monkeypatch.setattr(Impl, "divides_steps", divides_steps)
+    worker = make_worker(rank=rank)
+    worker.register_kv_caches(device_caches())
+    worker.apply_changes(HiSparseMetadata(host_block_tables={3: (0, [5])}))
+    worker.hot_buffer.counts.by_seq[1] += torch.tensor([50, 3])
+    worker.bind_metadata(HiSparseMetadata(step=7))
+    found = [worker.take_worker_metadata() for _ in range(STEPS_PER_REPORT)]
+    assert found[:-1] == [None] * (STEPS_PER_REPORT - 1)
+    if divides_steps and rank == 0:
+        assert found[-1].usage == Usage(7, 50, 3, None)
+    else:
+        assert found[-1] is None
+
+
+def test_the_scheduler_says_which_steps_run_whole(worker: HiSparseWorkerConnector) -> None:
+    for runs_whole in (True, False):
+        worker.apply_changes(HiSparseMetadata(runs_whole=runs_whole))
+        assert worker.hot_buffer.step.runs_whole == runs_whole
 
 
 def test_statistics_since_the_last_call(worker: HiSparseWorkerConnector) -> None:

@@ -124,7 +124,10 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
 
         from vllm_hisparse.attention.mla.fused_cuda import HOT_LAYERS
         from vllm_hisparse.attention.mla.sm100_cuda import HOT_BACKENDS
+        from vllm_hisparse.attention.mla.step_forms import MicrobatchForms
+        from vllm_hisparse.compat.step_graphs import capture_both_forms
 
+        capture_both_forms(MicrobatchForms.find)
         NarrowKeyCache = KeyCache  # whose reader looks at the width of the cache
         if has_narrow_keys:
             check_narrow_keys_device()

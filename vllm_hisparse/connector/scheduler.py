@@ -20,6 +20,7 @@ from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import serve_managers
 from vllm_hisparse.kv_manager.blocks.request_tracker import Obstacle, RequestTracker
+from vllm_hisparse.kv_manager.blocks.step_form import StepForm
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
@@ -73,6 +74,7 @@ class HiSparseSchedulerConnector:
         if config.controls_admission(self.layout.max_query_len):
             sizes = config.selection_size, self.layout.unit_bytes, max_num_running, self.layout.max_query_len
             self.admission = AdmissionControl(*sizes)
+        self.step_form = StepForm(config.selection_size * self.layout.unit_bytes)
         self.tracker = RequestTracker(
             self.host_pool,
             self.deferred,
@@ -158,6 +160,7 @@ class HiSparseSchedulerConnector:
         num_scheduled = scheduler_output.num_scheduled_tokens
         metadata = self.tracker.diff(num_scheduled)
         metadata.step = self.deferred.num_scheduled + 1
+        metadata.runs_whole = self.step_form.runs_whole(scheduler_output.total_num_scheduled_tokens)
         if self.admission:
             self.admission.step_scheduled(num_scheduled)
         if self.request_log:
@@ -186,6 +189,8 @@ class HiSparseSchedulerConnector:
         failed, worker_meta = output.failed_recving or set(), output.kv_connector_worker_meta
         if isinstance(worker_meta, HiSparseWorkerMetadata):
             self._forget_expired(worker_meta.expired)
+            if worker_meta.usage:
+                self.step_form.measured(worker_meta.usage)
             if self.admission and worker_meta.usage:
                 self.admission.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():

@@ -94,12 +94,14 @@ class HiSparseWorkerConnector:
         conversion = self._key_conversion(list(in_memory.values()))
         self.store.attach(any_cache.device, conversion)
         self.hot_buffer = self._make_hot_buffer(list(hot_caches.values()))
-        if self.config.controls_admission(self.layout.max_query_len) and self.reports_requests:
-            self._sampler = UsageSampler(self.hot_buffer)
         layers = self.vllm_config.compilation_config.static_forward_context
         self.impls = [layers[name].impl for name in hot_caches]
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
             impl.bind(self.hot_buffer, index, self.store.main_kv[name], hot_caches[name])
+        controls_admission = self.config.controls_admission(self.layout.max_query_len)
+        divides_steps = isinstance(self.hot_buffer, MLAHotBuffer) and self.impls[0].divides_steps
+        if self.reports_requests and (controls_admission or divides_steps):
+            self._sampler = UsageSampler(self.hot_buffer, looks_at_rows=controls_admission)
         if self.transport:
             received = resident_caches
             if conversion is not None:
@@ -125,6 +127,7 @@ class HiSparseWorkerConnector:
                 for impl in self.impls:
                     impl.represent(span)
         self.hot_buffer.requests.expect_prefills(metadata.prefills)
+        self.hot_buffer.step.runs_whole = metadata.runs_whole
         self.store.restore_resident_kv(self.resident_kv, metadata.restores)
 
     def bind_metadata(self, metadata: HiSparseMetadata) -> None:

@@ -44,6 +44,7 @@ class HiSparseMetadata(KVConnectorMetadata):
             computes nothing, because the output of such a step does not wait for the device.
         transport: metadata of the P/D transport; None for a single instance.
         leases: request id -> lease of a pull that begins.
+        runs_whole: True if the step is not to be divided into microbatches.
         step: number of the step, from 1 on; messages of different steps may be equal.
     """
 
@@ -59,4 +60,5 @@ class HiSparseMetadata(KVConnectorMetadata):
     waits_for_preemption_saves: bool = False
     transport: KVConnectorMetadata | None = None
     leases: dict[str, LeaseTerms] = field(default_factory=dict)
+    runs_whole: bool = False
     step: int = field(default=0, compare=False)

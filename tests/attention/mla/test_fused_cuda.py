@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from stand_ins import bare
 from vllm.config import CUDAGraphMode
 
 from vllm_hisparse.attention.mla.base import HotMLAImpl
+from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 
 PREFIX, KEYS = "model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache"
 ROWS = torch.zeros(3, 1), torch.zeros(3, 1)
@@ -55,6 +57,49 @@ def run_layer(
     layer.forward(torch.arange(3), torch.zeros(3, 1))
     assert layer.impl.new_rows is None, "the rows of a step are kept"
     return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "runs_whole", "is_divided"),
+    [(("some",), False, True), (("some",), True, False), ((), False, False)],
+)
+def test_a_step_is_divided_unless_it_is_to_run_whole(
+    layers: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    microbatches: tuple[str, ...],
+    runs_whole: bool,
+    is_divided: bool,
+) -> None:
+    calls: list[Any] = []
+    context = SimpleNamespace(slot_mapping={}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+    metadata = SimpleNamespace(num_decode_tokens=3, microbatches=microbatches)
+    monkeypatch.setattr(layers, "get_forward_context", lambda: context)
+    monkeypatch.setattr(layers, "get_attention_context", lambda _name: (metadata, None, None, None))
+    monkeypatch.setattr(layers, "run_in_microbatches", lambda *args: calls.append(args[-1]))
+    step = SimpleNamespace(runs_whole=runs_whole, finish=lambda index: calls.append(f"end of {index}"))
+    impl = SimpleNamespace(hot_buffer=SimpleNamespace(step=step), layer_index=5)
+    layer = bare(layers.HotDeepseekV32Attention, layer_name=PREFIX, impl=impl)
+    layer.select_and_attend(lambda *_: calls.append("whole"), [torch.arange(3)])
+    assert calls == ([microbatches, "end of 5"] if is_divided else ["whole"])
+
+
+@pytest.mark.parametrize("divides_steps", [True, False])
+def test_the_forms_of_an_engines_steps(layers: ModuleType, divides_steps: bool) -> None:
+    forms = import_module("vllm_hisparse.attention.mla.step_forms").MicrobatchForms
+    shape = HotBufferShape(99, 99, 2, 8, 10, 64, 1, max_hot_blocks=20, rows_per_hot_block=40)
+    step = SimpleNamespace(runs_whole=False)
+    hot_buffer = SimpleNamespace(shape=shape, selects=[True, True], step=step)
+    impl = SimpleNamespace(hot_buffer=None, divides_steps=divides_steps)
+    context = {"other": object(), "layer": bare(layers.HotDeepseekV32Attention, impl=impl)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    assert forms.find(config) is None, "no storage yet"
+    impl.hot_buffer = hot_buffer
+    found = forms.find(config)
+    assert (found.has_two(24), found.has_two(23)) == (divides_steps, False)
+    found.runs_whole = True
+    assert step.runs_whole and forms.find(config).runs_whole
+    del context["layer"]
+    assert forms.find(config) is None
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])

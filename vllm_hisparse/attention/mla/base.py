@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -110,8 +110,10 @@ class HotMLAImpl:
         hot_buffer: hot buffer shared by all layers; None before `bind`.
         requests: range of the step's requests that this copy of the implementation serves; None: all requests.
         new_rows: rows that the running `forward_mqa` has to write; None if the layer has written them itself.
+        divides_steps: True if a large step may be divided into microbatches.
     """
 
+    divides_steps: ClassVar[bool] = False
     hot_buffer: MLAHotBuffer | None = None
     new_rows: NewRows | None = None
     requests: slice | None = None

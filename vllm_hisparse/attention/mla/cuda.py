@@ -63,13 +63,7 @@ class HotMLAMetadata(AttentionMetadata):
 
 
 class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
-    """Mixin of a sparse MLA metadata builder.
-
-    Attributes:
-        divides_steps: True if a large step may be divided into microbatches.
-    """
-
-    divides_steps: ClassVar[bool] = True
+    """Mixin of a sparse MLA metadata builder."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -102,7 +96,7 @@ class HotMLAMetadataBuilder(HotMetadataBuilder, ShortDecodes):
             metadata.decode = self._build_decode(common, slice(0, num_decodes))
         if num_prefills:
             metadata.prefill_groups = self.impl.staging.groups(common, num_decodes, self._build_staged)
-        elif query_indices is None and self.divides_steps:
+        elif query_indices is None and self.impl.divides_steps:
             metadata.microbatches = make_microbatches(
                 self.impl.hot_buffer, num_decodes, partial(self._build_microbatch, common)
             )
@@ -162,6 +156,7 @@ class HotMLACudaImpl(HotMLAImpl):
     microbatch: DecodeMicrobatch | None = None
     vllm_class: ClassVar[type]
     runs_own_class: ClassVar[bool] = False
+    divides_steps: ClassVar[bool] = True
 
     def bind(self, hot_buffer: MLAHotBuffer, layer_index: int, host_rows: torch.Tensor, cache: torch.Tensor) -> None:
         super().bind(hot_buffer, layer_index, host_rows, cache)

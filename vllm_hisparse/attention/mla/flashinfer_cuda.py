@@ -26,6 +26,7 @@ from vllm_hisparse.compat.flashinfer import StepPlans, attend_to_planned_rows
 
 class HotFlashInferMLAImpl(HotMLACudaImpl, FlashInferMLASparseSM90Impl):
     vllm_class = FlashInferMLASparseSM90Impl
+    divides_steps: ClassVar[bool] = False  # each microbatch would need a plan, which takes 200 MB of device memory
 
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         row_ids, num_valid = self.locate_leading(q)  # the plan knows how many ids there are, not where
@@ -35,8 +36,6 @@ class HotFlashInferMLAImpl(HotMLACudaImpl, FlashInferMLASparseSM90Impl):
 
 
 class HotFlashInferMLAMetadataBuilder(HotMLAMetadataBuilder, FlashInferMLASparseSM90Builder):
-    divides_steps: ClassVar[bool] = False  # each microbatch would need a plan, which takes 200 MB of device memory
-
     def allocate(self, max_query_len: int, max_tokens: int) -> None:
         super().allocate(max_query_len, max_tokens)
         self._prefill_plans = StepPlans.of_sparse_mla()

@@ -52,14 +52,15 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
 
     def select_and_attend(self, run: Callable[..., None], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Run indexer and attention, in microbatches if the step has them.
+        """Run indexer and attention, in microbatches if the step has them and is to run in them.
 
         Args:
             run: vLLM's function, which takes a layer and the tensors.
             tensors: [tokens, ...] each.
         """
         metadata, *_ = get_attention_context(self.layer_name)
-        if not self._kernel_writes_rows(len(tensors[0])) or not metadata.microbatches:
+        is_divided = self._kernel_writes_rows(len(tensors[0])) and metadata.microbatches
+        if not is_divided or self.impl.hot_buffer.step.runs_whole:
             run(self, *tensors)
             return
         run_in_microbatches(self, run, tensors, metadata.microbatches)

@@ -2,8 +2,9 @@
 
 A layer's copies need its selection, and its attention needs its copies. Without microbatches, the link is idle while a
 layer computes, and the device is idle while the layer copies. Therefore the requests of a step are divided if rows may
-be missed. Each microbatch runs indexer, swap-in and attention on a CUDA stream of its own, and begins to select when
-the previous microbatch has selected. In a CUDA graph, microbatches become branches.
+be missed, unless so few are missed that microbatches cost more (`kv_manager.blocks.step_form`). Each microbatch runs
+indexer, swap-in and attention on a CUDA stream of its own, and begins to select when the previous microbatch has
+selected. In a CUDA graph, microbatches become branches.
 """
 
 from __future__ import annotations
@@ -97,20 +98,30 @@ class DecodeMicrobatch:
         return replace(metadata, num_decodes=num_requests, num_decode_tokens=num_tokens, decode=part)
 
 
-def make_microbatches(
-    hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], Any]
-) -> Sequence[DecodeMicrobatch]:
-    """Divide a step in which `num_requests` requests decode; return no microbatches if the step runs faster as a whole.
+def num_microbatches(hot_buffer: HotBuffer, num_requests: int) -> int:
+    """Return the number of microbatches of a step in which `num_requests` requests decode and rows are missed.
 
     A model whose layers share an indexer needs no microbatches, because the copies of the sharing layers are hidden
     behind the layers before them anyway.
     """
-    shape, num_microbatches = hot_buffer.shape, min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES)
-    is_worth_it = num_microbatches >= 2 and num_requests <= MAX_REQUESTS and not shape.holds_all(num_requests)
-    if not is_worth_it or not all(hot_buffer.selects):
+    number = min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES)
+    may_miss = num_requests <= MAX_REQUESTS and not hot_buffer.shape.holds_all(num_requests)
+    return number if may_miss and all(hot_buffer.selects) else 1
+
+
+def make_microbatches(
+    hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], Any]
+) -> Sequence[DecodeMicrobatch]:
+    """Divide a step in which `num_requests` requests decode; return no microbatches if the step runs faster as a whole,
+    however many rows it misses.
+    """
+    number = num_microbatches(hot_buffer, num_requests)
+    if number < 2:
         return ()
-    ends = [num_requests * index // num_microbatches for index in range(num_microbatches + 1)]
-    return [DecodeMicrobatch(slice(first, last), shape.max_query_len, build) for first, last in pairwise(ends)]
+    ends = [num_requests * index // number for index in range(number + 1)]
+    return [
+        DecodeMicrobatch(slice(first, last), hot_buffer.shape.max_query_len, build) for first, last in pairwise(ends)
+    ]
 
 
 def run_in_microbatches(

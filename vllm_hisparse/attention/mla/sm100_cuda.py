@@ -26,6 +26,8 @@ PAGE_SIZES = {"FLASHINFER_MLA_SPARSE": BLOCK_SIZE, "FLASH_ATTN_MLA_SPARSE_FA4": 
 class HotSM100Impl(HotMLACudaImpl):
     """Mixin of `FlashInferMLASparseImpl` or of a subclass."""
 
+    divides_steps: ClassVar[bool] = False  # microbatches would share the kernel's workspace
+
     def _decode(self, q: Any, metadata: HotMLAMetadata, layer: torch.nn.Module) -> torch.Tensor:
         row_ids, num_valid = self.locate_leading(q)
         out = self.attend_to_rows(q, self.decode_cache, (row_ids, num_valid), layer, is_decode=True)
@@ -49,8 +51,6 @@ class HotSM100Impl(HotMLACudaImpl):
 
 class HotSM100MetadataBuilder(HotMLAMetadataBuilder):
     """Mixin of `FlashInferMLASparseTRTLLMMetadataBuilder` or of a subclass."""
-
-    divides_steps: ClassVar[bool] = False  # microbatches would share the kernel's workspace
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, *args: Any) -> None:

@@ -65,7 +65,11 @@ class DecodeStep(ABC):
     Attributes:
         decode: metadata of the decoding requests; None before the first `plan`.
         resolved: output of the last `resolve` or `swap_in`.
+        runs_whole: True if layers that could divide the step into microbatches are to run it as a whole. Set before the
+            forward, and while a CUDA graph is captured.
     """
+
+    runs_whole: bool = False
 
     def __init__(
         self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device

@@ -18,10 +18,11 @@ class UsageSampler:
 
     Args:
         buffer: the hot buffers.
+        looks_at_rows: False if only counts are wanted.
     """
 
-    def __init__(self, buffer: HotBuffer):
-        self._buffer = buffer
+    def __init__(self, buffer: HotBuffer, looks_at_rows: bool = True):
+        self._buffer, self._looks_at_rows = buffer, looks_at_rows
         self._selecting = [index for index, selects in enumerate(buffer.selects) if selects]
         self._num_steps = self._num_reports = 0
         self._request_index = -1  # that was looked at last
@@ -38,7 +39,7 @@ class UsageSampler:
         if self._num_steps % STEPS_PER_REPORT or self._pending is not None:
             return
         counts = CountSnapshot(self._buffer.counts.by_seq.sum(0))
-        index = self._next_request()
+        index = self._next_request() if self._looks_at_rows else None
         self._pending = number, counts, None if index is None else CountSnapshot(self._ages(index))
 
     def take(self) -> Usage | None:

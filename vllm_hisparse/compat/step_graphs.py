@@ -1,0 +1,78 @@
+"""CUDA graphs of decode steps in Model Runner V2: a step that may run in two forms gets a graph of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+RELEASES = ">=0.32"
+VLLM = (
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._capture_descs",
+    "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture",
+    "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph",
+)
+
+
+class StepForms(Protocol):
+    """Two forms in which a model's decode steps may run; both compute the same.
+
+    Attributes:
+        runs_whole: True if the layers run a step in the second form.
+    """
+
+    runs_whole: bool
+
+    def has_two(self, num_requests: int) -> bool:
+        """Return True if a step in which `num_requests` requests decode may run in either form."""
+
+
+def capture_both_forms(find: Callable[[VllmConfig], StepForms | None]) -> None:
+    """Let vLLM capture a second graph of every decode step that has two forms, and replay the one of the present form.
+
+    Both graphs use the same inputs, outputs and memory pool. A second call in a process changes nothing.
+
+    Args:
+        find: returns the forms of an engine's model; None if it has one form, or no storage yet.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+
+    capture, run = ModelCudaGraphManager.capture, ModelCudaGraphManager.run_fullgraph
+    if hasattr(capture, "captures_both"):
+        return
+
+    class WholeStep(BatchExecutionDescriptor):
+        """Names the graph of the second form among vLLM's graphs; it differs from the first one's name."""
+
+        @classmethod
+        def of(cls, desc: Any) -> WholeStep:
+            return cls(**{field.name: getattr(desc, field.name) for field in fields(desc)})
+
+    @wraps(capture)
+    def capture_both(self: Any, *args: Any, **kwargs: Any) -> None:
+        capture(self, *args, **kwargs)
+        forms, descs = find(self.vllm_config), self._capture_descs
+        if forms is None:
+            return
+        whole = [WholeStep.of(desc) for desc in descs.get(CUDAGraphMode.FULL, ()) if forms.has_two(desc.num_reqs)]
+        if not whole:
+            return
+        self._capture_descs, forms.runs_whole = {CUDAGraphMode.FULL: whole}, True
+        try:
+            capture(self, *args, **kwargs)
+        finally:
+            self._capture_descs, forms.runs_whole = descs, False
+
+    @wraps(run)
+    def run_present_form(self: Any, desc: Any) -> Any:
+        whole = WholeStep.of(desc)
+        forms = find(self.vllm_config) if whole in self.graphs else None
+        return run(self, desc if forms is None or not forms.runs_whole else whole)
+
+    capture_both.captures_both = True
+    ModelCudaGraphManager.capture, ModelCudaGraphManager.run_fullgraph = capture_both, run_present_form
