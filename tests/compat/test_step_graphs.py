@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm_hisparse.compat.step_graphs import capture_both_forms
 
 SIZES = (56, 40, 8)  # requests of the captured steps, in vLLM's order
+CAPTURED = [(8, False), (40, False), (40, True), (56, False), (56, True)]  # and whether they run as a whole
 
 
 class Forms:
@@ -24,8 +25,8 @@ class Forms:
     def __init__(self) -> None:
         self.runs_whole = False
 
-    def has_two(self, num_requests: int) -> bool:
-        return num_requests >= 24
+    def has_two(self, num_requests: int, num_tokens: int) -> bool:
+        return num_requests == num_tokens >= 24
 
 
 class Graph:
@@ -102,9 +103,7 @@ def test_steps_with_two_forms_get_two_graphs(monkeypatch: pytest.MonkeyPatch, fo
     manager = make_manager(monkeypatch, forms)
     captured = list(manager._capture_descs[CUDAGraphMode.FULL])
     capture(manager, forms)
-    assert sorted(graph.step for graph in manager.graphs.values()) == [
-        *((8, False), (40, False), (40, True), (56, False), (56, True))
-    ]
+    assert sorted(graph.step for graph in manager.graphs.values()) == CAPTURED
     assert manager._capture_descs == {CUDAGraphMode.FULL: captured} and not forms.runs_whole
     for forms.runs_whole in (False, True):
         for desc in captured:
@@ -119,8 +118,24 @@ def test_graphs_that_vllm_drops_are_captured_again(monkeypatch: pytest.MonkeyPat
     manager.breakable_cg_runner = None
     manager.release_graphs()
     assert not manager.graphs
+    forms.runs_whole = True  # as the last step has left it
     capture(manager, forms)
-    assert len(manager.graphs) == 5
+    assert sorted(graph.step for graph in manager.graphs.values()) == CAPTURED
+
+
+def test_graphs_that_are_not_captured_yet_count_in_the_memory_that_vllm_measures(
+    monkeypatch: pytest.MonkeyPatch, forms: Forms
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    free = iter(range(10**9, 0, -(5 << 20)))  # a graph takes 5 MiB
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 10**9))
+    manager = make_manager(monkeypatch, forms)
+    manager._max_full_descs_to_capture, manager._capture_mem_samples = 2, []
+    capture(manager, forms)
+    assert [graph.step for graph in manager.graphs.values()] == [(56, False), (40, False)]
+    num_graphs = len(manager._capture_descs[CUDAGraphMode.FULL])
+    measured = cudagraph_utils._extrapolate_full_graph_memory(manager._capture_mem_samples, num_graphs)
+    assert measured == 5 * (5 << 20)
 
 
 def test_a_model_with_one_form_gets_one_graph(monkeypatch: pytest.MonkeyPatch, forms: Forms) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 RELEASES = ">=0.32"
 VLLM = (
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._capture_descs",
+    "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._max_full_descs_to_capture",
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture",
     "vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph",
 )
@@ -27,17 +28,20 @@ class StepForms(Protocol):
 
     runs_whole: bool
 
-    def has_two(self, num_requests: int) -> bool:
-        """Return True if a step in which `num_requests` requests decode may run in either form."""
+    def has_two(self, num_requests: int, num_tokens: int) -> bool:
+        """Return True if a step in which `num_requests` requests decode `num_tokens` tokens may run in either form. It
+        may be True of too many steps before the model has storage.
+        """
 
 
 def capture_both_forms(find: Callable[[VllmConfig], StepForms | None]) -> None:
     """Let vLLM capture a second graph of every decode step that has two forms, and replay the one of the present form.
 
-    Both graphs use the same inputs, outputs and memory pool. A second call in a process changes nothing.
+    Both graphs use the same inputs, outputs and memory pool. The second ones count when vLLM measures, before the model
+    has storage, how much device memory graphs take. A second call in a process changes nothing.
 
     Args:
-        find: returns the forms of an engine's model; None if it has one form, or no storage yet.
+        find: returns the forms of an engine's model; None if it has one form.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
@@ -55,18 +59,23 @@ def capture_both_forms(find: Callable[[VllmConfig], StepForms | None]) -> None:
 
     @wraps(capture)
     def capture_both(self: Any, *args: Any, **kwargs: Any) -> None:
-        capture(self, *args, **kwargs)
         forms, descs = find(self.vllm_config), self._capture_descs
         if forms is None:
-            return
-        whole = [WholeStep.of(desc) for desc in descs.get(CUDAGraphMode.FULL, ()) if forms.has_two(desc.num_reqs)]
-        if not whole:
-            return
-        self._capture_descs, forms.runs_whole = {CUDAGraphMode.FULL: whole}, True
-        try:
             capture(self, *args, **kwargs)
-        finally:
-            self._capture_descs, forms.runs_whole = descs, False
+            return
+        forms.runs_whole = False  # graphs may be captured again after steps have run
+        capture(self, *args, **kwargs)
+        full = descs.get(CUDAGraphMode.FULL, [])
+        whole = [WholeStep.of(desc) for desc in full if forms.has_two(desc.num_reqs, desc.num_tokens)]
+        if self._max_full_descs_to_capture is not None:
+            # NOTE: vLLM has captured some graphs to measure them, and multiplies by the number of all of these.
+            self._capture_descs = descs | {CUDAGraphMode.FULL: full + whole}
+        elif whole:
+            self._capture_descs, forms.runs_whole = {CUDAGraphMode.FULL: whole}, True
+            try:
+                capture(self, *args, **kwargs | {"progress_bar_desc": "Capturing CUDA graphs of whole steps"})
+            finally:
+                self._capture_descs, forms.runs_whole = descs, False
 
     @wraps(run)
     def run_present_form(self: Any, desc: Any) -> Any:

@@ -92,14 +92,31 @@ def test_the_forms_of_an_engines_steps(layers: ModuleType, divides_steps: bool) 
     impl = SimpleNamespace(hot_buffer=None, divides_steps=divides_steps)
     context = {"other": object(), "layer": bare(layers.HotDeepseekV32Attention, impl=impl)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-    assert forms.find(config) is None, "no storage yet"
+    if not divides_steps:
+        assert forms.find(config) is None
+        return
+    found = forms.find(config)
+    found.runs_whole = True
+    assert not found.runs_whole, "no storage yet"
+    assert [found.has_two(num, num) for num in (23, 24, 128, 129)] == [False, True, True, False]
     impl.hot_buffer = hot_buffer
     found = forms.find(config)
-    assert (found.has_two(24), found.has_two(23)) == (divides_steps, False)
+    assert [found.has_two(num, num) for num in (23, 24)] == [False, True]
+    assert not found.has_two(24, 48), "a graph of requests that prefill"
     found.runs_whole = True
     assert step.runs_whole and forms.find(config).runs_whole
+    hot_buffer.selects[1] = False
+    assert not found.has_two(24, 24), "layers that share an indexer"
     del context["layer"]
     assert forms.find(config) is None
+
+
+def test_steps_of_drafts_have_two_forms_if_every_request_has_all_of_its_drafts(layers: ModuleType) -> None:
+    del layers
+    forms = import_module("vllm_hisparse.attention.mla.step_forms").MicrobatchForms
+    shape = HotBufferShape(99, 99, 2, 8, 10, 64, 1, max_hot_blocks=20, rows_per_hot_block=40, max_query_len=3)
+    found = forms(SimpleNamespace(shape=shape, selects=[True, True], step=SimpleNamespace(runs_whole=False)))
+    assert [found.has_two(30, num_tokens) for num_tokens in (30, 60, 90)] == [False, False, True]
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])

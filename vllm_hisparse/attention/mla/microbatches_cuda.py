@@ -98,15 +98,21 @@ class DecodeMicrobatch:
         return replace(metadata, num_decodes=num_requests, num_decode_tokens=num_tokens, decode=part)
 
 
+def most_microbatches(num_requests: int) -> int:
+    """Return the number of microbatches of a step in which `num_requests` requests decode and may miss rows, with any
+    model and memory.
+    """
+    return min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES) if num_requests <= MAX_REQUESTS else 1
+
+
 def num_microbatches(hot_buffer: HotBuffer, num_requests: int) -> int:
-    """Return the number of microbatches of a step in which `num_requests` requests decode and rows are missed.
+    """Return the number of microbatches of a step in which `num_requests` requests decode, if many rows are missed.
 
     A model whose layers share an indexer needs no microbatches, because the copies of the sharing layers are hidden
     behind the layers before them anyway.
     """
-    number = min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES)
-    may_miss = num_requests <= MAX_REQUESTS and not hot_buffer.shape.holds_all(num_requests)
-    return number if may_miss and all(hot_buffer.selects) else 1
+    may_miss = not hot_buffer.shape.holds_all(num_requests)
+    return most_microbatches(num_requests) if may_miss and all(hot_buffer.selects) else 1
 
 
 def make_microbatches(
