@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_indexers
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step, has_timed_narrow_keys
+from vllm_hisparse.kv_manager.blocks.step_form import StepForm
+from vllm_hisparse.kv_manager.usage import Usage
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -338,10 +341,19 @@ def test_more_misses_take_longer() -> None:
     assert times == sorted(times) and times[-1] > times[0] + 20
 
 
-def test_steps_whose_rows_are_all_hot_are_not_divided() -> None:
-    shape = ModelShape.load("DeepSeek-V3.2", "fp8")
-    steps = [Step(shape, GPUS["H200"], System.plugin, 40, 4096, 2048, 0, missed) for missed in (0, 10)]
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_steps_are_divided_where_the_engine_divides_them(drafts: int) -> None:
+    """The misses decide, as in the scheduler."""
+    shape, form, tokens = ModelShape.load("DeepSeek-V3.2", "fp8"), StepForm(2048 * 656), 1 + drafts
+    for requests, missed in product((23, 24, 40, 128, 129), (0, 1, 10, 18, 20, 60, 61, 62, 100, 102, 2048)):
+        step = Step(shape, GPUS["H200"], System.plugin, requests, 4096, 2048, drafts, missed)
+        form.measured(Usage(1, 2048 * tokens - missed, missed))
+        is_large = 24 <= requests <= 128
+        assert step.decodes_in_microbatches == (is_large and not form.runs_whole(requests * tokens)), (requests, missed)
+    steps = [Step(shape, GPUS["H200"], System.plugin, 40, 4096, 2048, drafts, missed) for missed in (60, 61)]
     assert [step.decodes_in_microbatches for step in steps] == [False, True]
+    whole, divided = (step.parts_ms() for step in steps)
+    assert divided["resolve"] > whole["resolve"] and divided["copies"] < whole["copies"]
 
 
 def test_a_plan_says_where_the_plugin_pays() -> None:

@@ -13,6 +13,7 @@ from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_MICRO
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System
 from vllm_hisparse.cli.plan.models import ModelShape, narrow_key_bytes
+from vllm_hisparse.kv_manager.blocks.step_form import MIN_COPIED_BYTES
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 # Parts that a step has in every system: the kinds of kernels that `benchmarks.full_depth` profiles.
@@ -146,8 +147,9 @@ class Step:
     @property
     def decodes_in_microbatches(self) -> bool:
         """True if the plugin decodes the step in microbatches, which copy rows while others compute."""
-        is_divided = 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
-        return self.model.is_dsa and is_divided and self.missed_rows > 0  # not if all rows are hot
+        may_be_divided = 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
+        layer_bytes = self.requests * self.missed_rows * self.model.row_bytes
+        return self.model.is_dsa and may_be_divided and layer_bytes >= MIN_COPIED_BYTES
 
     def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
         """Return the milliseconds of copies that the plugin's step waits for with a DSA model.

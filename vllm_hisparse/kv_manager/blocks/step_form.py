@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from vllm_hisparse.kv_manager.usage import Usage
 
-# Bytes of rows that a step copies in a layer. Microbatches cost about 40 us per layer of DeepSeek-V3.2 on an H200 and
-# hide copies, of which the link carries 40 GB/s.
+# Bytes of rows that a step copies in a layer. Microbatches cost 25 to 40 us in a layer of DeepSeek-V3.2 on an H200, and
+# hide a part of the copies, of which the link carries 40 GB/s.
 MIN_COPIED_BYTES = 1_600_000
 
 
 class StepForm:
     """Chooses the form of each step from the misses of the last measured ones.
 
-    All ranks must run the same form, because ranks of tensor parallelism wait for one another inside a CUDA graph.
+    Tensor parallel ranks should run the same form, because each layer waits for the slowest of them.
 
     Args:
         selection_bytes: bytes of the rows that a token selects in a layer.
