@@ -103,6 +103,29 @@ class RowCheck:
         rows[row_ids[:1]] = rows[row_ids[:1]].roll(1, -1)
 
 
+class FormCount:
+    """Counts the CUDA graphs that vLLM replays for decode steps of at least 24 requests, by the form of the step.
+
+    Args:
+        min_copied_bytes: bytes of a layer from which on a step is to be divided.
+    """
+
+    def __init__(self, min_copied_bytes: float):
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+        from vllm_hisparse.kv_manager.blocks import step_form
+
+        self.replayed = {"divided": 0, "whole": 0}
+        step_form.MIN_COPIED_BYTES, run = min_copied_bytes, CudaGraphManager.run_fullgraph
+
+        def counted(manager: Any, desc: Any) -> Any:
+            if desc.num_reqs >= 24:
+                self.replayed["whole" if type(desc).__name__ == "WholeStep" else "divided"] += 1
+            return run(manager, desc)
+
+        CudaGraphManager.run_fullgraph = counted
+
+
 class Recorder:
     """Adds up both halves' counters, and keeps the largest value of each gauge, over the engine's life."""
 
@@ -426,6 +449,7 @@ class OfflineEngine:
             round_keys()
         if job.get("receives_keys"):
             round_received_keys()
+        self.forms = FormCount(job["min_copied_bytes"]) if "min_copied_bytes" in job else None
         self.llm = LLM(**job["engine"])
         self.recorder = make_recorder(self.llm)
         self.check = RowCheck(self.recorder.halves[1], **job["row_check"]) if "row_check" in job else None
@@ -440,6 +464,8 @@ class OfflineEngine:
             record |= record_engine(self.llm, self.recorder)
         if self.llm.llm_engine.vllm_config.speculative_config is not None:
             record["drafts"] = count_drafts(self.llm)
+        if self.forms is not None:
+            record["replayed"] = dict(self.forms.replayed)
         if self.check is not None:
             record |= {"checked_rows": self.check.num_rows, "wrong_rows": self.check.num_wrong}
         return record

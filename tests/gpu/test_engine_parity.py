@@ -105,6 +105,26 @@ def test_parity_with_cuda_graphs(runs: dict[str, EngineRun], name: str) -> None:
     assert hot["wrong_rows"] == 0
 
 
+@pytest.mark.parametrize("name", ["fp8", "bf16_flash_attn"])
+def test_both_forms_of_a_step(model: Path, tmp_path: Path, name: str) -> None:
+    """28 requests decode in microbatches, or as a whole as soon as misses are known; graphs of both are replayed."""
+    graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, NUM_REQUESTS]}
+    sizes = {"max_num_seqs": NUM_REQUESTS, "compilation_config": graphs}
+    started = {"full": EngineRun.start(tmp_path, "full", engine_args(model, **sizes, **backend(name)), [PHASE])}
+    for form, min_copied_bytes in (("divided", 0), ("whole", 1e15)):
+        engine = hot_args(model, **sizes, **backend(name))
+        options = {"row_check": ROW_CHECK, "min_copied_bytes": min_copied_bytes}
+        started[form] = EngineRun.start(tmp_path, form, engine, [PHASE], **options)
+    full, divided, whole = (run.phases()[0] for run in started.values())
+    report(f"forms_{name}", {"divided": divided, "whole": whole}, full)
+    for found in (divided, whole):
+        assert_same_but_ties(found["completions"], full["completions"])
+        assert_pools_empty(found)
+        assert found["counters"]["cache_misses"] > 0 and found["checked_rows"] > 0 and found["wrong_rows"] == 0
+    assert divided["replayed"]["whole"] == 0 < divided["replayed"]["divided"]
+    assert whole["replayed"]["whole"] > MAX_TOKENS // 2
+
+
 def test_a_wrong_row_is_found(model: Path, tmp_path: Path) -> None:
     phase = {"prompts": [make_prompt(3000)], "max_tokens": 12}
     row_check = {"every": 8, "corrupt": True}
