@@ -110,6 +110,7 @@ EXCEPTIONS = {
     "e2e/offline_engine.py": {"_take"},
 }
 OF_VLLM = {  # private names of vLLM that the package overrides or sets
+    "_capture_descs",
     "_convert_logical_to_physical_topk",
     "_dense_mha_metadata_layer_name",
     "_forward_mqa_kernel",
