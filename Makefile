@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 export VENV
+# Python keeps compiled code, whatever the environment says: else each process compiles the package and the tests anew.
+export PYTHONDONTWRITEBYTECODE =
 
 BIN = $(abspath $(VENV))/bin
 SETUP = $(PYTHON) tools/setup_env.py $(if $(CUDA),--cuda)
