@@ -42,3 +42,5 @@ def rebind_kernels_in_vllm(overrides: Any) -> None:
 
 dispatcher._rebind_kernels = rebind_kernels_in_vllm
 gc.freeze()
+# An engine that ends would look for garbage among all these modules, which takes as long as its start.
+gc.unfreeze = lambda: None
