@@ -64,7 +64,7 @@ def time_prompts(system: str, model: str, log_path: str, pipe: Connection) -> No
     from benchmarks.kernel_profile import KernelProfile
     from benchmarks.prefill import Prompts, engine_args
 
-    job: dict[str, Any] = {**JOB, "model": model, "chunk": 256, "max_model_len": 3072}
+    job: dict[str, Any] = {**JOB, "model": model, "chunk": 256, "max_model_len": 3072, "device_kv_gib": 0.1}
     args = engine_args(System(system), job) | {"dtype": "float32", "enforce_eager": True}
     for name in ("compilation_config", "kernel_config"):
         del args[name]
