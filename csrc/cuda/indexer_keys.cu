@@ -71,7 +71,9 @@ __device__ inline uint32_t read_key(const NarrowKey& key, int lane, float& scale
     const uint32_t word = *key.word, elements = key.elements[lane / 2];
     scale = key_scale(word);
     const GroupValues values(group_exponent(word, lane / kGroupLanes));
-    return lane % 2 == 0 ? values.first_four(elements) : values.last_four(elements);
+    uint32_t first_four, last_four;
+    values.decode(elements, first_four, last_four);
+    return lane % 2 == 0 ? first_four : last_four;
 }
 
 // fp8 (e4m3) to float; NaN becomes 0.

@@ -23,11 +23,13 @@ struct GroupValues {
     // exponent: of the group, above kMinGroupExponent.
     __device__ explicit GroupValues(uint32_t exponent)
         : low(0x14100800u + exponent * 0x08080800u), high(0x24201c18u + exponent * 0x08080808u) {}
-    __device__ uint32_t first_four(uint32_t word) const {
-        return __byte_perm(low, high, word & 0x7777u) | (word & 0x80808080u);
-    }
-    __device__ uint32_t last_four(uint32_t word) const {
-        return __byte_perm(low, high, word >> 16 & 0x7777u) | (word << 4 & 0x80808080u);
+    // Decode a word of eight elements. NOTE: __byte_perm would mask its selector once more.
+    __device__ void decode(uint32_t word, uint32_t& first_four, uint32_t& last_four) const {
+        const uint32_t codes = word & 0x77777777u;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(first_four) : "r"(low), "r"(high), "r"(codes));
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(last_four) : "r"(low), "r"(high), "r"(codes >> 16));
+        first_four |= word & 0x80808080u;
+        last_four |= word << 4 & 0x80808080u;
     }
 };
 

@@ -1,44 +1,45 @@
-#include <algorithm>
 #include <cstddef>
 
 #include "indexer_keys.cuh"
 
 // Logits of an indexer over keys in 4 bits, on Hopper's tensor cores (WGMMA).
 //
-// A thread block is one warpgroup. It owns a share of all tiles of the batch, a tile being 64 keys of one request, and
-// keeps the request's queries in shared memory. Keys go from device memory to the registers of the thread that needs
-// them, through a ring in shared memory that no other thread reads, and become fp8 operands there. A thread has a group
-// of 32 elements of two keys: the order in which products are summed does not matter, so that elements of keys and of
-// queries are permuted alike.
+// A thread block owns a share of all tiles of the batch, a tile being 64 keys of one request. Its warpgroups take
+// tiles in turn and share the request's queries, which are in shared memory. Each warp copies its quarter of a tile
+// from device memory to a ring in shared memory, and its threads turn keys into fp8 operands in registers. A thread
+// has a group of 32 elements of two keys: the order in which products are summed does not matter, so that elements of
+// keys and of queries are permuted alike.
 
 namespace hisparse {
 
 namespace {
 
-constexpr int kLogitsThreads = 128;
-constexpr int kStages = 4;  // tiles in the ring
-constexpr int kThreadBlocks = 4;  // per multiprocessor
+constexpr int kWarpgroups = 4;  // of a thread block, of which a multiprocessor runs one
+constexpr int kLogitsThreads = kWarpgroups * 128;
+constexpr int kStages = 4;  // tiles in a ring
 constexpr int kSwizzleBytes = 1024;  // eight rows of 128 bytes, whose 16-byte parts are permuted
 
-struct Ring {
-    uint4 elements[kStages][2][kLogitsThreads];
-    uint32_t words[kStages][2][kLogitsThreads];
+// Keys of a tile that one warp has.
+struct Quarter {
+    uint4 elements[2][kWarpSize];
+    uint32_t words[kTileKeys / 4];
 };
+
+using Ring = Quarter[kStages];
 
 template <int kHeads>
 struct Shared {
     static constexpr int kQueryBytes = kHeads * kKeyDim;
 
-    Ring ring;
+    Ring rings[kLogitsThreads / kWarpSize];
     float weights[kMaxQueryLen][kHeads];
-    uint8_t queries[kMaxQueryLen][kQueryBytes];  // as many as a request has
+    alignas(kSwizzleBytes) uint8_t queries[kMaxQueryLen][kQueryBytes];  // as many as a request has
 
-    // Bytes of a thread block's shared memory, with what aligns it.
+    // Bytes of a thread block's shared memory.
     static size_t num_bytes(int num_queries) {
-        return kSwizzleBytes + offsetof(Shared, queries) + static_cast<size_t>(num_queries) * kQueryBytes;
+        return offsetof(Shared, queries) + static_cast<size_t>(num_queries) * kQueryBytes;
     }
 };
-static_assert(offsetof(Shared<32>, queries) % kSwizzleBytes == 0 && offsetof(Shared<64>, queries) % kSwizzleBytes == 0);
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -48,15 +49,15 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ inline void copy_async_16(void* target, const void* source) {
+__device__ inline void copy_async_16(void* target, const uint8_t* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
 }
 
-__device__ inline void copy_async_4(void* target, const void* source) {
+__device__ inline void copy_async_4(void* target, const uint8_t* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
 }
 
-__device__ inline void end_copies_of_stage() {
+__device__ inline void end_group_of_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
@@ -65,9 +66,14 @@ __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kOpenGroups) : "memory");
 }
 
-// Matrix B of WGMMA: rows of 128 bytes, swizzled. part: of 16 bytes, where the matrix begins.
+// Low word of the descriptor of a matrix B of WGMMA. address: in shared memory.
+__device__ inline uint32_t matrix_at(uint32_t address) {
+    return address >> 4 | 1u << 16;
+}
+
+// Matrix B: rows of 128 bytes, swizzled. part: `matrix_at`, and as many 16-byte parts beyond.
 __device__ inline uint64_t matrix_descriptor(uint32_t part) {
-    return uint64_t{kSwizzleBytes >> 4 | 1u << 30} << 32 | (part | 1u << 16);
+    return uint64_t{kSwizzleBytes >> 4 | 1u << 30} << 32 | part;
 }
 
 __device__ inline void multiply(
@@ -119,6 +125,53 @@ __device__ inline void pin(uint32_t (&keys)[kSteps][4]) {
     for (int i = 0; i < kSteps * 4; ++i) asm volatile("" : "+r"(keys[i / 4][i % 4])::"memory");
 }
 
+// Begin to multiply keys with the heads of a query. matrix: of the query, the same in all lanes.
+template <int kSize>
+__device__ inline void begin_products(float (&products)[kSize], uint32_t (&keys)[kSteps][4], uint32_t matrix) {
+    pin(products);
+    pin(keys);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const uint64_t part = matrix_descriptor(matrix + step * 2);
+        multiply(products, keys[step][0], keys[step][1], keys[step][2], keys[step][3], part, step > 0);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    pin(products);
+}
+
+template <int kSize>
+__device__ inline void wait_for_products(float (&products)[kSize], uint32_t (&keys)[kSteps][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    pin(products);
+    pin(keys);
+}
+
+template <int kSize>
+__device__ inline void load_weights(float2 (&weights)[kSize], const float* source, int group) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) weights[i] = reinterpret_cast<const float2*>(source)[i * 4 + group];
+}
+
+// Return the sum over heads of weight * 2 * relu(product), times the scale of the key: of the thread's first key in
+// even lanes, of its second in odd ones.
+template <int kSize>
+__device__ inline float sum_heads(
+    const float (&products)[kSize], const float2 (&weights)[kSize / 4], const float (&scales)[2]
+) {
+    float sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+        // 2 * relu(x), by an addition: the units that compare are busy with keys.
+        const float relu = products[i] + fabsf(products[i]);
+        sums[i % 4] = fmaf(relu, i % 2 == 0 ? weights[i / 4].x : weights[i / 4].y, sums[i % 4]);
+    }
+    const float first = (sums[0] + sums[1]) * scales[0], second = (sums[2] + sums[3]) * scales[1];
+    const bool is_odd = lane_index() % 2 == 1;
+    const float sum = (is_odd ? second : first) + __shfl_xor_sync(kAllLanes, is_odd ? first : second, 1);
+    return sum + __shfl_xor_sync(kAllLanes, sum, 2);
+}
+
 // Consecutive tiles of one request.
 struct Segment {
     int request;
@@ -131,16 +184,17 @@ class Schedule {
 public:
     __device__ Schedule(const LogitsBatch& batch) : batch_(batch), request_(0), tile_(0) {
         const int lane = lane_index();
-        int64_t total = 0;
+        int total = 0;
         for (int base = 0; base < batch.num_requests; base += kWarpSize) total += num_tiles(base + lane);
 #pragma unroll
         for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
             total += __shfl_xor_sync(kAllLanes, total, distance);
         }
-        const int64_t begin = total * blockIdx.x / gridDim.x;
-        num_left_ = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x - begin);
+        const int block = blockIdx.x, num_blocks = gridDim.x, share = total / num_blocks, rest = total % num_blocks;
+        const int begin = share * block + min(block, rest);
+        num_left_ = share + (block < rest ? 1 : 0);
         if (num_left_ == 0) return;
-        int64_t before = 0;
+        int before = 0;
         for (int base = 0; base < batch.num_requests; base += kWarpSize) {
             const int own = num_tiles(base + lane);
             int sum = own;
@@ -153,7 +207,7 @@ public:
             if (reaches != 0) {
                 const int found = __ffs(reaches) - 1;
                 request_ = base + found;
-                tile_ = static_cast<int>(begin - before) - __shfl_sync(kAllLanes, sum - own, found);
+                tile_ = begin - before - __shfl_sync(kAllLanes, sum - own, found);
                 return;
             }
             before += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
@@ -184,73 +238,99 @@ private:
     int request_, tile_, num_left_;
 };
 
-// Copies a segment's keys into the ring, each thread its own: those of rows `row` and `row + 8` of a tile, group
-// `group`.
-class KeyReader {
+// A warpgroup's tiles of a segment, in order. Each warp copies and decodes its own keys.
+class KeyStream {
 public:
-    __device__ KeyReader(const NarrowKeys& cache, const LogitsBatch& batch, const Segment& segment, Ring& ring)
-        : cache_(cache),
-          table_(batch.block_table + segment.request * batch.table_stride + segment.first),
-          num_tiles_(segment.end - segment.first),
-          ring_(ring) {
-        const int lane = lane_index(), row = warp_index() * 16 + lane / 4;
-        elements_ = cache.blocks + row * kKeyElementBytes + lane % 4 * kVectorBytes;
-        words_ = cache.blocks + kTileKeys * kKeyElementBytes + row * sizeof(uint32_t);
+    __device__ KeyStream(
+        const NarrowKeys& cache, const LogitsBatch& batch, const Segment& segment, int first, Ring& ring
+    )
+        : ring_(ring),
+          stride_(static_cast<uint32_t>(cache.block_stride)),
+          table_(batch.block_table + segment.request * batch.table_stride + first),
+          num_tiles_((segment.end - first + kWarpgroups - 1) / kWarpgroups) {
+        const int quarter = warp_index() % 4, lane = lane_index();
+        elements_ = cache.blocks + quarter * sizeof(Quarter::elements) + lane * kVectorBytes;
+        words_ = cache.blocks + kTileKeys * kKeyElementBytes + quarter * sizeof(Quarter::words) + lane * kVectorBytes;
         blocks_ = load_blocks(0);
         next_blocks_ = load_blocks(kWarpSize);
     }
 
-    // Begin to copy a tile, counted from the first of the segment. Called for each tile in order; beyond the last one,
-    // nothing is copied.
-    __device__ void begin(int tile) {
-        if (tile < num_tiles_) {
-            if (tile > 0 && tile % kWarpSize == 0) {
-                blocks_ = next_blocks_;
-                next_blocks_ = load_blocks(tile + kWarpSize);
-            }
-            const int64_t start = __shfl_sync(kAllLanes, blocks_, tile % kWarpSize) * cache_.block_stride;
-            const int stage = tile % kStages;
+    __device__ void start() {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint8_t* const elements = elements_ + start + half * 8 * kKeyElementBytes;
-                copy_async_16(&ring_.elements[stage][half][threadIdx.x], elements);
-                copy_async_4(&ring_.words[stage][half][threadIdx.x], words_ + start + half * 8 * sizeof(uint32_t));
+        for (int i = 0; i < kStages - 1; ++i) begin_copy(i);
+    }
+
+    // Decode keys of the next tile; anything beyond the last one.
+    __device__ void next(uint32_t (&keys)[kSteps][4], float (&scales)[2]) {
+        wait_for_copies<kStages - 2>();
+        __syncwarp();
+        const int lane = lane_index(), group = lane % kGroups;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 elements = ring_[stage_].elements[half][lane];
+            const uint32_t word = ring_[stage_].words[half * 8 + lane / kGroups];
+            const uint32_t steps[kSteps] = {elements.x, elements.y, elements.z, elements.w};
+            const GroupValues values(group_exponent(word, group));
+            scales[half] = key_scale(word);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                values.decode(steps[step], keys[step][half], keys[step][half + 2]);
             }
         }
-        end_copies_of_stage();
+        begin_copy(stage_ == 0 ? kStages - 1 : stage_ - 1);
+        stage_ = stage_ == kStages - 1 ? 0 : stage_ + 1;
+    }
+
+    __device__ void end() {
+        wait_for_copies<0>();
+        __syncwarp();
     }
 
 private:
-    __device__ int load_blocks(int tile) const {
-        const int index = tile + lane_index();
-        return index < num_tiles_ ? __ldg(table_ + index) : 0;
+    __device__ void begin_copy(int stage) {
+        if (num_begun_ < num_tiles_) {
+            if (num_begun_ > 0 && num_begun_ % kWarpSize == 0) {
+                blocks_ = next_blocks_;
+                next_blocks_ = load_blocks(num_begun_ + kWarpSize);
+            }
+            const uint64_t start = uint64_t{__shfl_sync(kAllLanes, blocks_, num_begun_ % kWarpSize)} * stride_;
+            copy_async_16(&ring_[stage].elements[0][lane_index()], elements_ + start);
+            copy_async_16(&ring_[stage].elements[1][lane_index()], elements_ + start + sizeof(Quarter::elements[0]));
+            if (lane_index() < 4) copy_async_16(&ring_[stage].words[lane_index() * 4], words_ + start);
+            ++num_begun_;
+        }
+        end_group_of_copies();
     }
 
-    const NarrowKeys& cache_;
-    const int32_t* const table_;
-    const int num_tiles_;
+    __device__ uint32_t load_blocks(uint32_t first) const {
+        const uint32_t index = first + lane_index();
+        return index < num_tiles_ ? __ldg(table_ + index * kWarpgroups) : 0;
+    }
+
     Ring& ring_;
-    const uint8_t *elements_, *words_;  // of this thread's first key in block 0
-    int blocks_, next_blocks_;  // of 32 tiles, one in each lane
+    const uint32_t stride_;
+    const int32_t* const table_;
+    const uint32_t num_tiles_;
+    uint32_t num_begun_ = 0;
+    int stage_ = 0;
+    const uint8_t *elements_, *words_;  // of this lane in block 0
+    uint32_t blocks_, next_blocks_;  // of 32 tiles, one in each lane
 };
 
-// Copy a request's queries and weights to shared memory: word w of a row goes to the place of its element group and step.
+// Begin to copy a request's queries to shared memory, and copy its weights: word w of a row goes to the place of its
+// element group and step.
 template <int kHeads>
-__device__ inline void load_queries(const LogitsBatch& batch, int request, Shared<kHeads>& shared) {
+__device__ inline void begin_queries(const LogitsBatch& batch, int request, Shared<kHeads>& shared) {
+    constexpr int kRowWords = kKeyDim / sizeof(uint32_t);
     const int num_rows = batch.num_queries * kHeads;
-    const auto source = reinterpret_cast<const uint4*>(batch.query + int64_t{request} * num_rows * kKeyDim);
-    constexpr int kRowVectors = kKeyDim / kVectorBytes;
-    for (int i = threadIdx.x; i < num_rows * kRowVectors; i += kLogitsThreads) {
-        const int row = i / kRowVectors, vector = i % kRowVectors, group = vector / 2;
-        const uint4 words = __ldg(source + i);
-        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int part = vector % 2 * 4 + j;  // of 16 bytes: step part / 2, elements 4 * (part % 2) and on of eight
-            uint8_t* const place = shared.queries[0] + row * kKeyDim + ((part ^ row % 8) << 4) + group * 4;
-            *reinterpret_cast<uint32_t*>(place) = word[j];
-        }
+    const uint8_t* const source = batch.query + int64_t{request} * num_rows * kKeyDim;
+    for (int i = threadIdx.x; i < num_rows * kRowWords; i += kLogitsThreads) {
+        const int row = i / kRowWords, word = i % kRowWords, group = word / 8;
+        const int part = word % 8;  // of 16 bytes: step part / 2, elements 4 * (part % 2) and on of eight
+        uint8_t* const place = shared.queries[0] + row * kKeyDim + ((part ^ row % 8) << 4) + group * 4;
+        copy_async_4(place, source + i * sizeof(uint32_t));
     }
+    end_group_of_copies();
     for (int i = threadIdx.x; i < num_rows; i += kLogitsThreads) {
         const int64_t row = int64_t{request} * batch.num_queries + i / kHeads;
         shared.weights[0][i] = 0.5f * __ldg(batch.weights + row * batch.weight_stride + i % kHeads);
@@ -259,102 +339,63 @@ __device__ inline void load_queries(const LogitsBatch& batch, int request, Share
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <int kHeads>
-__global__ void __launch_bounds__(kLogitsThreads, kThreadBlocks) indexer_logits_kernel(
+template <int kHeads, int kQueries>
+__global__ void __launch_bounds__(kLogitsThreads, 1) indexer_logits_kernel(
     const __grid_constant__ NarrowKeys cache,
     const __grid_constant__ LogitsBatch batch,
     float* __restrict__ logits,  // [num_requests * num_queries, ...], rows logits_stride elements apart
     const int64_t logits_stride
 ) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ uint8_t memory[];
-    auto& shared = *reinterpret_cast<Shared<kHeads>*>(memory + (-shared_address(memory) & (kSwizzleBytes - 1)));
-    const Ring& ring = shared.ring;
-    const uint32_t first_matrix = shared_address(shared.queries) >> 4;
-    const int lane = lane_index(), row = warp_index() * 16 + lane / 4, group = lane % 4;
+    extern __shared__ __align__(kSwizzleBytes) uint8_t memory[];
+    auto& shared = *reinterpret_cast<Shared<kHeads>*>(memory);
+    const uint32_t first_matrix = matrix_at(shared_address(shared.queries));
+    constexpr int kMatrixParts = Shared<kHeads>::kQueryBytes / kVectorBytes;
+    constexpr int kHeldQueries = kQueries > 0 ? kQueries : 1;  // whose weights are in registers
+    const int num_queries = kQueries > 0 ? kQueries : batch.num_queries;
+    const int warpgroup = __shfl_sync(kAllLanes, warp_index() / 4, 0);
+    const int lane = lane_index(), group = lane % kGroups, row = warp_index() % 4 * 16 + lane / kGroups + group % 2 * 8;
+    wait_for_dependency();
     Schedule schedule(batch);
     for (Segment segment; schedule.next(segment);) {
-        KeyReader reader(cache, batch, segment, shared.ring);
-#pragma unroll
-        for (int tile = 0; tile < kStages - 1; ++tile) reader.begin(tile);
+        int tile = segment.first + warpgroup;
+        KeyStream stream(cache, batch, segment, tile, shared.rings[warp_index()]);
         __syncthreads();  // all warps are done with the queries before
-        load_queries<kHeads>(batch, segment.request, shared);
+        begin_queries<kHeads>(batch, segment.request, shared);
+        stream.start();
+        wait_for_copies<kStages - 1>();  // of queries
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read what threads wrote
         __syncthreads();
-        const int num_tiles = segment.end - segment.first;
-        float* out = logits + int64_t{segment.request} * batch.num_queries * logits_stride + segment.first * kTileKeys
-                     + row + 8 * group;
-        for (int tile = 0; tile < num_tiles; ++tile, out += kTileKeys) {
-            wait_for_copies<kStages - 2>();
-            const int stage = tile % kStages;
+        float2 weights[kHeldQueries][kHeads / 8];
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i) load_weights(weights[i], shared.weights[i], group);
+        float* of_tile = logits + int64_t{segment.request} * num_queries * logits_stride + tile * kTileKeys + row;
+        for (; tile < segment.end; tile += kWarpgroups, of_tile += kWarpgroups * kTileKeys) {
             uint32_t keys[kSteps][4];
-            float scales[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4 elements = ring.elements[stage][half][threadIdx.x];
-                const uint32_t word = ring.words[stage][half][threadIdx.x];
-                const uint32_t steps[kSteps] = {elements.x, elements.y, elements.z, elements.w};
-                const GroupValues values(group_exponent(word, group));
-                scales[half] = key_scale(word);
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    keys[step][half] = values.first_four(steps[step]);
-                    keys[step][half + 2] = values.last_four(steps[step]);
-                }
-            }
-            reader.begin(tile + kStages - 1);
-            float* place = out;
-            for (int query = 0; query < batch.num_queries; ++query, place += logits_stride) {
-                float sums[kHeads / 2];
-                const uint32_t matrix = first_matrix + query * (Shared<kHeads>::kQueryBytes >> 4);
-                pin(sums);
-                pin(keys);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    const uint64_t part = matrix_descriptor(matrix + step * 2);
-                    multiply(sums, keys[step][0], keys[step][1], keys[step][2], keys[step][3], part, step > 0);
-                }
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                pin(sums);
-                const auto pairs = reinterpret_cast<const float2*>(shared.weights[query]) + group;
-                float2 weight[kHeads / 8];
-#pragma unroll
-                for (int i = 0; i < kHeads / 8; ++i) weight[i] = pairs[i * 4];
-                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                pin(sums);
-                pin(keys);
-                float logit[4] = {};
-#pragma unroll
-                for (int i = 0; i < kHeads / 8; ++i) {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const float product = sums[4 * i + j];
-                        // 2 * relu(x), by an addition: the units that compare are busy with keys.
-                        logit[j] = fmaf(product + fabsf(product), j % 2 == 0 ? weight[i].x : weight[i].y, logit[j]);
-                    }
-                }
-                float first = (logit[0] + logit[1]) * scales[0], second = (logit[2] + logit[3]) * scales[1];
-#pragma unroll
-                for (int distance = 1; distance < 4; distance *= 2) {
-                    first += __shfl_xor_sync(kAllLanes, first, distance);
-                    second += __shfl_xor_sync(kAllLanes, second, distance);
-                }
-                if (group < 2) *place = group == 0 ? first : second;
+            float scales[2], products[kHeads / 2];
+            stream.next(keys, scales);
+            float* place = of_tile;
+#pragma unroll kHeldQueries
+            for (int query = 0; query < num_queries; ++query, place += logits_stride) {
+                begin_products(products, keys, first_matrix + query * kMatrixParts);
+                auto& query_weights = weights[query % kHeldQueries];
+                if constexpr (kQueries == 0) load_weights(query_weights, shared.weights[query], group);
+                wait_for_products(products, keys);
+                const float logit = sum_heads(products, query_weights, scales);
+                if (group < 2) *place = logit;
             }
         }
-        wait_for_copies<0>();
+        stream.end();
     }
 #endif
 }
 
-template <int kHeads>
+template <int kHeads, int kQueries>
 cudaError_t indexer_logits(
     const NarrowKeys& cache, const LogitsBatch& batch, float* logits, int64_t logits_stride, cudaStream_t stream
 ) {
-    const auto kernel = indexer_logits_kernel<kHeads>;
-    const size_t num_bytes = Shared<kHeads>::num_bytes(batch.num_queries);
-    int device = 0, major = 0, minor = 0, num_multiprocessors = 0, num_resident = 0;
+    const auto kernel = indexer_logits_kernel<kHeads, kQueries>;
+    int device = 0, major = 0, minor = 0, num_multiprocessors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
@@ -369,13 +410,18 @@ cudaError_t indexer_logits(
             static_cast<int>(Shared<kHeads>::num_bytes(kMaxQueryLen))
         );
     }
-    if (error == cudaSuccess) {
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&num_resident, kernel, kLogitsThreads, num_bytes);
-    }
     if (error != cudaSuccess) return error;
-    const int num_blocks = num_multiprocessors * std::max(num_resident, 1);
-    kernel<<<num_blocks, kLogitsThreads, num_bytes, stream>>>(cache, batch, logits, logits_stride);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = num_multiprocessors;
+    config.blockDim = kLogitsThreads;
+    config.dynamicSmemBytes = Shared<kHeads>::num_bytes(batch.num_queries);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, cache, batch, logits, logits_stride);
 }
 
 }  // namespace
@@ -387,9 +433,13 @@ cudaError_t hisparse::launch_indexer_logits(
     const NarrowKeys& cache, const LogitsBatch& batch, float* logits, int64_t logits_stride, cudaStream_t stream
 ) {
     if (batch.num_requests == 0) return cudaSuccess;
-    const bool fits = batch.num_queries >= 1 && batch.num_queries <= kMaxQueryLen && cache.block_size == kTileKeys;
+    const bool fits = batch.num_queries >= 1 && batch.num_queries <= kMaxQueryLen && cache.block_size == kTileKeys
+                      && cache.block_stride <= UINT32_MAX;
     if (!fits) return cudaErrorInvalidValue;
-    if (batch.num_heads == 64) return indexer_logits<64>(cache, batch, logits, logits_stride, stream);
-    if (batch.num_heads == 32) return indexer_logits<32>(cache, batch, logits, logits_stride, stream);
-    return cudaErrorInvalidValue;
+    const auto launch = batch.num_heads == 32    ? indexer_logits<32, 0>
+                        : batch.num_heads != 64  ? nullptr
+                        : batch.num_queries == 1 ? indexer_logits<64, 1>
+                        : batch.num_queries == 2 ? indexer_logits<64, 2>
+                                                 : indexer_logits<64, 0>;
+    return launch == nullptr ? cudaErrorInvalidValue : launch(cache, batch, logits, logits_stride, stream);
 }

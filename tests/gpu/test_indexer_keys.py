@@ -76,7 +76,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize(("num_queries", "heads"), [(1, 64), (2, 64), (3, 32), (8, 64), (1, 32)])
+@pytest.mark.parametrize(("num_queries", "heads"), [(1, 64), (2, 64), (3, 32), (3, 64), (8, 64), (1, 32)])
 def test_logits_of_whole_numbers_are_exact(lengths: list[int], num_queries: int, heads: int) -> None:
     batch = Batch(lengths, num_queries, heads, seed=len(lengths), whole_numbers=True)
     width = max(max(lengths), 1) + 3
