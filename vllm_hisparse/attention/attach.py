@@ -106,11 +106,12 @@ def warn_of_untried_backend(name: str) -> None:
 
 
 def warn_of_untried_prompts(vllm_config: VllmConfig) -> None:
-    """Log a warning if prompts may have what hot buffers have never run with on a GPU."""
+    """Log a warning if prompts may have images, audio or video, few of which hot buffers have run with on a GPU."""
     if takes_images(vllm_config):
         logger.warning_once(
-            "HiSparse was never tried on a GPU with images, audio or video; images were on the CPU platform. Compare "
-            "its answers with those of full KV before you rely on them, or add --language-model-only."
+            "HiSparse was tried on a GPU with images of Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE and GLM-4.1V, and never "
+            "with images of other models, audio or video. Compare its answers with those of full KV before you rely "
+            "on them, or add --language-model-only."
         )
 
 
