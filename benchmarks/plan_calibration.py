@@ -51,11 +51,16 @@ GROUPS = {  # of result files
         "h200/full_depth_0.32.0.json",
         "h200/full_depth_0.33.0.json",
         "h200/full_depth_0.33.0_profile.json",
+        "h200/full_depth_whole_steps.json",
     ),
-    "keys in 4 bits": ("h200/full_depth_keys.json", "h200/full_depth_keys_128k.json"),
+    "keys in 4 bits": (
+        "h200/full_depth_keys.json",
+        "h200/full_depth_keys_first.json",
+        "h200/full_depth_keys_128k.json",
+    ),
     "admission": ("h200/full_depth_admission.json",),
     "shared indexers": ("h200/full_depth_shared.json",),
-    "drafts": ("h200/mtp.json",),
+    "drafts": ("h200/mtp.json", "h200/mtp_keys.json"),
     "drafts of a small model": ("h200/mtp_trained.json",),
     "two GPUs": ("h200x2/full_size.json", "h200x2/full_size_tp.json"),
     "dense model": (
