@@ -352,7 +352,7 @@ def test_what_a_layers_own_class_adds_is_kept_or_refused(cuda_modules: dict[str,
 
     hot = attach.derive_hot_class(backend.HotFlashMLAImpl, Sinks)
     assert issubclass(hot, Sinks) and hot.vllm_class is Sinks
-    impl = bare(hot, wave=None, decode_cache=None)
+    impl = bare(hot, microbatch=None, decode_cache=None)
     impl.topk_indices_buffer = torch.zeros(3)
     assert impl._decode((1, 2), SimpleNamespace(decode=None), None) == "with sinks"
     assert impl._for_tokens(hot.vllm_class, 1).forward_mqa() == ("with sinks", None)  # requests that prefill

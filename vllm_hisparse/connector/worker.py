@@ -99,7 +99,8 @@ class HiSparseWorkerConnector:
         for index, (impl, name) in enumerate(zip(self.impls, hot_caches, strict=True)):
             impl.bind(self.hot_buffer, index, self.store.main_kv[name], hot_caches[name])
         controls_admission = self.config.controls_admission(self.layout.max_query_len)
-        divides_steps = isinstance(self.hot_buffer, MLAHotBuffer) and self.impls[0].divides_steps
+        selects = isinstance(self.hot_buffer, MLAHotBuffer) and all(self.hot_buffer.selects)
+        divides_steps = selects and self.impls[0].divides_steps
         if self.reports_requests and (controls_admission or divides_steps):
             self._sampler = UsageSampler(self.hot_buffer, looks_at_rows=controls_admission)
         if self.transport:

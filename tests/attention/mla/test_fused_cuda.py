@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -90,7 +91,8 @@ def test_the_forms_of_an_engines_steps(layers: ModuleType, divides_steps: bool) 
     step = SimpleNamespace(runs_whole=False)
     hot_buffer = SimpleNamespace(shape=shape, selects=[True, True], step=step)
     impl = SimpleNamespace(hot_buffer=None, divides_steps=divides_steps)
-    context = {"other": object(), "layer": bare(layers.HotDeepseekV32Attention, impl=impl)}
+    layer = bare(layers.HotDeepseekV32Attention, impl=impl, indexer=object())
+    context = {"other": object(), "layer": layer}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     if not divides_steps:
         assert forms.find(config) is None
@@ -105,9 +107,11 @@ def test_the_forms_of_an_engines_steps(layers: ModuleType, divides_steps: bool) 
     assert not found.has_two(24, 48), "a graph of requests that prefill"
     found.runs_whole = True
     assert step.runs_whole and forms.find(config).runs_whole
-    hot_buffer.selects[1] = False
-    assert not found.has_two(24, 24), "layers that share an indexer"
-    del context["layer"]
+    hot_buffer.shape = replace(shape, num_device_blocks=10**6)
+    assert found.has_two(24, 24), "ranks whose memory differs capture the same graphs"
+    context["next"] = bare(layers.HotDeepseekV32Attention, impl=impl, indexer=None)
+    assert forms.find(config) is None, "layers that share an indexer"
+    del context["layer"], context["next"]
     assert forms.find(config) is None
 
 

@@ -105,24 +105,17 @@ def most_microbatches(num_requests: int) -> int:
     return min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES) if num_requests <= MAX_REQUESTS else 1
 
 
-def num_microbatches(hot_buffer: HotBuffer, num_requests: int) -> int:
-    """Return the number of microbatches of a step in which `num_requests` requests decode, if many rows are missed.
-
-    A model whose layers share an indexer needs no microbatches, because the copies of the sharing layers are hidden
-    behind the layers before them anyway.
-    """
-    may_miss = not hot_buffer.shape.holds_all(num_requests)
-    return most_microbatches(num_requests) if may_miss and all(hot_buffer.selects) else 1
-
-
 def make_microbatches(
     hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], Any]
 ) -> Sequence[DecodeMicrobatch]:
     """Divide a step in which `num_requests` requests decode; return no microbatches if the step runs faster as a whole,
     however many rows it misses.
+
+    A model whose layers share an indexer needs no microbatches, because the copies of the sharing layers are hidden
+    behind the layers before them anyway.
     """
-    number = num_microbatches(hot_buffer, num_requests)
-    if number < 2:
+    number = most_microbatches(num_requests)
+    if number < 2 or hot_buffer.shape.holds_all(num_requests) or not all(hot_buffer.selects):
         return ()
     ends = [num_requests * index // number for index in range(number + 1)]
     return [

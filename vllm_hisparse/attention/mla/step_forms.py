@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 
 from vllm_hisparse.attention.mla.fused_cuda import HotDeepseekV32Attention
-from vllm_hisparse.attention.mla.microbatches_cuda import most_microbatches, num_microbatches
+from vllm_hisparse.attention.mla.microbatches_cuda import most_microbatches
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 
 
@@ -22,10 +22,11 @@ class MicrobatchForms:
     @classmethod
     def find(cls, vllm_config: VllmConfig) -> MicrobatchForms | None:
         """Return the forms of an engine's model; None if its layers run all steps as a whole."""
-        for layer in vllm_config.compilation_config.static_forward_context.values():
-            if isinstance(layer, HotDeepseekV32Attention):
-                return cls(layer.impl.hot_buffer) if layer.impl.divides_steps else None
-        return None
+        context = vllm_config.compilation_config.static_forward_context
+        layers = [layer for layer in context.values() if isinstance(layer, HotDeepseekV32Attention)]
+        if not layers or not layers[0].impl.divides_steps or any(layer.indexer is None for layer in layers):
+            return None
+        return cls(layers[0].impl.hot_buffer)
 
     @property
     def runs_whole(self) -> bool:
@@ -37,7 +38,9 @@ class MicrobatchForms:
             self._hot_buffer.step.runs_whole = value
 
     def has_two(self, num_requests: int, num_tokens: int) -> bool:
+        # NOTE: data parallel ranks must capture the same graphs, because their experts wait for each other. So this
+        # does not ask whether the device holds all rows of the requests: ranks may have unequal memory.
+        may_be_divided = most_microbatches(num_requests) > 1
         if self._hot_buffer is None:
-            return most_microbatches(num_requests) > 1
-        is_uniform = num_tokens == num_requests * self._hot_buffer.shape.max_query_len
-        return is_uniform and num_microbatches(self._hot_buffer, num_requests) > 1
+            return may_be_divided
+        return may_be_divided and num_tokens == num_requests * self._hot_buffer.shape.max_query_len
