@@ -147,11 +147,11 @@ def test_what_else_was_measured_with_the_present_kernels() -> None:
     assert claim in section(BACKENDS) and f"{ratios[0]} and {ratios[1]} times full KV's" in section(BACKENDS)
     rates = {(row["choice"], row["way"], row["piece_kib"]): row["gb_s"] for row in results("h200x2/imports")}
     host = [f"{rates[choice, 'host', 41]:.2f}" for choice in ("default", "pipeline")]
-    assert f"Between two H200s {host[0]} and {host[1]} GB/s" in section(UNDER_LOAD)
+    assert f"Between two H200s, the rates are {host[0]} and {host[1]} GB/s" in section(UNDER_LOAD)
     (soak,) = results("h200/soak")
     claim = "{sessions} sessions, {preempted} preemptions, {tier_loaded_blocks:,} blocks loaded from a tier, {aborted}"
     assert claim.format(**soak) in section(UNDER_LOAD) and not soak["wrong_tokens"]
-    claim = "{compared_answers} answers with {compared_tokens:,} tokens are full KV's up to {ties} ties"
+    claim = "{compared_answers} answers with {compared_tokens:,} tokens are full KV's up to {ties:,} ties"
     assert claim.format(**soak) in section(UNDER_LOAD)
 
 

@@ -29,8 +29,9 @@ class StepForms(Protocol):
     runs_whole: bool
 
     def has_two(self, num_requests: int, num_tokens: int) -> bool:
-        """Return True if a step in which `num_requests` requests decode `num_tokens` tokens may run in either form. It
-        may be True of too many steps before the model has storage.
+        """Return True if a step in which `num_requests` requests decode `num_tokens` tokens may run in either form.
+
+        It may be True of steps that are never divided, and of more of them before the model has storage.
         """
 
 

@@ -99,8 +99,8 @@ class DecodeMicrobatch:
 
 
 def most_microbatches(num_requests: int) -> int:
-    """Return the number of microbatches of a step in which `num_requests` requests decode and may miss rows, with any
-    model and memory.
+    """Return the largest number of microbatches of a step in which `num_requests` requests decode, with any model and
+    memory.
     """
     return min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES) if num_requests <= MAX_REQUESTS else 1
 

@@ -2,7 +2,7 @@
 `FLASH_ATTN_MLA_SPARSE_FA4` of vLLM 0.33, whose requests that prefill run on the same kernels. None has run on a GPU.
 
 TensorRT-LLM's kernels address rows by flat number, but their launcher wants pages of 32 or 64 rows. FlashAttention 4
-wants every row in the shape, because it takes an id beyond the last row for none.
+wants every row in the shape, because it ignores ids beyond the last row.
 """
 
 from __future__ import annotations

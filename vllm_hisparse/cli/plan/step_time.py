@@ -149,8 +149,7 @@ class Step:
         """True if the plugin decodes the step in microbatches, which copy rows while others compute."""
         may_be_divided = 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
         layer_bytes = self.requests * self.missed_rows * self.model.row_bytes
-        all_select = self.model.is_dsa and self.model.num_indexers == self.model.num_layers
-        return all_select and may_be_divided and layer_bytes >= MIN_COPIED_BYTES
+        return self.model.is_dsa and may_be_divided and layer_bytes >= MIN_COPIED_BYTES
 
     def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
         """Return the milliseconds of copies that the plugin's step waits for with a DSA model.
