@@ -67,8 +67,11 @@ def test_malloc_tells_large_blocks_from_small_ones() -> None:
     with_small = malloc_mib()
     large = bytearray(NUM_BYTES)
     with_large = malloc_mib()
-    assert growth(before, with_small) == pytest.approx({"arenas": 32, "in_use": 32}, abs=8), len(small)
-    assert growth(with_small, with_large) == pytest.approx({"mapped": 64}, abs=8), len(large)
+    # NOTE: small blocks may lie in what other tests have freed, so that the arenas do not grow.
+    assert with_small["in_use"] - before["in_use"] == pytest.approx(32, abs=8), len(small)
+    assert with_small["mapped"] == pytest.approx(before["mapped"], abs=8)
+    assert with_large["mapped"] - with_small["mapped"] == pytest.approx(64, abs=8), len(large)
+    assert with_large["in_use"] == pytest.approx(with_small["in_use"], abs=8)
     del small
     assert malloc_mib()["in_use"] < with_large["in_use"] - 16
 
