@@ -106,7 +106,7 @@ def warn_of_untried_backend(name: str) -> None:
 
 
 def warn_of_untried_prompts(vllm_config: VllmConfig) -> None:
-    """Log a warning if prompts may have images, audio or video, few of which hot buffers have run with on a GPU."""
+    """Log a warning if prompts may have images, audio or video: few models have run with these on a GPU."""
     if takes_images(vllm_config):
         logger.warning_once(
             "HiSparse was tried on a GPU with images of Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE and GLM-4.1V, and never "

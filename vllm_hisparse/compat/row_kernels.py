@@ -23,7 +23,7 @@ Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class RowKernel:
-    """Last base of a subclass of vLLM's implementation, whose `_forward_mqa_kernel` it calls.
+    """Mixin of a subclass of vLLM's implementation; it calls that class's `_forward_mqa_kernel`.
 
     NOTE: it must come after vLLM's class, because its subclasses define this method for releases that do not have it.
     """
@@ -55,7 +55,7 @@ class RowKernel:
 
 
 class FlashAttnKernel(RowKernel):
-    """Last base of a subclass of `FlashAttnMLASparseImpl`."""
+    """Mixin of a subclass of `FlashAttnMLASparseImpl`; its last base."""
 
     def _forward_mqa_kernel(
         self, query: Any, cache: torch.Tensor, *selection: torch.Tensor, **_: Any
@@ -64,7 +64,7 @@ class FlashAttnKernel(RowKernel):
 
 
 class FlashInferKernel(RowKernel):
-    """Last base of a subclass of `FlashInferMLASparseImpl`."""
+    """Mixin of a subclass of `FlashInferMLASparseImpl`; its last base."""
 
     def _forward_mqa_kernel(
         self, query: Query, cache: torch.Tensor, *selection: torch.Tensor, layer: torch.nn.Module, **_: Any

@@ -52,7 +52,7 @@ class HotDeepseekV32Attention(HotBufferLayer, DeepseekV32Attention):
         return self.impl.writing(None if self._kernel_writes_rows(len(positions)) else NewRows(kv_c, k_pe))
 
     def select_and_attend(self, run: Callable[..., None], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Run indexer and attention, in microbatches if the step has them and is to run in them.
+        """Run indexer and attention, in microbatches if the step has them and does not run as a whole.
 
         Args:
             run: vLLM's function, which takes a layer and the tensors.

@@ -1,5 +1,6 @@
 """Sparse MLA on SM100 (B200) over hot buffers: `FLASHINFER_MLA_SPARSE`, with kernels of TensorRT-LLM, and
-`FLASH_ATTN_MLA_SPARSE_FA4` of vLLM 0.33, whose requests that prefill run on the same kernels. None has run on a GPU.
+`FLASH_ATTN_MLA_SPARSE_FA4` (vLLM 0.33), which prefills with the same kernels and decodes with FlashAttention 4. Neither
+has run on a GPU.
 
 TensorRT-LLM's kernels address rows by flat number, but their launcher wants pages of 32 or 64 rows. FlashAttention 4
 wants every row in the shape, because it ignores ids beyond the last row.

@@ -36,7 +36,8 @@ def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
 def attention_backend(plan: Plan, kv_cache_dtype: str) -> str | None:
     """Return the back end that the engines have to be told, or None if vLLM's first choice is right.
 
-    From Blackwell on, vLLM takes FlashInfer first. Hot buffers of a DSA model are untried over it there. Hot buffers of
+    From Blackwell on, vLLM's first choice for a dense model is FlashInfer, and for a DSA model a back end that is
+    untried with hot buffers. Hot buffers of
     a dense model were tried over it on Hopper alone, and not in fp8: FlashAttention 3, which is for Hopper, and Triton
     read hot units in fp8.
     """
