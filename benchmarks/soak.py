@@ -9,13 +9,14 @@ broken off, is compared with that of a second engine: stock vLLM with full KV, o
 at a tie alone: this engine's token is one of full KV's best ones, not farther from the best one than `TIE_MARGIN`, or
 full KV chooses it with other chunks of the prompt. The comparison then goes on behind this engine's token. Rows in hot
 buffers are compared with the host pool byte by byte, and host blocks that are taken are filled with NaN. Memory and
-pools are looked at every minute.
+pools are looked at every minute. SIGTERM to this process ends the soak early, as if its time were over.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from collections import OrderedDict, deque
 from enum import StrEnum
@@ -268,7 +269,7 @@ def run(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="result file; default: results/<cpu or h100>/soak.json")] = None,
 ) -> None:
-    """Run a soak; the result file is written after every sample."""
+    """Run a soak; the result file is written after every sample. SIGTERM ends it early."""
     output = output or RESULTS / ("cpu" if device == Device.cpu else "h100") / "soak.json"
     pool_gib = HOST_POOL_GIB[device] if host_pool_gib is None else host_pool_gib
     defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -306,6 +307,7 @@ def run(
             process.start()
         engine_end.close()
         full_kv_end.close()
+        signal.signal(signal.SIGTERM, lambda *_: engine.send(None))
         full_kv.recv()
         judge, end = Judge(full_kv, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]), None
         described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}

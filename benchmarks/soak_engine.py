@@ -309,7 +309,8 @@ class Watch:
 
 def serve(connection: Connection, job: dict[str, Any]) -> None:
     """Load an engine in this process and let clients talk to it; sends ("ready", None), ("answer", …) for every answer,
-    ("sample", …) from time to time, with `trace_python` ("growth", …), and at last ("end", …)."""
+    ("sample", …) from time to time, with `trace_python` ("growth", …), and at last ("end", …). A message to it ends the
+    soak before its time."""
     sys.path.insert(0, str(E2E))
     offline = importlib.import_module("offline_engine")
     if job["async_on_cpu"]:
@@ -337,7 +338,7 @@ def serve(connection: Connection, job: dict[str, Any]) -> None:
         sample = {"minute": round((time.monotonic() - start) / 60, 2), **watch.sample(), **clients.kept()}
         connection.send(("sample", sample | clients.counts | {"longest_pause_s": round(longest_pause, 1)}))
 
-    while (now := time.monotonic()) < start + job["seconds"]:
+    while (now := time.monotonic()) < start + job["seconds"] and not connection.poll():
         if now >= next_sample:
             send_sample()
             next_sample += job["sample_s"]
