@@ -66,7 +66,7 @@ def test_malloc_tells_large_blocks_from_small_ones() -> None:
     before = malloc_mib()
     small = [bytearray(32 << 10) for _ in range(1024)]
     with_small = malloc_mib()
-    # What is free in the arenas cannot hold it: else malloc would take that, also for a large block.
+    # Larger than all that is free in the arenas: malloc would take that, for a large block, too.
     num_large = NUM_BYTES + (int(with_small["free"]) + 1 << 20)
     large = bytearray(num_large)
     with_large = malloc_mib()
