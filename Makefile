@@ -16,7 +16,7 @@ COMPAT_TESTS = tests/compat tests/vllm_patches tests/connector tests/kv_manager 
 	tests/test_config.py tests/test_examples.py tests/test_releases.py tests/campaign/test_lives.py tests/campaign/test_damage.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-compat campaign sanitize pages docs types lint clean
+.PHONY: help setup demo test test-unit test-slow test-all test-compat campaign sanitize pages docs types lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -29,6 +29,9 @@ demo: setup ## run the prefill/decode demo
 
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-unit: setup ## run the short tests without an engine: a minute
+	@$(PYTEST) -m "not slow and not e2e and not long" $(ARGS)
 
 test-slow: setup ## run those that take many minutes: on Ray, with several ranks, every variant of an engine
 	@$(PYTEST) -m slow $(ARGS)

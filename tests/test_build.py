@@ -38,6 +38,7 @@ def test_the_library_depends_on_nothing_that_a_release_of_python_or_torch_brings
     assert not any(name in each for each in needed for name in ("cudart", "torch", "c10", "python", "tvm"))
 
 
+@pytest.mark.long
 def test_without_nvcc_the_kernels_are_skipped_with_a_message(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--name"]
     environment = {**os.environ, "PATH": str(tmp_path)}
@@ -83,6 +84,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.long
 def test_a_wheel_without_kernels_fits_every_machine(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as files:
@@ -104,6 +106,7 @@ print(type(current_platform).__name__, "HiSparseHostConnector" in KVConnectorFac
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_wheel_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     """vLLM finds the plugin, its connector and its CPU platform; the command makes a model."""

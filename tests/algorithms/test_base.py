@@ -129,6 +129,7 @@ def selections_with_drafts(
     return state, selected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 @settings(max_examples=10)
 @given(
@@ -184,6 +185,7 @@ def test_state_takes_what_is_declared(name: str) -> None:
     assert longer.fixed_fields == algorithm.fixed_fields and longer.state_entries == algorithm.state_entries
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 @settings(max_examples=settings().max_examples // 2)
 @given(num_prompt=st.integers(0, 60), num_new=st.integers(1, 60))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from algorithm_states import poisoned_state
 from hypothesis import example, given
@@ -20,6 +21,7 @@ def cluster_members(state, num_tokens: int, kv_head: int) -> dict[int, set[int]]
     return members
 
 
+@pytest.mark.long
 @given(num_prompt=st.integers(0, 90), num_new=st.integers(0, 40))
 @example(num_prompt=0, num_new=30)
 @example(num_prompt=2, num_new=30)

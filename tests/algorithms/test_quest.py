@@ -57,6 +57,7 @@ def test_a_wrong_bound_is_noticed(wrong: type[Quest]) -> None:
         check_bounds(algorithm, keys, query, represent(algorithm, keys, 40))
 
 
+@pytest.mark.long
 @given(num_tokens=st.integers(1, 150), budget=st.sampled_from([16, 32, 64]), seed=st.integers(0, 1000))
 def test_selects_as_algorithm_1(num_tokens: int, budget: int, seed: int) -> None:
     keys, query, algorithm = random_keys(num_tokens, seed), random_query(seed), make(Quest, budget)

@@ -90,6 +90,7 @@ def serve_fakes(connection: Connection, system: str, job: dict[str, Any]) -> Non
         connection.send({"system": system, "case": list(case)})
 
 
+@pytest.mark.long
 def test_engines_of_the_decode_benchmark_take_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def test_every_back_end_has_a_row() -> None:
     assert {case.backend for case in TESTS} - {"MINIMAX_M3_SPARSE"} == set(ATTENTION)  # that one cannot be chosen
 
 
+@pytest.mark.long
 def test_every_row_has_a_test_in_a_part() -> None:
     """The tests are among those that pytest finds in the files of the parts, and that a part's selection takes."""
     files = sorted({test.partition("::")[0] for test in TESTS.values()})

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +20,18 @@ from benchmarks.process_memory import PythonGrowth, kinds_mib, malloc_mib, memor
 NUM_BYTES = 64 << 20
 
 
+def in_own_process(function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a new process, because looking at the heap of one that runs all tests takes many seconds."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(function, *args).result()
+
+
+@pytest.mark.long
 def test_memory_of_its_own_is_in_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+    in_own_process(allocate_memory_of_its_own, tmp_path / "file")
+
+
+def allocate_memory_of_its_own(path: Path) -> None:
     path.write_bytes(bytes(64 << 20))
     gc.collect()  # what other tests have left must not go in between
     before = memory()
@@ -97,7 +111,12 @@ class Kept:
         self.self = self
 
 
+@pytest.mark.long
 def test_growth_in_python_is_found_by_its_place() -> None:
+    in_own_process(grow)
+
+
+def grow() -> None:
     growth = PythonGrowth()
     early = [bytearray(1 << 20) for _ in range(8)]
     growth.begin()

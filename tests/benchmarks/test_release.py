@@ -57,6 +57,7 @@ def completion(tokens: list[int]) -> dict[str, list]:
     return {"tokens": tokens, "logprobs": [0.0] * len(tokens), "margins": [0.1] * len(tokens)}
 
 
+@pytest.mark.long
 def test_outcomes_and_comparisons_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of pytest in a folder of its own, whose tests compare tokens."""
     engines = Path(release.ROOT / "tests/gpu")

@@ -75,6 +75,7 @@ def test_training_asks_for_what_the_context_holds(num_tokens: int) -> None:
             assert tokens[answer] == needles[tuple(tokens[i + 1 : i + 3])] and mask[answer].all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_trains_and_writes_hugging_faces_format(tmp_path: Path, architecture: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -95,6 +96,7 @@ def test_trains_and_writes_hugging_faces_format(tmp_path: Path, architecture: st
         torch.testing.assert_close(ours.lm_head(ours(tokens)), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_model_learns_when_it_is_trained() -> None:
     torch.manual_seed(0)
     model = train_retrieval.Model(train_retrieval.Shape("llama", 2, 32, 48, 4, 2, 16, 1e6))
@@ -114,6 +116,7 @@ def test_rehearsal_brings_shorter_sequences_of_as_many_tokens() -> None:
     assert {tuple(train_retrieval.Batches(stage, 0)[step][0].shape) for step in range(5)} == {(4, 1024)}
 
 
+@pytest.mark.long
 def test_training_goes_on_from_a_stage(tmp_path: Path) -> None:
     first = f"{TOY} --max-context 96 --max-steps 2 --batch-tokens 192 --num-examples 2 --output {tmp_path / 'first'}"
     CliRunner().invoke(train_retrieval.app, first.split(), catch_exceptions=False)
@@ -147,6 +150,7 @@ def test_wilson_intervals(correct: int, low: float, high: float) -> None:
     assert accuracy.wilson(correct, 100) == pytest.approx((low, high), abs=1e-3)
 
 
+@pytest.mark.long
 def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine per algorithm and budget, and the full-KV one; the engines themselves are stood in for."""
     jobs = []
@@ -171,6 +175,7 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (tmp_path / "accuracy_m.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_an_interrupted_table_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(job: accuracy.Job) -> list[dict]:
         jobs.append(job)

@@ -50,6 +50,7 @@ def make_selections(kernel: ModuleType, trace_layers: int = 4) -> object:
     return kernel.ForcedSelections(settings, torch.zeros(1 << 16, dtype=torch.int32), trace_layers)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's integers wrap around, as the kernel's do
 @pytest.mark.parametrize("page_size", [0, PAGE])
 def test_positions_and_slots(kernel: ModuleType, page_size: int) -> None:

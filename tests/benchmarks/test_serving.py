@@ -93,6 +93,7 @@ def test_logs_are_where_they_were_asked_for_while_a_run_goes_on(tmp_path: Path) 
     assert (tmp_path / "logs").is_dir() and not own.exists()
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_a_model_gives_back_the_ids_of_its_words(tmp_path: Path) -> None:
     """The load generator makes a text of random ids, and the server must get as many tokens as it was to get."""
     from transformers import AutoTokenizer

@@ -134,6 +134,7 @@ def test_what_a_model_was_trained_on_is_seen(tmp_path: Path) -> None:
     assert [package.name for package in unseen(packages, tmp_path)] == ["b", "c"]
 
 
+@pytest.mark.long
 def test_stages_lower_their_losses_and_leave_a_model(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +157,7 @@ def test_stages_lower_their_losses_and_leave_a_model(
     assert (tmp_path / "training.png").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_every_evaluation_is_of_the_same_windows(model: Model, tmp_path: Path) -> None:
     text, _ = corpus(tmp_path)
     first, second = (train_dsa.evaluate(model, text, 2, 600) for _ in range(2))

@@ -14,6 +14,7 @@ from benchmarks.selections import load_model
 from benchmarks.trained_drafts import MODEL, make_prompts, pad_heads
 
 
+@pytest.mark.long
 def test_more_heads_compute_the_same(tmp_path: Path) -> None:
     """600 tokens are more than the 256 that a layer selects."""
     tokens = torch.tensor(make_prompts(MODEL, 600, 1))
@@ -27,6 +28,7 @@ def test_more_heads_compute_the_same(tmp_path: Path) -> None:
     assert found[0][0].abs().mean() > 0.1
 
 
+@pytest.mark.long
 def test_prompts_are_different_windows() -> None:
     prompts = make_prompts(MODEL, 700, 5)
     assert [len(prompt) for prompt in prompts] == [700] * 5

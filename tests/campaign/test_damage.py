@@ -11,6 +11,7 @@ from . import damage
 from .configuration import CONFIGURATIONS
 from .lives import run_lives, run_world, world_seeds
 
+pytestmark = pytest.mark.long
 LIVES = 1500
 BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
 

@@ -8,6 +8,7 @@ from .configuration import CONFIGURATIONS, Configuration
 from .lives import run_lives
 from .world import World
 
+pytestmark = pytest.mark.long
 LIVES = 240
 
 

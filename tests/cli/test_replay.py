@@ -86,6 +86,7 @@ class ReferenceOp:
         return self.out.miss_host_row_ids[0, : int(self.out.num_misses[0])].tolist()
 
 
+@pytest.mark.long
 @given(traces, st.integers(0, 12))
 def test_lru_is_that_of_the_plugin(trace: Trace, extra_slots: int) -> None:
     """The same rows missed in every step, and the same rows in the same slots."""
@@ -197,6 +198,7 @@ def test_belady_is_the_optimum(seed: int, top_k: int, extra_slots: int) -> None:
     assert sum(cold_misses(steps, "belady", top_k + extra_slots)) == fewest_misses(steps, top_k + extra_slots)
 
 
+@pytest.mark.long
 @given(traces, st.integers(0, 12), st.sampled_from(["buffers", "pool"]))
 def test_no_policy_beats_belady(trace: Trace, extra_slots: int, scope: str) -> None:
     num_slots = trace.top_k + extra_slots
@@ -250,6 +252,7 @@ def run(*arguments: str):
     return CliRunner().invoke(app, ["replay", *arguments], env={"COLUMNS": "160"})
 
 
+@pytest.mark.long
 def test_the_command_shows_a_table_and_writes_a_plot(trace_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "plots" / "replay.png"
     options = ["--warm-up", "0", "--size", "2", "--row-bytes", "1000", "--layers", "61", "--link-gb-s", "1"]
@@ -266,6 +269,7 @@ def test_the_command_shows_a_table_and_writes_a_plot(trace_file: Path, tmp_path:
     assert picture.stat().st_size > 0
 
 
+@pytest.mark.long
 def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) -> None:
     """One shared pool needs all requests; the rows of both files are those of one file with both requests."""
     trace = Trace.read(trace_file)

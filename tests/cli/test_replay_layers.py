@@ -72,6 +72,7 @@ def test_the_controller_moves_rows_where_they_are_missed_and_stays() -> None:
     assert sizes[2] < 2 < sizes[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -198,6 +198,7 @@ def test_command_makes_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "m" / MANIFEST).is_file()
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_answers_without_attention_sinks_are_other_ones(tmp_path: Path) -> None:
     """A test that compares tokens sees the loss of the sinks: it passes over logprobs that differ by 0.06."""

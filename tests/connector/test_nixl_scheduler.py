@@ -473,6 +473,7 @@ def is_sound(params: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.long
 @settings(max_examples=max(settings().max_examples, 200))
 @given(st.builds(lambda changes: transfer(**changes), CHANGES) | JSON)
 @example(transfer())

@@ -61,6 +61,7 @@ def shares(tokens: torch.Tensor) -> torch.Tensor:
     return torch.bincount(tokens.long(), minlength=len(PROBS)) / len(tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draft", [0, 2, 4, -1])
 def test_tokens_have_the_models_distribution(draft: int) -> None:
     """Whatever is drafted; -1 is a placeholder."""
@@ -94,6 +95,7 @@ def test_every_draft_has_the_parameters_of_its_request(dtype: torch.dtype) -> No
     assert expand_batch_to_tokens(values, cu_num_tokens, 4, replace_from=0, replace_to=1).tolist() == [3, 1, 1, 7]
 
 
+@pytest.mark.long
 def test_drafts_that_were_not_certain() -> None:
     """Drafts come with the probabilities that a draft model gave them."""
     draft_probs = torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]).repeat(NUM_REQUESTS, 1)

@@ -162,6 +162,7 @@ def test_chart_knows_the_attention_backends():
     assert known == ["", *backends]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("name", VALUES)
 def test_renderings_fit_kubernetes(name: str, version: str):

@@ -31,6 +31,7 @@ ALGORITHMS = {
     "pq_cache": {"full_kv_layers": [1]},
     "oracle": {},
 }
+QUICK = ("quest", "pq_cache")  # without and with full-KV layers: the algorithms whose engines `make test` starts
 
 
 def dense_args(algorithm: str, options: dict | None = None, model: str = "llama", **overrides) -> dict:
@@ -56,7 +57,9 @@ def conversation(tmp_path_factory):
         return [first, engine.run(second_turn(first))["completions"]]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_budget_of_everything_is_full_attention(run, conversation, algorithm):
     """Tokens are those of full KV, with chunked prefill and again from the prefix cache."""
     engine = dense_args(algorithm, ALGORITHMS[algorithm])

@@ -134,6 +134,7 @@ def complete_all(server: Server, prompts: list[list[int]], max_tokens: int) -> l
         return list(executor.map(lambda prompt: server.complete(prompt, max_tokens), prompts))
 
 
+@pytest.mark.slow
 def test_requests_spread_over_the_decode_servers(cluster: Cluster):
     before = [decode.metric("request_success") for decode in cluster.decodes]
     prompts = [make_prompt(300 + index, seed=2) for index in range(6)]
@@ -157,6 +158,7 @@ def counted(cluster: Cluster, *names: str) -> list[float]:
     return [sum(decode.metric(name) for decode in cluster.decodes) for name in names]
 
 
+@pytest.mark.slow
 def test_prompts_and_samples_of_one_request(cluster: Cluster):
     """The router forwards all of them with the transfer of the first prompt; nobody else may decode over its KV."""
     prompts = [make_prompt(400, seed=seed) for seed in (6, 7, 8)]  # more than are hot

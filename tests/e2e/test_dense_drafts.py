@@ -35,7 +35,7 @@ ALGORITHMS = {
     "oracle": (64, {}),
 }
 # Pages and clusters. State that the others keep of rejected tokens: tests/algorithms/test_base.py.
-QUICK = ("quest", "cluster_kv")
+QUICK = ("quest",)
 EVERY_ALGORITHM = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALGORITHMS]
 
 
@@ -174,6 +174,7 @@ def test_a_draft_model_changes_no_token_where_the_algorithm_selects(start, draft
     assert_pools_empty(found)
 
 
+@pytest.mark.slow
 def test_a_draft_models_kv_comes_back_after_a_preemption(start, draft_model):
     """Draft KV is restored from the host with other device-resident KV, so drafts are as good as before."""
     drafts, resumed = draft_model("eagle"), phase([1100, 777], 150)

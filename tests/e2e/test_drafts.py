@@ -52,7 +52,9 @@ def full(tmp_path_factory, full_kv, shared_result):
     return lambda model, lengths: shared_result(f"drafts {model} {lengths}", lambda: compute(model, lengths))
 
 
-@pytest.mark.parametrize(("model", "lengths"), [("dsv32", LENGTHS), ("glm52", [SMALLEST_BUFFER - 5])])
+@pytest.mark.parametrize(
+    ("model", "lengths"), [("dsv32", LENGTHS), pytest.param("glm52", [SMALLEST_BUFFER - 5], marks=pytest.mark.slow)]
+)
 def test_full_kvs_tokens(run, full, model: str, lengths: list[int]):
     """While sequences grow out of their buffers, too. GLM-5.2's layers share indexers."""
     completions, drafts = full(model, lengths)

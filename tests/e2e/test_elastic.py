@@ -51,6 +51,7 @@ def test_many_short_requests_take_no_more_than_their_rows(run, reference):
     assert record["counters"].get("resumed_requests", 0) == 0
 
 
+@pytest.mark.slow
 def test_fixed_buffers_have_their_size_from_the_start(run, reference):
     engine = hot_args(options={"elastic": False}, num_gpu_blocks_override=ALL_BLOCKS, max_model_len=2048)
     record = run(engine, [{"prompts": [make_prompt(length) for length in (60, 1400)], "max_tokens": 12}])[0]
@@ -74,6 +75,7 @@ def dense_life(lengths: list[int]) -> tuple[dict, dict]:
     return {**phase, "arrive_after": [0] * 4, "abort_after": [None, 1, 1, 1]}, phase
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_a_dense_models_buffer_grows_and_shrinks(run):
     """Newest pages are not whole when they move. The tokens are those of a buffer whose size never changes."""

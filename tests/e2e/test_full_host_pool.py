@@ -19,6 +19,7 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [make_prompt(length) for length in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_requests_wait_for_host_memory(run, reference):
     lengths, max_tokens = [700, 800, 900, 1000, 1100], 8

@@ -80,6 +80,7 @@ def test_kv_of_a_full_layer_survives_preemption_and_comes_back_from_the_host(run
     assert counters[2]["host_prefix_tokens"] - counters[1].get("host_prefix_tokens", 0) >= 64
 
 
+@pytest.mark.slow
 def test_drafts(tmp_path: Path):
     from vllm_hisparse.cli.tiny_model import make_model
 

@@ -74,7 +74,10 @@ def expected(tmp_path_factory, shared_result) -> list:
     return shared_result("mtp", compute)
 
 
-@pytest.mark.parametrize(("elastic", "is_async"), [(False, False), pytest.param(True, True, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize(
+    ("elastic", "is_async"),
+    [pytest.param(False, False, marks=pytest.mark.slow), pytest.param(True, True, marks=pytest.mark.smoke)],
+)
 def test_full_kvs_tokens(run, expected, elastic: bool, is_async: bool):
     completions, accepted = expected
     engine = hot({"elastic": elastic}, enable_prefix_caching=False)
@@ -86,6 +89,7 @@ def test_full_kvs_tokens(run, expected, elastic: bool, is_async: bool):
     assert record["counters"]["cache_hits"] > record["counters"]["cache_misses"] > 0
 
 
+@pytest.mark.slow
 def test_indexer_keys_in_4_bits(run, tmp_path_factory, shared_result, expected):
     """The draft layer keeps keys in 8 bits and drafts as well; verified tokens are those of keys in 4 bits."""
 

@@ -50,7 +50,7 @@ def narrow_reference(tmp_path_factory, shared_result):
     return completions
 
 
-@pytest.mark.parametrize("model", ["dsv32", "glm52"])
+@pytest.mark.parametrize("model", ["dsv32", pytest.param("glm52", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_full_kv_with_such_keys(run, reference, narrow_reference, model):
     record = run(narrow_args(model), [phase(LENGTHS)])[0]
     expected = narrow_reference(LENGTHS, model)
@@ -87,6 +87,7 @@ def test_prefixes_come_back_from_the_host(start, tmp_path_factory, shared_result
     assert records[1]["counters"]["host_prefix_tokens"] >= 640 + 1024 - 64
 
 
+@pytest.mark.slow
 def test_a_request_continues_after_preemption(run, narrow_reference):
     """Room for what four requests need when they start: 161 hot blocks each, and 48 blocks of keys."""
     lengths = [700, 638, 830, 894]

@@ -26,7 +26,9 @@ def phase(lengths: list[int] = LENGTHS) -> dict:
     return {"prompts": [make_prompt(length) for length in lengths], "max_tokens": MAX_TOKENS}
 
 
-@pytest.mark.parametrize("async_scheduling", [False, pytest.param(True, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize(
+    "async_scheduling", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.smoke)]
+)
 def test_fp32_chunked_prefill_and_eviction(run, reference, async_scheduling):
     record = run(hot_args(), [phase()], async_scheduling=async_scheduling)[0]
     assert record["scheduler"] == SCHEDULERS[async_scheduling]
@@ -57,7 +59,7 @@ def test_smallest_buffer(run, reference):
     assert_pools_empty(record)
 
 
-@pytest.mark.parametrize("model", ["glm", "glm52", "glm53"])
+@pytest.mark.parametrize("model", ["glm", pytest.param("glm52", marks=pytest.mark.slow), "glm53"])
 def test_glm_architectures(run, reference, model):
     """Layers of GLM-5.2 and GLM-5.3 share indexers, by a frequency and by a pattern."""
     lengths = [65, 777, 1500]
@@ -67,7 +69,7 @@ def test_glm_architectures(run, reference, model):
     assert record["counters"]["cache_misses"] > 0
 
 
-@pytest.mark.parametrize("model", ["hyv4", "hyv4_mixed"])
+@pytest.mark.parametrize("model", ["hyv4", pytest.param("hyv4_mixed", marks=pytest.mark.slow)])
 def test_hyv4(run, reference, model):
     """Attention sinks, and layers that share indexers; `hyv4_mixed` has a layer that attends to everything."""
     lengths = [65, 777, 1500]

@@ -203,6 +203,7 @@ def test_prompt_longer_than_max_model_len(cluster: Cluster):
     assert reply["error"]["code"] == 400
 
 
+@pytest.mark.slow
 def test_preempted_requests_resume(cluster: Cluster):
     """Four prompts arrive by transfer and outgrow the host pool: one is preempted, and nothing is pulled twice."""
     # 16 blocks, and 17 after so many tokens that all have been admitted by then.
@@ -220,6 +221,7 @@ def test_preempted_requests_resume(cluster: Cluster):
     cluster.decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_lent_blocks_come_back_while_prompts_arrive(cluster: Cluster):
     """One request is hot as a whole; blocks that it gives back are written by transfers of others."""
     decode, lengths, max_tokens = cluster.decode, (1400, 700, 720, 740), (150, 24, 24, 24)
@@ -241,6 +243,7 @@ def with_tokens(prompts: list[list[int]], max_tokens: int, transfers: list[dict]
     return [(prompt, max_tokens, transfer) for prompt, transfer in zip(prompts, transfers, strict=True)]
 
 
+@pytest.mark.slow
 def test_prefill_engine_that_nobody_met_is_gone(cluster: Cluster):
     """The handshake fails, the request ends or is computed here, others go on."""
     prompt = make_prompt(500, seed=8)
@@ -297,6 +300,7 @@ def test_prefill_engine_dies_before_during_and_after_transfers(cluster: Cluster)
         server.wait_empty()
 
 
+@pytest.mark.slow
 def test_prefill_engine_restarts_on_the_same_ports(cluster: Cluster):
     """The new one is asked for what it has computed, and not for what the killed one had."""
     prompts = [make_prompt(700, seed=seed) for seed in (15, 16)]

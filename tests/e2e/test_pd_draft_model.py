@@ -35,6 +35,7 @@ def counts(server: DecodeServer) -> list[float]:
     return [server.metric(f"spec_decode_num_{kind}_tokens") for kind in ("accepted", "draft")]
 
 
+@pytest.mark.slow
 def test_drafts_are_as_good_as_on_the_prefill_side(tmp_path: Path) -> None:
     model = make_draft_model("eagle", MODELS / "llama", tmp_path / "draft")
     drafts = {"method": "eagle", "model": str(model), "num_speculative_tokens": 3}

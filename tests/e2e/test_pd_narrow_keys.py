@@ -113,6 +113,7 @@ def test_tokens_are_those_of_full_kv_with_such_keys(cluster, received_reference)
     cluster.decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_reference):
     """The next turn pulls only what is new; so many others came between that the device has lost the keys."""
     first = make_prompt(640, seed=22)
@@ -128,6 +129,7 @@ def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_refer
     cluster.decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference):
     """The decode side drafts as well as the prefill side, which has the draft layer's rows of the prompt at once."""
     drafts, lengths = ["--speculative-config", json.dumps(DRAFTS)], (65, 700, 1100)

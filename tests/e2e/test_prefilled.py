@@ -24,6 +24,7 @@ def test_prompts_are_not_computed(tmp_path: Path, system: str, options: dict[str
     assert (rows[0]["hit_rate"] is None) == (system == "full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["full", "ours"])
 def test_prompts_are_timed(tmp_path: Path, system: str) -> None:
     """A prompt's chunks are steps of their own; requests that decode beside it take a part of each."""

@@ -69,6 +69,7 @@ def test_turns_restored_from_host(start, expected):
     assert counters[2] - counters[1] >= 640 + 1024 - 64, "the second turn was served from the host"
 
 
+@pytest.mark.slow
 def test_caching_disabled(start, expected):
     records = conversation(start(hot_args(enable_prefix_caching=False)), num_filler=0)
     for record, full in zip(records, expected, strict=True):

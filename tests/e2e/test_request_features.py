@@ -104,6 +104,7 @@ def test_seeded_samples(pair: Pair):
     assert len(set(map(tuple, hot))) > 1, "the samples are to differ"
 
 
+@pytest.mark.slow
 def test_beam_search(pair: Pair):
     """Every step is a request of its own for each beam, whose prefix the cache has."""
     prompt = make_prompt(NUM_TOKENS, seed=25)
@@ -147,7 +148,7 @@ def test_max_tokens_of_one(pair: Pair):
     assert_same_but_rounding([completion(hot)], [completion(full)])
 
 
-@pytest.mark.parametrize("num_left", [1, 65])
+@pytest.mark.parametrize("num_left", [1, pytest.param(65, marks=pytest.mark.slow)])
 def test_max_model_len_is_used_to_the_last_token(pair: Pair, num_left: int):
     """A request that asks for more tokens than are left ends with the last one that is."""
     prompt = make_prompt(MAX_MODEL_LEN - num_left, seed=29)
@@ -187,6 +188,7 @@ def embeddings(prompt: list[int]) -> str:
         return base64.b64encode(buffer.getvalue()).decode()
 
 
+@pytest.mark.slow
 def test_prompt_embeds_are_found_again_by_their_values(pair: Pair):
     """Two prompts of one length: in the caches and in the tier, each finds its own KV and none finds the other's."""
     prompts = [make_prompt(NUM_TOKENS, seed=seed) for seed in (31, 32)]
@@ -205,6 +207,7 @@ def test_prompt_embeds_are_found_again_by_their_values(pair: Pair):
     assert cached == [[0, 0], [WHOLE_BLOCKS] * 2, [WHOLE_BLOCKS] * 2]
 
 
+@pytest.mark.slow
 def test_priority_decides_who_waits(pair: Pair):
     """All seats are taken, and one becomes free: of two that wait, the later and more urgent one gets it."""
     first, *others, urgent, later = (make_prompt(330 + index, seed=33) for index in range(MAX_NUM_SEQS + 2))
@@ -266,6 +269,7 @@ def num_recomputed(pair: Pair) -> float:
     return pair.hot.metric("hisparse_recomputed_tokens") + loaded
 
 
+@pytest.mark.slow
 def test_pause_and_keep(pair: Pair):
     """Requests in flight stop and go on where they were; what arrives meanwhile waits."""
     prompts, full = in_flight(pair, seed=35)
@@ -289,6 +293,7 @@ def test_pause_and_wait(pair: Pair):
     assert_found_in_the_tier_alone(pair, prompts[0], full[0])
 
 
+@pytest.mark.slow
 def test_pause_and_abort(pair: Pair):
     """Requests in flight end at once with what they have, and the caches are emptied."""
     prompts, full = in_flight(pair, seed=38)
@@ -308,7 +313,7 @@ def assert_found_in_the_tier_alone(pair: Pair, prompt: list[int], full: dict) ->
     assert pair.hot.metric("hisparse_tier_loaded_blocks") == loaded + len(prompt) // BLOCK
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.slow) for level in (0, 1)), 2])
 def test_sleep_and_wake_up(pair: Pair, level: int):
     """A CPU gives no memory back, but vLLM does the rest: requests in flight are kept, and from level 1 on the caches
     are emptied: the requests are computed again."""
@@ -324,6 +329,7 @@ def test_sleep_and_wake_up(pair: Pair, level: int):
     assert num_recomputed(pair) - before >= (len(prompts) * NUM_TOKENS if level else 0)
 
 
+@pytest.mark.slow
 def test_reset_prefix_cache_in_flight(pair: Pair):
     """Running requests hold on to their blocks, and vLLM says that it did not reset; or it has them computed again."""
     prompts, full = in_flight(pair, seed=42)

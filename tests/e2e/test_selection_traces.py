@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 HOT_ROWS, MAX_TOKENS, LENGTHS = 320, 40, [700, 1100]
 
 
+@pytest.mark.slow
 def test_a_recorded_trace_is_what_the_engine_did(run, reference, tmp_path: Path) -> None:
     """A trace has the engine's selections, also of layers that share an indexer."""
     options = {"device_buffer_size": HOT_ROWS, "elastic": False, "selection_trace_dir": str(tmp_path / "traces")}

@@ -43,6 +43,7 @@ def repeating(num_tokens: int, seed: int = 0) -> list[int]:
     return (pattern * (num_tokens // len(pattern) + 1))[:num_tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "prompt"), [(mtp, source), pytest.param(eagle, repeating, marks=pytest.mark.slow)], ids=["mtp", "eagle"]
 )

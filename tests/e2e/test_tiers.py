@@ -84,7 +84,9 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-@pytest.mark.parametrize("model", [pytest.param("dsv32", marks=pytest.mark.smoke), "llama"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("dsv32", marks=pytest.mark.smoke), pytest.param("llama", marks=pytest.mark.slow)]
+)
 def test_a_conversation_leaves_the_host_pool_and_comes_back(start, disk: Path, expected, model: str):
     engine = start(args_of(model, [fs_tier(disk)]))
     assert_same_but_rounding(ask(engine, *map(make_prompt, LENGTHS))["completions"], expected[model][0])
@@ -101,6 +103,7 @@ def test_a_conversation_leaves_the_host_pool_and_comes_back(start, disk: Path, e
     assert counters["tier_damaged_blocks"] == counters["tier_load_timeouts"] == 0
 
 
+@pytest.mark.slow
 def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, disk: Path, expected):
     """Even of one that was killed while it stored, once it had stored all, and while it loaded."""
     prompts = list(map(make_prompt, LENGTHS))
@@ -150,6 +153,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_changes_no_token(start, small_disk: Path, expected):
     engine = start(args_of("dsv32", [fs_tier(small_disk)]))
     prompts = list(map(make_prompt, LENGTHS))

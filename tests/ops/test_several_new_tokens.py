@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from buffer_model import BufferModel
 from hypothesis import given, settings
@@ -146,6 +147,7 @@ class Simulation:
         return self.host_blocks[request][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+@pytest.mark.long
 @settings(max_examples=settings().max_examples // 3)  # of many steps each
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 7), st.integers(0, 2**32))
 def test_many_steps_agree_with_the_model(query_len: int, top_k: int, extra_slots: int, seed: int) -> None:

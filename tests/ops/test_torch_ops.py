@@ -238,6 +238,7 @@ class Simulation:
         return self.random.sample(range(self.NUM_REQUESTS), self.random.randint(1, self.NUM_REQUESTS))
 
 
+@pytest.mark.long
 @settings(max_examples=settings().max_examples // 3)  # of 24 steps each
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
@@ -246,6 +247,7 @@ def test_many_steps_agree_with_the_model(shape: Shape, seed: int) -> None:
         simulation.run_step(simulation.some_requests())
 
 
+@pytest.mark.long
 @settings(max_examples=settings().max_examples // 3)  # of 24 steps each
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_buffers_that_grow_and_shrink_agree_with_the_model(shape: Shape, seed: int) -> None:
@@ -273,6 +275,7 @@ def test_ages_beyond_the_highest_are_equal(age: int, is_told_apart: bool) -> Non
     assert simulation.models[0].positions[:2] == ([3, 5] if is_told_apart else [5, 4])
 
 
+@pytest.mark.long
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_a_sequence_that_fits_never_misses(shape: Shape, seed: int) -> None:
     shape.seeded, shape.start = True, min(shape.start, shape.num_slots)
@@ -281,6 +284,7 @@ def test_a_sequence_that_fits_never_misses(shape: Shape, seed: int) -> None:
         assert not any(simulation.run_step(simulation.some_requests()))
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 2**32), top_k=st.integers(1, 6))
 def test_a_buffer_of_top_k_slots_can_be_replaced_whole(seed: int, top_k: int) -> None:
     simulation = Simulation(Shape(top_k, 0, 4, 3, 1, start=30, seeded=True), seed)

@@ -48,6 +48,7 @@ def question_size(tokenizer: Tokenizer, question: Question) -> int:
     return next(size for size in sizes if tokenizer.decode(question.prompt[-size:]).lstrip().startswith(begin))
 
 
+@pytest.mark.long
 def test_questions_are_answered_by_their_own_prompt(tokenizer: Tokenizer) -> None:
     """The prompt ends with tokens that it has further up, and what follows there is the expected answer."""
     questions = make_questions(MODEL, 12, 32, seed=3)

@@ -44,7 +44,11 @@ from vllm_hisparse.kv_manager.rows.request_table import RequestTable
 from vllm_hisparse.layout import KVLayout
 
 
-@pytest.fixture(params=[Quest, Oracle, StreamingLLM])
+def marked_long(*params: type) -> list[Any]:
+    return [pytest.param(param, marks=pytest.mark.long) for param in params]
+
+
+@pytest.fixture(params=[Quest, *marked_long(Oracle, StreamingLLM)])
 def algorithm(request: pytest.FixtureRequest) -> type[SparseAlgorithm]:
     return request.param
 
@@ -54,7 +58,7 @@ def skip_units_that_xqa_does_not_read(layer_class: type, algorithm: type[SparseA
         pytest.skip("XQA reads pages, not single tokens")
 
 
-@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer, FlashInferLayer])
+@pytest.fixture(params=[CpuLayer, FlashAttnLayer, *marked_long(TritonLayer, FlashInferLayer)])
 def layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
     skip_units_that_xqa_does_not_read(request.param, algorithm)
     layer = request.param(algorithm)
@@ -91,6 +95,7 @@ def test_prefill_in_chunks_beside_decodes(layer: LayerUnderTest) -> None:
     assert hits > misses > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer_class", [Fp8FlashAttnLayer, Fp8TritonLayer])
 @pytest.mark.parametrize("algorithm_class", [Quest, Oracle])
 @pytest.mark.parametrize("max_query_len", [1, 4])
@@ -402,6 +407,7 @@ def test_prefill_after_a_step_of_one_token(layer: LayerUnderTest, chunks: tuple[
             assert_latest_are_hot(layer, request)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])
 @pytest.mark.parametrize("layer_class", [CpuLayer, FlashAttnLayer, TritonLayer])
 def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type, algorithm_class: type) -> None:
@@ -427,7 +433,7 @@ def test_a_prompt_of_one_token_of_a_request_with_a_used_index(layer_class: type,
         torch.testing.assert_close(reused, fresh)
 
 
-@pytest.fixture(params=[CpuLayer, FlashAttnLayer, TritonLayer, FlashInferLayer])
+@pytest.fixture(params=[CpuLayer, FlashAttnLayer, *marked_long(TritonLayer, FlashInferLayer)])
 def drafting_layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorithm]) -> Iterator[LayerUnderTest]:
     skip_units_that_xqa_does_not_read(request.param, algorithm)
     layer = request.param(algorithm, max_query_len=4)

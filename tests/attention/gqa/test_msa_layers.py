@@ -297,12 +297,14 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+@pytest.mark.long
 def test_decode_with_the_indexers_kernels_for_it(msa_cuda: ModuleType, patch: pytest.MonkeyPatch) -> None:
     model, request = Model(msa_cuda, patch, decodes_index=True), Request(1, 0)
     model.start(request, 4 * MSA_BLOCK_SIZE - 1)
     model.step([(request, 1)])
 
 
+@pytest.mark.long
 def test_decode_after_transferred_kv(msa_cuda: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Requests of other lengths, one with fewer blocks than a selection has, decode past ends of units and blocks."""
     model = Model(msa_cuda, patch)
@@ -314,6 +316,7 @@ def test_decode_after_transferred_kv(msa_cuda: ModuleType, patch: pytest.MonkeyP
     assert model.buffer.counts.take()[1] > 0, "nothing was missed"
 
 
+@pytest.mark.long
 def test_chunks_of_a_prompt_beside_decodes(msa_cuda: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """A prompt after a hit in the prefix cache, whose chunks end inside units and blocks; then it decodes, too."""
     model = Model(msa_cuda, patch)
@@ -328,6 +331,7 @@ def test_chunks_of_a_prompt_beside_decodes(msa_cuda: ModuleType, patch: pytest.M
         model.step([(first, 1), (second, 1), (third, 1)])
 
 
+@pytest.mark.long
 def test_drafts_of_which_some_are_rejected(msa_cuda: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Steps of three tokens, and of fewer, across ends of units and blocks; a rejected token comes again as another."""
     model, first, second = Model(msa_cuda, patch, max_query_len=3), Request(1, 0), Request(61, 1)

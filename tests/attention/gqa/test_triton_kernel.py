@@ -21,6 +21,7 @@ def test_the_kernel_reads_no_further_than_there_is_memory() -> None:
     assert max(tile_size(128, 0, 2, is_prefill=prefill) for prefill in (False, True)) - 1 <= READ_AHEAD
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_rows", "num_heads", "head_size", "unit", "num_selected", "fp8"),
     [

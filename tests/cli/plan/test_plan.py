@@ -240,6 +240,7 @@ def test_the_fit_is_the_least_squares_one_where_that_is_positive() -> None:
     assert (found >= 0).all() and (gradient > -1e-8).all() and gradient @ found == pytest.approx(0, abs=1e-8)
 
 
+@pytest.mark.long
 def test_factors_come_from_the_committed_results() -> None:
     stored, rows = json.loads(CALIBRATION.read_text()), all_rows()
     for name, found in (("factors", fit(rows)), ("slow_hosts", fit_hosts(rows))):
@@ -314,6 +315,7 @@ def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
     assert set(UNPREDICTED) <= set(names)
 
 
+@pytest.mark.long
 def test_a_dense_row_is_predicted_by_all_others() -> None:
     rows = all_rows()
     left_out = [row for row in rows if row.file.endswith("128k.json") and row.row["requests"] == 8]
@@ -775,6 +777,7 @@ def test_more_requests_with_narrow_keys_fit(tmp_path: Path) -> None:
     assert narrow.measured_step().total_ms(factors) == pytest.approx(wide.measured_step().total_ms(factors), rel=0.03)
 
 
+@pytest.mark.long
 def test_narrow_keys_get_factors_of_their_own() -> None:
     """Rows of which a step takes what planted factors give; no other factor changes."""
     rows = [row for row in all_rows() if not row.has_narrow_keys]
@@ -790,6 +793,7 @@ def test_narrow_keys_get_factors_of_their_own() -> None:
     assert "narrow keys of drafts" not in fit(rows + without_drafts)["indexer"]
 
 
+@pytest.mark.long
 def test_a_limit_is_where_tokens_per_s_are_most(tmp_path: Path) -> None:
     """With 100 requests of 12K tokens and little locality, fewer than fit give the most tokens/s."""
     case = {"context": 12_000, "requests": 100, "overlap": 0.3}
@@ -811,6 +815,7 @@ def test_a_model_without_sizes_is_refused() -> None:
         ModelShape.from_config("tiny", config, "auto")
 
 
+@pytest.mark.long
 def test_draws_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = invoke("Llama-3.1-8B", "--gpu", "H100", "--chart", str(tmp_path / "plan.png"))

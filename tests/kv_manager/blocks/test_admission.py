@@ -63,6 +63,7 @@ def test_short_requests_join_long_ones_that_miss_nothing() -> None:
     assert len(engine.running) == 40
 
 
+@pytest.mark.long
 def test_those_that_wait_start_when_others_end() -> None:
     engine = SimulatedEngine(independent(0.3))
     engine.add(12_288, num_steps=300, count=150)
@@ -82,6 +83,7 @@ def keep_busy(engine: SimulatedEngine, tokens: int, num_steps: int) -> None:
         engine.step()
 
 
+@pytest.mark.long
 def test_the_best_number_is_found_from_above() -> None:
     """Selections lose their locality while as many run as have room."""
     engine = SimulatedEngine(independent(0.97))
@@ -94,6 +96,7 @@ def test_the_best_number_is_found_from_above() -> None:
     assert engine.rate(200) > 0.93 * best, "new requests miss more than those that have run for long"
 
 
+@pytest.mark.long
 def test_the_best_number_is_found_from_below() -> None:
     """Selections gain locality while few run."""
     engine = SimulatedEngine(independent(0.3))
@@ -104,6 +107,7 @@ def test_the_best_number_is_found_from_below() -> None:
     assert len(engine.running) > 85 and engine.rate(100) > 0.95 * engine.best_rate(12_288, 256)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.01, 0.05])
 def test_the_limit_does_not_swing(noise: float) -> None:
     engine = SimulatedEngine(independent(0.3), noise=noise, seed=5)
@@ -113,6 +117,7 @@ def test_the_limit_does_not_swing(noise: float) -> None:
     assert np.count_nonzero(np.diff(limits)) <= 12
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(6_000, 140_000),

@@ -170,6 +170,7 @@ PARENT = textwrap.dedent("""
 """)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["engine", "rank"])
 def test_finds_the_ranks_beside_it_and_what_they_have_taken(tmp_path: Path, place: str) -> None:
     script = tmp_path / "parent.py"

@@ -123,6 +123,7 @@ class Life:
         return selected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("query_len", [1, 3])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))

@@ -226,6 +226,7 @@ def test_the_least_recently_used_rows_make_room() -> None:
     assert sorted(hot(buffer, 0, 40)) == [-1, 0, 1, 4, 5, 6, 7]
 
 
+@pytest.mark.long
 @settings(max_examples=settings().max_examples // 2)  # of many steps each
 @given(seed=st.integers(0, 2**32))
 def test_random_requests_never_share_or_lose_state(seed: int) -> None:

@@ -72,6 +72,7 @@ def reports(requests: Requests, num_steps: int) -> list[Usage]:
     return found
 
 
+@pytest.mark.long
 def test_counts_are_those_since_the_last_report() -> None:
     requests = Requests({10: 10, 40: 20})
     found = reports(requests, 5 * STEPS_PER_REPORT)
@@ -80,6 +81,7 @@ def test_counts_are_those_since_the_last_report() -> None:
     assert sum(usage.misses for usage in found) == requests.buffer.counts.by_seq.sum(0)[1]
 
 
+@pytest.mark.long
 def test_ages_tell_what_a_small_buffer_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The curves of two large buffers beside the misses of a small one with the same selections."""
     monkeypatch.setattr(usage_sampler, "LAYERS_PER_REPORT", NUM_LAYERS)
