@@ -18,7 +18,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_hisparse.attention import attach
+from vllm_hisparse.attention import attach, backends
 from vllm_hisparse.attention.gqa.base import HotGQAAttention
 from vllm_hisparse.attention.mla.base import HotMLAAttention
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
@@ -224,14 +224,39 @@ def test_an_mla_backend_without_hot_buffers_is_refused(
 def test_mla_backends_of_newer_gpus_are_hot_or_refused(cuda_modules: dict[str, ModuleType]) -> None:
     """Also those of vLLM 0.33; the table of docs/models.md has all of them."""
     hot = cuda_modules["sm100"].HOT_BACKENDS.keys()
-    known = attach.REFUSED_MLA_BACKENDS.keys() | hot
+    known = backends.REFUSED_MLA_BACKENDS.keys() | hot
     ours = {name for name in AttentionBackendEnum.__members__ if "MLA_SPARSE" in name or name == "FLASHMLA_SPARSE"}
     elsewhere = {name for name in ours if name.startswith(("ROCM_", "XPU_")) or "_DSV4" in name}
     assert ours - elsewhere <= known, "say whether a new backend is hot, or why not"
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert all(f"| `{name}` |" in page for name in known)
     untried = {name for name in hot if re.search(rf"^\| `{name}` \|.*untried", page, re.MULTILINE)}
-    assert untried == hot & set(attach.UNTRIED_MLA_BACKENDS)
+    assert untried == hot & set(backends.UNTRIED_MLA_BACKENDS)
+
+
+def test_the_table_of_mla_backends_is_vllms(cuda_modules: dict[str, ModuleType]) -> None:
+    """Which GPUs they are for. A release of vLLM may lack some."""
+    assert cuda_modules["sm100"].HOT_BACKENDS.keys() == backends.MLA_BACKENDS.keys() & AttentionBackendEnum.__members__
+    for major in range(8, 13):
+        capability = DeviceCapability(major, 0)
+        of_gpu = {
+            name
+            for name in (*backends.MLA_BACKENDS, *backends.REFUSED_MLA_BACKENDS)
+            if name in AttentionBackendEnum.__members__
+            and AttentionBackendEnum[name].get_class().supports_compute_capability(capability)
+        }
+        served = set(backends.mla_backends(tuple(capability))) & AttentionBackendEnum.__members__.keys()
+        assert of_gpu == served | {name for name in [backends.REFUSED_MLA_MAJORS.get(major)] if name}
+        assert bool(backends.mla_refusal(tuple(capability))) == (not served)
+
+
+def test_the_backend_to_set_has_run_with_hot_buffers() -> None:
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        assert backends.mla_choice(capability) is None
+    for capability in ((10, 0), (10, 3)):
+        name, reason = backends.mla_choice(capability)
+        assert name not in backends.UNTRIED_MLA_BACKENDS
+        assert all(untried in reason for untried in backends.UNTRIED_MLA_BACKENDS)
 
 
 def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:

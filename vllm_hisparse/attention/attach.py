@@ -15,6 +15,12 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_hisparse.attention.backends import (
+    NARROW_KEYS_CAPABILITY,
+    REFUSED_MLA_BACKENDS,
+    untried_gpu,
+    untried_mla_backend,
+)
 from vllm_hisparse.attention.check_layers import (
     check_dense_layers,
     check_mla_layers,
@@ -35,24 +41,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
-TRIED_CAPABILITIES = ((9, 0),)
 # Backend of a dense model on CUDA -> its hot-buffer version. NOTE: names, because not every machine has FlashInfer.
 HOT_GQA_BACKENDS = {
     "FLASH_ATTN": "vllm_hisparse.attention.gqa.flash_attn_cuda.HotFlashAttnBackend",
     "TRITON_ATTN": "vllm_hisparse.attention.gqa.triton_cuda.HotTritonBackend",
     "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
 }
-# Backends of a DSA model whose hot-buffer version has run on no GPU: they are for SM100.
-UNTRIED_MLA_BACKENDS = ("FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4")
-# Backends of a DSA model that have no hot-buffer version: name -> reason, and what to do.
-REFUSED_MLA_BACKENDS = {
-    "FLASHINFER_MLA_SPARSE_SM120": (
-        "it has no version for hot buffers, and vLLM has no other one for this GPU",
-        "Use a GPU of compute capability 9.0 or 10.0.",
-    ),
-}
 DERIVED = {"forward_mqa", "get_impl_cls"}  # methods of versions for hot buffers that run the layer's own
-NARROW_KEYS_CAPABILITY = (9, 0)
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -85,24 +80,15 @@ def attach_hot_buffers(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
 def warn_of_untried_device() -> None:
     """Log a warning if hot buffers have never run on GPUs like this one."""
     capability = current_platform.get_device_capability()
-    if capability is None or tuple(capability) not in TRIED_CAPABILITIES:
-        logger.warning_once(
-            "HiSparse was never tried on this GPU (%s, compute capability %s); it was on Hopper (H100, H200). "
-            "Compare its answers with those of full KV before you rely on them.",
-            current_platform.get_device_name(),
-            "unknown" if capability is None else capability.as_version_str(),
-        )
+    name = current_platform.get_device_name()
+    if warning := untried_gpu(name, None if capability is None else tuple(capability)):
+        logger.warning_once("%s", warning)
 
 
 def warn_of_untried_backend(name: str) -> None:
     """Log a warning if a backend of a DSA model has never run with hot buffers on a GPU."""
-    if name in UNTRIED_MLA_BACKENDS:
-        logger.warning_once(
-            "HiSparse with --attention-backend %s has not run on a GPU of this kind: it was tested on the CPU, with a "
-            "stand-in for the kernel. Compare its answers with those of full KV before you rely on them, or set it to "
-            "FLASHMLA_SPARSE, which has run on Hopper.",
-            name,
-        )
+    if warning := untried_mla_backend(name):
+        logger.warning_once("%s", warning)
 
 
 def warn_of_untried_prompts(vllm_config: VllmConfig) -> None:

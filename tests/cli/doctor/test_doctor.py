@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -24,6 +25,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from vllm_hisparse.attention.backends import untried_gpu
 from vllm_hisparse.cli.doctor import checks, command, nixl_peer, rates
 from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
 from vllm_hisparse.cli.doctor.command import examine
@@ -125,6 +127,40 @@ def test_a_gpu_that_fails(report: Report, monkeypatch: pytest.MonkeyPatch, no_dr
     assert not check_gpu(report, no_driver)
     (finding,) = report.findings
     assert finding.status == Status.error and "uncorrectable ECC error" in finding.found and not report.gpu
+
+
+@pytest.mark.parametrize(
+    ("capability", "status", "advice"),
+    [
+        ((9, 0), "ok", "^$"),
+        (
+            (10, 0),
+            "warning",
+            "never tried.* For a DSA model, set --attention-backend FLASHMLA_SPARSE",
+        ),
+        ((12, 0), "warning", "never tried.* It refuses DSA models: FLASHINFER_MLA_SPARSE_SM120"),
+        ((8, 9), "warning", "never tried.* It refuses DSA models: vLLM has no backend"),
+        ((7, 5), "error", "compute capability 8.0 or newer"),
+    ],
+)
+def test_the_doctor_says_what_start_up_does_on_a_gpu(
+    report: Report,
+    monkeypatch: pytest.MonkeyPatch,
+    no_driver: Path,
+    capability: tuple[int, int],
+    status: str,
+    advice: str,
+) -> None:
+    major, minor = capability
+    properties = SimpleNamespace(name="Some GPU", major=major, minor=minor, total_memory=80 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check_gpu(report, no_driver)
+    finding = report.findings[0]
+    assert finding.status == status and re.search(advice, finding.advice), finding.advice
+    warning = untried_gpu("Some GPU", capability)
+    assert status == "error" or warning in finding.advice
 
 
 @pytest.mark.parametrize(

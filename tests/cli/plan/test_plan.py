@@ -32,6 +32,7 @@ from benchmarks.plan_calibration import (
     predict_all,
     read_rows,
 )
+from vllm_hisparse.attention.backends import untried_gpu
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
@@ -577,7 +578,7 @@ def test_the_table_says_what_the_json_says(words: tuple[str, ...]) -> None:
     ],
 )
 def test_back_ends_that_vllm_would_not_take_first(gpu: str, model: str, kv_dtype: str, backend: str | None) -> None:
-    """The printed commands start: vLLM's first choice on Blackwell has no hot buffers."""
+    """The printed commands start, over a backend that has run; the output says why, and what start-up warns of."""
     parallel = ("--tensor-parallel-size", "16") if model == "DeepSeek-V3.2" else ()
     found = planned(model, "--gpu", gpu, "--kv-cache-dtype", kv_dtype, *parallel)
     for side in ("one instance", "prefill", "decode"):
@@ -585,6 +586,13 @@ def test_back_ends_that_vllm_would_not_take_first(gpu: str, model: str, kv_dtype
         assert (words[words.index("--attention-backend") + 1] if "--attention-backend" in words else None) == backend
     assert found["helm_values"]["engine"].get("attentionBackend") == backend
     assert found["ray_options"]["engine_kwargs"].get("attention_backend") == backend
+    warning, words = found["gpu_warning"] or "", ("--gpu", gpu, "--kv-cache-dtype", kv_dtype, *parallel)
+    assert warning in " ".join(invoke(model, *words).output.split())
+    assert (f"The commands set --attention-backend {backend}." in warning) == (backend is not None)
+    of_gpu = untried_gpu(gpu, GPUS[gpu].capability)
+    assert bool(of_gpu) == (GPUS[gpu].capability != (9, 0)) and of_gpu in warning
+    untried = "vLLM may take FLASHINFER_MLA_SPARSE or FLASH_ATTN_MLA_SPARSE_FA4"
+    assert (untried in warning) == (backend == "FLASHMLA_SPARSE")
 
 
 def test_both_sides_of_a_pair_have_gpus_and_ports_of_their_own() -> None:

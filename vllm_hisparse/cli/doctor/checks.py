@@ -14,11 +14,11 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from vllm_hisparse.attention.backends import mla_choice, mla_refusal, untried_gpu
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.releases import SUPPORTED
 
 NIXL_RELEASES = SpecifierSet(">=1.5.0")
-TRIED_CAPABILITY = (9, 0)
 GIB = 2**30
 PROCESS_GIB = 8  # host memory of a rank's processes, without the host pool
 LEAST_DRIVERS = {12: 525, 13: 580}  # CUDA of torch -> major version of the driver
@@ -92,14 +92,24 @@ def check_gpu(report: Report, proc: Path = Path("/proc")) -> bool:
         "count": torch.cuda.device_count(),
     }
     found = f"{report.gpu['count']} x {properties.name}, {report.gpu['memory_gib']} GiB, SM {report.gpu['capability']}"
-    if capability == TRIED_CAPABILITY:
-        report.add("GPU", Status.ok, found)
-    elif capability >= (8, 0):
-        report.add("GPU", Status.warning, found, "The kernels are built for it, but no such GPU was ever tried.")
+    if capability >= (8, 0):
+        advice = _gpu_advice(properties.name, capability)
+        report.add("GPU", Status.warning if advice else Status.ok, found, advice)
     else:
         report.add("GPU", Status.error, found, "Use a GPU of compute capability 8.0 or newer; Hopper is tested.")
     check_driver(report, driver, torch.version.cuda or "")
     return _check_kernels(report)
+
+
+def _gpu_advice(name: str, capability: tuple[int, int]) -> str:
+    """Return what start-up warns of or refuses on a GPU, and which option helps; empty if nothing."""
+    warning = untried_gpu(name, capability)
+    found = [f"Start-up warns: {warning}"] if warning else []
+    if reason := mla_refusal(capability):
+        found.append(f"It refuses DSA models: {reason}.")
+    elif (choice := mla_choice(capability)) is not None:
+        found.append(f"For a DSA model, set --attention-backend {choice[0]}. {choice[1]}")
+    return " ".join(found)
 
 
 def in_one_line(error: Exception) -> str:

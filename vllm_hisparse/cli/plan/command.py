@@ -16,8 +16,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_hisparse.attention.backends import NARROW_KEYS_CAPABILITY, mla_refusal
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
-from vllm_hisparse.cli.plan.launch import commands, helm_values, ray_options, replicas_refusal
+from vllm_hisparse.cli.plan.launch import commands, gpu_warning, helm_values, ray_options, replicas_refusal
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
@@ -47,8 +48,7 @@ PARTS = {  # part of a step -> label, where its name does not say enough
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 KEY_DTYPES = ("auto", "fp8", "mxfp4")
 NARROW_KEY_DTYPES = ("auto", "fp4")
-NARROW_KEY_CAPABILITY = 90  # of the only GPUs with a kernel for keys in 4 bits
-FP8_CAPABILITY = 89  # from which on TRITON_ATTN stores KV in fp8
+FP8_CAPABILITY = 8, 9  # from which on TRITON_ATTN stores KV in fp8
 FP4_GPUS = ("B200", "B300", "GB200")
 
 
@@ -156,25 +156,25 @@ def plan_command(
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     model = CHECKPOINTS.get(shape.name, str(Path(model).parent) if Path(model).is_file() else model)
-    starts = commands(plan, model, kv_cache_dtype)
+    warning, starts = gpu_warning(plan, kv_cache_dtype), commands(plan, model, kv_cache_dtype)
     deployments: dict[str, Any] = {"helm_values": None, "ray_options": None}
     if not replicas_refusal(plan):
         deployments["helm_values"] = helm_values(plan, model, kv_cache_dtype)
         deployments["ray_options"] = ray_options(plan, model, kv_cache_dtype)
     if as_json:
-        typer.echo(json.dumps(plan.as_json() | {"commands": starts} | deployments, indent=2))
+        found = plan.as_json() | {"gpu_warning": warning or None, "commands": starts} | deployments
+        typer.echo(json.dumps(found, indent=2))
     else:
-        show(plan, starts, deployments)
+        show(plan, warning, starts, deployments)
     if chart is not None:
         draw(plan, chart)
 
 
 def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
     """Refuse what no attention back end of vLLM with hot buffers runs on a GPU."""
-    if shape.is_dsa and not shape.selects_blocks and gpu.capability < 90:
-        message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM selects positions on Hopper and Blackwell only"
-        raise typer.BadParameter(message, param_hint="MODEL")
-    if shape.selects_blocks and 100 <= gpu.capability < 110:
+    if shape.is_dsa and not shape.selects_blocks and (reason := mla_refusal(gpu.capability)):
+        raise typer.BadParameter(f"got {shape.name}, and {gpu.name} for --gpu: {reason}", param_hint="MODEL")
+    if shape.selects_blocks and gpu.capability[0] == 10:
         message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM runs it there with kernels without hot buffers"
         raise typer.BadParameter(message, param_hint="MODEL")
     if kv_cache_dtype == "fp8" and not shape.is_dsa and not shape.refusal and gpu.capability < FP8_CAPABILITY:
@@ -189,7 +189,7 @@ def _check_narrow_keys(shape: ModelShape, gpu: Gpu, indexer_kv_dtype: str) -> No
         f"{indexer_kv_dtype} for --indexer-kv-dtype: they contradict each other, give one": indexer_kv_dtype != "auto",
         f"{shape.name} has no indexer": not shape.is_dsa,
         f"{gpu.name} for --gpu: only H100, H200 and others of compute capability 9.0 have a kernel for them": (
-            gpu.capability != NARROW_KEY_CAPABILITY
+            gpu.capability != NARROW_KEYS_CAPABILITY
         ),
         f"{shape.name} has {shape.index_heads} indexer heads and keys of {shape.index_head_dim} elements, expected "
         f"{heads} heads and {NARROW_KEY_ELEMENTS} elements": (
@@ -316,7 +316,7 @@ def replayed_hit_rates(path: Path) -> HitRate:
     return hit_rate
 
 
-def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> None:
+def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str, Any]) -> None:
     """Print the plan."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, MIN_WIDTH)
@@ -329,7 +329,7 @@ def show(plan: Plan, starts: dict[str, str], deployments: dict[str, Any]) -> Non
     )
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
-    for note in filter(None, (fewer_requests(plan), plan.waits_for_host, plan.hosts)):
+    for note in filter(None, (fewer_requests(plan), plan.waits_for_host, plan.hosts, warning)):
         console.print(note)
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]")
     for title, command in starts.items():

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vllm_hisparse.attention.backends import Capability
+
 # Measured on an H200: GB/s of a large copy, and of scattered rows (benchmarks/results/h200/host_reads.json).
 H200_LINK, H200_ROWS = 55.4, 36.0
 SCATTERED_SHARE = H200_ROWS / H200_LINK
@@ -21,7 +23,7 @@ class Gpu:
         memory_tb_s: bandwidth of this memory in TB/s, by the datasheet.
         bf16_tflops: dense bf16 rate in TFLOP/s, by the datasheet.
         link_gb_s: rate of a large copy from pinned host memory, in GB/s.
-        capability: compute capability, the major and the minor number side by side.
+        capability: compute capability.
         rows_gb_s: rate of scattered rows from a large host pool, in GB/s. None: not measured.
         source: source of the numbers, in words.
     """
@@ -31,7 +33,7 @@ class Gpu:
     memory_tb_s: float
     bf16_tflops: float
     link_gb_s: float
-    capability: int
+    capability: Capability
     rows_gb_s: float | None = None
     source: str = "datasheet"
 
@@ -93,14 +95,14 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H200", 139.8, 4.8, 989, H200_LINK, 90, H200_ROWS, "measured link, datasheet for the rest"),
-        Gpu("H100", 79.6, 3.35, 989, 55.4, 90),
-        Gpu("H20", 95.6, 4.0, 148, 55.4, 90),
-        Gpu("GH200", 94.5, 4.0, 989, 420.0, 90),
-        Gpu("B200", 178.0, 7.7, 2250, 55.4, 100),
-        Gpu("B300", 268.0, 7.7, 2250, 110.0, 103),
-        Gpu("GB200", 184.0, 8.0, 2500, 420.0, 100),
-        Gpu("A100", 79.3, 2.04, 312, 25.0, 80),
-        Gpu("L40S", 44.5, 0.86, 362, 25.0, 89),
+        Gpu("H200", 139.8, 4.8, 989, H200_LINK, (9, 0), H200_ROWS, "measured link, datasheet for the rest"),
+        Gpu("H100", 79.6, 3.35, 989, 55.4, (9, 0)),
+        Gpu("H20", 95.6, 4.0, 148, 55.4, (9, 0)),
+        Gpu("GH200", 94.5, 4.0, 989, 420.0, (9, 0)),
+        Gpu("B200", 178.0, 7.7, 2250, 55.4, (10, 0)),
+        Gpu("B300", 268.0, 7.7, 2250, 110.0, (10, 3)),
+        Gpu("GB200", 184.0, 8.0, 2500, 420.0, (10, 0)),
+        Gpu("A100", 79.3, 2.04, 312, 25.0, (8, 0)),
+        Gpu("L40S", 44.5, 0.86, 362, 25.0, (8, 9)),
     )
 }

@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+from vllm_hisparse.attention.backends import mla_choice, untried_gpu
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
 
@@ -33,21 +34,31 @@ def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
     return {"kv_connector": "HiSparseHostConnector", "kv_role": role, "kv_connector_extra_config": options}
 
 
-def attention_backend(plan: Plan, kv_cache_dtype: str) -> str | None:
-    """Return the back end that the engines have to be told, or None if vLLM's first choice is right.
-
-    From Blackwell on, vLLM's first choice for a dense model is FlashInfer, and for a DSA model a back end that is
-    untried with hot buffers. Hot buffers of
-    a dense model were tried over it on Hopper alone, and not in fp8: FlashAttention 3, which is for Hopper, and Triton
-    read hot units in fp8.
-    """
-    if plan.model.refusal or plan.model.selects_blocks or 90 <= plan.gpu.capability < 100:
+def attention_backend(plan: Plan, kv_cache_dtype: str) -> tuple[str, str] | None:
+    """Return the backend that the engines have to be told, and why; None if vLLM's own choice is right."""
+    capability = plan.gpu.capability
+    if plan.model.refusal or plan.model.selects_blocks:
         return None
     if plan.model.is_dsa:
-        return "FLASHMLA_SPARSE"
-    if kv_cache_dtype == "fp8":
-        return "TRITON_ATTN"
-    return "FLASH_ATTN" if plan.gpu.capability >= 100 else None
+        return mla_choice(capability)
+    if kv_cache_dtype == "fp8" and capability[0] != 9:
+        return "TRITON_ATTN", "With KV in fp8, start-up refuses every other backend of this GPU."
+    if capability[0] == 10:
+        return "FLASH_ATTN", (
+            "vLLM's own choice is FLASHINFER, with which start-up refuses blocks of more than 64 tokens: layers with "
+            "full KV need larger ones."
+        )
+    return None
+
+
+def gpu_warning(plan: Plan, kv_cache_dtype: str) -> str:
+    """Return what start-up warns of on the GPU, and which backend the commands set because of it; empty if nothing."""
+    warning = "" if plan.model.refusal else untried_gpu(plan.gpu.name, plan.gpu.capability)
+    found = [f"Start-up warns: {warning}"] if warning else []
+    if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
+        name, reason = backend
+        found.append(f"The commands set --attention-backend {name}. {reason}")
+    return " ".join(found)
 
 
 def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
@@ -59,7 +70,7 @@ def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
     if kv_cache_dtype != "auto":
         flags += ["--kv-cache-dtype", kv_cache_dtype]
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
-        flags += ["--attention-backend", backend]
+        flags += ["--attention-backend", backend[0]]
     flags += model_flags(plan)
     if plan.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(plan.tensor_parallel)]
@@ -178,7 +189,7 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     engine: dict[str, Any] = {"kvCacheDtype": kv_cache_dtype, "maxModelLen": max_model_len(plan)}
     engine["extraArgs"] = model_flags(plan) + draft_flags(plan)
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
-        engine["attentionBackend"] = backend
+        engine["attentionBackend"] = backend[0]
     return {
         "model": {"id": model},
         "engine": engine,
@@ -192,7 +203,7 @@ def ray_options(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     engine_kwargs: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len(plan)}
     engine_kwargs |= model_options(plan)
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
-        engine_kwargs["attention_backend"] = backend
+        engine_kwargs["attention_backend"] = backend[0]
     if plan.drafts:
         engine_kwargs["speculative_config"] = _drafts(plan)
     decode_kwargs: dict[str, Any] = {"max_num_seqs": max_num_seqs(plan)}

@@ -1,0 +1,87 @@
+"""Attention backends of DSA models, and GPUs: which have run with hot buffers, and which are refused.
+
+Start-up, `plan` and `doctor` read these tables. The module imports nothing of vLLM, because `plan` needs no vLLM.
+"""
+
+from __future__ import annotations
+
+Capability = tuple[int, int]  # compute capability of a GPU: major and minor number
+
+TRIED_CAPABILITIES: tuple[Capability, ...] = ((9, 0),)
+NARROW_KEYS_CAPABILITY: Capability = (9, 0)
+# Backend of a DSA model that has a hot-buffer version -> major numbers of the compute capabilities it is for, as in
+# vLLM. The first one of a GPU that has run is advised where vLLM may take one that has not.
+MLA_BACKENDS = {
+    "FLASHMLA_SPARSE": (9, 10),
+    "FLASH_ATTN_MLA_SPARSE": (9,),
+    "FLASHINFER_MLA_SPARSE_SM90": (9,),
+    "FLASHINFER_MLA_SPARSE": (10,),
+    "FLASH_ATTN_MLA_SPARSE_FA4": (10,),
+}
+# Backends whose hot-buffer version has run on no GPU.
+UNTRIED_MLA_BACKENDS = ("FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4")
+# Backends of a DSA model that have no hot-buffer version: name -> reason, and what to do.
+REFUSED_MLA_BACKENDS = {
+    "FLASHINFER_MLA_SPARSE_SM120": (
+        "it has no version for hot buffers, and vLLM has no other one for this GPU",
+        "Use a GPU of compute capability 9.0 or 10.0.",
+    ),
+}
+REFUSED_MLA_MAJORS = {12: "FLASHINFER_MLA_SPARSE_SM120"}  # major number -> the only backend that vLLM has for it
+
+
+def untried_gpu(name: str, capability: Capability | None) -> str:
+    """Return the warning of a GPU on which hot buffers have never run; empty if they have.
+
+    Args:
+        name: name of the GPU.
+        capability: its compute capability; None if it is unknown.
+    """
+    if capability in TRIED_CAPABILITIES:
+        return ""
+    version = "unknown" if capability is None else ".".join(map(str, capability))
+    return (
+        f"HiSparse was never tried on this GPU ({name}, compute capability {version}); it was on Hopper (H100, H200). "
+        "Compare its answers with those of full KV before you rely on them."
+    )
+
+
+def untried_mla_backend(name: str) -> str:
+    """Return the warning of a backend of a DSA model whose hot-buffer version has run on no GPU; empty if it has."""
+    if name not in UNTRIED_MLA_BACKENDS:
+        return ""
+    return (
+        f"HiSparse with --attention-backend {name} has not run on a GPU of this kind: it was tested on the CPU, with a "
+        "stand-in for the kernel. Compare its answers with those of full KV before you rely on them, or set it to "
+        "FLASHMLA_SPARSE, which has run on Hopper."
+    )
+
+
+def mla_backends(capability: Capability) -> list[str]:
+    """Return the backends of a GPU over which a DSA model may have hot buffers; those that have run come first."""
+    names = [name for name, majors in MLA_BACKENDS.items() if capability[0] in majors]
+    return sorted(names, key=lambda name: name in UNTRIED_MLA_BACKENDS)
+
+
+def mla_refusal(capability: Capability) -> str:
+    """Return why no DSA model starts with hot buffers on a GPU; empty if one may start."""
+    if mla_backends(capability):
+        return ""
+    name = REFUSED_MLA_MAJORS.get(capability[0])
+    if name is None:
+        return "vLLM has no backend for DSA models on this GPU"
+    return f"{name}: {REFUSED_MLA_BACKENDS[name][0]}"
+
+
+def mla_choice(capability: Capability) -> tuple[str, str] | None:
+    """Return the backend to set for a DSA model, and why; None if vLLM's own choice has run with hot buffers, or no DSA
+    model starts on this GPU (`mla_refusal`).
+    """
+    names = mla_backends(capability)
+    untried = [name for name in names if name in UNTRIED_MLA_BACKENDS]
+    if not untried:
+        return None
+    return names[0], (
+        f"Hot buffers over it have run on Hopper. Without the option, vLLM may take {' or '.join(untried)}, over which "
+        "they have run on no GPU; start-up warns of that, too."
+    )
