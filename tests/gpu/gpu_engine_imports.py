@@ -13,4 +13,5 @@ MODULES = ("offline_engine", "vllm.entrypoints.llm", "vllm.v1.engine.core")
 for name in MODULES:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
+# NOTE: vLLM's `gc.unfreeze` stays, unlike on the CPU: an engine that ends lets its weights, KV and graphs be collected.
 gc.freeze()
