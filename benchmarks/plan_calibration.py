@@ -11,6 +11,8 @@ them. Writes the factors, the predictions beside the measurements, and a picture
 The plugin divided every step of 24 to 128 requests when the rows were measured; predictions divide only those that miss
 enough rows. Rows of 43 requests that are hot as a whole are therefore predicted too fast.
 
+Rows of keys in 4 bits that were measured with the former kernel are predicted with the present one's factors.
+
 Rows with `admission: auto` are predicted, but no factor is fitted to them, because their number of running requests may
 change while steps are timed.
 
@@ -43,6 +45,7 @@ from vllm_hisparse.cli.plan.models import PRESETS, ModelShape
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, NARROW, STOCK_PARTS, Step
 from vllm_hisparse.kv_manager.blocks.admission import TOLERANCE
 
+FORMER_KERNEL = "keys in 4 bits, former kernel"  # a slower one, which is gone: it is predicted, not fitted
 GROUPS = {  # of result files
     "full depth": (
         "h200/full_depth.json",
@@ -53,11 +56,8 @@ GROUPS = {  # of result files
         "h200/full_depth_0.33.0_profile.json",
         "h200/full_depth_whole_steps.json",
     ),
-    "keys in 4 bits": (
-        "h200/full_depth_keys.json",
-        "h200/full_depth_keys_first.json",
-        "h200/full_depth_keys_128k.json",
-    ),
+    "keys in 4 bits": ("h200/full_depth_keys.json",),
+    FORMER_KERNEL: ("h200/full_depth_keys_first.json", "h200/full_depth_keys_128k.json"),
     "admission": ("h200/full_depth_admission.json",),
     "shared indexers": ("h200/full_depth_shared.json",),
     "drafts": ("h200/mtp.json", "h200/mtp_keys.json"),
@@ -441,7 +441,8 @@ def fit(rows: Iterable[Measured]) -> Factors:
         off = max(np.abs(errors(predictions, what)).max() for what in ("tokens_per_s", "itl_ms"))
         candidates.append((off, copies, found))
     _, factors["copies"], factors["resolve"] = min(candidates, key=lambda candidate: candidate[0])
-    factors["indexer"] |= _fit_narrow_keys([row for row in rows if row.has_narrow_keys], factors)
+    narrow = [row for row in rows if row.has_narrow_keys and row.group != FORMER_KERNEL]
+    factors["indexer"] |= _fit_narrow_keys(narrow, factors)
     _fit_dense(dense, factors)
     factors["host"]["step"] = _fastest_host_ms()
     return factors

@@ -19,6 +19,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from benchmarks.plan_calibration import (
+    FORMER_KERNEL,
     GROUPS,
     UNPREDICTED,
     all_rows,
@@ -248,6 +249,13 @@ def test_factors_come_from_the_committed_results() -> None:
         assert {part: pytest.approx(costs, rel=1e-3, abs=1e-4) for part, costs in found.items()} == stored[name]
 
 
+def test_rows_of_the_former_kernel_are_predicted_and_not_fitted() -> None:
+    rows = all_rows()
+    present = [row for row in rows if row.group != FORMER_KERNEL or row.system == System.full]
+    assert len(rows) - len(present) == 8 and sum(row.has_narrow_keys for row in present) == 6
+    assert fit(present) == fit(rows)
+
+
 def test_predictions_are_held_to_the_measurements() -> None:
     rows, calibration = all_rows(), json.loads(CALIBRATION.read_text())
     predictions = predict_all(rows, calibration["factors"], calibration["slow_hosts"])
@@ -349,7 +357,7 @@ def test_more_misses_take_longer() -> None:
 
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_steps_are_divided_where_the_engine_divides_them(drafts: int) -> None:
-    """The misses decide, as in the scheduler."""
+    """The misses decide, as in the scheduler; models without an indexer in every layer run all steps as a whole."""
     shape, form, tokens = ModelShape.load("DeepSeek-V3.2", "fp8"), StepForm(2048 * 656), 1 + drafts
     for requests, missed in product((23, 24, 40, 128, 129), (0, 1, 10, 18, 20, 60, 61, 62, 100, 102, 2048)):
         step = Step(shape, GPUS["H200"], System.plugin, requests, 4096, 2048, drafts, missed)
@@ -360,6 +368,9 @@ def test_steps_are_divided_where_the_engine_divides_them(drafts: int) -> None:
     assert [step.decodes_in_microbatches for step in steps] == [False, True]
     whole, divided = (step.parts_ms() for step in steps)
     assert divided["resolve"] > whole["resolve"] and divided["copies"] < whole["copies"]
+    for name in ("GLM-5.2", "GLM-5.3", "HY-V4", "MiniMax-M3", "Llama-3.1-8B"):
+        shape = ModelShape.load(name)
+        assert not Step(shape, GPUS["H200"], System.plugin, 40, 4096, 2048, drafts, 2048).decodes_in_microbatches, name
 
 
 def test_a_plan_says_where_the_plugin_pays() -> None:

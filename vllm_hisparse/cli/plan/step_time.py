@@ -146,15 +146,21 @@ class Step:
 
     @property
     def decodes_in_microbatches(self) -> bool:
-        """True if the plugin decodes the step in microbatches, which copy rows while others compute."""
-        may_be_divided = 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
-        layer_bytes = self.requests * self.missed_rows * self.model.row_bytes
-        return self.model.is_dsa and may_be_divided and layer_bytes >= MIN_COPIED_BYTES
+        """True if the plugin decodes the step in microbatches, which copy rows while others compute.
+
+        Every layer must have an indexer, as in `attention.mla.microbatches_cuda`.
+        """
+        model = self.model
+        has_indexers = model.is_dsa and model.num_indexers == model.num_layers
+        may_be_divided = has_indexers and 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
+        layer_bytes = self.requests * self.missed_rows * model.row_bytes
+        return may_be_divided and layer_bytes >= MIN_COPIED_BYTES
 
     def exposed_copy_ms(self, stock_ms: float, factors: Mapping[str, float]) -> float:
         """Return the milliseconds of copies that the plugin's step waits for with a DSA model.
 
-        Layers that share an indexer have their rows copied ahead, and microbatches copy while others compute.
+        Microbatches copy while others compute. Layers that share an indexer have no microbatches; the rows of those
+        after the first are copied ahead.
 
         Args:
             stock_ms: milliseconds of the parts that every system has.
