@@ -355,6 +355,14 @@ def test_more_misses_take_longer() -> None:
     assert times == sorted(times) and times[-1] > times[0] + 20
 
 
+def test_layers_that_do_not_select_copy_nothing() -> None:
+    """Three of MiniMax-M3's 60 layers keep their KV on the device; each of the others has an indexer."""
+    shape = ModelShape.load("MiniMax-M3")
+    step = Step(shape, GPUS["H200"], System.plugin, 10, 32_768, 2048, missed_rows=100)
+    assert step.copied_bytes == 10 * 100 * 57 * shape.row_bytes
+    assert step.exposed_copy_ms(1e3, {"share of copies ahead": 0.0}) == pytest.approx(step.copy_ms)
+
+
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_steps_are_divided_where_the_engine_divides_them(drafts: int) -> None:
     """The misses decide, as in the scheduler; models without an indexer in every layer run all steps as a whole."""
@@ -406,13 +414,32 @@ def test_a_plan_says_where_steps_wait_for_the_host() -> None:
 
 def test_a_plan_says_that_fewer_requests_give_more_tokens() -> None:
     words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--overlap")
-    few, planned_speed = planned(*words, "0.6"), planned(*words, "0.9")
+    few, planned_speed = planned(*words, "0.65"), planned(*words, "0.9")
     number = few["more_tokens_per_s_with"]
-    at_number = planned(*words, "0.6", "--concurrency", str(number))["systems"]["vllm_hisparse"]
+    at_number = planned(*words, "0.65", "--concurrency", str(number))["systems"]["vllm_hisparse"]
     assert at_number["tokens_per_s"] > 1.02 * few["systems"]["vllm_hisparse"]["tokens_per_s"]
-    output = " ".join(invoke(*words, "0.6").output.split())
-    assert f"start it with --max-num-seqs {number}, or with the option admission: auto" in output
+    output = " ".join(invoke(*words, "0.65").output.split())
+    wanted = few["systems"]["vllm_hisparse"]["running"]
+    words = f"start it with --max-num-seqs {number} instead of {wanted}, or with the option admission: auto"
+    assert words in output and f"If {number} run at once and the others wait" in output
     assert planned_speed["more_tokens_per_s_with"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "pays"),
+    [
+        (("Llama-3.1-8B", "--gpu", "B200", "--kv-cache-dtype", "fp8"), True),
+        (("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--overlap", "0.2"), False),
+    ],
+)
+def test_the_verdict_and_the_advice_agree(words: tuple[str, ...], pays: bool) -> None:
+    """Fewer requests at once are advised only if the plugin pays with them, and then the verdict says so."""
+    found, output = planned(*words), " ".join(invoke(*words).output.split())
+    assert found["crossover"] is None and found["more_tokens_per_s_with"]
+    for text in ("It pays only if fewer requests run at once", "start it with --max-num-seqs"):
+        assert (text in output) == pays
+    for text in ("It does not pay", "Use stock vLLM for this load"):
+        assert (text in output) == (not pays)
 
 
 def test_a_plan_says_where_native_was_not_measured() -> None:

@@ -18,10 +18,17 @@ from rich.table import Table
 
 from vllm_hisparse.attention.backends import NARROW_KEYS_CAPABILITY, mla_refusal
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
-from vllm_hisparse.cli.plan.launch import commands, gpu_warning, helm_values, ray_options, replicas_refusal
+from vllm_hisparse.cli.plan.launch import (
+    commands,
+    gpu_warning,
+    helm_values,
+    max_num_seqs,
+    ray_options,
+    replicas_refusal,
+)
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
-from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
+from vllm_hisparse.cli.plan.plan import WORTH_IT, HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
 from vllm_hisparse.layout import MSA_UNIT
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
@@ -393,17 +400,20 @@ def _requests(count: int) -> str:
 
 
 def fewer_requests(plan: Plan) -> str:
-    """Return a sentence that says with how many requests the plugin decodes more tokens; empty if with none fewer."""
-    point = plan.fewer_requests
-    if point is None:
+    """Return a sentence that says with how many requests at once the plugin decodes more tokens; empty if with none
+    fewer, or if it does not pay with them either.
+    """
+    point, full = plan.fewer_requests, plan.point(System.full, plan.concurrency).tokens_per_s
+    if point is None or point.tokens_per_s < WORTH_IT * full:
         return ""
-    per_rank, full = -(-point.running // plan.data_parallel), plan.point(System.full, plan.concurrency).tokens_per_s
+    per_rank = -(-point.running // plan.data_parallel)
     ratio = f", {point.tokens_per_s / full:.2f}x those of full KV" if full else ""
     selects_rows = plan.model.is_dsa and not plan.model.selects_blocks
     automatic = ", or with the option admission: auto, which finds it" if selects_rows and not plan.drafts else ""
     return (
-        f"With {_requests(point.running)} at once, vllm_hisparse gives {point.tokens_per_s:.0f} tokens/s{ratio}, "
-        f"because each has more hot rows: start it with --max-num-seqs {per_rank}{automatic}."
+        f"If {point.running} run at once and the others wait, vllm_hisparse gives {point.tokens_per_s:.0f} "
+        f"tokens/s{ratio}, because each has more hot rows: start it with --max-num-seqs {per_rank} instead of "
+        f"{max_num_seqs(plan)}{automatic}."
     )
 
 
@@ -430,8 +440,12 @@ def verdict(plan: Plan) -> str:
 def _comparison(plan: Plan, full: Point, plugin: Point, ratio: float) -> str:
     requests = _requests(plan.concurrency)
     if plan.crossover is None:
+        if fewer_requests(plan):
+            return f"It pays only if fewer requests run at once: with {requests}, {ratio:.2f}x the tokens/s of full KV."
+        best = plan.fewer_requests
+        others = f", and {best.tokens_per_s / full.tokens_per_s:.2f}x if {best.running} run at once" if best else ""
         return (
-            f"It does not pay: {ratio:.2f}x the tokens/s of full KV with {requests}. Stock vLLM is as good for this "
+            f"It does not pay: {ratio:.2f}x the tokens/s of full KV with {requests}{others}. Use stock vLLM for this "
             "load."
         )
     waiting = plan.concurrency - full.running

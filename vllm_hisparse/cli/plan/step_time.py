@@ -56,7 +56,7 @@ class Step:
     @property
     def hot_layers(self) -> int:
         """Layers whose rows are selected."""
-        return self.model.num_layers - self.full_kv_layers
+        return self.model.num_layers - self.model.num_full_kv_layers - self.full_kv_layers
 
     def costs(self) -> dict[str, dict[str, float]]:
         """Return the costs of each part by name: milliseconds at the datasheet's rates, or counts.
@@ -166,7 +166,7 @@ class Step:
             stock_ms: milliseconds of the parts that every system has.
             factors: factors of the part `copies`.
         """
-        own = self.model.num_indexers / self.model.num_layers
+        own = self.model.num_indexers / self.hot_layers
         waited = self.copy_ms * (own + factors["share of copies ahead"] * (1 - own))
         if not self.decodes_in_microbatches:
             return waited
