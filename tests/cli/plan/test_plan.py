@@ -641,6 +641,14 @@ def test_both_sides_of_a_pair_have_gpus_and_ports_of_their_own() -> None:
     assert abs(ports[0] - ports[1]) >= 8
     large = planned("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8")["commands"]
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST=$PREFILL_HOST" in large["prefill"] and "$DECODE_HOST:8200" in large["router"]
+    for words, has_two_hosts in ((("Llama-3.1-8B",), False), (("GLM-5", "--tensor-parallel-size", "8"), True)):
+        assert ("set PREFILL_HOST and DECODE_HOST first" in invoke(*words).output) == has_two_hosts
+
+
+@pytest.mark.parametrize(("drafts", "counted"), [(1, "1 draft per step"), (2, "2 drafts per step")])
+def test_the_output_says_how_many_drafts_a_step_has(drafts: int, counted: str) -> None:
+    output = invoke("GLM-5", "--tensor-parallel-size", "8", "--drafts", str(drafts)).output
+    assert f"{counted}, accepted with a probability of 80% each." in output
 
 
 def test_rates_of_a_doctor(tmp_path: Path) -> None:

@@ -83,15 +83,23 @@ def plan_command(
     ] = None,
     output_tokens: Annotated[str, typer.Option(help="Answer tokens, in the same way.")] = "1024",
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: all that fit.")] = None,
-    request_rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second, instead.")] = None,
-    hit_rate: Annotated[float | None, typer.Option(min=0, max=1, help="Share of selected rows that are hot.")] = None,
-    overlap: Annotated[float | None, typer.Option(min=0, max=1, help="Share kept from step to step.")] = None,
-    trace: Annotated[Path | None, typer.Option(exists=True, help="Trace of selections (trace record).")] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests that arrive per second, instead of --concurrency.")
+    ] = None,
+    hit_rate: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of selected rows that are in the hot buffer already.")
+    ] = None,
+    overlap: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of a selection that is selected again in the next step.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, help="Trace of selections, from `vllm-hisparse trace record`.")
+    ] = None,
     drafts: Annotated[int, typer.Option(min=0, max=7, help="Drafts of a step (MTP).")] = 0,
     acceptance: Annotated[
         float | None, typer.Option(min=0, max=1, help="Probability that a draft is accepted. Default: 0.8.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Of a dense model. Default: 2048.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Tokens that a dense model selects. Default: 2048.")] = None,
     device_buffer_size: Annotated[int | None, typer.Option(min=1, help="Hot rows per request and layer.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As in vLLM, per rank.")] = 1024,
     chart: Annotated[Path | None, typer.Option(help="Picture of tokens/s and latency over concurrency.")] = None,
@@ -327,7 +335,10 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
     """Print the plan."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, MIN_WIDTH)
-    drafts = f" {plan.drafts} drafts per step, each accepted with {plan.acceptance:.0%}." if plan.drafts else ""
+    drafts = ""
+    if plan.drafts:
+        counted = "1 draft" if plan.drafts == 1 else f"{plan.drafts} drafts"
+        drafts = f" {counted} per step, accepted with a probability of {plan.acceptance:.0%} each."
     ranks, load = f"{plan.tensor_parallel * plan.data_parallel} x {plan.gpu.name}", plan.load
     console.print(
         f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights and {plan.kv_gib:.1f} GiB for "
@@ -340,7 +351,8 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
         console.print(note)
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]")
     for title, command in starts.items():
-        console.print(f"\n[bold]{TITLES[title]}[/]")
+        hosts = " (set PREFILL_HOST and DECODE_HOST first)" if title == "prefill" and "$PREFILL_HOST" in command else ""
+        console.print(f"\n[bold]{TITLES[title]}[/]{hosts}")
         console.print(command, markup=False)
     for title, options in deployments.items():
         console.print(f"\n[bold]{TITLES[title]}[/]")

@@ -324,7 +324,10 @@ class Plan:
         if self.tensor_parallel * self.data_parallel > MEASURED_GPUS:
             found += f" Nobody measured more than {MEASURED_GPUS} GPUs: communication is extrapolated."
         if self.model.num_experts > MEASURED_EXPERTS:
-            found += f" Nobody measured layers of more than {MEASURED_EXPERTS} experts, or unlike choices of tokens."
+            found += (
+                f" Nobody measured layers of more than {MEASURED_EXPERTS} experts, or experts that are chosen "
+                "unequally often."
+            )
         return found
 
     @property
