@@ -58,13 +58,15 @@ Fault = StrEnum("Fault", ["kill", "drain"])
 app = typer.Typer(add_completion=False)
 
 
-def decode_connector(system: System, sizes: Sizes) -> dict[str, Any]:
-    """Return the `--kv-transfer-config` of a decode engine."""
+def decode_connector(system: System, sizes: Sizes, import_buffer_gib: float = 0.0) -> dict[str, Any]:
+    """Return the `--kv-transfer-config` of a decode engine; the plugin's has an import buffer of this size."""
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
     if system == System.full:
         return nixl
     if system == System.ours:
         options = {"host_pool_gib": sizes.host_pool_gib, "device_buffer_size": sizes.device_buffer_size}
+        if import_buffer_gib:
+            options["import_buffer_gib"] = import_buffer_gib
         return hisparse_connector(**options, admission="off")
     native = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both"}
     native["kv_connector_extra_config"] = {"host_pool_gib": sizes.host_pool_gib}
@@ -91,9 +93,19 @@ class Pair:
         sizes: sizes of model and memory.
         log_dir: directory of the logs.
         prefill_url: base URL of the prefill engine.
+        import_buffer_gib: device memory for imports of the plugin.
     """
 
-    def __init__(self, group: ProcessGroup, system: System, model: Path, sizes: Sizes, log_dir: Path, prefill_url: str):
+    def __init__(
+        self,
+        group: ProcessGroup,
+        system: System,
+        model: Path,
+        sizes: Sizes,
+        log_dir: Path,
+        prefill_url: str,
+        import_buffer_gib: float,
+    ):
         self.system, self._group, self._sizes = system, group, sizes
         args = ["--no-enable-prefix-caching", "--shutdown-timeout", str(DRAIN_S)]
         if sizes.device == Device.gpu:
@@ -101,7 +113,7 @@ class Pair:
         if system == System.vllm_native:
             buffers = {"hisparse_config": {"device_buffer_size": sizes.device_buffer_size}}
             args += ["--attention-config", json.dumps(buffers)]
-        connector = decode_connector(system, sizes)
+        connector = decode_connector(system, sizes, import_buffer_gib)
         self.engine, self.url = server(f"decode-{system}", model, sizes, log_dir, 1, connector, args)
         self._router, self.router_url = make_router(f"router-{system}", log_dir, prefill_url, self.url)
         group.start(self.engine)
@@ -289,6 +301,10 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="host memory for KV of a decode engine")] = 12.0,
     prefill_kv_gib: Annotated[float, typer.Option(help="device memory for KV of the prefill engine")] = 10.0,
     device_buffer_size: Annotated[int, typer.Option(help="hot rows per request and layer")] = 4096,
+    import_buffer_gib: Annotated[float, typer.Option(help="device memory for imports of the plugin")] = 0.0,
+    prefill_layout: Annotated[
+        str | None, typer.Option(help="VLLM_KV_CACHE_LAYOUT of the prefill engine, such as BLHNC")
+    ] = None,
     overlap: Annotated[float, typer.Option(help="probability that a position stays selected")] = 0.87,
     max_s: Annotated[float, typer.Option(help="seconds after which no further case starts")] = 480.0,
     logs: Annotated[Path | None, typer.Option(help="directory that gets all logs")] = None,
@@ -317,8 +333,10 @@ def run(
         if device == Device.gpu:
             args += [*kv_bytes(prefill_kv_gib), "--max-num-batched-tokens", "8192"]
         prefill, prefill_url = server("prefill", model, sizes, log_dir, 0, PREFILL_CONNECTOR, args, False)
+        if prefill_layout is not None:
+            prefill.env["VLLM_KV_CACHE_LAYOUT"] = prefill_layout
         group.start(prefill)
-        pairs = [Pair(group, name, model, sizes, log_dir, prefill_url) for name in system]
+        pairs = [Pair(group, name, model, sizes, log_dir, prefill_url, import_buffer_gib) for name in system]
         wait_healthy(prefill, START_TIMEOUT_S)
         typer.echo(f"prefill is ready after {time.monotonic() - start:.0f} s", err=True)
         for pair in pairs:
@@ -332,6 +350,8 @@ def run(
                 case["requests"] = max(round(rounds * clients), 1)
                 row = {"system": str(pair.system), "context": context, "output": output_tokens}
                 row |= {"concurrency": clients, "requests": case["requests"], "fault": fault and str(fault)}
+                buffer_gib = import_buffer_gib if pair.system == System.ours else None
+                row |= {"import_buffer_gib": buffer_gib, "prefill_layout": prefill_layout}
                 found = measured(
                     f"{pair.system}, {clients} clients",
                     lambda pair=pair, case=case: measure(pair, model, log_dir, prefill_url, case, fault),

@@ -241,6 +241,23 @@ def test_refuses_prefill_ranks_that_do_not_map(tp_size: int, prefill: int) -> No
     check_parts(message, "prefill_tp_size", str(prefill), f"divisor of --tensor-parallel-size {tp_size}", "Start the")
 
 
+@pytest.mark.parametrize(("gib", "expected"), [(None, 0), (0, 0), (0.5, 1 << 29), (2, 2 << 30)])
+def test_import_buffer(gib: float | None, expected: int) -> None:
+    options = GIB if gib is None else {**GIB, "import_buffer_gib": gib}
+    config = HiSparseConfig.from_vllm_config(engine(options, kv_transfer_config__kv_role="kv_consumer"))
+    assert config.import_buffer_bytes == expected
+
+
+def test_refuses_an_import_buffer_of_negative_size() -> None:
+    message = refusal({**GIB, "import_buffer_gib": -0.5})
+    check_parts(message, "import_buffer_gib", "-0.5", "greater than or equal to 0", "Correct the value")
+
+
+def test_refuses_an_import_buffer_where_nothing_is_imported() -> None:
+    message = refusal({**GIB, "import_buffer_gib": 0.5}, kv_transfer_config__kv_role="kv_both")
+    check_parts(message, "import_buffer_gib", "0.5", "0 with kv_role kv_both", "kv_consumer on a decode instance")
+
+
 def test_refuses_ranks_with_a_scheduler_each() -> None:
     launcher = {"parallel_config__distributed_executor_backend": "external_launcher"}
     message = refusal(**launcher, parallel_config__tensor_parallel_size=2)

@@ -126,6 +126,9 @@ class HiSparseConfig(BaseModel):
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
     prefill_tp_size: int | None = Field(default=None, gt=0)
     """Tensor parallel size of the prefill instances. Default: this instance's."""
+    import_buffer_gib: float = Field(default=0.0, ge=0)
+    """Device memory in GiB of each rank, through which main KV of prompts comes from prefill instances into the host
+    pool, for hosts without RDMA. 0: it comes directly."""
     tiers: list[Tier] = Field(default_factory=list)
     """Where prefixes go that the host pool has no room for, in the order in which they are looked up."""
     tier_buffer_gib: float | None = Field(default=None, gt=0)
@@ -180,6 +183,7 @@ class HiSparseConfig(BaseModel):
         if config.has_narrow_keys:
             _check_narrow_keys(config, vllm_config)
         config._check_indexer_kv_dtype(vllm_config)
+        _check_import_buffer(config, vllm_config)
         if config.tiers:
             _check_prefix_cache(vllm_config)
             _check_own_address(config)
@@ -251,6 +255,11 @@ class HiSparseConfig(BaseModel):
             return int(self.host_pool_gib * 2**30) // (host_block_bytes * num_pools)
         assert self.host_to_device_ratio is not None
         return int(self.host_to_device_ratio * device_kv_bytes) // host_block_bytes
+
+    @property
+    def import_buffer_bytes(self) -> int:
+        """Bytes of device memory for imports."""
+        return int(self.import_buffer_gib * 2**30)
 
     def tier_buffer_bytes(self, pool_bytes: float) -> int:
         """Bytes of host memory, in addition to the host pools, through which blocks pass to and from the tiers.
@@ -677,6 +686,18 @@ def _check_trace(config: HiSparseConfig, device: str) -> None:
             f"none with algorithm '{config.algorithm}' on {device}: selections are recorded of DSA models on the CPU "
             "platform",
             "Remove it, or serve the model with vLLM's CPU build.",
+        )
+
+
+def _check_import_buffer(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
+    """Refuse a buffer for imports where nothing is imported."""
+    role = vllm_config.kv_transfer_config.kv_role
+    if config.import_buffer_gib and role != "kv_consumer":
+        raise HiSparseConfigError(
+            "import_buffer_gib",
+            config.import_buffer_gib,
+            f"0 with kv_role {role}: one instance imports nothing",
+            "Remove it, or set kv_role to kv_consumer on a decode instance.",
         )
 
 

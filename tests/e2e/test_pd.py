@@ -26,6 +26,7 @@ NUM_HOST_BLOCKS = 66  # of the decode server: few enough for four requests to ou
 NUM_DEVICE_BLOCKS = 1000  # of a decode server: enough for a prompt of 1,500 tokens as a whole, or for several at least
 MAX_NUM_SEQS = {"prefill": "4", "decode": "8", "recompute": "1"}
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "log_request_stats": True}
+BUFFERED = {**OPTIONS, "import_buffer_gib": 6 * BLOCK * ROW_BYTES / 2**30}  # two parts of three blocks
 SMALL_POOL = {**OPTIONS, "host_pool_gib": NUM_HOST_BLOCKS * BLOCK * (ROW_BYTES + 132) / 2**30}
 TOLERANCE = 1e-4
 # Several prompts are computed before the first one is fetched: whatever is fetched after its lease may be another's.
@@ -51,13 +52,16 @@ def assert_same(reply: dict, expected: dict) -> None:
 
 
 class Cluster:
-    """A prefill server and two decode servers, one for each of vLLM's policies for failed loads."""
+    """A prefill server and two decode servers, one for each of vLLM's policies for failed loads.
+
+    Main KV comes into the second one through an import buffer, on the CPU a piece of host memory.
+    """
 
     def __init__(self, group: ProcessGroup, log_dir: Path):
         self.group, self.log_dir = group, log_dir
         self.prefill = self.start("prefill", PREFILL, 0)
         self.decode = self.start("decode", hisparse_connector(**SMALL_POOL), 1)
-        recompute = {**hisparse_connector(**OPTIONS), "kv_load_failure_policy": "recompute"}
+        recompute = {**hisparse_connector(**BUFFERED), "kv_load_failure_policy": "recompute"}
         self.recompute = self.start("recompute", recompute, 1)
         wait_started(group)
 

@@ -53,6 +53,7 @@ class Case:
         lengths: of the prompts.
         num_ranks: tensor parallel ranks of each side, the first on the first device.
         block_size: tokens of a block.
+        prefill_layout: VLLM_KV_CACHE_LAYOUT of the prefill side; None: vLLM's choice.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Case:
     lengths: tuple[int, ...]
     num_ranks: int = 1
     block_size: int = 64
+    prefill_layout: str | None = None
 
     @property
     def has_narrow_keys(self) -> bool:
@@ -81,10 +83,14 @@ DENSE_ARGS = ("--attention-backend", "FLASH_ATTN", "--block-size", "64")
 DENSE_OPTIONS = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
 DENSE_TOKEN = 2 * 4 * 2 * 32 * 2  # layers without dense ones, KV heads, key and value, elements, bf16
 DENSE_LENGTHS = (1, 15, 16, 65, 1000, 8000, 16000)
+BUFFER = {"import_buffer_gib": 1 / 32}
 CASES = {
     "auto": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS),
     "fp8": Case("dsv32", DSA_SIZES, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "fp8_mtp": Case("dsv32", {**DSA_SIZES, "draft_layers": 1}, MTP_ARGS, MTP_OPTIONS, 656 * NUM_LAYERS, DSA_LENGTHS),
+    # A prompt of 32,000 tokens is larger than the buffer. Blocks are read layer by layer, or all layers together.
+    "buffer": Case("dsv32", DSA_SIZES, FP8_ARGS, BUFFER, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "buffer_blocks": Case("dsv32", DSA_SIZES, FP8_ARGS, BUFFER, 656 * NUM_LAYERS, DSA_LENGTHS, prefill_layout="BLHNC"),
     "narrow_keys": Case(
         "dsv32", DSA_SIZES, FP8_ARGS, {"indexer_key_dtype": "fp4"}, (656 + 132) * NUM_LAYERS, NARROW_LENGTHS
     ),
@@ -126,6 +132,8 @@ class Pair:
         command += ["--host", LOOPBACK, "--port", str(port), "--kv-transfer-config", json.dumps(connector), *self.args]
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
         env |= {name: value for name, value in ENVIRONMENT.items() if name not in OFFLINE_ONLY}
+        if name == "prefill" and self.case.prefill_layout:
+            env["VLLM_KV_CACHE_LAYOUT"] = self.case.prefill_layout
         log = directory / f"{self.name}_{name}.log"
         url = f"http://{LOOPBACK}:{port}"
         process = EngineProcess(name, [*command, *args], log, env=env, health_url=f"{url}/health")
@@ -200,6 +208,9 @@ def test_imported_prompts_give_the_same_tokens(pair: Pair, tmp_path: Path) -> No
         stock.append(completion(pair.prefill.complete(prompt, NUM_NEW)))
         received = pair.decode.metric("hisparse_transfer_bytes_to_host") - before
         assert received == -(-length // pair.case.block_size) * pair.case.block_size * pair.case.token_bytes
+    through_buffer = pair.decode.metric("hisparse_transfer_bytes_through_buffer")
+    has_buffer = "import_buffer_gib" in pair.case.options
+    assert through_buffer == (pair.decode.metric("hisparse_transfer_bytes_to_host") if has_buffer else 0)
     if narrow:
         assert pair.decode.metric("hisparse_transfer_bytes_to_device") == 0
     expected = narrow.phases()[0]["completions"] if narrow else stock

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from vllm_hisparse.connector.import_buffer import ImportBuffer, Source
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        NixlAgentMetadata,
+        NixlConnectorMetadata,
+        ReqMeta,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
 RELEASES = ">=0.32"
 VLLM = (
@@ -19,6 +31,7 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._heartbeat_req_engine",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler.NixlBaseConnectorScheduler._reqs_need_recv",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker.NixlPullConnectorWorker._read_blocks_for_req",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker.NixlPullConnectorWorker._read_blocks",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.use_mla",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.device_id",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_wrapper",
@@ -29,6 +42,23 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._engine_clock_offset",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recving_transfers",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recv_failures",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pop_done_transfers",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._try_release_xfer_handle",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._skip_dram_xfer",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._apply_prefix_caching",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._block_ids_by_region",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._physical_blocks_per_logical_kv_block",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._registered_descs",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.kv_caches_base_addr",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.block_len_per_layer",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.block_stride_per_layer",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.region_group_ids",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_group_ids",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_mem_types",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_num_blocks",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_backends",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_memory_type",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.transfer_topo",
 )
 
 
@@ -62,14 +92,36 @@ def pending_pulls(connector: NixlPullConnector) -> dict[str, object]:
     }
 
 
+@dataclass(frozen=True)
+class _RemoteMemory:
+    """Memory of a rank of a prefill instance, of which vLLM keeps only the addresses.
+
+    Attributes:
+        block_strides: bytes from a block to the next one in each region.
+        device_id: its device.
+        kind: NIXL's kind of memory.
+    """
+
+    block_strides: list[int]
+    device_id: int
+    kind: str
+
+
 class PullHooks:
-    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside."""
+    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
+
+    With an import buffer (`read_through`), main KV is read through it. vLLM reads the other KV when main KV is in the
+    host pool, and tells the prefill instance after that to free the blocks.
+    """
+
+    _imports: ImportBuffer | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._install_hooks()
 
     def _install_hooks(self) -> None:
+        self._remote_memory: dict[Source, _RemoteMemory] = {}
         self._unreached: set[str] = set()  # agents to which the latest message could not be sent
         send = self.nixl_wrapper.send_notif
 
@@ -117,6 +169,183 @@ class PullHooks:
         except Exception as error:  # NOTE: vLLM computes with what the peer says, outside any `try`
             self._log_failure(failure_type="pull_failed", req_id=req_id, error=error, meta=meta)
             self._handle_failed_transfer(req_id, None, self._recv_failures)
+
+    @property
+    def reads_main_kv(self) -> bool:
+        """True if this rank reads main KV; False if rank 0 reads it into the host pool that they share."""
+        return self.needs_blocks() and not self._skip_dram_xfer
+
+    @property
+    def main_page_bytes(self) -> int:
+        """Bytes of a block of main KV in one region; known when memory has been registered."""
+        (page_bytes,) = {self.block_len_per_layer[region] for region in self._main_regions()}
+        return page_bytes
+
+    def read_through(self, imports: ImportBuffer) -> None:
+        """Read main KV through a buffer from now on; called once, after memory has been registered.
+
+        Args:
+            imports: the buffer, with its reads from this object; its pages are of `main_page_bytes`.
+        """
+        memory = imports.memory
+        self._buffer_kind = "DRAM" if memory.device.type == "cpu" else self.nixl_memory_type
+        self._buffer_device = max(memory.get_device(), 0)
+        place = (memory.data_ptr(), memory.nbytes, self._buffer_device, "")
+        descriptors = self.nixl_wrapper.get_reg_descs([place], self._buffer_kind)
+        self.nixl_wrapper.register_memory(descriptors, backends=self.nixl_backends)
+        self._registered_descs.append(descriptors)
+        addresses = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
+        self._imports, self._host_address = imports, min(addresses[region] for region in self._main_regions())
+
+    def _main_regions(self) -> list[int]:
+        """Return the numbers of the regions with main KV."""
+        groups = self.kv_cache_config.transfer_groups
+        return [i for i, group in enumerate(self.region_group_ids) if group >= 0 and groups[group].host_resident]
+
+    def add_remote_agent(
+        self, nixl_agent_meta: NixlAgentMetadata, remote_tp_rank: int = 0, *args: Any, **kwargs: Any
+    ) -> str:
+        name = super().add_remote_agent(nixl_agent_meta, remote_tp_rank, *args, **kwargs)
+        if self._imports is None:
+            return name
+        engine_id, addresses = nixl_agent_meta.engine_id, nixl_agent_meta.kv_caches_base_addr
+        # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
+        if self.kv_caches_base_addr[engine_id].get(remote_tp_rank) is addresses:
+            kind, strides = self.dst_region_mem_types[engine_id][0], nixl_agent_meta.block_strides
+            known = [key for key in self._remote_memory if key.engine_id in self.kv_caches_base_addr]
+            memory = {key: self._remote_memory[key] for key in known}  # without instances that vLLM has forgotten
+            memory[Source(engine_id, remote_tp_rank)] = _RemoteMemory(strides, nixl_agent_meta.device_id, kind)
+            self._remote_memory = memory
+        return name
+
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        if self._imports is not None:
+            self._imports.advance()
+        super().start_load_kv(metadata)
+
+    def _read_blocks(self, read_spec: ReadSpec, dst_engine_id: str, request_id: str, *args: Any, **kwargs: Any) -> bool:
+        """Read a request's blocks from one rank; main KV through the buffer, if there is one."""
+        read_blocks = super()._read_blocks
+
+        def read_directly(spec: ReadSpec) -> bool:
+            return read_blocks(spec, dst_engine_id, request_id, *args, **kwargs)
+
+        if self._imports is None:
+            return read_directly(read_spec)
+        remote_info = self.transfer_topo.get_engine_info(dst_engine_id)
+        # NOTE: if a block of this side is several of the other side, vLLM reads pages of another size.
+        if self.transfer_topo.block_size_ratio(remote_info.remote_block_size) > 1:
+            return read_directly(read_spec)
+        local, remote = self._block_ids_of_regions(read_spec, dst_engine_id)
+        source = Source(dst_engine_id, read_spec.remote_rank)
+        addresses, rows = self._main_pages(source, local, remote)
+        for region in self._main_regions():
+            local[region], remote[region] = [], []
+        spec = replace(read_spec, local_block_ids=local, remote_block_ids=remote, block_ids_by_region=True)
+        if not len(addresses):
+            return read_directly(spec)
+        then = partial(self._read_rest, partial(read_directly, spec), request_id)
+        self._imports.add(request_id, source, addresses, rows, then)
+        return True
+
+    def _read_rest(self, read: Callable[[], bool], request_id: str) -> None:
+        """Read what does not come through the buffer. Without any, vLLM tells the prefill instance to free the blocks.
+
+        Args:
+            read: reads it.
+            request_id: the request.
+        """
+        try:
+            read()
+        except Exception as error:
+            self._log_failure(failure_type="pull_failed", req_id=request_id, error=error)
+            self._handle_failed_transfer(request_id, None, self._recv_failures)
+
+    def _block_ids_of_regions(self, read_spec: ReadSpec, engine_id: str) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the block ids to read into each region, and those to read from it, in the same order."""
+        if read_spec.block_ids_by_region:
+            return list(read_spec.local_block_ids), list(read_spec.remote_block_ids)
+        remote_info = self.transfer_topo.get_engine_info(engine_id)
+        local, remote = self._apply_prefix_caching(
+            decode_block_ids=read_spec.local_block_ids,
+            prefill_block_ids=read_spec.remote_block_ids,
+            decode_physical_per_logical=self._physical_blocks_per_logical_kv_block,
+            prefill_physical_per_logical=remote_info.remote_physical_blocks_per_logical,
+        )
+        remote_groups = self.dst_region_group_ids[engine_id]
+        return (
+            self._block_ids_by_region(local, self.region_group_ids),
+            self._block_ids_by_region(remote, remote_groups),
+        )
+
+    def _main_pages(
+        self, source: Source, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return [pages] int64 addresses of main KV at its source, and the [pages] int64 rows of the host pool."""
+        here, there = self.kv_caches_base_addr[self.engine_id][self.tp_rank], self.kv_caches_base_addr[source.engine_id]
+        strides = self._remote_memory[source].block_strides
+        addresses, rows = [], []
+        for region in self._main_regions():
+            remote_ids, local_ids = np.asarray(remote[region], np.int64), np.asarray(local[region], np.int64)
+            num_blocks = self.dst_region_num_blocks[source.engine_id][region]
+            if (remote_ids >= num_blocks).any():
+                raise ValueError(f"block {remote_ids.max()} of a prefill instance that has {num_blocks} blocks")
+            addresses.append(there[source.rank][region] + remote_ids * strides[region])
+            places = here[region] + local_ids * self.block_stride_per_layer[region] - self._host_address
+            rows.append(places // self.block_len_per_layer[region])
+        return np.concatenate(addresses), np.concatenate(rows)
+
+    def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
+        """Poll transfers. NOTE: a request of which vLLM knows no handle is done, unless its main KV is on its way."""
+        if self._imports is None:
+            return super()._pop_done_transfers(transfers)
+        self._imports.advance()
+        held = {name: transfers.pop(name) for name in self._imports.pending & transfers.keys()}
+        results = super()._pop_done_transfers(transfers)
+        transfers.update(held)
+        return results
+
+    def start_read(
+        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
+    ) -> tuple[Any | None, bool]:
+        handle, memory = None, self._remote_memory[source]
+        try:
+            descriptors = [
+                self.nixl_wrapper.get_xfer_descs(np.insert(places, 2, device_id, axis=1).astype(np.uint64), kind)
+                for places, device_id, kind in (
+                    (local, self._buffer_device, self._buffer_kind),
+                    (remote, memory.device_id, memory.kind),
+                )
+            ]
+            agent = self._remote_agents[source.engine_id][0, source.rank]
+            handle = self.nixl_wrapper.initialize_xfer("READ", *descriptors, agent)
+            self.nixl_wrapper.transfer(handle)
+        except Exception as error:  # NOTE: NIXL has exception classes of its own
+            self._log_failure(
+                failure_type="transfer_setup_failed",
+                req_id=request_id,
+                error=error,
+                dst_engine_id=source.engine_id,
+                remote_rank=source.rank,
+            )
+            is_released = self._handle_failed_transfer(request_id, handle, self._recv_failures)
+            return None if is_released else handle, False
+        return handle, True
+
+    def poll_read(self, request_id: str, read: Any) -> tuple[bool, bool]:
+        ended, failed = super()._pop_done_transfers({request_id: [read]})
+        self._recv_failures |= failed
+        return bool(ended), bool(failed)
+
+    def release_read(self, request_id: str, read: Any) -> None:
+        self._try_release_xfer_handle(request_id, read)
+
+    def shutdown(self) -> None:
+        """Shut down; NOTE: vLLM calls this again when the object is deleted."""
+        imports, self._imports = self._imports, None
+        if imports is not None:
+            imports.close()
+        super().shutdown()
 
     def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
         due = {engine_id: set(info.req_ids) for engine_id, info in metadata.heartbeat_by_engine.items()}

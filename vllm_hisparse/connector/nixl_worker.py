@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.logger import init_logger
 
 from vllm_hisparse.compat.nixl import PullHooks, connect_on, copy_blocks_whole
+from vllm_hisparse.connector.import_buffer import ImportBuffer, ImportCounts, pages_of_part
 from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.nixl_config import host_resident_config, leaves_pulls_to_rank_0
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.metadata import LeaseTerms
+from vllm_hisparse.kv_manager.rows.page_writer import make_page_writer
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -123,6 +128,7 @@ class NixlWorkerTransport:
         only_rank_0_pulls = leaves_pulls_to_rank_0(vllm_config, groups)
         self.connector = PullConnector(vllm_config, config, groups.layout.block_size, only_rank_0_pulls)
         copy_blocks_whole(self.connector)
+        self._imports: ImportBuffer | None = None
 
     def register(
         self, main_kv: dict[str, torch.Tensor], resident_kv: dict[str, torch.Tensor], device: torch.device
@@ -138,6 +144,32 @@ class NixlWorkerTransport:
         host = {name: tensor.unsqueeze(1) for name, tensor in main_kv.items()}
         self.connector.register_kv_caches({**host, **resident_kv})
         connect_on(self.connector, device)
+
+    def read_through_buffer(self, pages: torch.Tensor, num_bytes: int) -> None:
+        """Read main KV through a buffer of device memory from now on; called once, after `register`.
+
+        Ranks that leave main KV to rank 0 have no buffer.
+
+        Args:
+            pages: [rows, bytes of a block in one layer] uint8: main KV of the host pool, as the device sees it.
+            num_bytes: size of the buffer at most.
+        """
+        worker = self.connector.connector_worker
+        if not worker.reads_main_kv:
+            return
+        page_bytes = worker.main_page_bytes
+        pages_per_part = pages_of_part(num_bytes, page_bytes)
+        num_pages = num_bytes // page_bytes // pages_per_part * pages_per_part
+        memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=pages.device)
+        writer = make_page_writer(pages.view(-1, page_bytes))
+        self._imports = ImportBuffer(memory, pages_per_part, worker, writer)
+        worker.read_through(self._imports)
+        logger.info(
+            "HiSparse: main KV of prompts comes through an import buffer of %.1f MiB on %s, in %d parts.",
+            memory.nbytes / 2**20,
+            memory.device,
+            self._imports.num_parts,
+        )
 
     def bind_metadata(self, metadata: KVConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
         """Take a step's pulls, and their leases by request id."""
@@ -164,6 +196,10 @@ class NixlWorkerTransport:
 
     def take_stats(self) -> NixlKVConnectorStats | None:
         return self.connector.get_kv_connector_stats()
+
+    def take_imports(self) -> ImportCounts | None:
+        """Return what has passed through the import buffer since the last call; None if nothing has changed."""
+        return self._imports.take_counts() if self._imports else None
 
     def handshake_metadata(self) -> Any:
         return self.connector.get_handshake_metadata()

@@ -29,7 +29,11 @@ from vllm_hisparse.kv_manager.rows.host_memory import allocate_host_pool, num_ho
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
 from vllm_hisparse.kv_manager.rows.key_conversion import KeyConversion
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.rows.reserved_memory import check_residency_fits, release_residency
+from vllm_hisparse.kv_manager.rows.reserved_memory import (
+    check_import_buffer_fits,
+    check_residency_fits,
+    release_memory,
+)
 from vllm_hisparse.kv_manager.rows.selection_recorder import RecordingHotBuffer, SelectionRecorder
 from vllm_hisparse.kv_manager.rows.usage_sampler import UsageSampler
 from vllm_hisparse.layout import KVLayout
@@ -108,6 +112,8 @@ class HiSparseWorkerConnector:
             if conversion is not None:
                 received = self.store.saved_layers(dict(zip(in_memory, conversion.layer_bytes, strict=True)))
             self.transport.register(self.store.main_kv, received, any_cache.device)
+            if self.config.import_buffer_bytes:
+                self._read_through_buffer(self.transport, any_cache.device)
 
     def apply_changes(self, metadata: HiSparseMetadata) -> None:
         """Apply the scheduler's changes, before the forward.
@@ -169,9 +175,13 @@ class HiSparseWorkerConnector:
         hits, misses = self.hot_buffer.counts.take()
         staged_bytes = self.hot_buffer.take_staged_bytes()
         nixl_stats = self.transport.take_stats() if self.transport else None
-        if not (hits or misses or staged_bytes or nixl_stats):
+        imports = self.transport.take_imports() if self.transport else None
+        if not (hits or misses or staged_bytes or nixl_stats or imports):
             return None
         stats = HiSparseStats()
+        if imports is not None:
+            stats.add(transfer_bytes_through_buffer=imports.num_bytes)
+            stats.set_gauges(transfers_waiting_for_buffer=imports.num_waiting)
         missed_bytes = misses * self.layout.unit_bytes
         stats.add(
             cache_hits=hits, cache_misses=misses, host_to_device_bytes=missed_bytes, prefill_staged_bytes=staged_bytes
@@ -198,6 +208,17 @@ class HiSparseWorkerConnector:
         self.store.close()
         self.host_memory.close_file()
 
+    def _read_through_buffer(self, transport: NixlWorkerTransport, device: torch.device) -> None:
+        """Read main KV through an import buffer from now on.
+
+        Raises:
+            HiSparseConfigError: the device has no room for the buffer.
+        """
+        num_bytes = self.config.import_buffer_bytes
+        if device.type != "cpu":
+            check_import_buffer_fits(num_bytes, _free_bytes(device))
+        transport.read_through_buffer(self.store.main_pages(), num_bytes)
+
     def _key_conversion(self, caches: list[torch.Tensor]) -> KeyConversion | None:
         """How blocks of device-resident KV differ between device and host; None if they do not.
 
@@ -220,7 +241,7 @@ class HiSparseWorkerConnector:
         """
         cache = caches[0]
         shape = hot_buffer_shape(self.vllm_config, self.config, self.groups, len(cache))
-        release_residency()
+        release_memory()
         if cache.device.type != "cpu":
             check_residency_fits(self.layout, shape.num_device_blocks, _free_bytes(cache.device))
         if self.config.algorithm_class.model_family == "mla":
@@ -267,6 +288,7 @@ class HiSparseWorkerConnector:
         if device.type != "cpu":
             staging_bytes = shape.max_blocks * layout.block_size * layout.row_bytes
             beside_bytes = staging_bytes + shape.num_device_blocks * layout.residency_block_bytes
+            beside_bytes += self.config.import_buffer_bytes
             free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - beside_bytes
             check_fixed_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
         return algorithm

@@ -162,6 +162,20 @@ def test_host_memory_limits_the_plugin_alone() -> None:
     assert (full.running, full.bound) == (16, "device memory")
 
 
+def test_an_import_buffer_takes_device_memory_of_the_plugin_alone() -> None:
+    words = ("GLM-5", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "32768")
+    without, plan = planned(*words), planned(*words, "--import-buffer-gib", "20")
+    seats = [[each["systems"][name]["seats"] for each in (without, plan)] for name in ("full KV", "vllm_hisparse")]
+    assert seats[0][0] == seats[0][1] and seats[1][0] > seats[1][1]
+    assert '"import_buffer_gib": 20.0' in plan["commands"]["decode"]
+    assert plan["ray_options"]["decode"]["hisparse"]["import_buffer_gib"] == 20.0
+    assert "import_buffer_gib" not in plan["commands"]["one instance"], "it imports nothing"
+    assert "VLLM_KV_CACHE_LAYOUT=BLHNC" in plan["commands"]["prefill"]
+    assert "VLLM_KV_CACHE_LAYOUT" not in plan["commands"]["decode"] + without["commands"]["prefill"]
+    sized = [planned(*words, "--device-kv-gib", "20", "--import-buffer-gib", size) for size in ("0", "20")]
+    assert sized[0]["systems"]["vllm_hisparse"]["seats"] == sized[1]["systems"]["vllm_hisparse"]["seats"]
+
+
 def test_a_request_that_waits_leaves_memory_unused() -> None:
     """Against a simulated queue, whose first request waits until it fits."""
     memory = KVMemory(ModelShape.load("DeepSeek-V3.2", "fp8"), 24 * GIB, 88 * GIB, 1, 4096, 2048)
@@ -509,6 +523,7 @@ STARTED = {
     "drafts": ("GLM-5.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts", "2"),
     "experts": ("GLM-5.3", "--data-parallel-size", "4", "--tensor-parallel-size", "4", "--kv-cache-dtype", "fp8"),
     "dense": ("Llama-3.1-8B", "--device-kv-gib", "20", "--max-num-seqs", "8", "--top-k", "1024"),
+    "import buffer": ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--import-buffer-gib", "1"),
     "ranks": ("Qwen3-8B", "--data-parallel-size", "4", "--device-buffer-size", "6144"),
     "moe": ("Qwen3-30B-A3B", "--tensor-parallel-size", "2"),
     "refused": ("config.json", "--tensor-parallel-size", "16"),
@@ -703,6 +718,8 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--context", "200000"), "that Llama-3.1-8B takes"),
         (("DeepSeek-V3.2", "--top-k", "1024", "--tensor-parallel-size", "8"), "expected the model's index_topk, 2048"),
         (("Llama-3.1-8B", "--kv-cache-dtype", "int4"), "expected one of auto, bfloat16, fp8"),
+        (("Llama-3.1-8B", "--import-buffer-gib", "140"), "--import-buffer-gib: got 140, and H200 for --gpu"),
+        (("Llama-3.1-8B", "--device-kv-gib", "100", "--import-buffer-gib", "40"), "--import-buffer-gib: got 40"),
     ],
 )
 def test_refusals(words: tuple[str, ...], expected: str) -> None:

@@ -220,24 +220,36 @@ def test_residency_bytes_are_held_while_vllm_measures(reserved: Callable[[], int
     left = int((80 << 20) * 0.9) - (16 << 20)
     engine = Config()
     for _ in range(layout.num_layers):
-        reserved_memory.reserve_residency(layout, engine)
+        reserved_memory.reserve_memory(layout, engine, 0)
     num_bytes = reserved()
     num_blocks = (left - num_bytes) // layout.device_block_bytes
     assert num_blocks * layout.residency_block_bytes <= num_bytes + layout.residency_block_bytes
     assert num_bytes + layout.residency_block_bytes >= left * 8 / (layout.unit_bytes + 8)
-    reserved_memory.release_residency()
+    reserved_memory.release_memory()
     assert reserved() == 0
-    reserved_memory.reserve_residency(layout, engine)
+    reserved_memory.reserve_memory(layout, engine, 0)
     assert reserved() == 0, "taken again after the KV cache was allocated"
-    reserved_memory.reserve_residency(layout, other := Config())
+    reserved_memory.reserve_memory(layout, other := Config(), 0)
     assert reserved() == num_bytes and other
 
 
 @pytest.mark.parametrize("config", [Config(device_type="cpu"), Config(kv_cache_memory_bytes=1 << 20)])
 def test_no_residency_bytes_are_held_where_vllm_does_not_measure(reserved: Callable[[], int], config: Config) -> None:
     _, layout = dense_buffer(LLAMA_8B, "quest", 2, 256, 1 << 20)
-    reserved_memory.reserve_residency(layout, config)
+    reserved_memory.reserve_memory(layout, config, 1 << 20)
     assert reserved() == 0
+
+
+def test_the_import_buffer_is_held_while_vllm_measures(reserved: Callable[[], int]) -> None:
+    """Beside it, residency gets as much as a device that is smaller by the buffer."""
+    _, layout = dense_buffer(LLAMA_8B, "pq_cache", 0, 16, 1 << 20)
+    left, buffer_bytes = int((80 << 20) * 0.9) - (16 << 20), 20 << 20
+    reserved_memory.reserve_memory(layout, engine := Config(), buffer_bytes)
+    assert reserved() == buffer_bytes + reserved_memory.most_residency_bytes(layout, left - buffer_bytes)
+    reserved_memory.release_memory()
+    assert reserved() == 0 and engine
+    with pytest.raises(HiSparseConfigError, match=r"import_buffer_gib: got 0\.0625, expected at most the 0\.0\d+ GiB"):
+        reserved_memory.reserve_memory(layout, Config(), 64 << 20)
 
 
 def test_residency_bytes_that_do_not_fit_are_refused() -> None:

@@ -14,7 +14,7 @@ from vllm_hisparse.compat.engine import is_draft_layer
 from vllm_hisparse.config import DENSE_DRAFT_METHODS, HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.algorithm_state import make_algorithm
-from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
+from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_memory
 from vllm_hisparse.layout import KVLayout, dense_block_size
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class HotGQAAttention(Attention):
         )
         check_state_blocks(layout, config.algorithm)
         _check_groups(layout, Counter([row_bytes] * num_full_kv + draft_rows), vllm_config)
-        reserve_residency(layout, vllm_config)
+        reserve_memory(layout, vllm_config, config.import_buffer_bytes)
         return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
 

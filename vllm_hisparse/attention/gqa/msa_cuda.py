@@ -27,7 +27,7 @@ from vllm_hisparse.compat.minimax_m3 import normalise_and_rotate
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.prefill_staging import PrefillGroup
-from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
+from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_memory
 from vllm_hisparse.layout import MSA_BLOCK_SIZE, KVLayout
 
 
@@ -44,7 +44,7 @@ class HotMSAAttention(MiniMaxM3SparseAttention):
             )
         config = HiSparseConfig.from_vllm_config(vllm_config)
         layout = msa_layout(spec, config, vllm_config)
-        reserve_residency(layout, vllm_config)
+        reserve_memory(layout, vllm_config, config.import_buffer_bytes)
         return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from vllm_hisparse.compat.engine import is_draft_layer
 from vllm_hisparse.config import HiSparseConfig, max_query_len
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
-from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_residency
+from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_memory
 from vllm_hisparse.layout import KVLayout, indexer_row_bytes
 from vllm_hisparse.ops.base import HotRows
 from vllm_hisparse.ops.indexer_keys import KEY_BYTES
@@ -75,7 +75,7 @@ class HotBufferLayer:
             narrow_key_bytes=KEY_BYTES if config.has_narrow_keys else None,
         )
         check_resident_layers(layout.num_layers, sum(has_indexer) + num_draft_indexers, row_bytes)
-        reserve_residency(layout, vllm_config)
+        reserve_memory(layout, vllm_config, config.import_buffer_bytes)
         return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)
 
 

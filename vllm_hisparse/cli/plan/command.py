@@ -76,6 +76,9 @@ def plan_command(
         float | None, typer.Option(min=0.1, max=1.0, help="As in vLLM. Default: 0.92.")
     ] = None,
     device_kv_gib: Annotated[float | None, typer.Option(min=0.1, help="Device memory for KV on each GPU.")] = None,
+    import_buffer_gib: Annotated[
+        float, typer.Option(min=0, help="The plugin's option, for decode instances without RDMA.")
+    ] = 0.0,
     host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory for KV, of all ranks.")] = 512.0,
     context: Annotated[
         str | None,
@@ -167,6 +170,7 @@ def plan_command(
             max_num_seqs=max_num_seqs,
             full_kv_layers=0 if shape.is_dsa else QUEST_FULL_KV_LAYERS,
             has_narrow_keys=has_narrow_keys,
+            import_buffer_gib=import_buffer_gib,
         )
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None

@@ -11,11 +11,12 @@ from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+BLOCKS_OUTERMOST = "VLLM_KV_CACHE_LAYOUT=BLHNC "  # of a prefill instance: all layers of a block are read in one piece
 PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL = 5600, 5700  # each rank takes the next port
 
 
 def connector_options(plan: Plan) -> dict[str, Any]:
-    """Return `kv_connector_extra_config` of the plugin for one rank."""
+    """Return `kv_connector_extra_config` of the plugin for one rank of a decode instance."""
     options: dict[str, Any] = {"host_pool_gib": round(plan.host_gib / plan.data_parallel, 1)}
     if not plan.model.is_dsa:
         options |= {"algorithm": "quest", "top_k": plan.top_k}
@@ -25,12 +26,16 @@ def connector_options(plan: Plan) -> dict[str, Any]:
         options["device_buffer_size"] = plan.device_buffer_size
     if plan.has_narrow_keys:
         options["indexer_key_dtype"] = "fp4"
+    if plan.import_buffer_gib:
+        options["import_buffer_gib"] = plan.import_buffer_gib
     return options
 
 
 def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
     """Return the plugin's `--kv-transfer-config`."""
     options = connector_options(plan)
+    if role != "kv_consumer":
+        options.pop("import_buffer_gib", None)
     return {"kv_connector": "HiSparseHostConnector", "kv_role": role, "kv_connector_extra_config": options}
 
 
@@ -149,6 +154,8 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
         f"{place} VLLM_NIXL_SIDE_CHANNEL_PORT={port} "
         for place, port in zip(places, (PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL), strict=True)
     )
+    if plan.import_buffer_gib:
+        prefill += BLOCKS_OUTERMOST
     return {
         "one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both")),
         "prefill": prefill + serve("--port", "8100", *flags, connector=PREFILL),

@@ -54,6 +54,7 @@ class KVMemory:
         max_num_seqs: value of `--max-num-seqs`.
         full_kv_layers: layers of a dense model that keep full KV on the device.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits on the device.
+        import_buffer_bytes: bytes of `device_bytes` that the plugin uses for imports.
     """
 
     model: ModelShape
@@ -66,6 +67,7 @@ class KVMemory:
     max_num_seqs: int = 1 << 30
     full_kv_layers: int = 0
     has_narrow_keys: bool = False
+    import_buffer_bytes: int = 0
 
     @property
     def layout(self) -> KVLayout:
@@ -120,7 +122,7 @@ class KVMemory:
             lengths: lengths in tokens of equally frequent requests.
         """
         device, host = zip(*(self.request_bytes(system, num_tokens) for num_tokens in lengths), strict=True)
-        limits = {"device memory": _fitting(self.device_bytes, device), "--max-num-seqs": self.max_num_seqs}
+        limits = {"device memory": _fitting(self._kv_bytes(system), device), "--max-num-seqs": self.max_num_seqs}
         if any(host):
             limits["host memory"] = _fitting(self.host_bytes, host)
         bound = min(limits, key=limits.__getitem__)
@@ -143,6 +145,10 @@ class KVMemory:
         blocks = layout.num_hot_blocks(self.device_buffer_size, num_tokens) + layout.state.num_blocks(num_tokens)
         blocks += layout.num_blocks(num_tokens) if layout.has_resident_kv else 0
         return blocks * layout.device_block_bytes, host
+
+    def _kv_bytes(self, system: System) -> int:
+        """Return the bytes for KV on each GPU."""
+        return self.device_bytes - (self.import_buffer_bytes if system == System.plugin else 0)
 
     def _native_rows(self, num_tokens: int) -> int:
         return min(num_tokens, self.top_k + max(self.device_buffer_size, self.top_k * (1 + self.drafts)))
@@ -169,7 +175,7 @@ class KVMemory:
             for num_tokens, blocks in zip(lengths, own, strict=True)
         ]
         needed = fmean(self.request_bytes(System.plugin, num_tokens)[0] for num_tokens in lengths)
-        free = max(0.0, self.device_bytes / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
+        free = max(0.0, self._kv_bytes(system) / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
         lent = [0] * len(wanted)
         order = sorted(range(len(wanted)), key=wanted.__getitem__)
         for place, index in enumerate(order):

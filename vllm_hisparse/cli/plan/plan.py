@@ -99,6 +99,7 @@ class Plan:
         max_num_seqs: vLLM's option, per rank.
         full_kv_layers: layers of a dense model in which the plugin keeps full KV.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
+        import_buffer_gib: device memory of a decode instance for imports, of the plugin.
     """
 
     model: ModelShape
@@ -118,6 +119,7 @@ class Plan:
     max_num_seqs: int = 1024
     full_kv_layers: int = 0
     has_narrow_keys: bool = False
+    import_buffer_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kv_gib <= 0:
@@ -130,6 +132,12 @@ class Plan:
             raise PlanError(
                 f"--device-kv-gib: got {self.device_kv_gib:g}, and {self.gpu.name} for --gpu, which has "
                 f"{self.gpu.memory_gib:.0f} GiB, {self.weights_gib:.0f} of them for weights"
+            )
+        free_gib = self.kv_gib if self.device_kv_gib is None else self._unused_gib
+        if self.import_buffer_gib and self.import_buffer_gib >= free_gib:
+            raise PlanError(
+                f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {self.gpu.name} for --gpu, which has "
+                f"{max(free_gib, 0):.1f} GiB for it"
             )
         if self.model.num_heads % self.tensor_parallel:
             raise PlanError(
@@ -181,6 +189,11 @@ class Plan:
         return self.gpu.memory_gib * self.gpu_memory_utilization - self.weights_gib - ACTIVATIONS_GIB
 
     @property
+    def _unused_gib(self) -> float:
+        """Device memory beside weights and KV, in GiB."""
+        return self.gpu.memory_gib - self.weights_gib - self.kv_gib
+
+    @property
     def tokens_per_step(self) -> float:
         """Mean tokens that a request gets in a step: one, and the drafts accepted before the first rejection."""
         return sum(self.acceptance**index for index in range(self.drafts + 1))
@@ -199,6 +212,8 @@ class Plan:
             self.max_num_seqs,
             self.full_kv_layers,
             self.has_narrow_keys,
+            # vLLM takes it from the memory that it measures, and not from a size that is given.
+            int(self.import_buffer_gib * 2**30) if self.device_kv_gib is None else 0,
         )
 
     def seats(self, system: System) -> Seats:

@@ -62,6 +62,16 @@ class HostKVStore:
             self._pinned = PinnedMemory(self._flat)
             self._device_view = self._pinned.device_view(self.resident_kv)
 
+    def main_pages(self) -> torch.Tensor:
+        """Main KV as the device sees it, from `attach` to `close`: a page per layer and block, layer by layer.
+
+        Returns:
+            [num_layers * num_blocks, bytes of a block in one layer] uint8.
+        """
+        num_layers, num_blocks, page_bytes = self._layout.main_shape
+        pages = self._flat[self._layout.main_kv].view(num_layers * num_blocks, page_bytes)
+        return pages if self._pinned is None else self._pinned.device_view(pages)
+
     def saved_layers(self, layer_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Copies of device-resident KV by layer, in a torch storage of their own (NOTE: as vLLM's NIXL worker expects).
 

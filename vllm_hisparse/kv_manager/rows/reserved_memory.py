@@ -1,8 +1,8 @@
-"""Device memory for residency, held while vLLM measures how much is left for its KV cache.
+"""Device memory beside the KV cache, held while vLLM measures how much is left for its KV cache.
 
 At the end of a profiling run, vLLM gives its KV cache all unallocated memory of its share of the device. Residency is
-proportional to the KV cache, so its size is known only afterwards. Therefore the largest possible size is allocated
-before that run, and given back when the hot buffers are made.
+proportional to the KV cache, so its size is known only afterwards. Therefore the largest possible size, and the import
+buffer's, is allocated before that run, and given back when the hot buffers are made.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ class _Reserve:
 _reserve: _Reserve | None = None
 
 
-def reserve_residency(layout: KVLayout, vllm_config: VllmConfig) -> None:
-    """Allocate as much device memory as the residency can take, once per engine.
+def reserve_memory(layout: KVLayout, vllm_config: VllmConfig, import_buffer_bytes: int) -> None:
+    """Allocate as much device memory as residency and import buffer can take, once per engine.
 
     Nothing happens on the CPU, or if the user sets the KV cache's size (`--kv-cache-memory-bytes`).
 
     Args:
         layout: sizes of the device blocks.
         vllm_config: configuration of the engine.
+        import_buffer_bytes: bytes of the import buffer.
+
+    Raises:
+        HiSparseConfigError: the device has no room for the import buffer.
     """
     global _reserve
     is_cuda = vllm_config.device_config.device_type == "cuda"
@@ -48,13 +52,15 @@ def reserve_residency(layout: KVLayout, vllm_config: VllmConfig) -> None:
     accelerator = torch.accelerator
     total = accelerator.get_memory_info()[1]
     share = math.ceil(total * vllm_config.cache_config.gpu_memory_utilization)
-    num_bytes = most_residency_bytes(layout, share - accelerator.memory_allocated())
+    free_bytes = share - accelerator.memory_allocated()
+    check_import_buffer_fits(import_buffer_bytes, free_bytes)
+    num_bytes = most_residency_bytes(layout, free_bytes - import_buffer_bytes) + import_buffer_bytes
     device = torch.device(accelerator.current_accelerator().type, accelerator.current_device_index())
     _reserve = _Reserve(vllm_config, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
 
-def release_residency() -> None:
-    """Give the memory back to torch, which needs it for the residency itself."""
+def release_memory() -> None:
+    """Give the memory back to torch, which needs it for residency and import buffer themselves."""
     if _reserve is not None:
         _reserve.memory = torch.empty(0, dtype=torch.uint8)
 
@@ -83,4 +89,23 @@ def check_residency_fits(layout: KVLayout, num_device_blocks: int, free_bytes: i
             num_device_blocks * layout.device_block_bytes,
             f"a KV cache that leaves {needed / 2**20:.0f} MiB for its residency; {free_bytes / 2**20:.0f} MiB are free",
             "Lower it, or remove it: vLLM then leaves room for both within --gpu-memory-utilization.",
+        )
+
+
+def check_import_buffer_fits(num_bytes: int, free_bytes: int) -> None:
+    """Refuse an import buffer for which the device has no room.
+
+    Args:
+        num_bytes: bytes of the import buffer; 0: none.
+        free_bytes: free memory of the device.
+
+    Raises:
+        HiSparseConfigError: there is no room.
+    """
+    if num_bytes > max(free_bytes, 0):
+        raise HiSparseConfigError(
+            "import_buffer_gib",
+            num_bytes / 2**30,
+            f"at most the {max(free_bytes, 0) / 2**30:.3f} GiB of device memory that are free",
+            "Lower it, or --kv-cache-memory-bytes if that is set.",
         )

@@ -1,0 +1,331 @@
+"""Every page of a prompt lands once, through a buffer of any size, in any order, whatever fails; e2e tests use NIXL."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.connector.import_buffer import (
+    PART_BYTES,
+    ImportBuffer,
+    ImportCounts,
+    Source,
+    check_buffer_size,
+    pages_of_part,
+    pieces,
+)
+from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
+
+PAGE_BYTES, NUM_PAGES = 24, 60  # of a prefill instance; no power of two
+UNWRITTEN = 255
+SOURCE, OTHER = Source("prefill", 0), Source("other", 0)
+
+
+class Prefill:
+    """The memory of a prefill instance, and reads from it that end when the test says so."""
+
+    def __init__(self, seed: int = 0):
+        self.memory = torch.from_numpy(np.random.default_rng(seed).integers(0, 200, (NUM_PAGES, PAGE_BYTES), np.uint8))
+        self.open: list[Read] = []
+        self.started: list[Read] = []
+        self.released: list[Read] = []
+        self.refuses = False
+
+    def start_read(
+        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
+    ) -> tuple[Read | None, bool]:
+        if self.refuses:
+            return None, False
+        read = Read(request_id, source, local, remote)
+        self.open.append(read)
+        self.started.append(read)
+        return read, True
+
+    def poll_read(self, request_id: str, read: Read) -> tuple[bool, bool]:
+        assert read.request_id == request_id
+        return read not in self.open, read.has_failed
+
+    def release_read(self, request_id: str, read: Read) -> None:
+        self.released.append(read)
+
+    def finish(self, read: Read) -> None:
+        read.copy()
+        self.open.remove(read)
+
+    def fail(self, read: Read, has_ended: bool = True) -> None:
+        read.has_failed = True
+        if has_ended:
+            self.open.remove(read)
+
+    @property
+    def addresses(self) -> np.ndarray:
+        return self.memory.data_ptr() + np.arange(NUM_PAGES) * PAGE_BYTES
+
+
+@dataclass(eq=False)
+class Read:
+    request_id: str
+    source: Source
+    local: np.ndarray
+    remote: np.ndarray
+    has_failed: bool = field(default=False)
+
+    def copy(self) -> None:
+        """Move the bytes, as NIXL does."""
+        assert (self.local[:, 1] == self.remote[:, 1]).all()
+        for (to, num_bytes), (address, _) in zip(self.local.tolist(), self.remote.tolist(), strict=True):
+            bytes_at(to, num_bytes)[:] = bytes_at(address, num_bytes)
+
+
+class SlowWriter(PageWriter):
+    """Copies when the test says so."""
+
+    def __init__(self, pages: torch.Tensor):
+        super().__init__(pages)
+        self.open: list[SlowWriting] = []
+        self.is_closed = False
+
+    def write(self, pages: torch.Tensor, rows: np.ndarray) -> Writing:
+        self.open.append(SlowWriting(self, pages, rows))
+        return self.open[-1]
+
+    def finish(self, writing: SlowWriting) -> None:
+        super().write(writing.pages, writing.rows)
+        self.open.remove(writing)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(eq=False)
+class SlowWriting:
+    writer: SlowWriter
+    pages: torch.Tensor
+    rows: np.ndarray
+
+    def is_done(self) -> bool:
+        return self not in self.writer.open
+
+
+class Host:
+    """An import buffer between a prefill instance and a host pool."""
+
+    def __init__(self, num_parts: int = 2, pages_per_part: int = 5, slow: bool = False):
+        self.prefill, self.rows = Prefill(), torch.full((100, PAGE_BYTES), UNWRITTEN, dtype=torch.uint8)
+        self.writer = SlowWriter(self.rows) if slow else PageWriter(self.rows)
+        memory = torch.full((num_parts * pages_per_part + pages_per_part - 1, PAGE_BYTES), 7, dtype=torch.uint8)
+        self.buffer = ImportBuffer(memory, pages_per_part, self.prefill, self.writer)
+        self.arrived: list[str] = []
+
+    def add(self, name: str, pages: list[int], rows: list[int], source: Source = SOURCE) -> None:
+        addresses = self.prefill.addresses[pages]
+        self.buffer.add(name, source, addresses, np.array(rows, np.int64), lambda: self.arrived.append(name))
+
+    def run(self) -> None:
+        for _ in range(100):
+            for read in list(self.prefill.open):
+                self.prefill.finish(read)
+            if isinstance(self.writer, SlowWriter):
+                for writing in list(self.writer.open):
+                    self.writer.finish(writing)
+            self.buffer.advance()
+        assert not self.buffer.pending and not self.buffer.num_waiting
+
+    def assert_holds(self, expected: dict[int, int]) -> None:
+        """Compare all rows: row -> page; the others are as before."""
+        for row, found in enumerate(self.rows):
+            page = self.prefill.memory[expected[row]] if row in expected else torch.full_like(found, UNWRITTEN)
+            assert torch.equal(found, page), row
+
+
+def bytes_at(address: int, num_bytes: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+# Pieces
+
+
+@given(st.sets(st.integers(0, 200), min_size=1), st.integers(1, 64))
+def test_pieces_are_maximal_and_cover_each_page_once(pages: set[int], page_bytes: int) -> None:
+    addresses = np.array(sorted(pages), np.int64) * page_bytes + 2**40
+    found = pieces(addresses, page_bytes)
+    covered = [address for start, size in found.tolist() for address in range(start, start + size, page_bytes)]
+    assert covered == addresses.tolist()
+    assert not (found[:, 1] % page_bytes).any()
+    assert (found[1:, 0] > found[:-1].sum(1)).all(), "two neighbours are one piece"
+
+
+def test_layers_of_a_block_are_one_piece_where_blocks_are_outermost() -> None:
+    """Prefill instances with VLLM_KV_CACHE_LAYOUT=BLHNC keep all layers of a block side by side."""
+    layers, row_bytes = np.arange(4) * PAGE_BYTES, 4 * PAGE_BYTES + 30  # device-resident KV comes behind them
+    addresses = np.sort((np.array([[3], [9], [10]]) * row_bytes + layers).ravel())
+    assert pieces(addresses, PAGE_BYTES).tolist() == [[block * row_bytes, 4 * PAGE_BYTES] for block in (3, 9, 10)]
+
+
+@pytest.mark.parametrize("num_bytes", [PART_BYTES // 8, PART_BYTES, 5 * PART_BYTES + 3])
+def test_parts_fit_into_the_buffer(num_bytes: int) -> None:
+    page_bytes = 64 * 656
+    part = pages_of_part(num_bytes, page_bytes)
+    num_parts = num_bytes // page_bytes // part
+    assert num_parts == max(2, num_bytes // PART_BYTES)
+    assert num_parts * part * page_bytes <= num_bytes < num_parts * (part + 1) * page_bytes
+
+
+def test_a_buffer_holds_two_blocks_of_all_layers() -> None:
+    """Then a part holds all that a prefill instance may have side by side."""
+    block_bytes = 61 * 64 * 656
+    for size in (0, 2 * block_bytes, 100 * block_bytes):
+        check_buffer_size(size / 2**30, block_bytes)
+    assert pages_of_part(2 * block_bytes, 64 * 656) == 61
+    expected = r"^import_buffer_gib: got 0\.004, expected at least 0\.004770, 2 blocks of all layers\. Raise it"
+    with pytest.raises(HiSparseConfigError, match=expected):
+        check_buffer_size(0.004, block_bytes)
+
+
+# Rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_page_lands_once(data: st.DataObject) -> None:
+    """Several prompts, from two prefill instances; reads and copies end in any order."""
+    host = Host(data.draw(st.integers(2, 4)), data.draw(st.integers(1, 9)), slow=True)
+    rows, expected = data.draw(st.permutations(range(100))), {}
+    for index in range(data.draw(st.integers(1, 4))):
+        pages = data.draw(st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=25, unique=True))
+        own, rows = rows[: len(pages)], rows[len(pages) :]
+        expected |= dict(zip(own, pages, strict=True))
+        host.add(str(index), pages, own, data.draw(st.sampled_from([SOURCE, OTHER])))
+    num_prompts = index + 1
+    for _ in range(data.draw(st.integers(0, 20))):
+        if moves := [*host.prefill.open, *host.writer.open]:
+            move = data.draw(st.sampled_from(moves))
+            (host.prefill if isinstance(move, Read) else host.writer).finish(move)
+        host.buffer.advance()
+    host.run()
+    host.assert_holds(expected)
+    assert sorted(host.arrived) == [str(index) for index in range(num_prompts)]
+    assert host.buffer.take_counts().num_bytes == len(expected) * PAGE_BYTES
+
+
+def test_a_prompt_larger_than_the_buffer_comes_in_several_rounds() -> None:
+    host = Host(num_parts=2, pages_per_part=5)
+    host.add("long", list(range(23)), list(range(40, 63)))
+    assert [read.remote.tolist() for read in host.prefill.started] == [
+        [[host.prefill.addresses[first], 5 * PAGE_BYTES]] for first in (0, 5)
+    ]
+    host.run()
+    assert len(host.prefill.started) == 5 and host.arrived == ["long"]
+    host.assert_holds({40 + page: page for page in range(23)})
+
+
+def test_prompts_wait_in_order() -> None:
+    host = Host(num_parts=2, pages_per_part=5)
+    for name, pages in (("a", range(15)), ("b", range(15, 20)), ("c", range(20, 25))):
+        host.add(name, list(pages), list(pages))
+    assert host.buffer.take_counts() == ImportCounts(0, 2)
+    assert host.buffer.take_counts() is None, "nothing has changed"
+    first, second = host.prefill.open
+    host.prefill.finish(second)
+    host.buffer.advance()
+    assert host.prefill.open[-1].request_id == "a", "its third part comes first"
+    host.prefill.finish(first)
+    host.buffer.advance()
+    assert host.prefill.open[-1].request_id == "b"
+    assert host.buffer.take_counts() == ImportCounts(10 * PAGE_BYTES, 1)
+    host.run()
+    assert host.arrived == ["a", "b", "c"]
+
+
+def test_a_part_is_not_read_into_while_it_is_copied() -> None:
+    host = Host(num_parts=2, pages_per_part=5, slow=True)
+    host.add("a", list(range(20)), list(range(20)))
+    for read in list(host.prefill.open):
+        host.prefill.finish(read)
+    for _ in range(3):
+        host.buffer.advance()
+    assert not host.prefill.open and len(host.writer.open) == 2
+    host.writer.finish(host.writer.open[0])
+    host.buffer.advance()
+    assert len(host.prefill.open) == 1
+    host.run()
+    host.assert_holds({page: page for page in range(20)})
+
+
+def test_an_instance_that_hangs_leaves_a_part_to_others() -> None:
+    host = Host(num_parts=3, pages_per_part=5)
+    host.add("first", [50], [90], OTHER)
+    host.run()
+    host.add("hangs", list(range(30)), list(range(30)))
+    stuck = list(host.prefill.open)
+    assert len(stuck) == 2, "one of three parts is left"
+    host.add("goes on", list(range(30, 48)), list(range(30, 48)), OTHER)
+    for _ in range(10):
+        for read in set(host.prefill.open) - set(stuck):
+            host.prefill.finish(read)
+        host.buffer.advance()
+    assert host.arrived == ["first", "goes on"] and host.buffer.pending == {"hangs"}
+    host.run()
+    assert host.arrived[-1] == "hangs"
+
+
+# Failures
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_a_read_that_fails_ends_its_prompt_alone(first_ends: bool) -> None:
+    """Nothing of it is copied any more, and its part is used again only when nothing writes into it."""
+    host = Host(num_parts=2, pages_per_part=5)
+    host.add("bad", list(range(20)), list(range(20)))
+    host.add("good", list(range(40, 52)), list(range(40, 52)))
+    first, second = host.prefill.open
+    host.prefill.fail(first, has_ended=first_ends)
+    host.prefill.finish(second)
+    host.buffer.advance()
+    assert (host.buffer.pending == {"good"}) == first_ends
+    for _ in range(10):
+        for read in set(host.prefill.open) - {first}:
+            host.prefill.finish(read)
+        host.buffer.advance()
+    assert host.arrived == ["good"]
+    if not first_ends:
+        assert host.buffer.pending == {"bad"}, "its request must keep its blocks"
+        used = {read.local[0, 0] for read in host.prefill.started[2:]}
+        assert first.local[0, 0] not in used
+        host.prefill.open.remove(first)
+        host.buffer.advance()
+    assert not host.buffer.pending
+    host.assert_holds({row: row for row in range(40, 52)})
+    host.add("later", list(range(20)), list(range(60, 80)))
+    host.run()
+    assert host.arrived == ["good", "later"]
+
+
+def test_a_read_that_cannot_be_started_ends_its_prompt() -> None:
+    host = Host(num_parts=2, pages_per_part=5)
+    host.prefill.refuses = True
+    host.add("bad", list(range(20)), list(range(20)))
+    assert host.buffer.pending == {"bad"}
+    host.buffer.advance()
+    assert not host.buffer.pending and not host.arrived
+    host.prefill.refuses = False
+    host.add("good", list(range(20)), list(range(20)))
+    host.run()
+    host.assert_holds({page: page for page in range(20)})
+
+
+def test_shutdown_ends_reads_and_copies() -> None:
+    host = Host(num_parts=2, pages_per_part=5, slow=True)
+    host.add("a", list(range(20)), list(range(20)))
+    reading, copying = host.prefill.open
+    host.prefill.finish(copying)
+    host.buffer.advance()
+    host.buffer.close()
+    assert host.prefill.released == [reading] and host.writer.is_closed and not host.buffer.pending

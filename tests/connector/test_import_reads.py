@@ -1,0 +1,319 @@
+"""Reads through an import buffer as vLLM's pull worker starts, polls and ends them; NIXL is simulated, memory is real.
+
+A prefill instance has three regions, two with main KV and one with device-resident KV, which this side has in the host
+pool and in a device cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from campaign.configuration import BLOCK_SIZE
+from test_import_buffer import bytes_at
+from test_nixl_worker import REMOTE, REQUEST, Nixl, Rank
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from vllm_hisparse.connector.import_buffer import ImportBuffer
+from vllm_hisparse.kv_manager.rows.page_writer import PageWriter
+
+PAGE_BYTES, NUM_REMOTE_BLOCKS, NUM_HOST_BLOCKS = 24, 30, 20
+NOTICE = f"{REMOTE}:1".encode()
+
+
+@dataclass(eq=False)
+class Handle:
+    local: np.ndarray
+    remote: np.ndarray
+    notice: bytes
+    state: str = "new"
+
+
+class SimulatedNixl(Nixl):
+    """Reads move bytes when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Handle] = []
+        self.registered: list[Any] = []
+        self.released: list[Handle] = []
+        self.keeps_handles = False
+
+    def get_reg_descs(self, places: list[tuple], kind: str) -> list[tuple]:
+        return places
+
+    def register_memory(self, places: list[tuple], backends: list[str]) -> None:
+        self.registered += places
+
+    def deregister_memory(self, places: list[tuple]) -> None:
+        for place in places:
+            self.registered.remove(place)
+
+    def get_xfer_descs(self, places: np.ndarray, kind: str) -> np.ndarray:
+        return places
+
+    def initialize_xfer(self, kind: str, local: np.ndarray, remote: np.ndarray, agent: str) -> Handle:
+        assert (kind, agent) == ("READ", "agent")
+        return Handle(local, remote, b"")
+
+    def make_prepped_xfer(
+        self, kind: str, local: np.ndarray, ids: Any, remote: np.ndarray, remote_ids: Any, notif_msg: bytes = b""
+    ) -> Handle:
+        return Handle(local[ids], remote[remote_ids], notif_msg)
+
+    def transfer(self, handle: Handle) -> None:
+        if self.is_broken:
+            raise RuntimeError("no connection")
+        handle.state = "PROC"
+        self.started.append(handle)
+
+    def check_xfer_state(self, handle: Handle) -> str:
+        return handle.state
+
+    def release_xfer_handle(self, handle: Handle) -> None:
+        if self.keeps_handles and handle.state == "ERR":
+            raise RuntimeError("active")
+        self.released.append(handle)
+
+    @property
+    def open(self) -> list[Handle]:
+        return [each for each in self.started if each.state == "PROC"]
+
+    def finish(self, handle: Handle) -> None:
+        for (to, num_bytes, _), (address, _, _) in zip(handle.local.tolist(), handle.remote.tolist(), strict=True):
+            bytes_at(to, num_bytes)[:] = bytes_at(address, num_bytes)
+        handle.state = "DONE"
+        if handle.notice:
+            self.messages.append(handle.notice)
+
+
+class Side(Rank):
+    """A decode rank over real memory.
+
+    Args:
+        row_bytes: bytes from a block to the next one on the prefill side; more than a page: its blocks are outermost.
+        has_resident_kv: False: a dense model without full-KV layers, whose regions are one group on both sides.
+    """
+
+    def __init__(self, row_bytes: int = PAGE_BYTES, has_resident_kv: bool = True):
+        super().__init__()
+        self.nixl_wrapper, num_regions = SimulatedNixl(), 3 if has_resident_kv else 2
+        size = NUM_REMOTE_BLOCKS * max(row_bytes, PAGE_BYTES * num_regions)
+        self.remote = torch.from_numpy(np.random.default_rng(1).integers(0, 250, size, np.uint8))
+        step = PAGE_BYTES if row_bytes > PAGE_BYTES else NUM_REMOTE_BLOCKS * PAGE_BYTES
+        bases = [self.remote.data_ptr() + region * step for region in range(num_regions)]
+        self.pages = torch.full((2 * NUM_HOST_BLOCKS, PAGE_BYTES), 255, dtype=torch.uint8)
+        self.cache = torch.full((NUM_HOST_BLOCKS, PAGE_BYTES), 255, dtype=torch.uint8)
+        host = [self.pages.data_ptr() + layer * NUM_HOST_BLOCKS * PAGE_BYTES for layer in range(2)]
+        local = [*host, self.cache.data_ptr()][:num_regions]
+        self.region_group_ids = [0, 0, 1][:num_regions]
+        groups = [SimpleNamespace(host_resident=True), SimpleNamespace(host_resident=False)][: num_regions - 1]
+        self.kv_cache_config = SimpleNamespace(transfer_groups=groups, transfer_group_ids=tuple(range(len(groups))))
+        self.dst_region_group_ids = {"prefill": [0] * num_regions}
+        self.kv_caches_base_addr = {"decode": {0: local}}
+        self.engine_id, self.block_size, self.num_regions = "decode", BLOCK_SIZE, num_regions
+        self.block_len_per_layer = self.block_stride_per_layer = [PAGE_BYTES] * num_regions
+        self.nixl_backends, self._registered_descs, self._skip_dram_xfer = ["UCX"], [], False
+        self._mixed_mem_types, self._transfer_layer_group_ids = False, ()
+        self.dst_num_blocks = {"prefill": NUM_REMOTE_BLOCKS, "decode": NUM_HOST_BLOCKS}
+        self.dst_region_num_blocks = {
+            "prefill": [NUM_REMOTE_BLOCKS] * num_regions,
+            "decode": [NUM_HOST_BLOCKS] * num_regions,
+        }
+        self._uses_region_group_mapping, self.dst_uses_region_group_mapping = num_regions == 3, {"prefill": False}
+        self.dst_region_mem_types = {"prefill": ["DRAM"] * num_regions}
+        self.tp_mappings = {
+            "prefill": SimpleNamespace(all_source_ranks=[0], source_ranks_per_group=[[0]], local_consumers=1)
+        }
+        info = {"remote_tp_size": 1, "remote_block_size": BLOCK_SIZE, "remote_dcp_size": 1}
+        remote = SimpleNamespace(**info, remote_physical_blocks_per_logical=1)
+        self.transfer_topo = SimpleNamespace(
+            get_engine_info=lambda _: remote, block_size_ratio=lambda _: 1, tp_ratio=lambda _: 1
+        )
+        self.src_xfer_handles_by_block_size = {
+            BLOCK_SIZE: descriptors(local, [PAGE_BYTES] * num_regions, NUM_HOST_BLOCKS)
+        }
+        remote_descriptors = descriptors(bases, [row_bytes] * num_regions, NUM_REMOTE_BLOCKS)
+        self.dst_xfer_side_handles = {"prefill": {0: remote_descriptors}}
+        self._bases, self._row_bytes = bases, row_bytes
+
+    def read_through_buffer(self, monkeypatch: pytest.MonkeyPatch, num_parts: int = 2, pages_per_part: int = 5) -> None:
+        """Make the buffer, then shake hands."""
+        memory = torch.zeros(num_parts * pages_per_part, PAGE_BYTES, dtype=torch.uint8)
+        assert self.main_page_bytes == PAGE_BYTES and self.reads_main_kv
+        self.read_through(ImportBuffer(memory, pages_per_part, self, PageWriter(self.pages)))
+
+        def add_remote_agent(worker: Side, metadata: SimpleNamespace, rank: int) -> str:
+            worker.kv_caches_base_addr["prefill"] = {rank: metadata.kv_caches_base_addr}
+            return "agent"
+
+        monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", add_remote_agent)
+        strides = [self._row_bytes] * self.num_regions
+        self.add_remote_agent(
+            SimpleNamespace(
+                engine_id="prefill",
+                block_size=BLOCK_SIZE,
+                physical_blocks_per_logical_kv_block=1,
+                kv_caches_base_addr=self._bases,
+                block_strides=strides,
+                device_id=0,
+            ),
+            0,
+        )
+
+    def pull(self, remote_ids: list[int], host_ids: list[int], device_ids: list[int], name: str = REQUEST) -> None:
+        """Pull a prompt; as many of its last blocks as there are ids on this side."""
+        local = (host_ids, device_ids)[: self.num_regions - 1]
+        origin = SimpleNamespace(
+            engine_id="prefill", request_id=REMOTE, blocks_expiry_time=None, block_ids=(remote_ids,), num_tokens=None
+        )
+        meta = ReqMeta(local, local, 1, remote=origin, awaiting_kvs=True)
+        meta.local_num_computed_blocks = None
+        self._recving_metadata[name] = meta
+        self._read_blocks_for_req(name, meta)
+
+    def finish_all(self) -> set[str]:
+        """Let everything arrive; returns the requests that have ended well."""
+        ended: set[str] = set()
+        for _ in range(40):
+            for handle in self.nixl_wrapper.open:
+                self.nixl_wrapper.finish(handle)
+            results = self.get_transfer_results()
+            assert not results.failed_recving
+            ended |= results.finished_recving
+        return ended
+
+    def assert_holds(self, remote_ids: list[int], host_ids: list[int], device_ids: list[int]) -> None:
+        """Compare all pages; those that were not to be written are as before."""
+        expected, cache = torch.full_like(self.pages, 255), torch.full_like(self.cache, 255)
+        for layer in range(2):
+            for row, block in zip(reversed(host_ids), reversed(remote_ids), strict=False):
+                expected[layer * NUM_HOST_BLOCKS + row] = self.page(layer, block)
+        for row, block in zip(reversed(device_ids), reversed(remote_ids), strict=False):
+            cache[row] = self.page(2, block)
+        assert torch.equal(self.pages, expected) and torch.equal(self.cache, cache)
+
+    def page(self, region: int, block: int) -> torch.Tensor:
+        first = self._bases[region] - self.remote.data_ptr() + block * self._row_bytes
+        return self.remote[first : first + PAGE_BYTES]
+
+
+def descriptors(bases: list[int], strides: list[int], num_blocks: int) -> np.ndarray:
+    """What vLLM prepares: one descriptor per region and block."""
+    places = [
+        (base + block * stride, PAGE_BYTES, 0)
+        for base, stride in zip(bases, strides, strict=True)
+        for block in range(num_blocks)
+    ]
+    return np.array(places, np.int64)
+
+
+REMOTE_IDS = [7, 8, 9, 3, 11, 20, 19, 18]
+HOST_IDS, DEVICE_IDS = [4, 5, 19, 0, 2, 1, 7, 9], [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+@pytest.mark.parametrize("row_bytes", [PAGE_BYTES, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 10])
+@pytest.mark.parametrize("num_new", [8, 3])
+def test_every_block_lands_before_the_prefill_instance_frees_it(
+    monkeypatch: pytest.MonkeyPatch, row_bytes: int, num_new: int
+) -> None:
+    side = Side(row_bytes)
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS[-num_new:], DEVICE_IDS)
+    nixl = side.nixl_wrapper
+    assert len(nixl.open) == 2, "as much as the buffer holds"
+    while nixl.open and not nixl.open[-1].notice:
+        nixl.finish(nixl.open[0])
+        assert not side.get_transfer_results().finished_recving and not nixl.messages
+    assert side.finish_all() == {REQUEST} and nixl.messages == [NOTICE]
+    side.assert_holds(REMOTE_IDS, HOST_IDS[-num_new:], DEVICE_IDS)
+    num_pieces = sum(len(handle.local) for handle in nixl.started if not handle.notice)
+    assert num_pieces < 2 * num_new, "neighbours are read together"
+
+
+def test_one_group_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last page, vLLM has nothing to read, and tells the prefill instance so."""
+    side = Side(has_resident_kv=False)
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS[3:], [])
+    assert not side.nixl_wrapper.messages
+    assert side.finish_all() == {REQUEST} and side.nixl_wrapper.messages == [NOTICE]
+    side.assert_holds(REMOTE_IDS, HOST_IDS[3:], [])
+
+
+def test_without_main_kv_nothing_waits_for_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, [], DEVICE_IDS)
+    assert [handle.notice for handle in side.nixl_wrapper.open] == [NOTICE]
+    assert side.finish_all() == {REQUEST}
+    side.assert_holds(REMOTE_IDS, [], DEVICE_IDS)
+
+
+@pytest.mark.parametrize("keeps_handles", [False, True])
+def test_a_read_that_fails_fails_its_request(monkeypatch: pytest.MonkeyPatch, keeps_handles: bool) -> None:
+    """The request keeps its blocks as long as NIXL may write to the buffer for it. The other request goes on."""
+    side, other = Side(), "cmpl-e-0-22222222"
+    side.read_through_buffer(monkeypatch, num_parts=3)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    side.pull([25, 26], [10, 11], [16, 17], other)
+    nixl = side.nixl_wrapper
+    nixl.keeps_handles = keeps_handles
+    nixl.open[0].state = "ERR"
+    ended, failed = set(), set()
+    for _ in range(20):
+        for handle in nixl.open:
+            nixl.finish(handle)
+        results = side.get_transfer_results()
+        ended |= results.finished_recving
+        failed |= results.failed_recving
+        if keeps_handles and ended == {other}:
+            assert REQUEST in side._recving_metadata and not failed
+            nixl.keeps_handles = False
+    assert ended == {REQUEST, other} and failed == {REQUEST}
+    assert nixl.messages == [NOTICE], "only the other one's blocks are freed there"
+    assert not side._recving_metadata and not side._recving_transfers
+
+
+def test_a_read_that_cannot_be_started_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    side.read_through_buffer(monkeypatch)
+    side.nixl_wrapper.is_broken = True
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    assert side.get_transfer_results().failed_recving == {REQUEST}
+    assert len(side.failures) == 1 and not side._recving_transfers
+
+
+def test_a_block_that_the_prefill_instance_does_not_have_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a block of another layer."""
+    side = Side()
+    side.read_through_buffer(monkeypatch)
+    side.pull([NUM_REMOTE_BLOCKS], [3], [3])
+    assert side.get_transfer_results().failed_recving == {REQUEST}
+    assert "30 of a prefill instance that has 30 blocks" in str(side.failures[0])
+    assert not side.nixl_wrapper.started
+
+
+def test_shutdown_ends_reads_and_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    side.read_through_buffer(monkeypatch)
+    assert len(side.nixl_wrapper.registered) == 1
+    side._handshake_initiation_executor = SimpleNamespace(shutdown=lambda wait: None)
+    side.src_xfer_handles_by_tp_ratio = side._dram_src_handles_by_tp_ratio = side._dram_src_handles_by_block_size = {}
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    reading = side.nixl_wrapper.open
+    side._remote_agents, side.src_xfer_handles_by_block_size = {}, {}
+    side.shutdown()
+    side.shutdown()
+    assert side.nixl_wrapper.released == reading and not side.nixl_wrapper.registered
+
+
+def test_ranks_that_leave_main_kv_to_rank_0_have_no_buffer() -> None:
+    side = Side()
+    side._skip_dram_xfer = True
+    assert not side.reads_main_kv

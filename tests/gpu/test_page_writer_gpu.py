@@ -1,0 +1,46 @@
+"""Pages go from a buffer on the device into pinned host memory, on a stream of their own."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
+from vllm_hisparse.kv_manager.rows.host_kv_store import HostKVStore
+from vllm_hisparse.kv_manager.rows.page_writer import make_page_writer
+from vllm_hisparse.layout import KVLayout
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+NUM_LAYERS, NUM_BLOCKS, CYCLES = 4, 40, 200_000_000
+
+
+def test_imported_pages_of_a_buffer_land_beside_other_work() -> None:
+    """The copy waits for nothing that the device computes, and is over when it says so."""
+    layout = HostPoolLayout(KVLayout(656, 132, NUM_LAYERS, NUM_LAYERS), NUM_BLOCKS)
+    names = [str(layer) for layer in range(NUM_LAYERS)]
+    store = HostKVStore(layout, names, torch.uint8, mmap.mmap(-1, layout.num_bytes))
+    store.attach(torch.device("cuda"))
+    writer = make_page_writer(store.main_pages())
+    rows = np.random.default_rng(0).permutation(NUM_LAYERS * NUM_BLOCKS)[:100]
+    pages = torch.randint(0, 256, (100, 64 * 656), dtype=torch.uint8, device="cuda")
+    writer.write(pages, rows)
+    writer.close()
+    torch.cuda.synchronize()
+    pages = torch.randint(0, 256, (100, 64 * 656), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)  # a tenth of a second
+    forward = torch.cuda.current_stream().record_event()
+    writing = writer.write(pages, rows)
+    while not writing.is_done():
+        assert not forward.query(), "the copy waited for the forward"
+    found = torch.stack(
+        [store.main_kv[names[row // NUM_BLOCKS]][row % NUM_BLOCKS].reshape(-1) for row in rows.tolist()]
+    )
+    assert torch.equal(found, pages.cpu())
+    torch.cuda.synchronize()
+    writer.close()
+    store.close()

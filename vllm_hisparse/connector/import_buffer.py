@@ -1,0 +1,273 @@
+"""The import buffer: device memory through which main KV passes from prefill instances into the host pool.
+
+A host without RDMA reads fast into device memory only, and each piece of memory that is read costs time however small
+it is. Pages that follow each other in the prefill instance's memory are therefore read in one piece. The buffer has
+parts. A prompt is read a part at a time, in the order of the prefill instance's memory; as soon as a part has been
+read, its pages are copied to their places in the host pool, and the part is free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from vllm_hisparse.config import HiSparseConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
+
+PART_BYTES = 64 << 20
+MIN_PARTS = 2  # one is read while another one is copied
+
+
+@dataclass(frozen=True)
+class Source:
+    """A rank of a prefill instance."""
+
+    engine_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class ImportCounts:
+    """Bytes that have passed through the buffer, and the number of prompts that wait for a part of it."""
+
+    num_bytes: int
+    num_waiting: int
+
+
+class Reads(Protocol):
+    """Reads from prefill instances. What fails is recorded where it fails; the buffer only stops using it."""
+
+    def start_read(
+        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
+    ) -> tuple[Any | None, bool]:
+        """Start to read pieces.
+
+        Args:
+            request_id: request of the pieces.
+            source: place of the pieces.
+            local, remote: [pieces, 2] int64: address and bytes of each piece, here and there.
+
+        Returns:
+            The read, or None if there is none; and False if it has failed.
+        """
+
+    def poll_read(self, request_id: str, read: Any) -> tuple[bool, bool]:
+        """Return whether a read has ended, so that nothing writes into the buffer any more, and whether it has failed.
+
+        A read that has failed may not have ended yet.
+        """
+
+    def release_read(self, request_id: str, read: Any) -> None:
+        """End a read at shutdown."""
+
+
+@dataclass
+class _Import:
+    """Main KV of a prompt on its way.
+
+    Attributes:
+        request_id, source: request, and place of its pages.
+        addresses: [pages] int64, ascending: addresses of the pages at their source.
+        rows: [pages] int64: rows of the host pool that get the pages.
+        then: called when all pages are in the host pool; not if a read failed.
+        num_started: pages whose read has been started.
+        num_parts: parts of the buffer in use.
+        has_failed: True if a read has failed; no more reads are started.
+    """
+
+    request_id: str
+    source: Source
+    addresses: np.ndarray
+    rows: np.ndarray
+    then: Callable[[], None]
+    num_started: int = 0
+    num_parts: int = 0
+    has_failed: bool = False
+
+    @property
+    def needs_part(self) -> bool:
+        return not self.has_failed and self.num_started < len(self.addresses)
+
+
+@dataclass
+class _Round:
+    """A part of the buffer in use: first it is read (`read`), then copied to the host pool (`writing`)."""
+
+    part: int
+    owner: _Import
+    rows: np.ndarray
+    read: Any | None
+    writing: Writing | None = None
+
+
+class ImportBuffer:
+    """Reads main KV of prompts through device memory.
+
+    Prompts get parts in the order in which they came; who finds none waits. If prompts have come from several prefill
+    instances, none of these gets the last part while it has others, because reads from an instance that hangs do not
+    end.
+
+    Args:
+        memory: [pages, page_bytes] uint8: the buffer, contiguous.
+        pages_per_part: pages of a part; the buffer has whole parts.
+        reads: reads from prefill instances into `memory`.
+        writer: copies pages to the host pool.
+    """
+
+    def __init__(self, memory: torch.Tensor, pages_per_part: int, reads: Reads, writer: PageWriter):
+        self.memory, self._pages_per_part = memory, pages_per_part
+        self.num_parts, self._page_bytes = len(memory) // pages_per_part, memory.shape[1]
+        self._reads, self._writer = reads, writer
+        self._free = list(reversed(range(self.num_parts)))
+        self._imports: list[_Import] = []
+        self._rounds: list[_Round] = []
+        self._engine_id: str | None = None  # of the first prompt
+        self._has_several_engines = False
+        self._num_bytes = self._last_num_waiting = 0
+
+    @property
+    def pending(self) -> set[str]:
+        """The requests whose main KV is not in the host pool yet."""
+        return {each.request_id for each in self._imports}
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of prompts that need a part and have none."""
+        return sum(each.needs_part and not each.num_parts for each in self._imports)
+
+    def add(
+        self, request_id: str, source: Source, addresses: np.ndarray, rows: np.ndarray, then: Callable[[], None]
+    ) -> None:
+        """Read a prompt's main KV.
+
+        Args:
+            request_id: the request.
+            source: place of its pages.
+            addresses: [pages] int64: addresses of the pages there, each once.
+            rows: [pages] int64: rows of the host pool that get them.
+            then: called when all pages are in the host pool; not if a read fails.
+        """
+        order = np.argsort(addresses)
+        self._imports.append(_Import(request_id, source, addresses[order], rows[order], then))
+        self._has_several_engines |= self._engine_id not in (None, source.engine_id)
+        self._engine_id = source.engine_id
+        self._start_reads()
+
+    def advance(self) -> None:
+        """Copy what has been read, and read on into what has been copied. Waits for nothing."""
+        self._rounds = [each for each in self._rounds if not self._has_ended(each)]
+        self._start_reads()
+        ended = [each for each in self._imports if not each.needs_part and not each.num_parts]
+        self._imports = [each for each in self._imports if each.needs_part or each.num_parts]
+        for each in ended:
+            if not each.has_failed:
+                each.then()
+
+    def take_counts(self) -> ImportCounts | None:
+        """Return what has happened since the last call; None if nothing has changed."""
+        counts = ImportCounts(self._num_bytes, self.num_waiting)
+        has_changed = counts != ImportCounts(0, self._last_num_waiting)
+        self._num_bytes, self._last_num_waiting = 0, counts.num_waiting
+        return counts if has_changed else None
+
+    def close(self) -> None:
+        """End all reads and copies."""
+        for each in self._rounds:
+            if each.read is not None:
+                self._reads.release_read(each.owner.request_id, each.read)
+        self._writer.close()
+        self._imports, self._rounds = [], []
+
+    def _has_ended(self, each: _Round) -> bool:
+        owner = each.owner
+        if each.read is not None:
+            has_ended, has_failed = self._reads.poll_read(owner.request_id, each.read)
+            owner.has_failed |= has_failed
+            if not has_ended:
+                return False
+            each.read = None
+            if not owner.has_failed:
+                first = each.part * self._pages_per_part
+                each.writing = self._writer.write(self.memory[first : first + len(each.rows)], each.rows)
+        if each.writing is not None:
+            if not each.writing.is_done():
+                return False
+            self._num_bytes += len(each.rows) * self._page_bytes
+        owner.num_parts -= 1
+        self._free.append(each.part)
+        return True
+
+    def _start_reads(self) -> None:
+        for each in self._imports:
+            while each.needs_part and self._may_take_part(each.source.engine_id):
+                self._start_read(each)
+
+    def _may_take_part(self, engine_id: str) -> bool:
+        if not self._has_several_engines:
+            return bool(self._free)
+        num_held = sum(each.owner.source.engine_id == engine_id for each in self._rounds)
+        return len(self._free) > (1 if num_held else 0)
+
+    def _start_read(self, owner: _Import) -> None:
+        part = self._free.pop()
+        pages = slice(owner.num_started, owner.num_started + self._pages_per_part)
+        remote = pieces(owner.addresses[pages], self._page_bytes)
+        local = remote.copy()
+        local[:, 0] = self.memory.data_ptr() + part * self._pages_per_part * self._page_bytes
+        local[1:, 0] += np.cumsum(remote[:-1, 1])
+        read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
+        owner.num_started = min(pages.stop, len(owner.addresses))
+        owner.has_failed |= not is_started
+        if read is None:
+            self._free.append(part)
+            return
+        owner.num_parts += 1
+        self._rounds.append(_Round(part, owner, owner.rows[pages], read))
+
+
+def pieces(addresses: np.ndarray, page_bytes: int) -> np.ndarray:
+    """Join pages that follow each other in memory.
+
+    Args:
+        addresses: [pages] int64, ascending, at least one.
+        page_bytes: bytes of a page.
+
+    Returns:
+        [pieces, 2] int64: address and bytes of each piece.
+    """
+    starts = np.flatnonzero(np.diff(addresses, prepend=addresses[0] - 2 * page_bytes) != page_bytes)
+    num_pages = np.diff(starts, append=len(addresses))
+    return np.stack([addresses[starts], num_pages * page_bytes], axis=1)
+
+
+def pages_of_part(buffer_bytes: int, page_bytes: int) -> int:
+    """Pages of each part of a buffer of at most `buffer_bytes`."""
+    num_parts = max(MIN_PARTS, buffer_bytes // PART_BYTES)
+    return buffer_bytes // num_parts // page_bytes
+
+
+def check_buffer_size(buffer_gib: float, block_bytes: int) -> None:
+    """Refuse a buffer whose parts are smaller than a block.
+
+    Args:
+        buffer_gib: size of the buffer; 0: there is none.
+        block_bytes: bytes of a block's main KV in all layers.
+
+    Raises:
+        HiSparseConfigError: the buffer is too small.
+    """
+    least_gib = MIN_PARTS * block_bytes / 2**30
+    if buffer_gib and buffer_gib < least_gib:
+        raise HiSparseConfigError(
+            "import_buffer_gib",
+            buffer_gib,
+            f"at least {least_gib:.6f}, {MIN_PARTS} blocks of all layers",
+            "Raise it, or remove it.",
+        )
