@@ -3,9 +3,9 @@
     python -m benchmarks.import_pieces
 
 A decode instance can read blocks in one piece that follow each other in the prefill instance's memory. Where layers are
-outermost (vLLM's layout LBHNC, the default), these are runs of consecutive block ids. vLLM's own `KVCacheManager` hands
-out the blocks here: prompts arrive one after the other, share the tokens of each step, keep their blocks until they
-have been pulled, and then free them. The pool is always full. It starts in order, and every prompt cuts it further.
+outermost (vLLM's default layouts), these are runs of consecutive block ids. vLLM's own `KVCacheManager` hands out the
+blocks here: prompts arrive one after the other, share the tokens of each step, keep their blocks until they have been
+pulled, and then free them. The pool is always full. It starts in order, and every prompt cuts it further.
 
 A row has the pieces of the last prompts before the pool had been filled `fills` times.
 """
@@ -57,7 +57,7 @@ class PrefillInstance:
         num_blocks: blocks of the pool.
         num_together: prompts that share the tokens of a step.
         continued_share: share of the prompts that continue an earlier one, whose blocks they find while these are kept.
-        seed: of lengths and choices.
+        seed: seed of lengths and choices.
     """
 
     def __init__(self, num_blocks: int, num_together: int, continued_share: float, seed: int = 0):

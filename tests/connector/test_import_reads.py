@@ -119,6 +119,8 @@ class Side(Rank):
         self.engine_id, self.block_size, self.num_regions = "decode", BLOCK_SIZE, num_regions
         self.block_len_per_layer = self.block_stride_per_layer = [PAGE_BYTES] * num_regions
         self.nixl_backends, self._registered_descs, self._skip_dram_xfer = ["UCX"], [], False
+        self._remote_registration_generations: dict[str, int] = {}  # since vLLM 0.33, as is the next one
+        self._kv_unregistered = False
         self._mixed_mem_types, self._transfer_layer_group_ids = False, ()
         self.dst_num_blocks = {"prefill": NUM_REMOTE_BLOCKS, "decode": NUM_HOST_BLOCKS}
         self.dst_region_num_blocks = {
@@ -172,6 +174,7 @@ class Side(Rank):
         origin = SimpleNamespace(
             engine_id="prefill", request_id=REMOTE, blocks_expiry_time=None, block_ids=(remote_ids,), num_tokens=None
         )
+        origin.registration_generation = 0  # since vLLM 0.33
         meta = ReqMeta(local, local, 1, remote=origin, awaiting_kvs=True)
         meta.local_num_computed_blocks = None
         self._recving_metadata[name] = meta
@@ -204,7 +207,7 @@ class Side(Rank):
 
 
 def descriptors(bases: list[int], strides: list[int], num_blocks: int) -> np.ndarray:
-    """What vLLM prepares: one descriptor per region and block."""
+    """One descriptor per region and block, as vLLM prepares them."""
     places = [
         (base + block * stride, PAGE_BYTES, 0)
         for base, stride in zip(bases, strides, strict=True)

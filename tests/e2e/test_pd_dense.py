@@ -20,7 +20,8 @@ pytestmark = pytest.mark.e2e
 EVERYTHING = {"host_pool_gib": 0.25, "top_k": 4096, "device_buffer_size": 4096}
 TOKEN_BYTES = 2 * 2 * 32 * 4  # one layer: key and value, KV heads, elements, fp32
 BLOCK = 128
-# Two full-KV layers, which NIXL pulls to the device; none, so that everything goes to the host.
+BUFFER = {"import_buffer_gib": 4 * 4 * BLOCK * TOKEN_BYTES / 2**30}  # of four blocks
+# Two full-KV layers, which NIXL pulls to the device; none, so that everything goes to the host, through a buffer.
 DECODERS = {"quest": 2, "cluster_kv": 4}
 
 
@@ -31,7 +32,8 @@ class Cluster:
         self.group, self.log_dir = group, log_dir
         self.prefill = self.start("prefill", PREFILL_CONNECTOR, 0)
         self.small_blocks = self.start("small_blocks", PREFILL_CONNECTOR, 0, "--block-size", "32")
-        options = {"quest": {}, "cluster_kv": {"full_kv_layers": [], "algorithm_options": {"update_interval": 8}}}
+        everything_on_host = {"full_kv_layers": [], "algorithm_options": {"update_interval": 8}}
+        options = {"quest": {}, "cluster_kv": everything_on_host | BUFFER}
         self.decode = {
             name: self.start(name, hisparse_connector(algorithm=name, **EVERYTHING, **options[name]), 1)
             for name in DECODERS
@@ -61,14 +63,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("name", DECODERS)
 def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int):
     prompt, decode = make_prompt(num_tokens, seed=1), cluster.decode[name]
-    names = ("hisparse_transfer_bytes_to_host", "hisparse_transfer_bytes_to_device")
+    names = [f"hisparse_transfer_bytes_{way}" for way in ("to_host", "to_device", "through_buffer")]
     before = [decode.metric(metric) for metric in names]
     reply = decode.complete(prompt, 20, cluster.prefilled(prompt))
     assert_same(reply, cluster.prefill.complete(prompt, 20))
     received = [decode.metric(metric) - was for metric, was in zip(names, before, strict=True)]
     layer_bytes = -(-num_tokens // BLOCK) * BLOCK * TOKEN_BYTES
-    assert received == [DECODERS[name] * layer_bytes, (4 - DECODERS[name]) * layer_bytes]
+    to_host = DECODERS[name] * layer_bytes
+    assert received[:2] == [to_host, (4 - DECODERS[name]) * layer_bytes]
     decode.wait_empty()
+    through_buffer = decode.metric("hisparse_transfer_bytes_through_buffer") - before[2]
+    assert through_buffer == (to_host if name == "cluster_kv" else 0)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -131,13 +131,18 @@ def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_refer
 
 @pytest.mark.slow
 def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference):
-    """The decode side drafts as well as the prefill side, which has the draft layer's rows of the prompt at once."""
+    """The decode side drafts as well as the prefill side, which has the draft layer's rows of the prompt at once.
+
+    Main KV comes through an import buffer, the rest directly.
+    """
     drafts, lengths = ["--speculative-config", json.dumps(DRAFTS)], (65, 700, 1100)
     prompts = [source(length, seed) for seed, length in enumerate(lengths, 1)]
     with ProcessGroup() as group:
-        cluster = Cluster(group, tmp_path, CODE_MODEL, {"device_buffer_size": SMALLEST_BUFFER}, drafts)
+        options = {"device_buffer_size": SMALLEST_BUFFER, "import_buffer_gib": 4 * HOST_BLOCK_BYTES / 2**30}
+        cluster = Cluster(group, tmp_path, CODE_MODEL, options, drafts)
         replies = [completion(cluster.serve(prompt, 32)) for prompt in prompts]
         received = cluster.decode.metric("hisparse_transfer_bytes_to_host")
+        through_buffer = cluster.decode.metric("hisparse_transfer_bytes_through_buffer")
         for prompt in prompts:
             cluster.prefill.complete(prompt, 32)
         computed_rate, received_rate = (
@@ -146,6 +151,7 @@ def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference)
         cluster.decode.wait_empty()
     assert_same_but_rounding(replies, received_reference(prompts, str(CODE_MODEL), 32))
     assert received == sum(-(-length // 64) for length in lengths) * HOST_BLOCK_BYTES
+    assert received / 2 < through_buffer < received
     assert received_rate == pytest.approx(computed_rate, abs=0.1) and computed_rate > 0.4
 
 
@@ -154,12 +160,14 @@ def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference)
 def test_rank_0_receives_for_all_ranks(tmp_path, received_reference, num_prefill_ranks):
     """Every rank restores its keys from the pool that all share, and no rank of the prefill side keeps blocks."""
     prompts = [make_prompt(length, seed=24) for length in (65, 1201)]
-    ranks = {"prefill_tp_size": num_prefill_ranks}
+    ranks = {"prefill_tp_size": num_prefill_ranks, "import_buffer_gib": 4 * 64 * NUM_LAYERS * 576 * 4 / 2**30}
     args = ["--tensor-parallel-size", str(num_prefill_ranks)]
     with ProcessGroup() as group:
         cluster = Cluster(group, tmp_path, options=ranks, args=args, decode_args=["--tensor-parallel-size", "2"])
         replies = [completion(cluster.serve(prompt)) for prompt in prompts]
         cluster.decode.wait_empty()
+        through_buffer = cluster.decode.metric("hisparse_transfer_bytes_through_buffer")
         wait_for(lambda: cluster.prefill.metric("kv_cache_usage_perc") == 0)
         assert cluster.prefill.metric("kv_cache_usage_perc") == 0
     assert_same_but_rounding(replies, received_reference(prompts))
+    assert through_buffer == sum(-(-length // 64) for length in (65, 1201)) * 64 * NUM_LAYERS * 576 * 4

@@ -42,7 +42,7 @@ class ImportCounts:
 
 
 class Reads(Protocol):
-    """Reads from prefill instances. What fails is recorded where it fails; the buffer only stops using it."""
+    """Reads from prefill instances. A failure is recorded where it happens; the buffer only stops using the read."""
 
     def start_read(
         self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
