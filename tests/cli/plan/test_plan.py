@@ -405,6 +405,19 @@ def test_a_plan_says_where_the_plugin_pays() -> None:
     assert "HiSparseHostConnector" in found["commands"]["decode"]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("Mistral-7B", "--gpu", "A100"), "It pays from the first request on. With"),
+        (("GLM-5.2", "--tensor-parallel-size", "8"), "It pays from {} requests on; with fewer, stock vLLM is as good."),
+    ],
+)
+def test_the_verdict_names_the_least_number_of_requests(words: tuple[str, ...], expected: str) -> None:
+    crossover = planned(*words)["crossover"]
+    assert (crossover == 1) == ("first" in expected)
+    assert expected.format(crossover) in invoke(*words).output
+
+
 def test_a_plan_says_what_was_not_measured() -> None:
     words = ("DeepSeek-V3.2", "--kv-cache-dtype", "fp8", "--tensor-parallel-size")
     assert "more than 2 GPUs" in planned(*words, "8")["confidence"]

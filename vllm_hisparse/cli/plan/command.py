@@ -466,8 +466,11 @@ def _comparison(plan: Plan, full: Point, plugin: Point, ratio: float) -> str:
         )
     waiting = plan.concurrency - full.running
     others = f", while {_requests(waiting)} wait for memory" if waiting else ""
+    first = "the first request on"
+    if plan.crossover > 1:
+        first = f"{_requests(plan.crossover)} on; with fewer, stock vLLM is as good"
     return (
-        f"It pays from {_requests(plan.crossover)} on; with fewer, stock vLLM is as good. With {requests}: "
+        f"It pays from {first}. With {requests}: "
         f"{ratio:.2f}x full KV's tokens/s. A running request gets a token every {plugin.itl_ms:.1f} ms; with full KV, "
         f"{full.running} run and get one every {full.itl_ms:.1f} ms{others}."
     )
