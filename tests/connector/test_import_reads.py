@@ -6,6 +6,7 @@ pool and in a device cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,14 @@ class SimulatedNixl(Nixl):
         self.registered: list[Any] = []
         self.released: list[Handle] = []
         self.keeps_handles = False
+        self.agents = {"agent"}
+        self.void: list[np.ndarray] = []
+
+    def release_dlist_handle(self, descriptors: np.ndarray) -> None:
+        self.void.append(descriptors)
+
+    def remove_remote_agent(self, agent: str) -> None:
+        self.agents.remove(agent)
 
     def get_reg_descs(self, places: list[tuple], kind: str) -> list[tuple]:
         return places
@@ -58,12 +67,13 @@ class SimulatedNixl(Nixl):
         return places
 
     def initialize_xfer(self, kind: str, local: np.ndarray, remote: np.ndarray, agent: str) -> Handle:
-        assert (kind, agent) == ("READ", "agent")
+        assert kind == "READ" and agent in self.agents
         return Handle(local, remote, b"")
 
     def make_prepped_xfer(
         self, kind: str, local: np.ndarray, ids: Any, remote: np.ndarray, remote_ids: Any, notif_msg: bytes = b""
     ) -> Handle:
+        assert not any(remote is each for each in self.void), "NIXL would use freed memory"
         return Handle(local[ids], remote[remote_ids], notif_msg)
 
     def transfer(self, handle: Handle) -> None:
@@ -119,8 +129,8 @@ class Side(Rank):
         self.engine_id, self.block_size, self.num_regions = "decode", BLOCK_SIZE, num_regions
         self.block_len_per_layer = self.block_stride_per_layer = [PAGE_BYTES] * num_regions
         self.nixl_backends, self._registered_descs, self._skip_dram_xfer = ["UCX"], [], False
-        self._remote_registration_generations: dict[str, int] = {}  # since vLLM 0.33, as is the next one
-        self._kv_unregistered = False
+        self._remote_registration_generations: dict[str, int] = {}  # since vLLM 0.33, as are the next two
+        self._kv_unregistered, self.draft_tp_mappings = False, {}
         self._mixed_mem_types, self._transfer_layer_group_ids = False, ()
         self.dst_num_blocks = {"prefill": NUM_REMOTE_BLOCKS, "decode": NUM_HOST_BLOCKS}
         self.dst_region_num_blocks = {
@@ -135,7 +145,10 @@ class Side(Rank):
         info = {"remote_tp_size": 1, "remote_block_size": BLOCK_SIZE, "remote_dcp_size": 1}
         remote = SimpleNamespace(**info, remote_physical_blocks_per_logical=1)
         self.transfer_topo = SimpleNamespace(
-            get_engine_info=lambda _: remote, block_size_ratio=lambda _: 1, tp_ratio=lambda _: 1
+            get_engine_info=lambda _: remote,
+            block_size_ratio=lambda _: 1,
+            tp_ratio=lambda _: 1,
+            unregister_remote_engine=lambda _: None,
         )
         self.src_xfer_handles_by_block_size = {
             BLOCK_SIZE: descriptors(local, [PAGE_BYTES] * num_regions, NUM_HOST_BLOCKS)
@@ -155,6 +168,9 @@ class Side(Rank):
             return "agent"
 
         monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", add_remote_agent)
+        self.shake_hands()
+
+    def shake_hands(self) -> None:
         strides = [self._row_bytes] * self.num_regions
         self.add_remote_agent(
             SimpleNamespace(
@@ -168,16 +184,34 @@ class Side(Rank):
             0,
         )
 
+    def connect_again(self, known: dict[str, dict]) -> None:
+        """Connect to the prefill instance, which has other handles now.
+
+        Args:
+            known: what this side knew of it, by attribute.
+        """
+        for name, value in known.items():
+            getattr(self, name).update(value)
+        self.nixl_wrapper.agents.add("agent")
+        self.dst_xfer_side_handles = {"prefill": {0: known["dst_xfer_side_handles"]["prefill"][0].copy()}}
+        self.shake_hands()
+
     def pull(self, remote_ids: list[int], host_ids: list[int], device_ids: list[int], name: str = REQUEST) -> None:
         """Pull a prompt; as many of its last blocks as there are ids on this side."""
-        local = (host_ids, device_ids)[: self.num_regions - 1]
+        self.pull_into((host_ids, device_ids)[: self.num_regions - 1], remote_ids, name)
+
+    def pull_into(
+        self, local: Sequence[list[int]], remote_ids: list[int], name: str = REQUEST, awaiting_kvs: bool = True
+    ) -> None:
+        """Pull a prompt into blocks of each group."""
         origin = SimpleNamespace(
             engine_id="prefill", request_id=REMOTE, blocks_expiry_time=None, block_ids=(remote_ids,), num_tokens=None
         )
         origin.registration_generation = 0  # since vLLM 0.33
-        meta = ReqMeta(local, local, 1, remote=origin, awaiting_kvs=True)
+        meta = ReqMeta(local, local, 1, remote=origin, awaiting_kvs=awaiting_kvs)
         meta.local_num_computed_blocks = None
-        self._recving_metadata[name] = meta
+        if awaiting_kvs:
+            self._recving_metadata[name] = meta
         self._read_blocks_for_req(name, meta)
 
     def finish_all(self) -> set[str]:
@@ -300,6 +334,46 @@ def test_a_block_that_the_prefill_instance_does_not_have_fails_its_request(monke
     assert side.get_transfer_results().failed_recving == {REQUEST}
     assert "30 of a prefill instance that has 30 blocks" in str(side.failures[0])
     assert not side.nixl_wrapper.started
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_what_a_forgotten_instance_said_of_its_memory_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    """vLLM forgets an instance that has woken from a sleep, even while it reads from it, and connects again."""
+    side = Side()
+    side.read_through_buffer(monkeypatch)
+    nixl = side.nixl_wrapper
+    names = [name for name in vars(side) if name.startswith("dst_")]
+    names += ["kv_caches_base_addr", "tp_mappings", "_remote_agents", "_engine_clock_offset", "_engine_by_address"]
+    known = {name: dict(getattr(side, name)) for name in names}
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    reading = nixl.open
+    side._cleanup_remote_engine("prefill", log_eviction=False)
+    if is_back:
+        side.connect_again(known)
+    assert not side.get_transfer_results().finished_recving, "NIXL may still write into the buffer"
+    for handle in reading:
+        nixl.finish(handle)
+    assert side.get_transfer_results().failed_recving == {REQUEST}
+    assert nixl.started == reading and not nixl.messages and (side.pages == 255).all()
+    if not is_back:
+        side.connect_again(known)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    assert side.finish_all() == {REQUEST} and nixl.messages == [NOTICE]
+    side.assert_holds(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+
+
+@pytest.mark.parametrize("local", [(), [], ([], [])])
+@pytest.mark.parametrize("has_resident_kv", [True, False])
+def test_a_prompt_that_needs_nothing_is_freed_at_once(
+    monkeypatch: pytest.MonkeyPatch, local: Sequence[list[int]], has_resident_kv: bool
+) -> None:
+    """It was aborted before its pull, or this side has all of it."""
+    side = Side(has_resident_kv=has_resident_kv)
+    side.read_through_buffer(monkeypatch)
+    side.pull_into(local[: side.num_regions - 1], REMOTE_IDS, awaiting_kvs=False)
+    assert side.nixl_wrapper.messages == [NOTICE] and not side.failures
 
 
 def test_shutdown_ends_reads_and_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recv_failures",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pop_done_transfers",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._try_release_xfer_handle",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._cleanup_remote_engine",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._skip_dram_xfer",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._apply_prefix_caching",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._block_ids_by_region",
@@ -212,11 +213,22 @@ class PullHooks:
         # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
         if self.kv_caches_base_addr[engine_id].get(remote_tp_rank) is addresses:
             kind, strides = self.dst_region_mem_types[engine_id][0], nixl_agent_meta.block_strides
-            known = [key for key in self._remote_memory if key.engine_id in self.kv_caches_base_addr]
-            memory = {key: self._remote_memory[key] for key in known}  # without instances that vLLM has forgotten
-            memory[Source(engine_id, remote_tp_rank)] = _RemoteMemory(strides, nixl_agent_meta.device_id, kind)
-            self._remote_memory = memory
+            memory = _RemoteMemory(strides, nixl_agent_meta.device_id, kind)
+            self._remote_memory[Source(engine_id, remote_tp_rank)] = memory
         return name
+
+    def _cleanup_remote_engine(self, engine_id: str, *args: Any, **kwargs: Any) -> None:
+        """Forget a prefill instance.
+
+        NOTE: vLLM >= 0.33 also forgets one that has registered its memory again, while requests read from it. Then the
+        addresses of reads that are not started yet, and vLLM's handles for them, are void.
+        """
+        super()._cleanup_remote_engine(engine_id, *args, **kwargs)
+        for source in [each for each in list(self._remote_memory) if each.engine_id == engine_id]:
+            del self._remote_memory[source]
+        if self._imports is not None:
+            for request_id in self._imports.abandon(engine_id):
+                self._handle_failed_transfer(request_id, None, self._recv_failures)
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         if self._imports is not None:
@@ -230,7 +242,7 @@ class PullHooks:
         def read_directly(spec: ReadSpec) -> bool:
             return read_blocks(spec, dst_engine_id, request_id, *args, **kwargs)
 
-        if self._imports is None:
+        if self._imports is None or not any(read_spec.local_block_ids):  # NOTE: vLLM only sends a message
             return read_directly(read_spec)
         remote_info = self.transfer_topo.get_engine_info(dst_engine_id)
         # NOTE: if a block of this side is several of the other side, vLLM reads pages of another size.
@@ -308,8 +320,9 @@ class PullHooks:
     def start_read(
         self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
     ) -> tuple[Any | None, bool]:
-        handle, memory = None, self._remote_memory[source]
+        handle = None
         try:
+            memory = self._remote_memory[source]
             descriptors = [
                 self.nixl_wrapper.get_xfer_descs(np.insert(places, 2, device_id, axis=1).astype(np.uint64), kind)
                 for places, device_id, kind in (

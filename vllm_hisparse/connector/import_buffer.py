@@ -170,6 +170,13 @@ class ImportBuffer:
             if not each.has_failed:
                 each.then()
 
+    def abandon(self, engine_id: str) -> set[str]:
+        """Start no more reads from a prefill instance. Returns the requests that this ends."""
+        abandoned = [each for each in self._imports if each.source.engine_id == engine_id]
+        for each in abandoned:
+            each.has_failed = True
+        return {each.request_id for each in abandoned}
+
     def take_counts(self) -> ImportCounts | None:
         """Return what has happened since the last call; None if nothing has changed."""
         counts = ImportCounts(self._num_bytes, self.num_waiting)
