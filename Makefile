@@ -31,7 +31,7 @@ test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-unit: setup ## run the short tests without an engine: a minute
-	@$(PYTEST) -m "not slow and not e2e and not long" $(ARGS)
+	@$(PYTEST) -m "not slow and not e2e and not long" --ignore=tests/campaign --ignore=tests/e2e --ignore=tests/gpu $(ARGS)
 
 test-slow: setup ## run those that take many minutes: on Ray, with several ranks, every variant of an engine
 	@$(PYTEST) -m slow $(ARGS)

@@ -142,6 +142,7 @@ def used_names(tree: ast.AST) -> set[str]:
     return found - private_names(tree)
 
 
+@pytest.mark.long
 def test_tests_use_public_names() -> None:
     """A rename inside of a class must break no test."""
     own = set().union(*(private_names(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py"))) - OF_VLLM

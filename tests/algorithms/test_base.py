@@ -66,6 +66,7 @@ def test_a_budget_of_everything_selects_everything(name: str) -> None:
     assert chosen(retrieve(algorithm, state, random_query(), 90)) == [everything, everything]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 @given(num_prompt=st.integers(0, 90), num_new=st.integers(1, 40), budget=st.sampled_from([16, 24, 64]))
 def test_selections_fit_the_budget_and_hold_the_newest(name: str, num_prompt: int, num_new: int, budget: int) -> None:
@@ -99,6 +100,7 @@ def test_requests_of_a_batch_do_not_meet(name: str) -> None:
         assert torch.equal(selection[index].sort().values, expected[0].sort().values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in DENSE if not find_algorithm(name).needs_whole_prompt])
 @given(cuts=st.lists(st.integers(0, 80), max_size=4).map(sorted), num_prompt=st.integers(80, 90))
 def test_chunks_and_single_tokens_give_the_state_of_one_chunk(name: str, cuts: list[int], num_prompt: int) -> None:
@@ -151,6 +153,7 @@ def test_rejected_tokens_leave_nothing_behind(
     assert selected == {position: expected[position] for position in selected}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 def test_state_after_rejected_tokens_is_that_without_them(name: str) -> None:
     keys, algorithm, plain = random_keys(90), small(name, max_query_len=4), small(name)

@@ -54,6 +54,7 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {kind: size for kind, size in sizes.items() if size > 16}
 
 
+@pytest.mark.long
 def test_kinds_of_memory_are_told_apart(tmp_path: Path) -> None:
     gc.collect()
     path = tmp_path / "file"
@@ -93,6 +94,7 @@ def test_malloc_tells_large_blocks_from_small_ones() -> None:
     assert malloc_mib()["in_use"] < with_large["in_use"] - 16
 
 
+@pytest.mark.long
 def test_pinned_memory_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"allocated_bytes.current": 3 << 20, "active_bytes.current": 1 << 20}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

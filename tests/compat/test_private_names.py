@@ -78,6 +78,7 @@ def private_names(package: Path, vllm: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_private_names_have_a_place() -> None:
     assert private_names(PACKAGES["vllm_hisparse"], installed_vllm()) == []
 

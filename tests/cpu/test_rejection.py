@@ -74,6 +74,7 @@ def test_tokens_have_the_models_distribution(draft: int) -> None:
         assert (tokens[accepted & (tokens[:, 1] == 1), 2] == 4).all(), "the bonus token"
 
 
+@pytest.mark.long
 def test_a_step_without_drafts() -> None:
     """Requests with top-k are sampled then, too."""
     sampled = metadata(torch.ones(2))

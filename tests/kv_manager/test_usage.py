@@ -46,6 +46,7 @@ def ages_of(uses: np.ndarray, num_steps: int, num_held: int) -> np.ndarray:
     return np.bincount(num_steps - 1 - recent, minlength=num_steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [0.3, 0.7, 0.95])
 def test_ages_tell_what_smaller_buffers_miss(kept: float) -> None:
     steps = selections(400, kept)

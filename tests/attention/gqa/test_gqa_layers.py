@@ -159,6 +159,7 @@ def test_the_latest_whole_units_of_a_prompt_are_hot(layer: LayerUnderTest) -> No
         layer.step([(long, 1), (short, 1)])
 
 
+@pytest.mark.long
 def test_a_prompt_of_one_token(layer: LayerUnderTest) -> None:
     request = Request(3, [5, 9, 2, 7, 11, 30, 31], 0)
     layer.start(request)
@@ -442,6 +443,7 @@ def drafting_layer(request: pytest.FixtureRequest, algorithm: type[SparseAlgorit
         layer.undo()
 
 
+@pytest.mark.long
 def test_drafts(drafting_layer: LayerUnderTest) -> None:
     """Steps of four tokens, some of which are rejected, and of fewer; past several pages, the budget and the buffer,
     beside a prompt; what was rejected is nowhere when the request goes on with a prompt."""
@@ -469,6 +471,7 @@ def test_drafts(drafting_layer: LayerUnderTest) -> None:
     assert hits > misses and (misses > 0) == (layer.algorithm.name != "streaming_llm")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_rejected", [0, 1])
 def test_drafts_open_a_page_that_the_next_step_continues(drafting_layer: LayerUnderTest, num_rejected: int) -> None:
     """Past the buffer, where the page moves to the first reserved slot."""

@@ -16,7 +16,7 @@ from vllm_hisparse.attention.mla.base import HotMLAAttention
 
 
 def options(has_narrow_keys: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(rows=4096, elastic=True, has_narrow_keys=has_narrow_keys)
+    return SimpleNamespace(rows=4096, elastic=True, has_narrow_keys=has_narrow_keys, import_buffer_bytes=0)
 
 
 @pytest.mark.parametrize(

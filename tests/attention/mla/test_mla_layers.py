@@ -445,6 +445,7 @@ def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
     assert hits > 0 and misses > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CUDA)
 def test_rows_that_are_copied_while_another_layer_attends(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
@@ -499,6 +500,7 @@ def test_layers_that_share_a_selection(cuda_modules: dict[str, ModuleType]) -> N
     assert sum(model.buffer.counts.take()) == NUM_LAYERS * 20 * (TOP_K - 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["HotMLACpu", *CUDA])
 @pytest.mark.parametrize("layer_writes", [False, True])
 def test_drafts(
@@ -530,6 +532,7 @@ def test_drafts(
     assert hits > 0 and misses > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["HotFlashMLA", "HotFlashAttnMLA"])
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_microbatches(
@@ -588,6 +591,7 @@ def test_attention_over_a_prompt_alone_is_not_copied(
     assert model.outputs[-1].data_ptr() not in {out.data_ptr() for out in found}
 
 
+@pytest.mark.long
 def test_rows_that_the_layer_has_written(cuda_model: Model) -> None:
     request, model = Request(1, list(range(10)), 0), cuda_model
     model.start(request)

@@ -552,6 +552,7 @@ def needs_of_blocks(language_model_only: bool, attention: Any) -> bool:
     return language_model_only
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STARTED)
 def test_commands_are_taken_by_the_programs_that_get_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -600,6 +601,7 @@ def test_commands_are_taken_by_the_programs_that_get_them(
     HiSparseConfig.from_extra_config(app.decode.hisparse)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", PRESETS)
 def test_commands_of_every_preset_are_taken(preset: str) -> None:
     """vLLM's parser takes them, the plugin its options, and the length is one that the model's config.json allows."""

@@ -23,6 +23,7 @@ def burst(tokens: int, count: int, missed: MissedShare, num_steps: int = 200, **
     return engine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [43, 70, 100])
 def test_where_nothing_is_kept_no_more_run_than_are_hot(count: int) -> None:
     """12K tokens, 30% kept: measured 1,284 tokens/s with 43 requests, 944 with 70, 833 with 100."""
@@ -33,6 +34,7 @@ def test_where_nothing_is_kept_no_more_run_than_are_hot(count: int) -> None:
     assert today.rate(50) < (0.75 if count > 43 else 1.01) * engine.rate(50)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tokens", "count", "missed"),
     [

@@ -137,6 +137,7 @@ class PlainTables:
                 self.entries[:, blocks, :, 0] = held.where(held <= held.max() - self.num_latest, -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_query_len", [1, 3])
 @pytest.mark.parametrize("make_buffer", [shared_layers_buffer, two_heads_buffer])
 @given(seed=st.integers(0, 2**32))

@@ -120,6 +120,7 @@ def exchange(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [damage_content, cut_off, exchange, Path.unlink])
 def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage) -> None:
     """And the good one that is computed takes its place."""
