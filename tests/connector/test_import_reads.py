@@ -184,6 +184,10 @@ class Side(Rank):
             0,
         )
 
+    def forget(self) -> None:
+        """Forget the prefill instance, as vLLM does before it connects again."""
+        self._cleanup_remote_engine("prefill", log_eviction=False)
+
     def connect_again(self, known: dict[str, dict]) -> None:
         """Connect to the prefill instance, which has other handles now.
 
@@ -349,7 +353,7 @@ def test_what_a_forgotten_instance_said_of_its_memory_is_not_used(
     known = {name: dict(getattr(side, name)) for name in names}
     side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
     reading = nixl.open
-    side._cleanup_remote_engine("prefill", log_eviction=False)
+    side.forget()
     if is_back:
         side.connect_again(known)
     assert not side.get_transfer_results().finished_recving, "NIXL may still write into the buffer"
