@@ -110,9 +110,9 @@ class _Round:
 class ImportBuffer:
     """Reads main KV of prompts through device memory.
 
-    Prompts get parts in the order in which they came; a prompt that finds none waits. Once prompts have come from several
-    prefill instances, an instance that has a part does not get the last free one, because reads from an instance that
-    hangs do not end.
+    Prompts get parts in the order in which they came; a prompt that finds none waits. Once prompts have come from
+    several prefill instances, an instance that has a part does not get the last free one, because reads from an
+    instance that hangs do not end.
 
     Args:
         memory: [pages, page_bytes] uint8: the buffer, contiguous.
