@@ -1,4 +1,4 @@
-"""Attention backends of DSA models, and GPUs: which have run with hot buffers, and which are refused.
+"""Tables of attention backends of DSA models, and of GPUs: which have run with hot buffers, and which are refused.
 
 Start-up, `plan` and `doctor` read these tables. The module imports nothing of vLLM, because `plan` needs no vLLM.
 """
@@ -9,8 +9,8 @@ Capability = tuple[int, int]  # compute capability of a GPU: major and minor num
 
 TRIED_CAPABILITIES: tuple[Capability, ...] = ((9, 0),)
 NARROW_KEYS_CAPABILITY: Capability = (9, 0)
-# Backend of a DSA model that has a hot-buffer version -> major numbers of the compute capabilities it is for, as in
-# vLLM. The first one of a GPU that has run is advised where vLLM may take one that has not.
+# Backend of a DSA model that has a hot-buffer version -> major numbers of the compute capabilities for which vLLM has
+# it. On a GPU where vLLM may take an untried backend, the first tried one is advised.
 MLA_BACKENDS = {
     "FLASHMLA_SPARSE": (9, 10),
     "FLASH_ATTN_MLA_SPARSE": (9,),
@@ -31,7 +31,7 @@ REFUSED_MLA_MAJORS = {12: "FLASHINFER_MLA_SPARSE_SM120"}  # major number -> the 
 
 
 def untried_gpu(name: str, capability: Capability | None) -> str:
-    """Return the warning of a GPU on which hot buffers have never run; empty if they have.
+    """Return the warning about a GPU on which hot buffers have never run; empty if they have.
 
     Args:
         name: name of the GPU.
@@ -47,7 +47,7 @@ def untried_gpu(name: str, capability: Capability | None) -> str:
 
 
 def untried_mla_backend(name: str) -> str:
-    """Return the warning of a backend of a DSA model whose hot-buffer version has run on no GPU; empty if it has."""
+    """Return the warning about a DSA backend whose hot-buffer version has run on no GPU; empty if it has run."""
     if name not in UNTRIED_MLA_BACKENDS:
         return ""
     return (
@@ -74,8 +74,9 @@ def mla_refusal(capability: Capability) -> str:
 
 
 def mla_choice(capability: Capability) -> tuple[str, str] | None:
-    """Return the backend to set for a DSA model, and why; None if vLLM's own choice has run with hot buffers, or no DSA
-    model starts on this GPU (`mla_refusal`).
+    """Return the backend to set for a DSA model, and why.
+
+    None: vLLM's own choice has run with hot buffers, or no DSA model starts on this GPU (`mla_refusal`).
     """
     names = mla_backends(capability)
     untried = [name for name in names if name in UNTRIED_MLA_BACKENDS]

@@ -111,8 +111,8 @@ class _RemoteMemory:
 class PullHooks:
     """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
 
-    With an import buffer (`read_through`), main KV is read through it. vLLM reads the other KV when main KV is in the
-    host pool, and tells the prefill instance after that to free the blocks.
+    After `read_through`, main KV comes through the import buffer. When it is in the host pool, vLLM reads the other KV,
+    and then tells the prefill instance to free the blocks.
     """
 
     _imports: ImportBuffer | None = None
@@ -261,7 +261,7 @@ class PullHooks:
         return True
 
     def _read_rest(self, read: Callable[[], bool], request_id: str) -> None:
-        """Read what does not come through the buffer. Without any, vLLM tells the prefill instance to free the blocks.
+        """Read what does not come through the buffer; vLLM then tells the prefill instance to free the blocks.
 
         Args:
             read: reads it.
@@ -308,7 +308,7 @@ class PullHooks:
         return np.concatenate(addresses), np.concatenate(rows)
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
-        """Poll transfers. NOTE: a request of which vLLM knows no handle is done, unless its main KV is on its way."""
+        """Poll transfers, except those whose main KV is on its way: without handles, vLLM would take them for done."""
         if self._imports is None:
             return super()._pop_done_transfers(transfers)
         self._imports.advance()

@@ -1,9 +1,9 @@
 """The import buffer: device memory through which main KV passes from prefill instances into the host pool.
 
-A host without RDMA reads fast into device memory only, and each piece of memory that is read costs time however small
-it is. Pages that follow each other in the prefill instance's memory are therefore read in one piece. The buffer has
-parts. A prompt is read a part at a time, in the order of the prefill instance's memory; as soon as a part has been
-read, its pages are copied to their places in the host pool, and the part is free again.
+A host without RDMA reads fast into device memory only, and small pieces of memory are read slowly. Pages that follow
+each other in the prefill instance's memory are therefore read in one piece. The buffer is divided into parts. A prompt
+fills one part after the other, in the order of the prefill instance's memory. When a part has been read, its pages are
+copied to their places in the host pool; then the part is free again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Source:
 
 @dataclass(frozen=True)
 class ImportCounts:
-    """Bytes that have passed through the buffer, and the number of prompts that wait for a part of it."""
+    """Bytes that have passed through the buffer, and the number of prompts that need a part of it and have none."""
 
     num_bytes: int
     num_waiting: int
 
 
 class Reads(Protocol):
-    """Reads from prefill instances. A failure is recorded where it happens; the buffer only stops using the read."""
+    """Reads from prefill instances. The reader records failures; the buffer only starts no more reads of the prompt."""
 
     def start_read(
         self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
@@ -52,10 +52,10 @@ class Reads(Protocol):
         Args:
             request_id: request of the pieces.
             source: place of the pieces.
-            local, remote: [pieces, 2] int64: address and bytes of each piece, here and there.
+            local, remote: [pieces, 2] int64: address and bytes of each piece, in the buffer and at the source.
 
         Returns:
-            The read, or None if there is none; and False if it has failed.
+            The read, or None if nothing writes into the buffer; and False if the start has failed, else True.
         """
 
     def poll_read(self, request_id: str, read: Any) -> tuple[bool, bool]:
@@ -161,7 +161,7 @@ class ImportBuffer:
         self._start_reads()
 
     def advance(self) -> None:
-        """Copy what has been read, and read on into what has been copied. Waits for nothing."""
+        """Copy parts that have been read, and read more pages into parts that have been copied. Waits for nothing."""
         self._rounds = [each for each in self._rounds if not self._has_ended(each)]
         self._start_reads()
         ended = [each for each in self._imports if not each.needs_part and not each.num_parts]
@@ -171,7 +171,7 @@ class ImportBuffer:
                 each.then()
 
     def abandon(self, engine_id: str) -> set[str]:
-        """Start no more reads from a prefill instance. Returns the requests that this ends."""
+        """Start no more reads from a prefill instance. Returns the requests that fail because of this."""
         abandoned = [each for each in self._imports if each.source.engine_id == engine_id]
         for each in abandoned:
             each.has_failed = True

@@ -77,7 +77,7 @@ def plan_command(
     ] = None,
     device_kv_gib: Annotated[float | None, typer.Option(min=0.1, help="Device memory for KV on each GPU.")] = None,
     import_buffer_gib: Annotated[
-        float, typer.Option(min=0, help="The plugin's option, for decode instances without RDMA.")
+        float, typer.Option(min=0, help="The plugin's import_buffer_gib, for decode instances without RDMA.")
     ] = 0.0,
     host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory for KV, of all ranks.")] = 512.0,
     context: Annotated[
@@ -416,8 +416,9 @@ def _requests(count: int) -> str:
 
 
 def fewer_requests(plan: Plan) -> str:
-    """Return a sentence that says with how many requests at once the plugin decodes more tokens; empty if with none
-    fewer, or if it does not pay with them either.
+    """Return a sentence that says with which smaller number of requests at once the plugin decodes more tokens.
+
+    Empty if there is no such number, or if the plugin does not pay with it either.
     """
     point, full = plan.fewer_requests, plan.point(System.full, plan.concurrency).tokens_per_s
     if point is None or point.tokens_per_s < WORTH_IT * full:

@@ -23,7 +23,7 @@ class Gpu:
         memory_tb_s: bandwidth of this memory in TB/s, by the datasheet.
         bf16_tflops: dense bf16 rate in TFLOP/s, by the datasheet.
         link_gb_s: rate of a large copy from pinned host memory, in GB/s.
-        capability: compute capability.
+        capability: compute capability, its major and its minor number.
         rows_gb_s: rate of scattered rows from a large host pool, in GB/s. None: not measured.
         source: source of the numbers, in words.
     """

@@ -54,7 +54,7 @@ class KVMemory:
         max_num_seqs: value of `--max-num-seqs`.
         full_kv_layers: layers of a dense model that keep full KV on the device.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits on the device.
-        import_buffer_bytes: bytes of `device_bytes` that the plugin uses for imports.
+        import_buffer_bytes: bytes of `device_bytes` that the plugin uses for its import buffer.
     """
 
     model: ModelShape

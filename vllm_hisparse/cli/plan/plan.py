@@ -99,7 +99,7 @@ class Plan:
         max_num_seqs: vLLM's option, per rank.
         full_kv_layers: layers of a dense model in which the plugin keeps full KV.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
-        import_buffer_gib: device memory of a decode instance for imports, of the plugin.
+        import_buffer_gib: device memory of the plugin's import buffer on each GPU, in GiB.
     """
 
     model: ModelShape

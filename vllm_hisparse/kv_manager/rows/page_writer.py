@@ -25,7 +25,7 @@ class Done:
 
 
 class PageWriter:
-    """Copies pages from host memory, at once.
+    """Copies pages from a buffer in host memory; the copy is done when `write` returns.
 
     Args:
         pages: [rows, page_bytes] uint8: main KV of the host pool, as the buffer's device sees it.
@@ -49,7 +49,7 @@ class PageWriter:
 
 
 class StreamPageWriter(PageWriter):
-    """Copies pages from device memory on a stream of its own, beside the forward."""
+    """Copies pages from a buffer in device memory, on a stream of its own, beside the forward."""
 
     def __init__(self, pages: torch.Tensor):
         super().__init__(pages)
