@@ -30,7 +30,7 @@ demo: setup ## run the prefill/decode demo
 test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-unit: setup ## run the short tests without an engine: a minute
+test-unit: setup ## run the short tests that start no engine: about two minutes
 	@$(PYTEST) -m "not slow and not e2e and not long" --ignore=tests/campaign --ignore=tests/e2e --ignore=tests/gpu $(ARGS)
 
 test-slow: setup ## run those that take many minutes: on Ray, with several ranks, every variant of an engine

@@ -169,7 +169,10 @@ def test_an_import_buffer_takes_device_memory_of_the_plugin_alone() -> None:
     assert seats[0][0] == seats[0][1] and seats[1][0] > seats[1][1]
     assert '"import_buffer_gib": 20.0' in plan["commands"]["decode"]
     assert plan["ray_options"]["decode"]["hisparse"]["import_buffer_gib"] == 20.0
+    assert plan["ray_options"]["prefill"]["env"] == {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
+    assert "env" not in without["ray_options"]["prefill"]
     assert "import_buffer_gib" not in plan["commands"]["one instance"], "it imports nothing"
+    assert "import_buffer_gib" not in json.dumps(plan["helm_values"]), "pods share no IPC namespace"
     assert "VLLM_KV_CACHE_LAYOUT=BLHNC" in plan["commands"]["prefill"]
     assert "VLLM_KV_CACHE_LAYOUT" not in plan["commands"]["decode"] + without["commands"]["prefill"]
     sized = [planned(*words, "--device-kv-gib", "20", "--import-buffer-gib", size) for size in ("0", "20")]

@@ -11,7 +11,8 @@ from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-BLOCKS_OUTERMOST = "VLLM_KV_CACHE_LAYOUT=BLHNC "  # of a prefill instance: all layers of a block are read in one piece
+# Environment of a prefill instance from which an import buffer reads: all layers of a block are one piece.
+BLOCKS_OUTERMOST = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
 PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL = 5600, 5700  # each rank takes the next port
 
 
@@ -155,7 +156,7 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
         for place, port in zip(places, (PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL), strict=True)
     )
     if plan.import_buffer_gib:
-        prefill += BLOCKS_OUTERMOST
+        prefill += "".join(f"{name}={value} " for name, value in BLOCKS_OUTERMOST.items())
     return {
         "one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both")),
         "prefill": prefill + serve("--port", "8100", *flags, connector=PREFILL),
@@ -179,10 +180,14 @@ def replicas_refusal(plan: Plan) -> str:
 
 
 def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
-    """Return values of the Helm chart: one prefill replica, as many decode replicas as ranks."""
+    """Return values of the Helm chart: one prefill replica, as many decode replicas as ranks.
+
+    NOTE: there is no import buffer, because pods have IPC namespaces of their own, and CUDA IPC needs a common one.
+    """
     host_pool, overhead = max(1, int(plan.host_gib / plan.data_parallel)), 16
     extra = {key: value for key, value in connector_options(plan).items() if key != "host_pool_gib"}
-    extra.pop("device_buffer_size", None)
+    for name in ("device_buffer_size", "import_buffer_gib"):
+        extra.pop(name, None)
     hisparse: dict[str, Any] = {"hostPoolGiB": host_pool}
     if "device_buffer_size" in connector_options(plan):
         hisparse["deviceBufferSize"] = plan.device_buffer_size
@@ -222,7 +227,7 @@ def ray_options(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
         "model_id": plan.model.name,
         "model_source": model,
         "engine_kwargs": engine_kwargs,
-        "prefill": {"gpus": plan.tensor_parallel},
+        "prefill": {"gpus": plan.tensor_parallel} | ({"env": BLOCKS_OUTERMOST} if plan.import_buffer_gib else {}),
         "decode": {
             "gpus": plan.tensor_parallel,
             "replicas": {"min": plan.data_parallel, "max": plan.data_parallel},
