@@ -502,6 +502,9 @@ def test_the_rest_of_what_is_measured_under_load() -> None:
     assert counts.format(**soak) + f", {soak['aborted']} aborts" in text
     answers = "{compared_answers:,} answers with {compared_tokens:,} tokens are full KV's up to {ties} ties"
     assert answers.format(**soak) in text and soak["has_ended"] and not soak["wrong_tokens"]
+    assert f"{soak['minute']:.0f} minutes at saturation, on the CPU platform" in text and soak["is_flat"]
+    assert f"memory grew by {soak['own_mib_per_hour']:.1f} MiB per hour after the first third" in text
+    assert not any(soak["left_at_end"].values())
 
 
 def test_with_64k_tokens_and_without_locality() -> None:
