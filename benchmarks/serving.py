@@ -187,7 +187,7 @@ def metrics(url: str) -> dict[str, float]:
 
 @dataclass
 class Gauges:
-    """The largest values of a server's gauges, and how much its counters grew, while a block runs.
+    """The largest values of a server's gauges, and how much its counters and histograms grew, while a block runs.
 
     Attributes:
         url: base URL of the server.
@@ -222,6 +222,12 @@ class Gauges:
         """How much a counter grew; None if the server does not export it."""
         name = f"vllm:{name}"
         return round(self.latest[name] - self.before.get(name, 0.0)) if name in self.latest else None
+
+    def mean_ms(self, name: str) -> float | None:
+        """Mean of what a histogram of seconds observed, in milliseconds; None if it observed nothing."""
+        names = (f"vllm:{name}_seconds_sum", f"vllm:{name}_seconds_count")
+        seconds, number = (self.latest.get(each, 0.0) - self.before.get(each, 0.0) for each in names)
+        return round(1e3 * seconds / number, 2) if number else None
 
     def _watch(self) -> None:
         while not self._end.wait(SAMPLE_S):

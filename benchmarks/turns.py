@@ -130,6 +130,8 @@ def measure(system: System, url: str, shape: Shape, concurrency: int) -> dict[st
         **percentiles("first_ttft", (each.first_token_s for each in first)),
         **percentiles("ttft", (each.first_token_s for each in later)),
         **percentiles("tpot", tpot),
+        "queue_ms_mean": gauges.mean_ms("request_queue_time"),
+        "prefill_ms_mean": gauges.mean_ms("request_prefill_time"),
         "prefix_hit_rate": round(cached / (prompts * concurrency), 4),
         "running_max": gauges.peak("num_requests_running"),
         "preempted": gauges.growth("num_preemptions_total"),

@@ -112,7 +112,9 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         type(self).looks += 1
         lines = ["# TYPE vllm:running gauge", f"vllm:running {100 - self.looks}"]
-        lines += ["# TYPE vllm:ended counter", f"vllm:ended_total {10 * self.looks}", ""]
+        lines += ["# TYPE vllm:ended counter", f"vllm:ended_total {10 * self.looks}"]
+        lines += ["# TYPE vllm:wait_seconds histogram", 'vllm:wait_seconds_bucket{le="+Inf"} 1']
+        lines += [f"vllm:wait_seconds_count {4 * self.looks}", f"vllm:wait_seconds_sum {self.looks}", ""]
         self.send_response(200)
         self.end_headers()
         self.wfile.write("\n".join(lines).encode())
@@ -130,7 +132,8 @@ def test_gauges_keep_the_largest_value_and_the_growth() -> None:
             pass
         assert gauges.peak("running") == 98  # the first look is before the block
         assert gauges.growth("ended_total") == 10
-        assert gauges.peak("other") is gauges.growth("other") is None
+        assert gauges.mean_ms("wait") == 250  # a second more of four requests more
+        assert gauges.peak("other") is gauges.growth("other") is gauges.mean_ms("other") is None
     finally:
         server.shutdown()
         server.server_close()
@@ -168,7 +171,7 @@ def test_before_a_case_there_are_short_conversations_with_other_prompts(monkeypa
         answer = Completion(token_ids=[1] * shape.answer, first_token_s=0.1, total_s=0.2)
         return [answer] * shape.turns
 
-    gauges = SimpleNamespace(peak=lambda _: 0, growth=lambda _: 0)
+    gauges = SimpleNamespace(peak=lambda _: 0, growth=lambda _: 0, mean_ms=lambda _: 0.0)
     monkeypatch.setattr(turns, "Gauges", lambda _url: nullcontext(gauges))
     monkeypatch.setattr(turns, "converse", converse)
     row = turns.measure(turns.System.full, "url", shape, 3)
