@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -151,22 +152,40 @@ def bytes_at(address: int, num_bytes: int) -> np.ndarray:
 
 # Pieces
 
+PLACE = st.integers(0, 20)
 
-@given(st.sets(st.integers(0, 200), min_size=1), st.integers(1, 64))
-def test_pieces_are_maximal_and_cover_each_page_once(pages: set[int], page_bytes: int) -> None:
-    addresses = np.array(sorted(pages), np.int64) * page_bytes + 2**40
-    found = pieces(addresses, page_bytes)
-    covered = [address for start, size in found.tolist() for address in range(start, start + size, page_bytes)]
-    assert covered == addresses.tolist()
-    assert not (found[:, 1] % page_bytes).any()
-    assert (found[1:, 0] > found[:-1].sum(1)).all(), "two neighbours are one piece"
+
+@given(st.lists(st.tuples(PLACE, PLACE), unique_by=(itemgetter(0), itemgetter(1)), max_size=20), st.data())
+def test_pieces_are_maximal_and_cover_each_page_once(pages: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Pages of two sizes, at any distances on both sides."""
+    units = {here: data.draw(st.sampled_from([1, 2])) for here, _ in pages}
+    sizes = np.array([3 * units[here] for here, _ in pages], np.int64)
+    local, remote = np.array(pages, np.int64).reshape(-1, 2).T * 6 + [[2**40], [2**41]]
+    found = [side.tolist() for side in pieces(local, remote, sizes)]
+    assert [size for _, size in found[0]] == [size for _, size in found[1]]
+    assert [start for start, _ in found[1]] == sorted(start for start, _ in found[1])
+    covered = {
+        (here + byte, there + byte) for (here, size), (there, _) in zip(*found, strict=True) for byte in range(size)
+    }
+    assert covered == {
+        (here + byte, there + byte)
+        for here, there, size in zip(local.tolist(), remote.tolist(), sizes.tolist(), strict=True)
+        for byte in range(size)
+    }
+    assert sum(size for _, size in found[0]) == sizes.sum()
+    ends = [(here + size, there + size) for (here, size), (there, _) in zip(*found, strict=True)]
+    starts = [(here, there) for (here, _), (there, _) in zip(*found, strict=True)]
+    assert not set(ends) & set(starts), "two neighbours are one piece"
 
 
 def test_layers_of_a_block_are_one_piece_where_blocks_are_outermost() -> None:
     """Prefill instances with VLLM_KV_CACHE_LAYOUT=BLHNC keep all layers of a block side by side."""
     layers, row_bytes = np.arange(4) * PAGE_BYTES, 4 * PAGE_BYTES + 30  # device-resident KV comes behind them
-    addresses = np.sort((np.array([[3], [9], [10]]) * row_bytes + layers).ravel())
-    assert pieces(addresses, PAGE_BYTES).tolist() == [[block * row_bytes, 4 * PAGE_BYTES] for block in (3, 9, 10)]
+    remote = (np.array([[3], [9], [10]]) * row_bytes + layers).ravel()
+    local, sizes = 1000 + np.arange(12) * PAGE_BYTES, np.full(12, PAGE_BYTES)
+    order = np.random.default_rng(0).permutation(12)
+    _, found = pieces(local[order], remote[order], sizes)
+    assert found.tolist() == [[block * row_bytes, 4 * PAGE_BYTES] for block in (3, 9, 10)]
 
 
 @pytest.mark.parametrize("num_bytes", [PART_BYTES // 8, PART_BYTES, 5 * PART_BYTES + 3])

@@ -1,7 +1,7 @@
 """Reads through an import buffer as vLLM's pull worker starts, polls and ends them; NIXL is simulated, memory is real.
 
-A prefill instance has three regions, two with main KV and one with device-resident KV, which this side has in the host
-pool and in a device cache.
+A prefill instance has two regions with main KV, which this side has in the host pool, and regions with device-resident
+KV, whose pages lie side by side in every block of this side's device cache.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm_hisparse.connector.import_buffer import ImportBuffer
 from vllm_hisparse.kv_manager.rows.page_writer import PageWriter
 
 PAGE_BYTES, NUM_REMOTE_BLOCKS, NUM_HOST_BLOCKS = 24, 30, 20
+UNUSED_BYTES = 10  # of a device block
 NOTICE = f"{REMOTE}:1".encode()
 
 
@@ -66,9 +67,13 @@ class SimulatedNixl(Nixl):
     def get_xfer_descs(self, places: np.ndarray, kind: str) -> np.ndarray:
         return places
 
-    def initialize_xfer(self, kind: str, local: np.ndarray, remote: np.ndarray, agent: str) -> Handle:
+    def initialize_xfer(
+        self, kind: str, local: np.ndarray, remote: np.ndarray, agent: str, notif_msg: bytes = b""
+    ) -> Handle:
         assert kind == "READ" and agent in self.agents
-        return Handle(local, remote, b"")
+        assert local.dtype == remote.dtype == np.uint64 and local.shape == remote.shape
+        assert (local[:, 1] == remote[:, 1]).all()
+        return Handle(local, remote, notif_msg)
 
     def make_prepped_xfer(
         self, kind: str, local: np.ndarray, ids: Any, remote: np.ndarray, remote_ids: Any, notif_msg: bytes = b""
@@ -86,7 +91,7 @@ class SimulatedNixl(Nixl):
         return handle.state
 
     def release_xfer_handle(self, handle: Handle) -> None:
-        if self.keeps_handles and handle.state == "ERR":
+        if self.keeps_handles and handle.state != "DONE":
             raise RuntimeError("active")
         self.released.append(handle)
 
@@ -107,27 +112,29 @@ class Side(Rank):
 
     Args:
         row_bytes: bytes from a block to the next one on the prefill side; more than a page: its blocks are outermost.
-        has_resident_kv: False: a dense model without full-KV layers, whose regions are one group on both sides.
+        num_resident: regions with device-resident KV. 0: a dense model without full-KV layers, whose regions are one
+            group on both sides.
     """
 
-    def __init__(self, row_bytes: int = PAGE_BYTES, has_resident_kv: bool = True):
+    def __init__(self, row_bytes: int = PAGE_BYTES, num_resident: int = 1):
         super().__init__()
-        self.nixl_wrapper, num_regions = SimulatedNixl(), 3 if has_resident_kv else 2
+        self.nixl_wrapper, num_regions, self.num_resident = SimulatedNixl(), 2 + num_resident, num_resident
         size = NUM_REMOTE_BLOCKS * max(row_bytes, PAGE_BYTES * num_regions)
         self.remote = torch.from_numpy(np.random.default_rng(1).integers(0, 250, size, np.uint8))
         step = PAGE_BYTES if row_bytes > PAGE_BYTES else NUM_REMOTE_BLOCKS * PAGE_BYTES
         bases = [self.remote.data_ptr() + region * step for region in range(num_regions)]
         self.pages = torch.full((2 * NUM_HOST_BLOCKS, PAGE_BYTES), 255, dtype=torch.uint8)
-        self.cache = torch.full((NUM_HOST_BLOCKS, PAGE_BYTES), 255, dtype=torch.uint8)
-        host = [self.pages.data_ptr() + layer * NUM_HOST_BLOCKS * PAGE_BYTES for layer in range(2)]
-        local = [*host, self.cache.data_ptr()][:num_regions]
-        self.region_group_ids = [0, 0, 1][:num_regions]
-        groups = [SimpleNamespace(host_resident=True), SimpleNamespace(host_resident=False)][: num_regions - 1]
+        self.cache = torch.full((NUM_HOST_BLOCKS, num_resident * PAGE_BYTES + UNUSED_BYTES), 255, dtype=torch.uint8)
+        local = [self.pages.data_ptr() + layer * NUM_HOST_BLOCKS * PAGE_BYTES for layer in range(2)]
+        local += [self.cache.data_ptr() + layer * PAGE_BYTES for layer in range(num_resident)]
+        local_strides = [PAGE_BYTES] * 2 + [self.cache.stride(0)] * num_resident
+        self.region_group_ids, self.region_mem_types = [0] * 2 + [1] * num_resident, ["DRAM"] * num_regions
+        groups = [SimpleNamespace(host_resident=True), SimpleNamespace(host_resident=False)][: 2 if num_resident else 1]
         self.kv_cache_config = SimpleNamespace(transfer_groups=groups, transfer_group_ids=tuple(range(len(groups))))
         self.dst_region_group_ids = {"prefill": [0] * num_regions}
         self.kv_caches_base_addr = {"decode": {0: local}}
         self.engine_id, self.block_size, self.num_regions = "decode", BLOCK_SIZE, num_regions
-        self.block_len_per_layer = self.block_stride_per_layer = [PAGE_BYTES] * num_regions
+        self.block_len_per_layer, self.block_stride_per_layer = [PAGE_BYTES] * num_regions, local_strides
         self.nixl_backends, self._registered_descs, self._skip_dram_xfer = ["UCX"], [], False
         self._remote_registration_generations: dict[str, int] = {}  # since vLLM 0.33, as are the next two
         self._kv_unregistered, self.draft_tp_mappings = False, {}
@@ -137,7 +144,8 @@ class Side(Rank):
             "prefill": [NUM_REMOTE_BLOCKS] * num_regions,
             "decode": [NUM_HOST_BLOCKS] * num_regions,
         }
-        self._uses_region_group_mapping, self.dst_uses_region_group_mapping = num_regions == 3, {"prefill": False}
+        self._uses_region_group_mapping = num_resident > 0
+        self.dst_uses_region_group_mapping = {"prefill": False}
         self.dst_region_mem_types = {"prefill": ["DRAM"] * num_regions}
         self.tp_mappings = {
             "prefill": SimpleNamespace(all_source_ranks=[0], source_ranks_per_group=[[0]], local_consumers=1)
@@ -150,18 +158,18 @@ class Side(Rank):
             tp_ratio=lambda _: 1,
             unregister_remote_engine=lambda _: None,
         )
-        self.src_xfer_handles_by_block_size = {
-            BLOCK_SIZE: descriptors(local, [PAGE_BYTES] * num_regions, NUM_HOST_BLOCKS)
-        }
+        self.src_xfer_handles_by_block_size = {BLOCK_SIZE: descriptors(local, local_strides, NUM_HOST_BLOCKS)}
         remote_descriptors = descriptors(bases, [row_bytes] * num_regions, NUM_REMOTE_BLOCKS)
         self.dst_xfer_side_handles = {"prefill": {0: remote_descriptors}}
         self._bases, self._row_bytes = bases, row_bytes
 
     def read_through_buffer(self, monkeypatch: pytest.MonkeyPatch, num_parts: int = 2, pages_per_part: int = 5) -> None:
-        """Make the buffer, then shake hands."""
-        memory = torch.zeros(num_parts * pages_per_part, PAGE_BYTES, dtype=torch.uint8)
-        assert self.main_page_bytes == PAGE_BYTES and self.reads_main_kv
-        self.read_through(ImportBuffer(memory, pages_per_part, self, PageWriter(self.pages)))
+        """Make the buffer, if the rank reads main KV, then shake hands."""
+        imports = None
+        if self.reads_main_kv:
+            memory = torch.zeros(num_parts * pages_per_part, PAGE_BYTES, dtype=torch.uint8)
+            imports = ImportBuffer(memory, pages_per_part, self, PageWriter(self.pages))
+        self.read_through(imports)
 
         def add_remote_agent(worker: Side, metadata: SimpleNamespace, rank: int) -> str:
             worker.kv_caches_base_addr["prefill"] = {rank: metadata.kv_caches_base_addr}
@@ -202,7 +210,7 @@ class Side(Rank):
 
     def pull(self, remote_ids: list[int], host_ids: list[int], device_ids: list[int], name: str = REQUEST) -> None:
         """Pull a prompt; as many of its last blocks as there are ids on this side."""
-        self.pull_into((host_ids, device_ids)[: self.num_regions - 1], remote_ids, name)
+        self.pull_into((host_ids, device_ids)[: len(self.kv_cache_config.transfer_groups)], remote_ids, name)
 
     def pull_into(
         self, local: Sequence[list[int]], remote_ids: list[int], name: str = REQUEST, awaiting_kvs: bool = True
@@ -235,8 +243,9 @@ class Side(Rank):
         for layer in range(2):
             for row, block in zip(reversed(host_ids), reversed(remote_ids), strict=False):
                 expected[layer * NUM_HOST_BLOCKS + row] = self.page(layer, block)
-        for row, block in zip(reversed(device_ids), reversed(remote_ids), strict=False):
-            cache[row] = self.page(2, block)
+        for layer in range(self.num_resident):
+            for row, block in zip(reversed(device_ids), reversed(remote_ids), strict=False):
+                cache[row, layer * PAGE_BYTES : (layer + 1) * PAGE_BYTES] = self.page(2 + layer, block)
         assert torch.equal(self.pages, expected) and torch.equal(self.cache, cache)
 
     def page(self, region: int, block: int) -> torch.Tensor:
@@ -279,7 +288,7 @@ def test_every_block_lands_before_the_prefill_instance_frees_it(
 
 def test_one_group_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last page, vLLM has nothing to read, and tells the prefill instance so."""
-    side = Side(has_resident_kv=False)
+    side = Side(num_resident=0)
     side.read_through_buffer(monkeypatch)
     side.pull(REMOTE_IDS, HOST_IDS[3:], [])
     assert not side.nixl_wrapper.messages
@@ -294,6 +303,46 @@ def test_without_main_kv_nothing_waits_for_the_buffer(monkeypatch: pytest.Monkey
     assert [handle.notice for handle in side.nixl_wrapper.open] == [NOTICE]
     assert side.finish_all() == {REQUEST}
     side.assert_holds(REMOTE_IDS, [], DEVICE_IDS)
+
+
+@pytest.mark.parametrize("leaves_main_kv", [False, True])
+def test_layers_that_lie_side_by_side_on_both_sides_are_read_as_one(
+    monkeypatch: pytest.MonkeyPatch, leaves_main_kv: bool
+) -> None:
+    """They are in one transfer, whose end frees the blocks; also on ranks that leave main KV to rank 0."""
+    side = Side(6 * PAGE_BYTES, num_resident=4)
+    side._skip_dram_xfer = leaves_main_kv
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    assert side.finish_all() == {REQUEST} and side.nixl_wrapper.messages == [NOTICE]
+    side.assert_holds(REMOTE_IDS, [] if leaves_main_kv else HOST_IDS, DEVICE_IDS)
+    (read,) = [handle for handle in side.nixl_wrapper.started if handle.notice]
+    assert read.local[:, 1].tolist() == [4 * PAGE_BYTES] * len(REMOTE_IDS)
+    assert (np.diff(read.remote[:, 0].astype(np.int64)) > 0).all(), "in the order of the source's memory"
+
+
+@pytest.mark.parametrize("keeps_handles", [False, True])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_read_of_pieces_that_fails_fails_its_request(
+    monkeypatch: pytest.MonkeyPatch, is_started: bool, keeps_handles: bool
+) -> None:
+    """The request keeps its blocks as long as NIXL may write to them; the prefill instance is not told to free them."""
+    side = Side(6 * PAGE_BYTES, num_resident=4)
+    side.read_through_buffer(monkeypatch)
+    nixl, failed = side.nixl_wrapper, set()
+    nixl.is_broken, nixl.keeps_handles = not is_started, keeps_handles
+    side.pull(REMOTE_IDS, [], DEVICE_IDS)
+    if is_started:
+        (read,) = nixl.open
+        read.state = "ERR"
+    for _ in range(3):
+        failed |= side.get_transfer_results().failed_recving
+    if keeps_handles:
+        assert not failed and REQUEST in side._recving_metadata
+        nixl.keeps_handles = False
+        failed = side.get_transfer_results().failed_recving
+    assert failed == {REQUEST} and not nixl.messages and len(nixl.released) == 1
+    assert not side._recving_metadata and not side._recving_transfers
 
 
 @pytest.mark.parametrize("keeps_handles", [False, True])
@@ -369,14 +418,14 @@ def test_what_a_forgotten_instance_said_of_its_memory_is_not_used(
 
 
 @pytest.mark.parametrize("local", [(), [], ([], [])])
-@pytest.mark.parametrize("has_resident_kv", [True, False])
+@pytest.mark.parametrize("num_resident", [1, 0])
 def test_a_prompt_that_needs_nothing_is_freed_at_once(
-    monkeypatch: pytest.MonkeyPatch, local: Sequence[list[int]], has_resident_kv: bool
+    monkeypatch: pytest.MonkeyPatch, local: Sequence[list[int]], num_resident: int
 ) -> None:
     """It was aborted before its pull, or this side has all of it."""
-    side = Side(has_resident_kv=has_resident_kv)
+    side = Side(num_resident=num_resident)
     side.read_through_buffer(monkeypatch)
-    side.pull_into(local[: side.num_regions - 1], REMOTE_IDS, awaiting_kvs=False)
+    side.pull_into(local[: 1 + num_resident], REMOTE_IDS, awaiting_kvs=False)
     assert side.nixl_wrapper.messages == [NOTICE] and not side.failures
 
 
@@ -392,9 +441,3 @@ def test_shutdown_ends_reads_and_gives_memory_back(monkeypatch: pytest.MonkeyPat
     side.shutdown()
     side.shutdown()
     assert side.nixl_wrapper.released == reading and not side.nixl_wrapper.registered
-
-
-def test_ranks_that_leave_main_kv_to_rank_0_have_no_buffer() -> None:
-    side = Side()
-    side._skip_dram_xfer = True
-    assert not side.reads_main_kv

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_hisparse.connector.import_buffer import ImportBuffer, Source
+from vllm_hisparse.connector.import_buffer import ImportBuffer, Source, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,6 +56,8 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.region_group_ids",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_group_ids",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_mem_types",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.region_mem_types",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.num_regions",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_num_blocks",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_backends",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_memory_type",
@@ -94,28 +96,35 @@ def pending_pulls(connector: NixlPullConnector) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """NIXL's kind of memory ("DRAM": host memory), and its device."""
+
+    kind: str
+    device_id: int
+
+
+@dataclass(frozen=True)
 class _RemoteMemory:
     """Memory of a rank of a prefill instance, of which vLLM keeps only the addresses.
 
     Attributes:
         block_strides: bytes from a block to the next one in each region.
-        device_id: its device.
-        kind: NIXL's kind of memory.
+        place: kind and device.
     """
 
     block_strides: list[int]
-    device_id: int
-    kind: str
+    place: _Place
 
 
 class PullHooks:
     """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
 
-    After `read_through`, main KV comes through the import buffer. When it is in the host pool, vLLM reads the other KV,
-    and then tells the prefill instance to free the blocks.
+    After `read_through`, main KV comes through the import buffer. When it is in the host pool, the other KV is read, in
+    pieces where pages follow each other in memory; then the prefill instance is told to free the blocks.
     """
 
     _imports: ImportBuffer | None = None
+    _reads_pieces = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -182,17 +191,21 @@ class PullHooks:
         (page_bytes,) = {self.block_len_per_layer[region] for region in self._main_regions()}
         return page_bytes
 
-    def read_through(self, imports: ImportBuffer) -> None:
-        """Read main KV through a buffer from now on; called once, after memory has been registered.
+    def read_through(self, imports: ImportBuffer | None) -> None:
+        """Read in pieces from now on, and main KV through a buffer; called once, after memory has been registered.
 
         Args:
-            imports: the buffer, with its reads from this object; its pages are of `main_page_bytes`.
+            imports: the buffer, with its reads from this object; its pages are of `main_page_bytes`. None: this rank
+                reads no main KV.
         """
+        self._reads_pieces = True
+        if imports is None:
+            return
         memory = imports.memory
-        self._buffer_kind = "DRAM" if memory.device.type == "cpu" else self.nixl_memory_type
-        self._buffer_device = max(memory.get_device(), 0)
-        place = (memory.data_ptr(), memory.nbytes, self._buffer_device, "")
-        descriptors = self.nixl_wrapper.get_reg_descs([place], self._buffer_kind)
+        kind = "DRAM" if memory.device.type == "cpu" else self.nixl_memory_type
+        self._buffer_place = _Place(kind, max(memory.get_device(), 0))
+        part = (memory.data_ptr(), memory.nbytes, self._buffer_place.device_id, "")
+        descriptors = self.nixl_wrapper.get_reg_descs([part], kind)
         self.nixl_wrapper.register_memory(descriptors, backends=self.nixl_backends)
         self._registered_descs.append(descriptors)
         addresses = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
@@ -207,13 +220,13 @@ class PullHooks:
         self, nixl_agent_meta: NixlAgentMetadata, remote_tp_rank: int = 0, *args: Any, **kwargs: Any
     ) -> str:
         name = super().add_remote_agent(nixl_agent_meta, remote_tp_rank, *args, **kwargs)
-        if self._imports is None:
+        if not self._reads_pieces:
             return name
         engine_id, addresses = nixl_agent_meta.engine_id, nixl_agent_meta.kv_caches_base_addr
         # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
         if self.kv_caches_base_addr[engine_id].get(remote_tp_rank) is addresses:
             kind, strides = self.dst_region_mem_types[engine_id][0], nixl_agent_meta.block_strides
-            memory = _RemoteMemory(strides, nixl_agent_meta.device_id, kind)
+            memory = _RemoteMemory(strides, _Place(kind, nixl_agent_meta.device_id))
             self._remote_memory[Source(engine_id, remote_tp_rank)] = memory
         return name
 
@@ -236,32 +249,39 @@ class PullHooks:
         super().start_load_kv(metadata)
 
     def _read_blocks(self, read_spec: ReadSpec, dst_engine_id: str, request_id: str, *args: Any, **kwargs: Any) -> bool:
-        """Read a request's blocks from one rank; main KV through the buffer, if there is one."""
+        """Read a request's blocks from one rank; with an import buffer, main KV through it, then the rest in pieces."""
         read_blocks = super()._read_blocks
 
         def read_directly(spec: ReadSpec) -> bool:
             return read_blocks(spec, dst_engine_id, request_id, *args, **kwargs)
 
-        if self._imports is None or not any(read_spec.local_block_ids):  # NOTE: vLLM only sends a message
+        if not self._reads_pieces or not any(read_spec.local_block_ids):  # NOTE: vLLM only sends a message
             return read_directly(read_spec)
         remote_info = self.transfer_topo.get_engine_info(dst_engine_id)
         # NOTE: if a block of this side is several of the other side, vLLM reads pages of another size.
         if self.transfer_topo.block_size_ratio(remote_info.remote_block_size) > 1:
             return read_directly(read_spec)
-        local, remote = self._block_ids_of_regions(read_spec, dst_engine_id)
-        source = Source(dst_engine_id, read_spec.remote_rank)
-        addresses, rows = self._main_pages(source, local, remote)
-        for region in self._main_regions():
-            local[region], remote[region] = [], []
-        spec = replace(read_spec, local_block_ids=local, remote_block_ids=remote, block_ids_by_region=True)
-        if not len(addresses):
-            return read_directly(spec)
-        then = partial(self._read_rest, partial(read_directly, spec), request_id)
-        self._imports.add(request_id, source, addresses, rows, then)
+        block_ids = self._block_ids_of_regions(read_spec, dst_engine_id)
+        source, main = Source(dst_engine_id, read_spec.remote_rank), self._main_regions()
+        others = [region for region in range(self.num_regions) if region not in main]
+        local, remote, sizes = self._pages(source, others, *block_ids)
+        joined = pieces(local, remote, sizes)
+        if len(joined[0]) < len(sizes):
+            notice = f"{kwargs['remote_request_id']}:{kwargs['expected_consumers']}".encode()  # vLLM's message
+            read_rest = partial(self._read_pieces, request_id, source, *joined, self._place_of(others), notice)
+        else:  # vLLM has prepared reads of single pages; if there is nothing to read, it only sends a message
+            rest = [[ids if region in others else [] for region, ids in enumerate(side)] for side in block_ids]
+            spec = replace(read_spec, local_block_ids=rest[0], remote_block_ids=rest[1], block_ids_by_region=True)
+            read_rest = partial(read_directly, spec)
+        local, remote, sizes = self._pages(source, main, *block_ids)
+        if self._imports is None or not len(sizes):
+            return read_rest()
+        rows = (local - self._host_address) // sizes
+        self._imports.add(request_id, source, remote, rows, partial(self._read_later, read_rest, request_id))
         return True
 
-    def _read_rest(self, read: Callable[[], bool], request_id: str) -> None:
-        """Read what does not come through the buffer; vLLM then tells the prefill instance to free the blocks.
+    def _read_later(self, read: Callable[[], bool], request_id: str) -> None:
+        """Read what does not come through the buffer, and let the prefill instance free the blocks.
 
         Args:
             read: reads it.
@@ -272,6 +292,26 @@ class PullHooks:
         except Exception as error:
             self._log_failure(failure_type="pull_failed", req_id=request_id, error=error)
             self._handle_failed_transfer(request_id, None, self._recv_failures)
+
+    def _read_pieces(
+        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray, place: _Place, notice: bytes
+    ) -> bool:
+        """Read pieces in one of the request's transfers, which vLLM polls.
+
+        Args:
+            request_id: the request.
+            source: place of the pieces.
+            local, remote: [pieces, 2] int64: address and bytes of each piece, on this side and at the source.
+            place: memory of this side.
+            notice: message by which the source frees the blocks.
+
+        Returns:
+            False if the read could not be started, which has been recorded; else True.
+        """
+        handle, is_started = self._start_transfer(request_id, source, local, remote, place, notice)
+        if handle is not None:
+            self._recving_transfers[request_id].append(handle)
+        return is_started
 
     def _block_ids_of_regions(self, read_spec: ReadSpec, engine_id: str) -> tuple[list[list[int]], list[list[int]]]:
         """Return the block ids to read into each region, and those to read from it, in the same order."""
@@ -290,22 +330,41 @@ class PullHooks:
             self._block_ids_by_region(remote, remote_groups),
         )
 
-    def _main_pages(
-        self, source: Source, local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return [pages] int64 addresses of main KV at its source, and the [pages] int64 rows of the host pool."""
-        here, there = self.kv_caches_base_addr[self.engine_id][self.tp_rank], self.kv_caches_base_addr[source.engine_id]
-        strides = self._remote_memory[source].block_strides
-        addresses, rows = [], []
-        for region in self._main_regions():
-            remote_ids, local_ids = np.asarray(remote[region], np.int64), np.asarray(local[region], np.int64)
+    def _pages(
+        self,
+        source: Source,
+        regions: Sequence[int],
+        local_ids: Sequence[Sequence[int]],
+        remote_ids: Sequence[Sequence[int]],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the pages of some regions: [pages] int64 addresses here and at their source, and bytes.
+
+        Args:
+            source: place of the pages.
+            regions: numbers of the regions.
+            local_ids, remote_ids: block ids of each region of this engine, to read into and to read from.
+
+        Raises:
+            ValueError: the source does not have a block.
+        """
+        here = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
+        there = self.kv_caches_base_addr[source.engine_id][source.rank]
+        strides, pages = self._remote_memory[source].block_strides, [np.empty((3, 0), np.int64)]
+        for region in regions:
+            local, remote = np.asarray(local_ids[region], np.int64), np.asarray(remote_ids[region], np.int64)
             num_blocks = self.dst_region_num_blocks[source.engine_id][region]
-            if (remote_ids >= num_blocks).any():
-                raise ValueError(f"block {remote_ids.max()} of a prefill instance that has {num_blocks} blocks")
-            addresses.append(there[source.rank][region] + remote_ids * strides[region])
-            places = here[region] + local_ids * self.block_stride_per_layer[region] - self._host_address
-            rows.append(places // self.block_len_per_layer[region])
-        return np.concatenate(addresses), np.concatenate(rows)
+            if (remote >= num_blocks).any():
+                raise ValueError(f"block {remote.max()} of a prefill instance that has {num_blocks} blocks")
+            local = here[region] + local * self.block_stride_per_layer[region]
+            remote = there[region] + remote * strides[region]
+            pages.append(np.stack([local, remote, np.full_like(local, self.block_len_per_layer[region])]))
+        local, remote, sizes = np.concatenate(pages, axis=1)
+        return local, remote, sizes
+
+    def _place_of(self, regions: Sequence[int]) -> _Place:
+        """Return the memory of regions that are all on the device, or all on the host."""
+        (kind,) = {self.region_mem_types[region] for region in regions}
+        return _Place(kind, 0 if kind == "DRAM" else self.device_id)  # NOTE: vLLM gives host memory device 0
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
         """Poll transfers, except those whose main KV is on its way: without handles, vLLM would take them for done."""
@@ -320,18 +379,31 @@ class PullHooks:
     def start_read(
         self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
     ) -> tuple[Any | None, bool]:
+        return self._start_transfer(request_id, source, local, remote, self._buffer_place)
+
+    def _start_transfer(
+        self,
+        request_id: str,
+        source: Source,
+        local: np.ndarray,
+        remote: np.ndarray,
+        place: _Place,
+        notice: bytes = b"",
+    ) -> tuple[Any | None, bool]:
+        """Start to read pieces into a place of this side, with arguments and result of `start_read`.
+
+        Args:
+            place: memory of this side.
+            notice: message that the source gets when the pieces have been read; empty: none.
+        """
         handle = None
         try:
-            memory = self._remote_memory[source]
             descriptors = [
-                self.nixl_wrapper.get_xfer_descs(np.insert(places, 2, device_id, axis=1).astype(np.uint64), kind)
-                for places, device_id, kind in (
-                    (local, self._buffer_device, self._buffer_kind),
-                    (remote, memory.device_id, memory.kind),
-                )
+                self.nixl_wrapper.get_xfer_descs(np.insert(side, 2, at.device_id, axis=1).astype(np.uint64), at.kind)
+                for side, at in ((local, place), (remote, self._remote_memory[source].place))
             ]
             agent = self._remote_agents[source.engine_id][0, source.rank]
-            handle = self.nixl_wrapper.initialize_xfer("READ", *descriptors, agent)
+            handle = self.nixl_wrapper.initialize_xfer("READ", *descriptors, agent, notice)
             self.nixl_wrapper.transfer(handle)
         except Exception as error:  # NOTE: NIXL has exception classes of its own
             self._log_failure(

@@ -225,10 +225,10 @@ class ImportBuffer:
     def _start_read(self, owner: _Import) -> None:
         part = self._free.pop()
         pages = slice(owner.num_started, owner.num_started + self._pages_per_part)
-        remote = pieces(owner.addresses[pages], self._page_bytes)
-        local = remote.copy()
-        local[:, 0] = self.memory.data_ptr() + part * self._pages_per_part * self._page_bytes
-        local[1:, 0] += np.cumsum(remote[:-1, 1])
+        addresses = owner.addresses[pages]
+        places = part * self._pages_per_part + np.arange(len(addresses))
+        sizes = np.full(len(addresses), self._page_bytes)
+        local, remote = pieces(self.memory.data_ptr() + places * self._page_bytes, addresses, sizes)
         read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
         owner.num_started = min(pages.stop, len(owner.addresses))
         owner.has_failed |= not is_started
@@ -239,19 +239,23 @@ class ImportBuffer:
         self._rounds.append(_Round(part, owner, owner.rows[pages], read))
 
 
-def pieces(addresses: np.ndarray, page_bytes: int) -> np.ndarray:
-    """Join pages that follow each other in memory.
+def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Join pages that follow each other in memory on both sides.
 
     Args:
-        addresses: [pages] int64, ascending, at least one.
-        page_bytes: bytes of a page.
+        local, remote: [pages] int64: addresses of each page on this side and at its source.
+        sizes: [pages] int64: bytes of each page.
 
     Returns:
-        [pieces, 2] int64: address and bytes of each piece.
+        [pieces, 2] int64: address and bytes of each piece on this side, and the same at the source, in the order of the
+        source's memory.
     """
-    starts = np.flatnonzero(np.diff(addresses, prepend=addresses[0] - 2 * page_bytes) != page_bytes)
-    num_pages = np.diff(starts, append=len(addresses))
-    return np.stack([addresses[starts], num_pages * page_bytes], axis=1)
+    order = np.argsort(remote)
+    local, remote, sizes = local[order], remote[order], sizes[order]
+    continues = (local[1:] == local[:-1] + sizes[:-1]) & (remote[1:] == remote[:-1] + sizes[:-1])
+    starts = np.flatnonzero(np.concatenate([np.full(min(len(sizes), 1), True), ~continues]))
+    piece_bytes = np.add.reduceat(sizes, starts) if len(starts) else sizes
+    return np.stack([local[starts], piece_bytes], axis=1), np.stack([remote[starts], piece_bytes], axis=1)
 
 
 def pages_of_part(buffer_bytes: int, page_bytes: int) -> int:

@@ -146,9 +146,8 @@ class NixlWorkerTransport:
         connect_on(self.connector, device)
 
     def read_through_buffer(self, pages: torch.Tensor, num_bytes: int) -> None:
-        """Read main KV through a buffer of device memory from now on; called once, after `register`.
-
-        Ranks that leave main KV to rank 0 have no buffer.
+        """Read main KV through a buffer of device memory from now on, and other KV in pieces; called once, after
+        `register`. Ranks that leave main KV to rank 0 have no buffer.
 
         Args:
             pages: [rows, bytes of a block in one layer] uint8: main KV of the host pool, as the device sees it.
@@ -156,6 +155,7 @@ class NixlWorkerTransport:
         """
         worker = self.connector.connector_worker
         if not worker.reads_main_kv:
+            worker.read_through(None)
             return
         page_bytes = worker.main_page_bytes
         pages_per_part = pages_of_part(num_bytes, page_bytes)
