@@ -8,9 +8,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, HiSparsePromMetrics, HiSparseStats
+from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, HiSparsePromMetrics, HiSparseStats
 
 LABELS = ["model_name", "engine"]
+NOTHING: dict[str, dict] = {"counters": {}, "gauges": {}, "histograms": {}, "nixl": {}, "tiers": {}}
 
 
 def nixl_stats(num_transfers: int) -> NixlKVConnectorStats:
@@ -24,7 +25,11 @@ def nixl_stats(num_transfers: int) -> NixlKVConnectorStats:
 def test_starts_empty_and_resets() -> None:
     stats = HiSparseStats()
     assert stats.is_empty()
-    for change in (lambda: stats.add(transfers=1), lambda: stats.set_gauges(host_blocks_used=0)):
+    for change in (
+        lambda: stats.add(transfers=1),
+        lambda: stats.set_gauges(host_blocks_used=0),
+        lambda: stats.record(transfer_time_seconds=[0.0]),
+    ):
         change()
         assert not stats.is_empty()
         stats.reset()
@@ -43,17 +48,20 @@ def test_counters_add_up_and_the_latest_gauge_wins() -> None:
     assert stats.data["gauges"] == {"host_blocks_used": 2, "host_blocks_free": 9}
 
 
-def test_aggregate_adds_counters_takes_gauges_and_joins_nixl() -> None:
+def test_aggregate_adds_counters_takes_gauges_and_joins_the_rest() -> None:
     worker, scheduler = HiSparseStats(), HiSparseStats()
     worker.add(cache_hits=3, host_to_device_bytes=10)
     worker.add_nixl(nixl_stats(2))
+    worker.record(transfer_time_seconds=[0.5])
     scheduler.add(resumed_requests=1, host_to_device_bytes=5)
     scheduler.set_gauges(host_blocks_used=4)
+    scheduler.record(transfer_time_seconds=[0.25, 2.0])
     scheduler.add_nixl(nixl_stats(1))
     before = pickle.dumps(scheduler.data)
     total = worker.aggregate(scheduler)
     assert total.data["counters"] == {"cache_hits": 3, "host_to_device_bytes": 15, "resumed_requests": 1}
     assert total.data["gauges"] == {"host_blocks_used": 4}
+    assert total.data["histograms"] == {"transfer_time_seconds": [0.5, 0.25, 2.0]}
     assert all(len(values) == 3 for values in total.data["nixl"].values())
     assert pickle.dumps(scheduler.data) == before
 
@@ -118,6 +126,17 @@ def test_reduces_to_a_log_line() -> None:
     assert HiSparseStats().reduce()["Hot-buffer hit rate (%)"] == 0.0
 
 
+def test_the_log_line_has_time_and_speed_of_transfers() -> None:
+    stats = HiSparseStats()
+    stats.add(transfer_bytes_to_host=2**30, transfer_bytes_to_device=2**28)
+    stats.record(transfer_time_seconds=[0.75])
+    stats.record(transfer_time_seconds=[0.25])
+    figures = stats.reduce()
+    assert (figures["Avg transfer time (ms)"], figures["Transfer throughput (MiB/s)"]) == (500.0, 1280.0)
+    figures = HiSparseStats().reduce()
+    assert (figures["Avg transfer time (ms)"], figures["Transfer throughput (MiB/s)"]) == (0, 0)
+
+
 def test_the_log_line_names_no_gauge_that_nobody_reported() -> None:
     stats = HiSparseStats()
     stats.add(cache_hits=1)
@@ -143,12 +162,12 @@ def metrics(registry: CollectorRegistry) -> HiSparsePromMetrics:
 def test_exports_every_name_with_its_engine(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
     for index, name in enumerate(COUNTERS):
         assert registry.get_sample_value(f"vllm:hisparse_{name}_total", {"model_name": "m", "engine": "1"}) == 0
-        data = {"counters": {name: index + 1}, "gauges": {}, "nixl": {}, "tiers": {}}
+        data = NOTHING | {"counters": {name: index + 1}}
         metrics.observe(data, 1)
         metrics.observe(data, 1)
     for index, name in enumerate(GAUGES):
-        metrics.observe({"counters": {}, "gauges": {name: 99}, "nixl": {}, "tiers": {}}, 1)
-        metrics.observe({"counters": {}, "gauges": {name: index}, "nixl": {}, "tiers": {}}, 1)
+        metrics.observe(NOTHING | {"gauges": {name: 99}}, 1)
+        metrics.observe(NOTHING | {"gauges": {name: index}}, 1)
     for engine, factor in (("0", 0), ("1", 1)):
         labels = {"model_name": "m", "engine": engine}
         for index, name in enumerate(COUNTERS):
@@ -160,10 +179,25 @@ def test_exports_every_name_with_its_engine(metrics: HiSparsePromMetrics, regist
 
 def test_keeps_the_names_of_vllms_own_hisparse() -> None:
     assert {"cache_hits", "cache_misses", "host_to_device_bytes"} <= COUNTERS.keys()
-    assert all(text.endswith(".") for text in (*COUNTERS.values(), *GAUGES.values()))
+    assert all(text.endswith(".") for text in (*COUNTERS.values(), *GAUGES.values(), *HISTOGRAMS.values()))
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_observes_every_value_of_a_histogram(
+    metrics: HiSparsePromMetrics, registry: CollectorRegistry, name: str
+) -> None:
+    for values in ([0.25, 7.0], [0.75]):
+        metrics.observe(NOTHING | {"histograms": {name: values}}, 1)
+    for engine, factor in (("0", 0), ("1", 1)):
+        labels = {"model_name": "m", "engine": engine}
+        assert registry.get_sample_value(f"vllm:hisparse_{name}_sum", labels) == 8.0 * factor
+        assert registry.get_sample_value(f"vllm:hisparse_{name}_count", labels) == 3 * factor
+        for limit, count in (("0.2", 0), ("0.75", 2), ("5.0", 2), ("10.0", 3)):
+            found = registry.get_sample_value(f"vllm:hisparse_{name}_bucket", {**labels, "le": limit})
+            assert found == count * factor
 
 
 def test_observes_nixl_stats(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
-    metrics.observe({"counters": {}, "gauges": {}, "nixl": nixl_stats(3).data, "tiers": {}}, 0)
+    metrics.observe(NOTHING | {"nixl": nixl_stats(3).data}, 0)
     labels = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:nixl_xfer_time_seconds_count", labels) == 3

@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.compat import nixl as compat_nixl
-from vllm_hisparse.connector import leases, nixl_scheduler
+from vllm_hisparse.connector import leases, nixl_scheduler, nixl_worker
 from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.connector.nixl_worker import PullWorker
@@ -68,7 +68,7 @@ class Rank(PullWorker):
         self._install_hooks()
         self.leases = Leases()
         self._tokens_per_block, self._leases, self._expired = BLOCK_SIZE, self.leases, set()
-        self._only_rank_0_pulls = False
+        self._only_rank_0_pulls, self._begun, self._pull_seconds = False, {}, {}
         self._remote_agents = {"prefill": {(0, 0): "agent"}} if is_connected else {}
         self._engine_clock_offset, self._engine_last_active = {"prefill": CLOCK_OFFSET}, {}
         self._engine_ttl = 0
@@ -103,21 +103,24 @@ class Decode:
         self.prefill = PrefillWorker(30, clock.now)
         self.posted: list[str] = []
         self.counters: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
 
     def step(self) -> dict[str, int]:
         """One step a second; returns the tokens that it computes of each request."""
         output = self.engine.scheduler.schedule()
         metadata = output.kv_connector_metadata
-        self.rank.begin_leases(metadata.transport, metadata.leases)
+        self.rank.begin_pulls(metadata.transport, metadata.leases)
         self.rank.start_load_kv(metadata.transport)
         for _ in range(len(self.rank.nixl_wrapper.messages)):
             if self.rank.nixl_wrapper.messages.pop().startswith(b"HB:"):
                 self.prefill.heartbeat()
         results = self.rank.get_transfer_results()
+        seconds = self.rank.take_pull_seconds()
+        self.seconds |= seconds
         reported = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving,
-            kv_connector_worker_meta=HiSparseWorkerMetadata([], self.rank.take_expired()),
+            kv_connector_worker_meta=HiSparseWorkerMetadata([], self.rank.take_expired(), seconds),
         )
         self.engine.update(output, reported)
         self.clock.now += 1
@@ -130,6 +133,7 @@ class Decode:
                 break
         assert scheduled == {REQUEST: len(PROMPT)}
         assert self.counters["transfers_expired"] == 1 and self.counters["transfers"] == 0
+        assert not self.seconds
         (warning,) = self.warnings
         assert REQUEST in warning and "kv_lease_duration" in warning
 
@@ -142,7 +146,8 @@ def policy_engine(request: pytest.FixtureRequest) -> Engine:
 @pytest.fixture
 def decode(policy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
     clock, warnings = Clock(), []
-    for module in (leases, nixl_scheduler, compat_nixl, base_scheduler, base_worker, pull_scheduler, pull_worker):
+    own = leases, nixl_scheduler, nixl_worker, compat_nixl
+    for module in (*own, base_scheduler, base_worker, pull_scheduler, pull_worker):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(
         nixl_scheduler, "logger", SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
@@ -169,6 +174,24 @@ def decode(policy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
     policy_engine.scheduler.max_num_active_reqs = 8
     policy_engine.assert_empty()
     assert not decode.rank.leases.leftovers() and not decode.rank._recving_metadata
+    assert not decode.rank._begun and not decode.rank._pull_seconds
+
+
+def test_a_pull_takes_from_its_start_to_its_end(decode: Decode) -> None:
+    """However long the request has waited before, and whatever other pulls do."""
+    occupy_the_only_seat(decode)
+    decode.engine.add(transfer())
+    while not decode.posted:
+        decode.step()
+    decode.rank.nixl_wrapper.state = "PROC"
+    other = "cmpl-e-0-22222222"
+    decode.engine.scheduler.max_num_active_reqs = 8
+    decode.engine.add(transfer(name="cmpl-q-0-00000000"), other, prompt=[7] * len(PROMPT))
+    for _ in range(3):
+        decode.step()
+    decode.rank.nixl_wrapper.state = "DONE"
+    decode.step()
+    assert decode.seconds == {REQUEST: 0, other: 3}
 
 
 def occupy_the_only_seat(decode: Decode) -> None:
@@ -322,6 +345,7 @@ def test_what_a_pull_raises_fails_its_request(
     engine.add(transfer(name="cmpl-q-0-00000000"), good, prompt=[7] * len(PROMPT))
     assert decode.step() == {} and decode.posted == [good] and decode.rank.failures == [error]
     scheduled = decode.step()
+    assert decode.seconds.keys() == {good}
     recomputes = engine.scheduler.recompute_kv_load_failures
     assert scheduled == {good: 1, **({REQUEST: len(PROMPT)} if recomputes else {})}
     assert recomputes or bad.status == RequestStatus.FINISHED_ERROR
@@ -386,5 +410,5 @@ def test_prefill_side_states_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_metadata_of_a_step_without_pulls(decode: Decode) -> None:
-    decode.rank.begin_leases(NixlConnectorMetadata(), {})
+    decode.rank.begin_pulls(NixlConnectorMetadata(), {})
     assert decode.step() == {}

@@ -678,6 +678,25 @@ def test_failed_transfers_count_no_bytes() -> None:
     assert counters(engine) == {}
 
 
+@pytest.mark.parametrize("fate", ["received", "failed", "expired"])
+def test_a_transfer_takes_as_long_as_on_its_slowest_rank(fate: str) -> None:
+    """Ranks report in different steps; one that fails, or whose lease was over, reports no time."""
+    engine = ScriptedEngine(role="kv_consumer")
+    engine.ask_remote("remote", PROMPT)
+    engine.turn()
+    expired = {"remote"} if fate == "expired" else set()
+    first = HiSparseWorkerMetadata([], set(), {"remote": 2.5, "unknown": 9.0})
+    engine.half.update_connector_output(output(kv_connector_worker_meta=first))
+    assert not engine.half.take_stats().data["histograms"], "it has not ended on all ranks"
+    last = HiSparseWorkerMetadata([], expired, {} if fate == "failed" else {"remote": 1.5})
+    failed = {"remote"} if fate == "failed" else set()
+    engine.half.update_connector_output(
+        output(kv_connector_worker_meta=last, finished_recving={"remote"}, failed_recving=failed)
+    )
+    expected = {"transfer_time_seconds": [2.5]} if fate == "received" else {}
+    assert engine.half.take_stats().data["histograms"] == expected
+
+
 def test_kv_whose_lease_ended_is_computed_and_counts_no_bytes() -> None:
     """Two ranks say so, before the last one has ended its pull."""
     engine = ScriptedEngine(role="kv_consumer")
@@ -695,8 +714,10 @@ def test_kv_whose_lease_ended_is_computed_and_counts_no_bytes() -> None:
 
 
 def test_reports_of_ranks_are_added_up() -> None:
-    first, second = HiSparseWorkerMetadata([(1, 2, 3)], {"a"}), HiSparseWorkerMetadata([], {"b"})
-    assert first.aggregate(second) == HiSparseWorkerMetadata([(1, 2, 3)], {"a", "b"})
+    first = HiSparseWorkerMetadata([(1, 2, 3)], {"a"}, {"c": 2.0, "d": 1.0, "e": 3.0})
+    second = HiSparseWorkerMetadata([], {"b"}, {"c": 1.0, "d": 2.0, "f": 4.0})
+    slowest = {"c": 2.0, "d": 2.0, "e": 3.0, "f": 4.0}
+    assert first.aggregate(second) == HiSparseWorkerMetadata([(1, 2, 3)], {"a", "b"}, slowest)
 
 
 def test_a_whole_remote_prompt_is_reserved_on_the_host_before_the_pull() -> None:

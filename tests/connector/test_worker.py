@@ -227,6 +227,21 @@ def test_one_rank_reports_requests(rank: int) -> None:
     assert metadata.requests == [(3, 9, 4)] if rank == 0 else metadata is None
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_reports_its_pulls(rank: int) -> None:
+    """A transfer takes as long as on the slowest rank; its KV is used only if no rank says that a lease was over."""
+    nothing = {"register": lambda *_: None}
+    pulls = {"take_expired": lambda: {"late"}, "take_pull_seconds": lambda: {"a": 1.5}}
+    worker = make_worker(rank=rank, transport=SimpleNamespace(**nothing, **pulls))
+    worker.register_kv_caches(device_caches())
+    metadata = worker.take_worker_metadata()
+    assert (metadata.expired, metadata.pull_seconds) == ({"late"}, {"a": 1.5})
+    worker.transport.take_expired = set
+    assert worker.take_worker_metadata().pull_seconds == {"a": 1.5}
+    worker.transport.take_pull_seconds = dict
+    assert worker.take_worker_metadata() is None
+
+
 @pytest.mark.parametrize(("divides_steps", "rank"), [(True, 0), (True, 1), (False, 0)])
 def test_misses_are_reported_where_steps_may_be_divided(
     monkeypatch: pytest.MonkeyPatch, divides_steps: bool, rank: int

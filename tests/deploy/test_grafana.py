@@ -13,7 +13,7 @@ import yaml
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from vllm_hisparse.connector.metrics import COUNTERS, GAUGES
+from vllm_hisparse.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
 GRAFANA = Path(__file__).parent.parent.parent / "deploy" / "grafana"
 CONFIGURATION = GRAFANA.parents[1] / "docs" / "configuration.md"
@@ -124,17 +124,22 @@ def test_metrics_of_tiers_are_vllms():
 
 def test_every_metric_is_ours_or_vllms():
     names = set(re.findall(r"[a-z_]+:[a-z_]+", " ".join([*expressions(), *alert_expressions()])))
-    own = {f"vllm:hisparse_{name}_total" for name in COUNTERS} | {f"vllm:hisparse_{name}" for name in GAUGES}
+    own = {f"vllm:hisparse_{name}" for name in exported()}
     assert names & own
     assert all(name in own if "hisparse" in name else name.startswith("vllm:") for name in names)
 
 
 def test_dashboard_shows_and_the_documentation_explains_every_metric_of_ours():
     shown = set(re.findall(r"vllm:hisparse_([a-z_]+)", " ".join(expressions())))
-    assert shown == {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+    assert shown == exported()
     rows = re.findall(r"^\| (`vllm:hisparse_.*?) \|", CONFIGURATION.read_text(), re.MULTILINE)
     explained = [names for row in rows for names in documented(row)]
-    assert sorted(explained) == sorted([*COUNTERS, *GAUGES])
+    assert sorted(explained) == sorted([*COUNTERS, *GAUGES, *HISTOGRAMS])
+
+
+def exported() -> set[str]:
+    """The names of our metrics as Prometheus has them."""
+    return {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {f"{name}_bucket" for name in HISTOGRAMS}
 
 
 def documented(cell: str) -> list[str]:

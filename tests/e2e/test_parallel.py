@@ -106,6 +106,8 @@ def test_prompts_from_a_prefill_instance(tmp_path, model, num_prefill_ranks, opt
             block = 64 if model == "dsv32" else 128
             assert received == -(-length // block) * block * bytes_per_token
         cluster.decode.wait_empty()
+        names = ("hisparse_transfers", "hisparse_transfer_time_seconds_count")
+        assert [cluster.decode.metric(name) for name in names] == [2, 2], "not one per rank"
 
 
 def test_kv_heads_of_another_number_of_ranks_are_computed_here(tmp_path):

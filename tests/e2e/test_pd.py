@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -103,12 +104,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, pytest.param(1201, marks=pytest.mark.smoke)])
 def test_prompt_lengths(cluster: Cluster, num_tokens: int):
     prompt = make_prompt(num_tokens, seed=1)
-    before = cluster.decode.metric("hisparse_transfer_bytes_to_host")
-    reply = cluster.decode.complete(prompt, transfer=cluster.prefilled(prompt))
+    names = [f"hisparse_transfer_{name}" for name in ("bytes_to_host", "time_seconds_count", "time_seconds_sum")]
+    before = list(map(cluster.decode.metric, names))
+    transfer, start = cluster.prefilled(prompt), time.monotonic()
+    reply = cluster.decode.complete(prompt, transfer=transfer)
+    end = time.monotonic()
     assert_same(reply, cluster.prefill.complete(prompt))
     num_blocks = -(-num_tokens // 64)
-    received = cluster.decode.metric("hisparse_transfer_bytes_to_host") - before
+    grown = [cluster.decode.metric(name) - old for name, old in zip(names, before, strict=True)]
+    received, num_transfers, seconds = grown
     assert received == num_blocks * 64 * 576 * 4 * 4  # rows of 576 floats, 4 layers
+    assert num_transfers == 1 and 0 < seconds < end - start
     cluster.decode.wait_empty()
 
 

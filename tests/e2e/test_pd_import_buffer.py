@@ -71,6 +71,7 @@ def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int) -> None:
 
 def test_prompts_share_the_buffer(cluster: Cluster) -> None:
     prompts, before = [make_prompt(700 + 111 * i, seed=7) for i in range(6)], cluster.received()
+    num_transfers = cluster.decode.metric("hisparse_transfer_time_seconds_count")
     names = list(LAYOUTS) * 3
 
     def serve(name: str, prompt: list[int]) -> dict:
@@ -86,6 +87,8 @@ def test_prompts_share_the_buffer(cluster: Cluster) -> None:
     to_host, through_buffer = (now - was for now, was in zip(cluster.received(), before, strict=True))
     assert to_host == through_buffer == sum(-(-len(prompt) // BLOCK) for prompt in prompts) * BLOCK * ROW_BYTES
     assert cluster.decode.metric("hisparse_transfers_waiting_for_buffer") == 0
+    num_transfers = cluster.decode.metric("hisparse_transfer_time_seconds_count") - num_transfers
+    assert num_transfers == len(prompts), "not one per read"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

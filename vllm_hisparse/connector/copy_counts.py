@@ -13,6 +13,7 @@ from vllm_hisparse.layout import KVLayout
 class _Transfer:
     num_host_blocks: int
     num_device_blocks: int
+    seconds: float | None = None  # on the slowest rank that has reported; None: no rank has
 
 
 class CopyCounts:
@@ -57,6 +58,11 @@ class CopyCounts:
         """Record that a request's KV is being received."""
         self.transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
 
+    def transfer_took(self, request_id: str, seconds: float) -> None:
+        """Record how long a transfer took on a rank; called once per rank at most, before `transfer_ended`."""
+        if transfer := self.transfers.get(request_id):
+            transfer.seconds = max(seconds, transfer.seconds or 0.0)
+
     def transfer_expired(self, request_id: str) -> None:
         """Count a transfer whose KV is not used, because its lease may have ended."""
         del self.transfers[request_id]
@@ -77,4 +83,6 @@ class CopyCounts:
         to_host = transfer.num_host_blocks * self.layout.received_block_bytes * self.num_host_pools
         to_device = transfer.num_device_blocks * self.layout.resident_block_bytes * self.num_ranks
         self.add(transfer_bytes_to_host=to_host, transfer_bytes_to_device=to_device)
+        if transfer.seconds is not None:
+            self._stats.record(transfer_time_seconds=[transfer.seconds])
         return to_host, to_device

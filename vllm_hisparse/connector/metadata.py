@@ -20,17 +20,23 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         requests: (first hot block, hits, misses) of released requests, in order of release; from rank 0 alone.
         expired: ids of requests whose pull has ended, but perhaps after its lease: their KV may be another prompt's.
+        pull_seconds: request id -> seconds from the start to the end of a pull that neither failed nor expired, on the
+            slowest of the ranks that have ended it.
         usage: use of the hot buffers since the last report; from rank 0 alone, and None in most steps.
     """
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)
     expired: set[str] = field(default_factory=set)
+    pull_seconds: dict[str, float] = field(default_factory=dict)
     usage: Usage | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
         assert isinstance(other, HiSparseWorkerMetadata)
         usage = other.usage if self.usage is None else self.usage
-        return HiSparseWorkerMetadata(self.requests + other.requests, self.expired | other.expired, usage)
+        seconds = dict(self.pull_seconds)
+        for request_id, value in other.pull_seconds.items():
+            seconds[request_id] = max(value, seconds.get(request_id, 0.0))
+        return HiSparseWorkerMetadata(self.requests + other.requests, self.expired | other.expired, seconds, usage)
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""Connector statistics: counters and gauges for Prometheus and vLLM's stats log line."""
+"""Connector statistics: counters, gauges and histograms for Prometheus and vLLM's stats log line."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
@@ -50,12 +50,18 @@ GAUGES = {
     "requests_held_back": "Number of requests waiting because more running ones would decode slower.",
     "hot_rows_wanted": "Number of hot rows per layer beyond device_buffer_size that would hold all sequences.",
 }
+HISTOGRAMS = {
+    "transfer_time_seconds": "Histogram of the time from the start to the end of a KV transfer from prefill instances.",
+}
+# vLLM's of `vllm:nixl_xfer_time_seconds`, and longer ones, because a prompt's transfer may be many of NIXL's.
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class HiSparseStats(KVConnectorStats):
-    """Counters (summed), gauges (the latest value wins), and vLLM's own stats of its NIXL connector and its tiers.
+    """Counters (summed), gauges (the latest value wins), histograms (all values), and vLLM's own stats of its NIXL
+    connector and its tiers.
 
-    `data` is sent between processes: `{"counters": {…}, "gauges": {…}, "nixl": {…}, "tiers": {…}}`.
+    `data` is sent between processes: `{"counters": {…}, "gauges": {…}, "histograms": {…}, "nixl": {…}, "tiers": {…}}`.
     """
 
     def __init__(self, data: dict[str, Any] | None = None):
@@ -64,7 +70,7 @@ class HiSparseStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"counters": {}, "gauges": {}, "nixl": {}, "tiers": {}}
+        self.data = {"counters": {}, "gauges": {}, "histograms": {}, "nixl": {}, "tiers": {}}
 
     def add(self, **counters: int) -> None:
         """Add to counters."""
@@ -75,6 +81,12 @@ class HiSparseStats(KVConnectorStats):
     def set_gauges(self, **gauges: int) -> None:
         """Set gauges."""
         self.data["gauges"].update(gauges)
+
+    def record(self, **values: list[float]) -> None:
+        """Add values to histograms."""
+        own = self.data["histograms"]
+        for name, added in values.items():
+            own[name] = own.get(name, []) + added
 
     def add_nixl(self, stats: NixlKVConnectorStats) -> None:
         """Add stats of the NIXL connector."""
@@ -90,6 +102,7 @@ class HiSparseStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> HiSparseStats:
         self.add(**other.data["counters"])
         self.set_gauges(**other.data["gauges"])
+        self.record(**other.data["histograms"])
         if other.data["nixl"]:
             self.add_nixl(NixlKVConnectorStats(data=other.data["nixl"]))
         if other.data["tiers"]:
@@ -100,6 +113,8 @@ class HiSparseStats(KVConnectorStats):
         """Return the figures of vLLM's stats log line, with gauges only if the scheduler half has reported them."""
         counters = {name: self.data["counters"].get(name, 0) for name in COUNTERS}
         selected = counters["cache_hits"] + counters["cache_misses"]
+        times = self.data["histograms"].get("transfer_time_seconds", [])
+        received = (counters["transfer_bytes_to_host"] + counters["transfer_bytes_to_device"]) / 2**20
         figures: dict[str, int | float] = {
             "Hot-buffer hit rate (%)": round(100 * counters["cache_hits"] / selected, 1) if selected else 0.0,
             "Host to device (MiB)": round(counters["host_to_device_bytes"] / 2**20, 1),
@@ -107,6 +122,8 @@ class HiSparseStats(KVConnectorStats):
             "Transfers": counters["transfers"],
             "Failed transfers": counters["transfer_failures"],
             "Received to host (MiB)": round(counters["transfer_bytes_to_host"] / 2**20, 1),
+            "Avg transfer time (ms)": round(1e3 * sum(times) / len(times), 3) if times else 0.0,
+            "Transfer throughput (MiB/s)": round(received / sum(times), 3) if sum(times) else 0.0,
         }
         return figures | {name.replace("_", " ").capitalize(): value for name, value in self.data["gauges"].items()}
 
@@ -138,18 +155,25 @@ class HiSparsePromMetrics(KVConnectorPromMetrics):
             name: self._create(metric_types[Gauge], name, documentation, multiprocess_mode="mostrecent")
             for name, documentation in GAUGES.items()
         }
+        self._histograms = {
+            name: self._create(metric_types[Histogram], name, documentation, buckets=BUCKETS_S)
+            for name, documentation in HISTOGRAMS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data["counters"].items():
             self._counters[name][engine_idx].inc(value)
         for name, value in transfer_stats_data["gauges"].items():
             self._gauges[name][engine_idx].set(value)
+        for name, values in transfer_stats_data["histograms"].items():
+            for value in values:
+                self._histograms[name][engine_idx].observe(value)
         if transfer_stats_data["nixl"]:
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         if self._tiers and transfer_stats_data["tiers"]:
             self._tiers.observe(transfer_stats_data["tiers"], engine_idx)
 
-    def _create(self, metric_type: type, name: str, documentation: str, **kwargs: str) -> Any:
+    def _create(self, metric_type: type, name: str, documentation: str, **kwargs: Any) -> Any:
         metric = metric_type(
             name=f"vllm:hisparse_{name}", documentation=documentation, labelnames=self._label_names, **kwargs
         )

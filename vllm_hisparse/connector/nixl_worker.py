@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,10 +59,14 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         self._tokens_per_block, self._only_rank_0_pulls = block_size, only_rank_0_pulls
         self._leases = Leases()
         self._expired: set[str] = set()
+        self._begun: dict[str, float] = {}  # request id -> start of its pull, `time.perf_counter`
+        self._pull_seconds: dict[str, float] = {}
 
-    def begin_leases(self, metadata: NixlConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
-        """Record the leases of a step's pulls, by request id, as far as the scheduler's side knows them."""
+    def begin_pulls(self, metadata: NixlConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
+        """Record the start of a step's pulls, and their leases by request id, as the scheduler's side knows them."""
+        now = time.perf_counter()
         for request_id, terms in leases.items():
+            self._begun[request_id] = now
             remote = metadata.reqs_to_recv[request_id].remote
             self._leases.begin(request_id, remote.engine_id, remote.request_id, terms)
 
@@ -97,10 +102,14 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Return vLLM's results, and note the pulls that may have ended after their lease: their KV is not used."""
-        results = super().get_transfer_results()
+        results, now = super().get_transfer_results(), time.perf_counter()
         for request_id in results.finished_recving:
-            if request_id not in results.failed_recving and self._leases.is_over(request_id):
-                self._expired.add(request_id)
+            begun = self._begun.pop(request_id, now)
+            if request_id not in results.failed_recving:
+                if self._leases.is_over(request_id):
+                    self._expired.add(request_id)
+                else:
+                    self._pull_seconds[request_id] = now - begun
             self._leases.end(request_id)
         return results
 
@@ -108,6 +117,11 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         """Return the requests whose pull has ended since the last call, perhaps after its lease."""
         expired, self._expired = self._expired, set()
         return expired
+
+    def take_pull_seconds(self) -> dict[str, float]:
+        """Return the seconds of the pulls that have ended since the last call and neither failed nor expired."""
+        seconds, self._pull_seconds = self._pull_seconds, {}
+        return seconds
 
 
 class PullConnector(NixlPullConnector):
@@ -174,7 +188,7 @@ class NixlWorkerTransport:
     def bind_metadata(self, metadata: KVConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
         """Take a step's pulls, and their leases by request id."""
         self.connector.bind_connector_metadata(metadata)
-        self.connector.connector_worker.begin_leases(metadata, leases)
+        self.connector.connector_worker.begin_pulls(metadata, leases)
 
     def clear_metadata(self) -> None:
         self.connector.clear_connector_metadata()
@@ -193,6 +207,10 @@ class NixlWorkerTransport:
     def take_expired(self) -> set[str]:
         """Return the requests whose pull has ended since the last call, but whose KV may be another prompt's."""
         return self.connector.connector_worker.take_expired()
+
+    def take_pull_seconds(self) -> dict[str, float]:
+        """Return the seconds of the pulls that have ended since the last call and are used, by request id."""
+        return self.connector.connector_worker.take_pull_seconds()
 
     def take_stats(self) -> NixlKVConnectorStats | None:
         return self.connector.get_kv_connector_stats()

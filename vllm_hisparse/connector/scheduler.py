@@ -189,6 +189,8 @@ class HiSparseSchedulerConnector:
         failed, worker_meta = output.failed_recving or set(), output.kv_connector_worker_meta
         if isinstance(worker_meta, HiSparseWorkerMetadata):
             self._forget_expired(worker_meta.expired)
+            for request_id, seconds in worker_meta.pull_seconds.items():
+                self.counts.transfer_took(request_id, seconds)
             if worker_meta.usage:
                 self.step_form.measured(worker_meta.usage)
             if self.admission and worker_meta.usage:

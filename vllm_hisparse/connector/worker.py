@@ -164,11 +164,14 @@ class HiSparseWorkerConnector:
         released = self.hot_buffer.counts.take_released()
         requests = released if self.reports_requests else []
         expired = self.transport.take_expired() if self.transport else set()
+        seconds = self.transport.take_pull_seconds() if self.transport else {}
         usage = None
         if self._sampler:
             self._sampler.step_ends(self._step)
             usage = self._sampler.take()
-        return HiSparseWorkerMetadata(requests, expired, usage) if requests or expired or usage else None
+        if not (requests or expired or seconds or usage):
+            return None
+        return HiSparseWorkerMetadata(requests, expired, seconds, usage)
 
     def take_stats(self) -> HiSparseStats | None:
         """Return the worker's counters since the last call; None in most steps."""
