@@ -5,7 +5,9 @@
 The prefill engine has the first GPU. The decode engines share the second one and are measured one after the other;
 the others are idle meanwhile. A router (vllm-router) stands before each pair. vLLM's own load generator sends random
 prompts of 4K to 32K tokens for answers of 256 to 2,000 tokens, from as many clients as a case says. Prefix caches are
-off. With `--fault`, the decode engine is killed, or told to end, in the middle of each case, and started again.
+off. Times of transfers are whole prompts' for the plugin, and those of NIXL's reads for the other systems. Their bytes
+per second are of one transfer, also while there are others. With `--fault`, the decode engine is killed, or told to
+end, in the middle of each case, and started again.
 """
 
 from __future__ import annotations
@@ -124,6 +126,7 @@ class Pair:
         force_selections(self.url, self._sizes)
         self._group.start(self._router)
         wait_healthy(self._router, START_TIMEOUT_S)
+        answers(self.router_url)  # the first transfer waits for a handshake, which is no case's
 
     def restart(self) -> None:
         """Start the engine again, after it has ended."""
@@ -234,11 +237,31 @@ def measure(
         "prefill_waiting_max": prefill.peak("num_requests_waiting"),
         "host_blocks_max": decode.peak("hisparse_host_blocks_used") if is_ours else None,
         **{name: None if fault else gauges.growth(counter) for name, (gauges, counter) in counters.items()},
+        **transfer_speed(pair.system, None if fault else decode),
         "seconds": round(result["duration"], 1),
         "completed": result["completed"],
         "failed": result["failed"],
         **outcome,
         "left_on_prefill": left(prefill_url),
+    }
+
+
+def transfer_speed(system: System, decode: Gauges | None) -> dict[str, float | None]:
+    """Return the mean time of transfers in milliseconds, and their bytes over the sum of their times in GB/s.
+
+    Args:
+        system: system of the decode engine.
+        decode: its metrics; None: its counters began anew.
+    """
+    time_name, byte_names = "nixl_xfer_time_seconds", ["nixl_bytes_transferred_sum"]
+    if system == System.ours:
+        time_name = "hisparse_transfer_time_seconds"
+        byte_names = [f"hisparse_transfer_bytes_to_{place}_total" for place in ("host", "device")]
+    names = (f"{time_name}_sum", f"{time_name}_count", *byte_names)
+    seconds, num_transfers, *num_bytes = ((decode and decode.added(name)) or 0.0 for name in names)
+    return {
+        "transfer_ms_mean": round(1e3 * seconds / num_transfers, 1) if num_transfers else None,
+        "transfer_gb_per_s": round(sum(num_bytes) / 1e9 / seconds, 3) if seconds else None,
     }
 
 

@@ -220,8 +220,13 @@ class Gauges:
 
     def growth(self, name: str) -> int | None:
         """How much a counter grew; None if the server does not export it."""
+        added = self.added(name)
+        return None if added is None else round(added)
+
+    def added(self, name: str) -> float | None:
+        """How much a sum of any values grew, such as seconds; None if the server does not export it."""
         name = f"vllm:{name}"
-        return round(self.latest[name] - self.before.get(name, 0.0)) if name in self.latest else None
+        return self.latest[name] - self.before.get(name, 0.0) if name in self.latest else None
 
     def mean_ms(self, name: str) -> float | None:
         """Mean of what a histogram of seconds observed, in milliseconds; None if it observed nothing."""

@@ -21,12 +21,23 @@ from servers import wait_for
 
 from benchmarks import turns
 from benchmarks.full_depth import System
-from benchmarks.pd_load import Breaker, Fault, answers, decode_connector, left, make_router, measured, span
+from benchmarks.pd_load import (
+    Breaker,
+    Fault,
+    answers,
+    decode_connector,
+    left,
+    make_router,
+    measured,
+    span,
+    transfer_speed,
+)
 from benchmarks.serving import Device, Gauges, Sizes, log_directory, make_model, server, ucx_variables, wait_healthy
 from benchmarks.turns import Shape, connector, converse, percentiles
 from tools.harness.openai_client import Completion
 from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
+OUR_BYTES = ["hisparse_transfer_bytes_to_host_total", "hisparse_transfer_bytes_to_device_total"]
 SIZES = Sizes(Device.gpu, 16, 8, 1024, 40_000, 32, 2.5, 12.0, 4096, 0.87)
 
 
@@ -44,6 +55,27 @@ def test_decode_engines_pull_from_the_prefill_engine() -> None:
     native = decode_connector(System.vllm_native, SIZES)["kv_connector_extra_config"]["connectors"]
     assert [each["kv_connector"] for each in native] == ["NixlConnector", "HiSparseConnector"]  # as vLLM documents it
     assert native[1]["kv_connector_extra_config"] == {"host_pool_gib": 12.0}
+
+
+@pytest.mark.parametrize(
+    ("system", "seconds", "counters"),
+    [
+        (System.ours, "hisparse_transfer_time_seconds", OUR_BYTES),
+        (System.full, "nixl_xfer_time_seconds", ["nixl_bytes_transferred_sum"]),
+        (System.vllm_native, "nixl_xfer_time_seconds", ["nixl_bytes_transferred_sum"]),
+    ],
+)
+def test_time_and_speed_of_transfers(system: System, seconds: str, counters: list[str]) -> None:
+    """Only the case's own count, by the system's metrics."""
+    before = {f"vllm:{name}": 5e9 for name in counters} | {f"vllm:{seconds}_sum": 7.5, f"vllm:{seconds}_count": 3.0}
+    latest = {name: value + 1.25e9 for name, value in before.items()}
+    latest |= {f"vllm:{seconds}_sum": 8.0, f"vllm:{seconds}_count": 7.0}
+    gauges = Gauges("url", before=before, latest=latest)
+    speed = 1.25 * len(counters) / 0.5
+    assert transfer_speed(system, gauges) == {"transfer_ms_mean": 125.0, "transfer_gb_per_s": speed}
+    nothing = dict.fromkeys(("transfer_ms_mean", "transfer_gb_per_s"))
+    assert transfer_speed(system, Gauges("url", before=before, latest=before)) == nothing
+    assert transfer_speed(system, Gauges("url")) == transfer_speed(system, None) == nothing
 
 
 def test_each_system_has_the_same_host_memory() -> None:
