@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import unittest
 
 import numpy as np
 import pytest
@@ -207,14 +208,9 @@ def test_reports_without_a_curve_or_steps_are_no_measurement() -> None:
     assert control.is_measured
 
 
-def test_limits_are_logged_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("vllm.vllm_hisparse.kv_manager.blocks.admission")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    try:
+def test_limits_are_logged_not_too_often() -> None:
+    with unittest.TestCase().assertLogs("vllm.vllm_hisparse.kv_manager.blocks.admission", logging.INFO) as logs:
         engine = burst(12_288, 100, independent(0.3))
-    finally:
-        logger.removeHandler(caplog.handler)
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in logs.records]
     assert messages and messages[0].startswith("HiSparse admission: at most 43 requests run.")
     assert len(set(messages)) <= 1 + engine.now / 30
