@@ -10,18 +10,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("repeatable", max_examples=40, stateful_step_count=40, derandomize=True, **_SHARED)
 settings.register_profile("explore", max_examples=2000, stateful_step_count=80, print_blob=True, **_SHARED)
 settings.load_profile("repeatable")
-
-if not torch.cuda.is_available():  # the references of tests on a GPU are large
-    # NOTE: tensors of tests are small, so threads that share an op spend their time waiting for one another.
-    torch.set_num_threads(1)
-
 
 END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
 NAMES = ("cluster", "installs", "lora", "parallel", "pd", "pd_dense", "pd_draft_model", "ray", "request_features")
@@ -53,8 +47,17 @@ def pytest_collection() -> Generator[None, bool | None, bool | None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+        set_number_of_threads()
         if "vllm" in sys.modules:
             import_module("vllm.model_executor.models.registry")._run_in_subprocess = run_in_fork
+
+
+def set_number_of_threads() -> None:
+    """Where no test module has imported torch, as in the process that starts those that run tests, nor does this."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():  # the references of tests on a GPU are large
+        # NOTE: tensors of tests are small, so threads that share an op spend their time waiting for one another.
+        torch.set_num_threads(1)
 
 
 def run_in_fork(function: Callable[[], Any]) -> Any:
