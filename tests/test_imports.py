@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def is_forbidden(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in NOT_IN_A_SERVER)
 
 
+@cache
 def imported_modules(source: str) -> set[str]:
     """Modules that a file imports anywhere, function bodies included."""
     found = set()

@@ -127,10 +127,14 @@ def test_adapters(tmp_path: Path, releases: str, is_break: bool) -> None:
     assert changed.endswith("Worker.run")
 
 
+@pytest.fixture(scope="module")
+def vllm_sources() -> Sources:
+    return Sources({"vllm": installed_vllm()})
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_what_adapters_and_mends_name_is_in_the_installed_vllm(path: Path) -> None:
-    sources = Sources({"vllm": installed_vllm()})
-    assert not [name for name in constant(path.read_text(), "VLLM") if sources.find(name) is None]
+def test_what_adapters_and_mends_name_is_in_the_installed_vllm(vllm_sources: Sources, path: Path) -> None:
+    assert not [name for name in constant(path.read_text(), "VLLM") if vllm_sources.find(name) is None]
 
 
 def test_the_packages_are_there() -> None:
