@@ -109,6 +109,7 @@ def test_documents_have_no_markers_of_conflicts(document: Path) -> None:
     assert not re.search(r"^(<{7}|>{7}) ", document.read_text(), re.MULTILINE)
 
 
+@pytest.mark.long
 def test_code() -> None:
     found = {
         str(path.relative_to(ROOT)): lines

@@ -211,6 +211,7 @@ def test_a_buffer_holds_two_blocks_of_all_layers() -> None:
 # Rounds
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_page_lands_once(data: st.DataObject) -> None:

@@ -266,6 +266,7 @@ def test_factors_come_from_the_committed_results() -> None:
         assert {part: pytest.approx(costs, rel=1e-3, abs=1e-4) for part, costs in found.items()} == stored[name]
 
 
+@pytest.mark.long
 def test_rows_of_the_former_kernel_are_predicted_and_not_fitted() -> None:
     rows = all_rows()
     present = [row for row in rows if row.group != FORMER_KERNEL or row.system == System.full]

@@ -659,5 +659,5 @@ class ResetWhileRunningMachine(HostBlockPoolMachine):
         self.reset()
 
 
-TestHostBlockPool = HostBlockPoolMachine.TestCase
-TestResetWhileRunning = ResetWhileRunningMachine.TestCase
+TestHostBlockPool = pytest.mark.long(HostBlockPoolMachine.TestCase)
+TestResetWhileRunning = pytest.mark.long(ResetWhileRunningMachine.TestCase)

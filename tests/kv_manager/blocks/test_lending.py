@@ -1,5 +1,6 @@
 """Division of blocks: properties of pure functions. `test_lent_blocks.py` tests lending in a schedule."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def test_what_is_free_goes_first_to_those_that_want_least() -> None:
     assert divide({"a": 0, "b": 2, "c": 0}, {"b"}, 1) == {"b": 1, "a": 0, "c": 0}, "nobody else wants the last block"
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 50), max_size=8), st.integers(0, 120), st.data())
 def test_blocks_are_divided_without_waste(wanted: dict[str, int], num_blocks: int, data: st.DataObject) -> None:
     whole = {name for name in wanted if data.draw(st.booleans())}
