@@ -56,26 +56,22 @@ def whole_blocks(model: str, num_tokens: int) -> int:
     return (num_tokens - 1) // BLOCK[model] * BLOCK[model]
 
 
-def turns(model: str, expected: dict) -> list[list[int]]:
+def turns(first: list[dict]) -> list[list[int]]:
     """The next turn of each conversation: prompt, reply and a new question."""
-    replies = [done["tokens"] for done in expected[model][0]]
+    replies = [done["tokens"] for done in first]
     return [make_prompt(n) + reply + make_prompt(21, seed=7) for n, reply in zip(LENGTHS, replies, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, shared_result) -> dict[str, list[list[dict]]]:
+def expected(tmp_path_factory, shared_result) -> Callable[[str], list[list[dict]]]:
     """Both turns of both conversations with full KV, by model."""
 
-    def compute() -> dict[str, list[list[dict]]]:
-        results = {}
-        for model in SMALL_POOL:
-            with OfflineEngine(tmp_path_factory.mktemp("full"), engine_args(model)) as engine:
-                first = ask(engine, *map(make_prompt, LENGTHS))["completions"]
-                results[model] = [first]
-                results[model].append(ask(engine, *turns(model, results))["completions"])
-        return results
+    def compute(model: str) -> list[list[dict]]:
+        with OfflineEngine(tmp_path_factory.mktemp("full"), engine_args(model)) as engine:
+            first = ask(engine, *map(make_prompt, LENGTHS))["completions"]
+            return [first, ask(engine, *turns(first))["completions"]]
 
-    return shared_result("two turns for the tiers", compute)
+    return lambda model: shared_result(f"two turns for the tiers {model}", lambda: compute(model))
 
 
 @pytest.fixture
@@ -89,11 +85,11 @@ def disk(tmp_path: Path) -> Path:
 )
 def test_a_conversation_leaves_the_host_pool_and_comes_back(start, disk: Path, expected, model: str):
     engine = start(args_of(model, [fs_tier(disk)]))
-    assert_same_but_rounding(ask(engine, *map(make_prompt, LENGTHS))["completions"], expected[model][0])
+    assert_same_but_rounding(ask(engine, *map(make_prompt, LENGTHS))["completions"], expected(model)[0])
     before = ask(engine, *fillers(100))["counters"]
-    for index, prompt in enumerate(turns(model, expected)):
+    for index, prompt in enumerate(turns(expected(model)[0])):
         record = ask(engine, prompt)
-        assert_same_but_rounding(record["completions"], expected[model][1][index : index + 1])
+        assert_same_but_rounding(record["completions"], expected(model)[1][index : index + 1])
         assert_pools_empty(record)
         # The newest token of a reply has no KV yet.
         num_tokens = whole_blocks(model, LENGTHS[index] + MAX_TOKENS)
@@ -117,7 +113,7 @@ def test_a_new_engine_finds_the_prefixes_of_the_last_one(start, disk: Path, expe
         engine.kill()
     engine = start(args_of("dsv32", [fs_tier(disk)]))
     record = ask(engine, *prompts)
-    assert_same_but_rounding(record["completions"], expected["dsv32"][0])
+    assert_same_but_rounding(record["completions"], expected("dsv32")[0])
     assert record["counters"]["tier_loaded_blocks"] > 0 and record["counters"]["tier_damaged_blocks"] == 0
 
 
@@ -160,13 +156,14 @@ def test_a_full_disk_changes_no_token(start, small_disk: Path, expected):
     ask(engine, *prompts)
     ask(engine, *fillers(200))
     record = ask(engine, *prompts)
-    assert_same_but_rounding(record["completions"], expected["dsv32"][0])
+    assert_same_but_rounding(record["completions"], expected("dsv32")[0])
     assert_pools_empty(record)
     assert engine.log_has("nothing is stored there")
     assert len(block_files(small_disk)) <= 3
 
 
-@pytest.mark.parametrize("model", ["dsv32", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dsv32", "llama"])
 def test_a_replica_has_the_prefix(start, expected, model: str):
     """Then without the replica."""
     ports = free_ports(2)
@@ -178,7 +175,7 @@ def test_a_replica_has_the_prefix(start, expected, model: str):
     for engine in (one, other):  # one that is asked before it listens is left alone for half a minute
         wait_until(partial(engine.log_has, "HiSparse tier:"))
     for index, num_tokens in enumerate(LENGTHS):
-        prompt, full = make_prompt(num_tokens), expected[model][0][index : index + 1]
+        prompt, full = make_prompt(num_tokens), expected(model)[0][index : index + 1]
         assert_same_but_rounding(ask(one, prompt)["completions"], full)
         completions = ask(other, prompt)["completions"]
         assert_same_but_rounding(completions, full)
@@ -188,11 +185,12 @@ def test_a_replica_has_the_prefix(start, expected, model: str):
     assert completion["num_cached_tokens"] == 0 and len(completion["tokens"]) == MAX_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not object_store.has_server(), reason="moto's server is not installed")
 def test_a_prefix_comes_back_from_an_object_store(tmp_path: Path, expected):
     """Another engine finds it, too."""
     library = f"{object_store.library_path(tmp_path)}/{object_store.MISSING_LIBRARY}"
-    prompts, full = list(map(make_prompt, LENGTHS)), expected["dsv32"][0]
+    prompts, full = list(map(make_prompt, LENGTHS)), expected("dsv32")[0]
     with object_store.object_store(*free_ports(1)) as tier:
         for is_first in (True, False):
             with OfflineEngine(tmp_path, args_of("dsv32", [tier]), libraries=[library]) as engine:
