@@ -18,7 +18,8 @@ settings.register_profile("explore", max_examples=2000, stateful_step_count=80, 
 settings.load_profile("repeatable")
 
 END_TO_END, CAMPAIGN = "tests/e2e/", "tests/campaign/"
-NAMES = ("cluster", "installs", "lora", "parallel", "pd", "pd_dense", "pd_draft_model", "ray", "request_features")
+NAMES = ("cluster", "installs", "lora", "parallel", "pd", "pd_dense", "pd_draft_model", "pd_import_buffer")
+NAMES += ("pd_narrow_keys", "ray", "request_features")
 DEPLOYMENTS = {f"{END_TO_END}test_{name}.py" for name in NAMES}
 
 
