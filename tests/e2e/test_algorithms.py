@@ -31,7 +31,7 @@ ALGORITHMS = {
     "pq_cache": {"full_kv_layers": [1]},
     "oracle": {},
 }
-QUICK = ("quest", "pq_cache")  # without and with full-KV layers: the algorithms whose engines `make test` starts
+QUICK = ("quest",)  # the algorithms whose engines `make test` starts
 
 
 def dense_args(algorithm: str, options: dict | None = None, model: str = "llama", **overrides) -> dict:
@@ -50,11 +50,15 @@ def second_turn(replies: list[dict]) -> dict:
 
 
 @pytest.fixture(scope="module")
-def conversation(tmp_path_factory):
+def conversation(tmp_path_factory, shared_result) -> list[list[dict]]:
     """Full KV, stock backend: the replies to both turns."""
-    with OfflineEngine(tmp_path_factory.mktemp("full"), engine_args("llama")) as engine:
-        first = engine.run(first_turn())["completions"]
-        return [first, engine.run(second_turn(first))["completions"]]
+
+    def compute() -> list[list[dict]]:
+        with OfflineEngine(tmp_path_factory.mktemp("full"), engine_args("llama")) as engine:
+            first = engine.run(first_turn())["completions"]
+            return [first, engine.run(second_turn(first))["completions"]]
+
+    return shared_result("both turns of the algorithms", compute)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,7 @@ def test_budget_of_everything_is_full_attention(run, conversation, algorithm):
     assert served == sum(done["num_cached_tokens"] for done in conversation[1]) > 0
 
 
+@pytest.mark.slow
 def test_evicted_units_come_back(run):
     """A buffer that holds no more than the selection gives the tokens of a buffer that holds everything."""
     phase = {"prompts": [make_prompt(length) for length in (64, 777, 1100)], "max_tokens": 40}
@@ -93,6 +98,7 @@ def test_what_fits_the_budget_is_exact(run, reference):
     assert max(abs(a - b) for a, b in zip(done[2]["logprobs"], full[2]["logprobs"], strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_run_take_no_memory(run, reference):
     """State for as many requests of the longest length as may run would not fit in this machine, or in the cache."""
     lengths, num_seqs, max_model_len = [5, 129, 777], 512, 32_768
@@ -104,9 +110,10 @@ def test_requests_that_do_not_run_take_no_memory(run, reference):
     assert record["virtual_bytes"] < all_keys_bytes, record["virtual_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "block_size", "num_blocks"),
-    [("oracle", 128, 3 * 3 + 6), pytest.param("quest", 32, 3 * 9 + 4, marks=pytest.mark.slow)],
+    [("oracle", 128, 3 * 3 + 6), ("quest", 32, 3 * 9 + 4)],
 )
 def test_a_request_is_preempted_where_blocks_for_state_run_out(run, algorithm, block_size, num_blocks):
     """Hot buffers do not grow here; state does, past 256 and 512 tokens. The tokens are those of one that has room."""
@@ -121,20 +128,15 @@ def test_a_request_is_preempted_where_blocks_for_state_run_out(run, algorithm, b
         assert_pools_empty(record)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "qwen3",
-        "qwen3_moe",
-        *(pytest.param(model, marks=pytest.mark.slow) for model in ("qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe"])
 def test_other_dense_models(run, reference, model):
     lengths = [17, 777]
     record = run(dense_args("quest", model=model), [{"prompts": list(map(make_prompt, lengths)), "max_tokens": 12}])[0]
     assert_same(record["completions"], reference(lengths, 12, model=model))
 
 
+@pytest.mark.slow
 def test_bf16(run, reference):
     """Another order of keys in vLLM's blocks where the CPU has AMX, whose kernel rounds attention weights to 8 bits."""
     lengths = [65, 777]
@@ -143,10 +145,8 @@ def test_bf16(run, reference):
     assert_same_but_rounding(record["completions"], reference(lengths, 12, model="llama", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [("quest", {}), pytest.param("cluster_kv", {"full_kv_layers": []}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "options"), [("quest", {}), ("cluster_kv", {"full_kv_layers": []})])
 def test_preempted_requests_resume(run, reference, algorithm, options):
     """The host pool runs out while requests decode: one is preempted and loses only the blocks the others need."""
     lengths, max_tokens = [500, 510, 250], 150
