@@ -24,7 +24,7 @@ MAX_KEPT_ENGINES = 2  # of full KV, by each process that runs tests
 VOCABULARY = range(3, 500)
 MAX_MODEL_LEN = 4096
 TOP_K = 256
-# Values of `async_scheduling`; without it, one engine of `make test` is enough (test_parity.py).
+# Values of `async_scheduling`: engines of `make test` have vLLM's default.
 ASYNC_ALONE = [pytest.param(False, marks=pytest.mark.slow), True]
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}  # vLLM's, by `async_scheduling`
 

@@ -179,6 +179,7 @@ def test_prompts_and_samples_of_one_request(cluster: Cluster):
     wait_for(lambda: cluster.prefill.complete(make_prompt(3), 1) and cluster.prefill.metric("kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.slow
 def test_one_decode_server_is_killed(cluster: Cluster):
     """Its requests end with an error or are computed again; the rest, and all that come later, are answered."""
     lost, kept = cluster.decodes

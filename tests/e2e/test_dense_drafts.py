@@ -92,7 +92,8 @@ def test_full_kvs_tokens(run, full, algorithm: str):
     assert_some_are_rejected(record)
 
 
-@pytest.mark.parametrize("algorithm", EVERY_ALGORITHM)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
     """Tokens are those without drafts, and again in conversations that go on from their prefixes."""
     budget, options = ALGORITHMS[algorithm]
@@ -110,7 +111,8 @@ def test_the_algorithms_tokens_where_it_selects(start, algorithm: str):
         assert record["counters"]["cache_misses"] > 0
 
 
-@pytest.mark.parametrize("algorithm", ["quest", pytest.param("cluster_kv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["quest", "cluster_kv"])
 def test_preempted_requests_go_on_where_they_were(run, full, algorithm: str):
     """The host pool runs out while requests decode."""
     lengths = [1100, 777]
@@ -136,7 +138,8 @@ def draft_model(tmp_path_factory) -> Callable[[str], dict]:
     return make
 
 
-@pytest.mark.parametrize(("method", "device_mib"), [pytest.param("eagle", 56, marks=pytest.mark.slow), ("eagle3", 19)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "device_mib"), [("eagle", 56), ("eagle3", 19)])
 def test_a_draft_models_drafts_are_as_good_as_with_full_kv(start, full, draft_model, method: str, device_mib: int):
     """And so they are in conversations that go on, whose KV other requests have driven from the device."""
     drafts = draft_model(method)
@@ -157,6 +160,7 @@ def test_a_draft_models_drafts_are_as_good_as_with_full_kv(start, full, draft_mo
     assert_pools_empty(found)
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_no_token_where_the_algorithm_selects(start, draft_model):
     """Nothing but the draft model's KV stays on the device."""
     budget, options = ALGORITHMS["quest"][0], {"full_kv_layers": []}

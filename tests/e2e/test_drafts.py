@@ -67,6 +67,7 @@ def test_full_kvs_tokens(run, full, model: str, lengths: list[int]):
     assert record["counters"]["cache_hits"] > record["counters"]["cache_misses"] > 0
 
 
+@pytest.mark.slow
 def test_what_was_rejected_is_not_found_again(start, full, full_kv):
     """Conversations go on from their prefixes in the host pool, and other requests read the blocks that they share.
 
@@ -86,6 +87,7 @@ def test_what_was_rejected_is_not_found_again(start, full, full_kv):
     assert sampled["drafts"]["accepted"] > again["drafts"]["accepted"]
 
 
+@pytest.mark.slow
 def test_preempted_requests_go_on_where_they_were(run, full):
     lengths = [SMALLEST_BUFFER - 5, SMALLEST_BUFFER]  # 16 blocks each at admission, 17 at the end
     completions, _ = full("dsv32", LENGTHS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import ASYNC_ALONE, SCHEDULERS, assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
+from conftest import SCHEDULERS, assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
 
 pytestmark = pytest.mark.e2e
 
@@ -13,7 +13,8 @@ ALL_BLOCKS = 900  # whole, a request has some 530
 ROW_CHECK = {"every": 7, "corrupt": False}
 
 
-@pytest.mark.parametrize("async_scheduling", ASYNC_ALONE)
+@pytest.mark.slow
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_buffer_grows_and_shrinks_in_one_requests_life(run, reference, async_scheduling):
     """The first request is hot as a whole; three others arrive, to which it gives blocks; they leave, and it grows."""
     engine = hot_args(num_gpu_blocks_override=ALL_BLOCKS, max_model_len=2048)

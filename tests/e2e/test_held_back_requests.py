@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import assert_pools_empty, assert_same_but_rounding, hot_args, make_prompt
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTHS, MAX_TOKENS = [1400, 1300, 1310, 1320], 90
 ALL_BLOCKS = 900  # one request is hot as a whole, four have room

@@ -63,6 +63,7 @@ def test_full_kv_is_the_model_of_transformers(reference):
         assert (chosen - torch.tensor(completion["logprobs"])).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_kv_of_a_full_layer_survives_preemption_and_comes_back_from_the_host(run):
     """Three requests do not fit on the device; their second turns find their prefixes in the host pool alone."""
     first = {"prompts": [make_prompt(length) for length in (610, 620, 630)], "max_tokens": 60}

@@ -86,6 +86,7 @@ def leaves_nothing(pair: Pair) -> Iterator[None]:
     pair.hot.wait_empty()
 
 
+@pytest.mark.slow
 def test_lora_adapters_have_prefixes_of_their_own(pair: Pair):
     """The same prompt of two adapters and of the base model: each finds its own KV, on the device and in the host pool,
     then in the tier, and none finds another's."""

@@ -106,6 +106,7 @@ def test_indexer_keys_in_4_bits(run, tmp_path_factory, shared_result, expected):
     assert rate(record) == pytest.approx(accepted, abs=0.08)
 
 
+@pytest.mark.slow
 def test_conversations_find_the_draft_layers_rows_again(start, expected):
     """The host pool has the draft layer's rows, so drafts of the next turn are as good as after a computation."""
     engine, (completions, _) = start(hot(), async_scheduling=True), expected
@@ -161,6 +162,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(group, tmp_path_factory.mktemp("logs"))
 
 
+@pytest.mark.slow
 def test_the_draft_layers_rows_are_transferred(cluster: Cluster):
     """NIXL brings them with the indexer keys: the decode side drafts as if it had computed the prompt."""
     servers, lengths = (cluster.prefill, cluster.decode), (65, 700, 1100)

@@ -72,6 +72,7 @@ def audio_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_text_of_a_multimodal_model(run, audio_model: Path):
     """Chunked prefill, a budget of everything, and prefixes that come back from the host pool."""
     first = {"prompts": [make_prompt(length) for length in LENGTHS], "max_tokens": 12}
@@ -154,7 +155,8 @@ def test_images(run, image_model: Path, full_kv_replies: list[list[dict[str, Any
     assert cached[2] == before == [256, BLOCK, BLOCK, 0], "no block with an image is another image's"
 
 
-@pytest.mark.parametrize("num_drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 2])
 def test_preempted_requests_with_images_resume(
     run, kind: str, image_model: Path, full_kv_replies: list[list[dict[str, Any]]], num_drafts: int
 ):
@@ -193,6 +195,7 @@ def ask(server: Server, image: np.ndarray, transfer: dict[str, Any] | None = Non
     return requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=REQUEST_TIMEOUT_S).json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paddleocr_vl"], indirect=True)
 def test_images_of_a_prefill_decode_pair(kind: str, image_model: Path, tmp_path: Path):
     """The decode side gets the KV of images over NIXL, and computes positions of what it generates by itself."""

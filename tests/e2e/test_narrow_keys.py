@@ -61,6 +61,7 @@ def test_tokens_are_those_of_full_kv_with_such_keys(run, reference, narrow_refer
     assert wide != [each["logprobs"] for each in expected], "keys in 4 bits select what keys in 8 bits do"
 
 
+@pytest.mark.slow
 def test_prefixes_come_back_from_the_host(start, tmp_path_factory, shared_result):
     """So few device blocks that keys of the first turn are gone: they are converted on the way back."""
 
@@ -97,6 +98,7 @@ def test_a_request_continues_after_preemption(run, narrow_reference):
     assert record["counters"]["resumed_requests"] >= 1
 
 
+@pytest.mark.slow
 def test_drafts(run, narrow_reference):
     lengths = [65, 400, 1201]
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

@@ -53,13 +53,15 @@ def test_a_wrong_row_is_found(run, length):
     assert record["wrong_rows"] == 1
 
 
+@pytest.mark.slow
 def test_smallest_buffer(run, reference):
     record = run(hot_args(options={"device_buffer_size": TOP_K}), [phase()])[0]
     assert_same(record["completions"], reference(LENGTHS, MAX_TOKENS))
     assert_pools_empty(record)
 
 
-@pytest.mark.parametrize("model", ["glm", pytest.param("glm52", marks=pytest.mark.slow), "glm53"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["glm", "glm52", "glm53"])
 def test_glm_architectures(run, reference, model):
     """Layers of GLM-5.2 and GLM-5.3 share indexers, by a frequency and by a pattern."""
     lengths = [65, 777, 1500]
@@ -80,6 +82,7 @@ def test_hyv4(run, reference, model):
     assert record["wrong_rows"] == 0 < record["checked_rows"]
 
 
+@pytest.mark.slow
 def test_bf16(run, reference):
     """bf16 rounds each layer's input to 8 bits, so the order of sums may show: 0.02 in logprobs."""
     lengths = [65, 577]  # the second one in two chunks, with more rows than are hot
@@ -87,6 +90,7 @@ def test_bf16(run, reference):
     assert_same(record["completions"], reference(lengths, MAX_TOKENS, dtype="bfloat16"), tolerance=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_engine_and_worker_in_separate_processes(run, reference):
     """Both import vLLM and load the plugin by themselves.

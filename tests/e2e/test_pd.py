@@ -181,6 +181,7 @@ def test_incomplete_transfer_parameters_are_computed_here(cluster: Cluster):
     assert_same(reply, cluster.prefill.complete(prompt))
 
 
+@pytest.mark.slow
 def test_malformed_transfer_parameters_are_computed_here(cluster: Cluster):
     """Whatever a client makes of them, the engine and its prefill instance's listener go on."""
     prompt = make_prompt(310, seed=6)
@@ -283,6 +284,7 @@ def test_prefill_engine_is_stopped_and_goes_on(cluster: Cluster):
     cluster.decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_prefill_engine_dies_before_during_and_after_transfers(cluster: Cluster):
     """Killed while several pulls run: what was pulled is decoded; the rest is computed again, with the same tokens, or
     ends with an error. So does a prompt that was computed and that nobody has begun to pull."""

@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(group, tmp_path_factory.mktemp("logs"))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 1201])
+@pytest.mark.parametrize("num_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 127, 128)), 129, 1201])
 @pytest.mark.parametrize("name", DECODERS)
 def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int):
     prompt, decode = make_prompt(num_tokens, seed=1), cluster.decode[name]
@@ -76,7 +76,7 @@ def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int):
     assert through_buffer == (to_host if name == "cluster_kv" else 0)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["cluster_kv", pytest.param("quest", marks=pytest.mark.slow)])
 def test_concurrent_requests(cluster: Cluster, name: str):
     prompts = [make_prompt(700 + 111 * i, seed=2) for i in range(5)]
 
@@ -90,7 +90,7 @@ def test_concurrent_requests(cluster: Cluster, name: str):
     cluster.decode[name].wait_empty()
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["quest", pytest.param("cluster_kv", marks=pytest.mark.slow)])
 def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str):
     first, decode = make_prompt(1000, seed=3), cluster.decode[name]
     reply = decode.complete(first, 30, cluster.prefilled(first))
@@ -103,7 +103,7 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str):
     decode.wait_empty()
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["quest", pytest.param("cluster_kv", marks=pytest.mark.slow)])
 def test_block_sizes_differ(cluster: Cluster, name: str):
     """One token is one block on both sides, and the pull ends with an error; the engine and other requests go on."""
     prompt, decode = make_prompt(1, seed=9), cluster.decode[name]

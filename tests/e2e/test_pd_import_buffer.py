@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(group, tmp_path_factory.mktemp("logs"))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 65, 1201])
+@pytest.mark.parametrize("num_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 65)), 1201])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int) -> None:
     prompt, before = make_prompt(num_tokens, seed=1 + list(LAYOUTS).index(name)), cluster.received()
@@ -69,6 +69,7 @@ def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int) -> None:
     assert [now - was for now, was in zip(cluster.received(), before, strict=True)] == [num_bytes, num_bytes]
 
 
+@pytest.mark.slow
 def test_prompts_share_the_buffer(cluster: Cluster) -> None:
     prompts, before = [make_prompt(700 + 111 * i, seed=7) for i in range(6)], cluster.received()
     num_transfers = cluster.decode.metric("hisparse_transfer_time_seconds_count")
@@ -91,6 +92,7 @@ def test_prompts_share_the_buffer(cluster: Cluster) -> None:
     assert num_transfers == len(prompts), "not one per read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str) -> None:
     first = make_prompt(1000, seed=13 + list(LAYOUTS).index(name))

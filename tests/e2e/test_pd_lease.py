@@ -13,7 +13,7 @@ from test_pd import MODEL, OPTIONS, DecodeServer, assert_same
 from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LEASE_S = 6
 NUM_PREFILL_BLOCKS = 40  # two prompts

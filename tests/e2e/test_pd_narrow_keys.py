@@ -22,7 +22,7 @@ from test_pd import DecodeServer
 from tools.harness.deployment import PREFILL_CONNECTOR, hisparse_connector, vllm_engine
 from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MODEL = "glm52"  # layers share indexers
 NUM_KEY_LAYERS, NUM_LAYERS = 2, 4
@@ -113,7 +113,6 @@ def test_tokens_are_those_of_full_kv_with_such_keys(cluster, received_reference)
     cluster.decode.wait_empty()
 
 
-@pytest.mark.slow
 def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_reference):
     """The next turn pulls only what is new; so many others came between that the device has lost the keys."""
     first = make_prompt(640, seed=22)
@@ -129,7 +128,6 @@ def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_refer
     cluster.decode.wait_empty()
 
 
-@pytest.mark.slow
 def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference):
     """The decode side drafts as well as the prefill side, which has the draft layer's rows of the prompt at once.
 
@@ -155,7 +153,6 @@ def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference)
     assert received_rate == pytest.approx(computed_rate, abs=0.1) and computed_rate > 0.4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_prefill_ranks", [1, 2])
 def test_rank_0_receives_for_all_ranks(tmp_path, received_reference, num_prefill_ranks):
     """Every rank restores its keys from the pool that all share, and no rank of the prefill side keeps blocks."""

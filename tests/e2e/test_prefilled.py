@@ -15,7 +15,14 @@ from prefilled_engine import measure, time_prompts
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize(("system", "options"), [("full", {}), ("ours", {}), ("ours", {"indexer_key_dtype": "fp4"})])
+@pytest.mark.parametrize(
+    ("system", "options"),
+    [
+        pytest.param("full", {}, marks=pytest.mark.slow),
+        ("ours", {}),
+        pytest.param("ours", {"indexer_key_dtype": "fp4"}, marks=pytest.mark.slow),
+    ],
+)
 def test_prompts_are_not_computed(tmp_path: Path, system: str, options: dict[str, Any]) -> None:
     """Full KV and hot buffers decode from the first step on, what they are asked to, and leave nothing behind."""
     rows, num_left = results_of(partial(measure, **options), system, tmp_path / "engine.log")

@@ -47,6 +47,7 @@ def expected(tmp_path_factory, shared_result):
     return shared_result("conversation with full KV", compute)
 
 
+@pytest.mark.slow
 def test_turns_hit_on_device(start, expected):
     records = conversation(start(hot_args()), num_filler=0)
     for record, full in zip(records, expected, strict=True):

@@ -92,6 +92,7 @@ def test_n_samples_share_a_prompt(pair: Pair):
     assert_same_but_rounding([{**one, "logprobs": full["logprobs"]} for one in ours], [full] * 3)
 
 
+@pytest.mark.slow
 def test_seeded_samples(pair: Pair):
     """NOTE: one at a time: stock vLLM's CPU engine ends if a seeded request's prompt takes more than one step."""
     prompt = make_prompt(NUM_TOKENS, seed=24)
@@ -230,6 +231,7 @@ def test_priority_decides_who_waits(pair: Pair):
     assert ended == [1, 2]
 
 
+@pytest.mark.slow
 def test_priority_decides_who_is_preempted(pair: Pair):
     """The host pool becomes full: the request that came first makes room until a more urgent one has ended."""
     hot, max_tokens = pair.hot, 100
@@ -284,6 +286,7 @@ def test_pause_and_keep(pair: Pair):
     assert_texts(streams, full)
 
 
+@pytest.mark.slow
 def test_pause_and_wait(pair: Pair):
     """Requests in flight end first, then the caches are emptied."""
     prompts, full = in_flight(pair, seed=37)
@@ -313,7 +316,8 @@ def assert_found_in_the_tier_alone(pair: Pair, prompt: list[int], full: dict) ->
     assert pair.hot.metric("hisparse_tier_loaded_blocks") == loaded + len(prompt) // BLOCK
 
 
-@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.slow) for level in (0, 1)), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 1, 2])
 def test_sleep_and_wake_up(pair: Pair, level: int):
     """A CPU gives no memory back, but vLLM does the rest: requests in flight are kept, and from level 1 on the caches
     are emptied: the requests are computed again."""
