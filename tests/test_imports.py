@@ -55,6 +55,7 @@ def imported_modules(source: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.e2e  # the next test looks at the files alone
 def test_a_server_does_not_load_the_command_line() -> None:
     result = run_python(SERVER)

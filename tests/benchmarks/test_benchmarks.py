@@ -90,7 +90,7 @@ def serve_fakes(connection: Connection, system: str, job: dict[str, Any]) -> Non
         connection.send({"system": system, "case": list(case)})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_engines_of_the_decode_benchmark_take_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +211,7 @@ def test_tiers(tmp_path: Path) -> None:
     assert set(row["ttft_ms"]) >= {"median", "p10", "p90"}
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_imports(run) -> None:
     """Between two processes, from memory to memory."""

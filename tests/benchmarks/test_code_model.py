@@ -51,7 +51,7 @@ def test_transformers_loads_its_tokenizer() -> None:
     assert json.loads((MODEL / "tokenizer_config.json").read_text()) == tokenizer_config()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_predicts_python_that_it_has_not_seen(record: dict) -> None:
     assert "starlette" not in {package["package"] for package in record["packages"]}
     ids = AutoTokenizer.from_pretrained(MODEL).encode(inspect.getsource(starlette.responses))[:1200]

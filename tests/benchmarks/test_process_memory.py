@@ -26,7 +26,7 @@ def in_own_process(function: Callable[..., None], *args: Any) -> None:
         pool.submit(function, *args).result()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_of_its_own_is_in_no_file(tmp_path: Path) -> None:
     in_own_process(allocate_memory_of_its_own, tmp_path / "file")
 
@@ -94,7 +94,7 @@ def test_malloc_tells_large_blocks_from_small_ones() -> None:
     assert malloc_mib()["in_use"] < with_large["in_use"] - 16
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pinned_memory_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"allocated_bytes.current": 3 << 20, "active_bytes.current": 1 << 20}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -113,7 +113,7 @@ class Kept:
         self.self = self
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_growth_in_python_is_found_by_its_place() -> None:
     in_own_process(grow)
 

@@ -312,6 +312,7 @@ def test_without_a_fault_other_cases_go_on(capsys: pytest.CaptureFixture[str]) -
     assert measured("ours, 8 clients", lambda: {"tokens_per_s": 1}, None) == {"tokens_per_s": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_router_leaves_out_a_dead_engine_and_takes_it_back(tmp_path: Path, group: ProcessGroup) -> None:
     pytest.importorskip("vllm_router", reason="vllm-router is not installed")

@@ -134,7 +134,7 @@ def test_what_a_model_was_trained_on_is_seen(tmp_path: Path) -> None:
     assert [package.name for package in unseen(packages, tmp_path)] == ["b", "c"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_stages_lower_their_losses_and_leave_a_model(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from benchmarks.selections import load_model
 from benchmarks.trained_drafts import MODEL, make_prompts, pad_heads
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_more_heads_compute_the_same(tmp_path: Path) -> None:
     """600 tokens are more than the 256 that a layer selects."""
     tokens = torch.tensor(make_prompts(MODEL, 600, 1))

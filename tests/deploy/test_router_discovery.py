@@ -181,7 +181,7 @@ def test_router_finds_the_pods_of_each_role(router_port: int):
     assert {address for address, prefill in EngineHandler.served if not prefill} == set(ENGINES[1:])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_router_sends_nothing_to_a_pod_that_ends(router_port: int):
     """A pod gets no requests as soon as its deletion begins, which is long before vLLM gets SIGTERM."""
     KubernetesHandler.ending.set()
@@ -207,7 +207,7 @@ def decodes_of(port: int, prompts: list[str]) -> dict[str, str]:
     return dict(EngineHandler.decodes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("router_port", ["tiers"], indirect=True)
 def test_a_conversation_returns_to_its_decode_pod(router_port: int):
     """Its local disk has the KV of the turns before; new conversations go to both pods."""

@@ -76,6 +76,7 @@ def test_a_parent_that_is_gone_before_its_child_looks(tmp_path: Path):
     assert not outlives(tmp_path, "EngineCore", 10, imports=textwrap.dedent(imports), action="time.sleep(60)", wait="")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_an_engine_core_that_waits_for_its_handshake_is_watched(tmp_path: Path):
     """An EngineCore that waits for its handshake has imported vLLM, but loaded no general plugin."""

@@ -280,6 +280,7 @@ def test_the_transport_is_that_of_large_reads() -> None:
     assert transport_of("") == "unknown transport"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_reads_over_tcp_are_a_warning(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -293,6 +294,7 @@ def ends_at_once(device: str, ready: Connection) -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_process_that_cannot_serve_says_why_at_once(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_peer, "TIMEOUT_S", 1e6)  # nothing waits for it
@@ -348,6 +350,7 @@ def test_nixl_from_a_named_peer(report: Report) -> None:
     assert report.rates["nixl_peer_gb_s"] > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_reader_that_leaves_does_not_end_the_service(report: Report) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -361,6 +364,7 @@ def test_a_reader_that_leaves_does_not_end_the_service(report: Report) -> None:
     assert report.rates["nixl_peer_gb_s"] > 0.01, report.findings
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_peer_that_is_no_doctor_is_an_error(report: Report) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

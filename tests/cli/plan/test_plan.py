@@ -266,7 +266,7 @@ def test_factors_come_from_the_committed_results() -> None:
         assert {part: pytest.approx(costs, rel=1e-3, abs=1e-4) for part, costs in found.items()} == stored[name]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_of_the_former_kernel_are_predicted_and_not_fitted() -> None:
     rows = all_rows()
     present = [row for row in rows if row.group != FORMER_KERNEL or row.system == System.full]
@@ -342,7 +342,7 @@ def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
     assert set(UNPREDICTED) <= set(names)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_dense_row_is_predicted_by_all_others() -> None:
     rows = all_rows()
     left_out = [row for row in rows if row.file.endswith("128k.json") and row.row["requests"] == 8]
@@ -867,7 +867,7 @@ def test_more_requests_with_narrow_keys_fit(tmp_path: Path) -> None:
     assert narrow.measured_step().total_ms(factors) == pytest.approx(wide.measured_step().total_ms(factors), rel=0.03)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_narrow_keys_get_factors_of_their_own() -> None:
     """Rows of which a step takes what planted factors give; no other factor changes."""
     rows = [row for row in all_rows() if not row.has_narrow_keys]
