@@ -27,13 +27,13 @@ setup: ## create the environment and the tiny models
 demo: setup ## run the prefill/decode demo
 	@$(BIN)/python -m tools.demo $(ARGS)
 
-test: setup ## run the tests, e.g. make test ARGS="-k tiny_model"
+test: setup ## run the tests but slow ones, in ten minutes, e.g. make test ARGS="-k tiny_model"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-unit: setup ## run the short tests that start no engine: about two minutes
+test-unit: setup ## run the short tests that start no engine: about a minute
 	@$(PYTEST) -m "not slow and not e2e and not long" --ignore=tests/campaign --ignore=tests/e2e --ignore=tests/gpu $(ARGS)
 
-test-slow: setup ## run those that take many minutes: on Ray, with several ranks, every variant of an engine
+test-slow: setup ## run what `make test` leaves out: Ray, several ranks, variants of engines; an hour
 	@$(PYTEST) -m slow $(ARGS)
 
 test-all: setup ## run all tests
