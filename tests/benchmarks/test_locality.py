@@ -109,7 +109,7 @@ def is_private_lru(row: dict) -> bool:
     return (row["policy"], row["scope"], row["layer"], row["buffer_rows"]) == ("lru", "buffers", "all", 3 * TOP_K)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_writes_rows_and_a_picture(locality: ModuleType, trace: Trace, tmp_path: Path) -> None:
     trace.write(tmp_path / "small.trace")
     for name, prompt in (("short", PROMPT), ("long", 2 * PROMPT)):

@@ -150,7 +150,7 @@ def test_wilson_intervals(correct: int, low: float, high: float) -> None:
     assert accuracy.wilson(correct, 100) == pytest.approx((low, high), abs=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine per algorithm and budget, and the full-KV one; the engines themselves are stood in for."""
     jobs = []
@@ -175,7 +175,7 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (tmp_path / "accuracy_m.png").stat().st_size > 1000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_interrupted_table_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(job: accuracy.Job) -> list[dict]:
         jobs.append(job)

@@ -16,7 +16,7 @@ from conftest import (
     make_prompt,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MAX_TOKENS = 12
 HOT_BLOCKS = 14  # 321 rows of 2304 B in three layers, 24 to a block as wide as the KV of a full layer and two keys
@@ -63,7 +63,6 @@ def test_full_kv_is_the_model_of_transformers(reference):
         assert (chosen - torch.tensor(completion["logprobs"])).abs().max() < 1e-4
 
 
-@pytest.mark.slow
 def test_kv_of_a_full_layer_survives_preemption_and_comes_back_from_the_host(run):
     """Three requests do not fit on the device; their second turns find their prefixes in the host pool alone."""
     first = {"prompts": [make_prompt(length) for length in (610, 620, 630)], "max_tokens": 60}
@@ -81,7 +80,6 @@ def test_kv_of_a_full_layer_survives_preemption_and_comes_back_from_the_host(run
     assert counters[2]["host_prefix_tokens"] - counters[1].get("host_prefix_tokens", 0) >= 64
 
 
-@pytest.mark.slow
 def test_drafts(tmp_path: Path):
     from vllm_hisparse.cli.tiny_model import make_model
 

@@ -71,7 +71,8 @@ def test_glm_architectures(run, reference, model):
     assert record["counters"]["cache_misses"] > 0
 
 
-@pytest.mark.parametrize("model", ["hyv4", pytest.param("hyv4_mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["hyv4", "hyv4_mixed"])
 def test_hyv4(run, reference, model):
     """Attention sinks, and layers that share indexers; `hyv4_mixed` has a layer that attends to everything."""
     lengths = [65, 777, 1500]

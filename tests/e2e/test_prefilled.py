@@ -12,17 +12,10 @@ from conftest import ENGINE_TIMEOUT_S, MODELS
 from forks import FORKS, fork
 from prefilled_engine import measure, time_prompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    ("system", "options"),
-    [
-        pytest.param("full", {}, marks=pytest.mark.slow),
-        ("ours", {}),
-        pytest.param("ours", {"indexer_key_dtype": "fp4"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("system", "options"), [("full", {}), ("ours", {}), ("ours", {"indexer_key_dtype": "fp4"})])
 def test_prompts_are_not_computed(tmp_path: Path, system: str, options: dict[str, Any]) -> None:
     """Full KV and hot buffers decode from the first step on, what they are asked to, and leave nothing behind."""
     rows, num_left = results_of(partial(measure, **options), system, tmp_path / "engine.log")
@@ -31,7 +24,6 @@ def test_prompts_are_not_computed(tmp_path: Path, system: str, options: dict[str
     assert (rows[0]["hit_rate"] is None) == (system == "full")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("system", ["full", "ours"])
 def test_prompts_are_timed(tmp_path: Path, system: str) -> None:
     """A prompt's chunks are steps of their own; requests that decode beside it take a part of each."""

@@ -336,6 +336,7 @@ def test_nixl_between_two_processes(report: Report, capfd: pytest.CaptureFixture
     assert report.rates["nixl_local_gb_s"] > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_nixl_from_a_named_peer(report: Report) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
