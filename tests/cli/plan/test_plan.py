@@ -163,7 +163,7 @@ def test_host_memory_limits_the_plugin_alone() -> None:
 
 
 def test_an_import_buffer_takes_device_memory_of_the_plugin_alone() -> None:
-    words = ("GLM-5", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--context", "32768")
+    words = ("GLM-5", "--gpu", "B300", "--tensor-parallel-size", "4", "--kv-cache-dtype", "fp8", "--context", "32768")
     without, plan = planned(*words), planned(*words, "--import-buffer-gib", "20")
     seats = [[each["systems"][name]["seats"] for each in (without, plan)] for name in ("full KV", "vllm_hisparse")]
     assert seats[0][0] == seats[0][1] and seats[1][0] > seats[1][1]
@@ -540,7 +540,7 @@ STARTED = {
     "drafts": ("GLM-5.2", "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts", "2"),
     "experts": ("GLM-5.3", "--data-parallel-size", "4", "--tensor-parallel-size", "4", "--kv-cache-dtype", "fp8"),
     "dense": ("Llama-3.1-8B", "--device-kv-gib", "20", "--max-num-seqs", "8", "--top-k", "1024"),
-    "import buffer": ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--import-buffer-gib", "1"),
+    "import buffer": ("DeepSeek-V3.2", "--gpu", "B300", "--tensor-parallel-size", "4", "--import-buffer-gib", "1"),
     "ranks": ("Qwen3-8B", "--data-parallel-size", "4", "--device-buffer-size", "6144"),
     "moe": ("Qwen3-30B-A3B", "--tensor-parallel-size", "2"),
     "refused": ("config.json", "--tensor-parallel-size", "16"),
@@ -739,6 +739,8 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--kv-cache-dtype", "int4"), "expected one of auto, bfloat16, fp8"),
         (("Llama-3.1-8B", "--import-buffer-gib", "140"), "--import-buffer-gib: got 140, and H200 for --gpu"),
         (("Llama-3.1-8B", "--device-kv-gib", "100", "--import-buffer-gib", "40"), "--import-buffer-gib: got 40"),
+        (("GLM-5", "--tensor-parallel-size", "8", "--import-buffer-gib", "1"), "got 1, and 16 GPUs for a prefill"),
+        (("Qwen3-8B", "--data-parallel-size", "5", "--import-buffer-gib", "1"), "pair, expected up to 8: larger pairs"),
     ],
 )
 def test_refusals(words: tuple[str, ...], expected: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_hisparse.attention.backends import mla_choice, untried_gpu
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
-from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
+from vllm_hisparse.cli.plan.plan import Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 # Environment of a prefill instance from which an import buffer reads: all layers of a block are one piece.
@@ -142,8 +142,8 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     def serve(*words: str, connector: dict[str, Any]) -> str:
         return shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", json.dumps(connector)])
 
-    num_gpus = plan.tensor_parallel * plan.data_parallel
-    if 2 * num_gpus <= HOST_GPUS:  # both sides on one host
+    if plan.pair_fits_host:
+        num_gpus = plan.num_gpus
         hosts = "localhost", "localhost"
         places = [
             f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + num_gpus)))}" for first in (0, num_gpus)

@@ -139,6 +139,12 @@ class Plan:
                 f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {self.gpu.name} for --gpu, which has "
                 f"{max(free_gib, 0):.1f} GiB for it"
             )
+        if self.import_buffer_gib and not self.pair_fits_host:
+            raise PlanError(
+                f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {2 * self.num_gpus} GPUs for a "
+                f"prefill/decode pair, expected up to {HOST_GPUS}: larger pairs are on several hosts, and the buffer "
+                "pays through CUDA IPC alone, which works within a host. Leave it out"
+            )
         if self.model.num_heads % self.tensor_parallel:
             raise PlanError(
                 f"--tensor-parallel-size: got {self.tensor_parallel}, expected a divisor of the {self.model.num_heads} "
@@ -155,6 +161,16 @@ class Plan:
                 f"--context and --output-tokens: got {self.load.longest} tokens at most, expected up to the "
                 f"{self.model.max_model_len} that {self.model.name} takes"
             )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one side of a pair, or of one instance."""
+        return self.tensor_parallel * self.data_parallel
+
+    @property
+    def pair_fits_host(self) -> bool:
+        """True if both sides of a pair are on one host."""
+        return 2 * self.num_gpus <= HOST_GPUS
 
     @property
     def wanted_tokens_per_s(self) -> float:
@@ -370,10 +386,9 @@ class Plan:
             return (
                 f"{self.tensor_parallel} tensor parallel ranks need a host with as many GPUs: they share a host pool."
             )
-        num_gpus = self.tensor_parallel * self.data_parallel
-        if num_gpus > HOST_GPUS:
+        if self.num_gpus > HOST_GPUS:
             return (
-                f"{num_gpus} GPUs are on several hosts: add vLLM's --data-parallel-size-local and "
+                f"{self.num_gpus} GPUs are on several hosts: add vLLM's --data-parallel-size-local and "
                 "--data-parallel-address, and start the other hosts with --headless and --data-parallel-start-rank."
             )
         return ""
