@@ -451,9 +451,23 @@ def test_a_plan_says_that_fewer_requests_give_more_tokens() -> None:
     assert at_number["tokens_per_s"] > 1.02 * few["systems"]["vllm_hisparse"]["tokens_per_s"]
     output = " ".join(invoke(*words, "0.65").output.split())
     wanted = few["systems"]["vllm_hisparse"]["running"]
-    words = f"start it with --max-num-seqs {number} instead of {wanted}, or with the option admission: auto"
-    assert words in output and f"If {number} run at once and the others wait" in output
+    text = (
+        f"the commands have --max-num-seqs {number} instead of {wanted}. With the option admission: auto, set {wanted}"
+    )
+    assert text in output and f"If {number} run at once and the others wait" in output
     assert planned_speed["more_tokens_per_s_with"] is None
+    assert num_seqs(few) == {number}, "the commands follow the advice"
+    assert num_seqs(planned_speed) == {planned_speed["concurrency"]}
+    ranks = planned("Llama-3.1-8B", "--gpu", "B200", "--kv-cache-dtype", "fp8", "--data-parallel-size", "2")
+    assert num_seqs(ranks) == {-(-ranks["more_tokens_per_s_with"] // 2)}
+
+
+def num_seqs(plan: dict) -> set[int]:
+    """All values of --max-num-seqs in commands, Helm values and Ray options."""
+    lines = [shlex.split(plan["commands"][side]) for side in ("one instance", "decode")]
+    lines.append(plan["helm_values"]["decode"]["extraArgs"])
+    found = {int(words[words.index("--max-num-seqs") + 1]) for words in lines}
+    return found | {plan["ray_options"]["decode"]["engine_kwargs"]["max_num_seqs"]}
 
 
 @pytest.mark.parametrize(
@@ -467,8 +481,9 @@ def test_the_verdict_and_the_advice_agree(words: tuple[str, ...], pays: bool) ->
     """Fewer requests at once are advised only if the plugin pays with them, and then the verdict says so."""
     found, output = planned(*words), " ".join(invoke(*words).output.split())
     assert found["crossover"] is None and found["more_tokens_per_s_with"]
-    for text in ("It pays only if fewer requests run at once", "start it with --max-num-seqs"):
+    for text in ("It pays only if fewer requests run at once", "the commands have --max-num-seqs"):
         assert (text in output) == pays
+    assert num_seqs(found) == {found["more_tokens_per_s_with"] if pays else found["concurrency"]}
     for text in ("It does not pay", "Use stock vLLM for this load"):
         assert (text in output) == (not pays)
 

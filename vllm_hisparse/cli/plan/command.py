@@ -28,7 +28,7 @@ from vllm_hisparse.cli.plan.launch import (
 )
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
-from vllm_hisparse.cli.plan.plan import WORTH_IT, HitRate, Load, Plan, PlanError, Point
+from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
 from vllm_hisparse.layout import MSA_UNIT
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
@@ -420,17 +420,19 @@ def fewer_requests(plan: Plan) -> str:
 
     Empty if there is no such number, or if the plugin does not pay with it either.
     """
-    point, full = plan.fewer_requests, plan.point(System.full, plan.concurrency).tokens_per_s
-    if point is None or point.tokens_per_s < WORTH_IT * full:
+    point, full = plan.advised, plan.point(System.full, plan.concurrency).tokens_per_s
+    if point is None:
         return ""
-    per_rank = -(-point.running // plan.data_parallel)
+    most = max_num_seqs(plan, plan.concurrency)
     ratio = f", {point.tokens_per_s / full:.2f}x those of full KV" if full else ""
     selects_rows = plan.model.is_dsa and not plan.model.selects_blocks
-    automatic = ", or with the option admission: auto, which finds it" if selects_rows and not plan.drafts else ""
+    automatic = ""
+    if selects_rows and not plan.drafts:
+        automatic = f" With the option admission: auto, set {most}, because the engine then finds such a number itself."
     return (
         f"If {point.running} run at once and the others wait, vllm_hisparse gives {point.tokens_per_s:.0f} "
-        f"tokens/s{ratio}, because each has more hot rows: start it with --max-num-seqs {per_rank} instead of "
-        f"{max_num_seqs(plan)}{automatic}."
+        f"tokens/s{ratio}, because each has more hot rows: the commands have --max-num-seqs {max_num_seqs(plan)} "
+        f"instead of {most}.{automatic}"
     )
 
 
@@ -457,7 +459,7 @@ def verdict(plan: Plan) -> str:
 def _comparison(plan: Plan, full: Point, plugin: Point, ratio: float) -> str:
     requests = _requests(plan.concurrency)
     if plan.crossover is None:
-        if fewer_requests(plan):
+        if plan.advised:
             return f"It pays only if fewer requests run at once: with {requests}, {ratio:.2f}x the tokens/s of full KV."
         best = plan.fewer_requests
         others = f", and {best.tokens_per_s / full.tokens_per_s:.2f}x if {best.running} run at once" if best else ""

@@ -115,9 +115,16 @@ def _drafts(plan: Plan) -> dict[str, Any]:
     return {"method": "mtp", "num_speculative_tokens": plan.drafts}
 
 
-def max_num_seqs(plan: Plan) -> int:
-    """Return `--max-num-seqs` of a decode engine."""
-    return min(plan.max_num_seqs, max(1, -(-plan.concurrency // plan.data_parallel)))
+def max_num_seqs(plan: Plan, running: int | None = None) -> int:
+    """Return `--max-num-seqs` of a decode engine.
+
+    Args:
+        plan: the plan.
+        running: requests that run on all ranks. None: the advised ones, or all planned ones if fewer do not pay.
+    """
+    if running is None:
+        running = plan.advised.running if plan.advised else plan.concurrency
+    return min(plan.max_num_seqs, max(1, -(-running // plan.data_parallel)))
 
 
 def decode_flags(plan: Plan) -> list[str]:

@@ -320,6 +320,12 @@ class Plan:
         pays = best.tokens_per_s > WORTH_IT * planned.tokens_per_s
         return best if pays and best.running < planned.running else None
 
+    @cached_property
+    def advised(self) -> Point | None:
+        """Return `fewer_requests` if the plugin pays with it; None if all planned requests are to run."""
+        best, full = self.fewer_requests, self.point(System.full, self.concurrency)
+        return best if best and best.tokens_per_s >= WORTH_IT * full.tokens_per_s else None
+
     @property
     def confidence(self) -> str:
         """Return a few sentences about the accuracy of the prediction."""
