@@ -259,6 +259,23 @@ def test_the_backend_to_set_has_run_with_hot_buffers() -> None:
         assert all(untried in reason for untried in backends.UNTRIED_MLA_BACKENDS)
 
 
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_the_table_of_heads_that_need_whole_pages_is_vllms(gqa_cuda: ModuleType, major: int) -> None:
+    """Start-up refuses FlashAttention where vLLM runs its kernel for such heads, and `plan` chooses another backend."""
+    from vllm.v1.attention.backends import fa_utils
+
+    for head_size in (64, 128, 192, 256):
+        with pytest.MonkeyPatch.context() as patch:
+            gpu = SimpleNamespace(get_device_capability=lambda: DeviceCapability(major, 0))
+            patch.setattr(fa_utils, "current_platform", gpu)
+            needs_pages = fa_utils.uses_fa4_hd256_kernel(head_size)
+        impl = SimpleNamespace(vllm_flash_attn_version=4, kv_cache_dtype="auto", fa4_hd256=needs_pages)
+        is_refused = gqa_cuda.HotFlashAttnImpl.unsupported(impl, 16) is not None
+        choice = backends.dense_choice((major, 0), "auto", head_size)
+        assert is_refused == (backends.WHOLE_PAGE_HEADS.get(major) == head_size)
+        assert is_refused == (choice is not None and choice[0] == "TRITON_ATTN")
+
+
 def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:
     """A plain layer; `changes` are of the layer, or of its implementation with a prefix `impl__`."""
     own = {name.removeprefix("impl__"): value for name, value in changes.items() if name.startswith("impl__")}

@@ -1,4 +1,4 @@
-"""Tables of attention backends of DSA models, and of GPUs: which have run with hot buffers, and which are refused.
+"""Tables of attention backends, and of GPUs: which have run with hot buffers, and which are refused.
 
 Start-up, `plan` and `doctor` read these tables. The module imports nothing of vLLM, because `plan` needs no vLLM.
 """
@@ -28,6 +28,10 @@ REFUSED_MLA_BACKENDS = {
     ),
 }
 REFUSED_MLA_MAJORS = {12: "FLASHINFER_MLA_SPARSE_SM120"}  # major number -> the only backend that vLLM has for it
+
+# Heads of a dense model that vLLM's FlashAttention 4 reads in pages of 128 tokens alone, which are larger than units:
+# major number of the GPU -> elements of such a head.
+WHOLE_PAGE_HEADS = {10: 256}
 
 
 def untried_gpu(name: str, capability: Capability | None) -> str:
@@ -86,3 +90,27 @@ def mla_choice(capability: Capability) -> tuple[str, str] | None:
         f"Hot buffers over it have run on Hopper. Without the option, vLLM may take {' or '.join(untried)}, over which "
         "they have run on no GPU; start-up warns of that, too."
     )
+
+
+def dense_choice(capability: Capability, kv_cache_dtype: str, head_size: int) -> tuple[str, str] | None:
+    """Return the backend to set for a dense model, and why; None if start-up takes vLLM's own choice.
+
+    Args:
+        capability: compute capability of the GPU.
+        kv_cache_dtype: vLLM's option.
+        head_size: elements of a head.
+    """
+    if kv_cache_dtype == "fp8" and capability[0] != 9:
+        return "TRITON_ATTN", "With KV in fp8, start-up refuses every other backend of this GPU."
+    if capability[0] != 10:
+        return None
+    flashinfer = (
+        "vLLM's own choice is FLASHINFER, with which start-up refuses blocks of more than 64 tokens: layers with full "
+        "KV need larger ones."
+    )
+    if head_size == WHOLE_PAGE_HEADS.get(capability[0]):
+        return "TRITON_ATTN", (
+            f"{flashinfer} Start-up refuses FLASH_ATTN, too, because it reads heads of {head_size} elements in pages "
+            "of 128 tokens there."
+        )
+    return "FLASH_ATTN", flashinfer

@@ -682,6 +682,19 @@ def test_back_ends_that_vllm_would_not_take_first(gpu: str, model: str, kv_dtype
     assert (untried in warning) == (backend == "FLASHMLA_SPARSE")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "head_size", "backend"),
+    [("B200", 256, "TRITON_ATTN"), ("B300", 256, "TRITON_ATTN"), ("B200", 192, "FLASH_ATTN"), ("H200", 256, None)],
+)
+def test_back_ends_that_read_large_heads(tmp_path: Path, gpu: str, head_size: int, backend: str | None) -> None:
+    """On SM100, FlashAttention's kernel for heads of 256 elements reads no units."""
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["Llama-3.1-8B"] | {"head_dim": head_size}))
+    found = planned(str(tmp_path), "--gpu", gpu)
+    words = shlex.split(found["commands"]["decode"])
+    assert (words[words.index("--attention-backend") + 1] if "--attention-backend" in words else None) == backend
+    assert ("refuses FLASH_ATTN, too" in (found["gpu_warning"] or "")) == (backend == "TRITON_ATTN")
+
+
 def test_both_sides_of_a_pair_have_gpus_and_ports_of_their_own() -> None:
     """A rank of an engine listens on the port of its side channel plus its number."""
     small = planned("Llama-3.3-70B", "--tensor-parallel-size", "4")["commands"]

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from vllm_hisparse.attention.backends import mla_choice, untried_gpu
+from vllm_hisparse.attention.backends import dense_choice, mla_choice, untried_gpu
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import Plan
 
@@ -47,14 +47,7 @@ def attention_backend(plan: Plan, kv_cache_dtype: str) -> tuple[str, str] | None
         return None
     if plan.model.is_dsa:
         return mla_choice(capability)
-    if kv_cache_dtype == "fp8" and capability[0] != 9:
-        return "TRITON_ATTN", "With KV in fp8, start-up refuses every other backend of this GPU."
-    if capability[0] == 10:
-        return "FLASH_ATTN", (
-            "vLLM's own choice is FLASHINFER, with which start-up refuses blocks of more than 64 tokens: layers with "
-            "full KV need larger ones."
-        )
-    return None
+    return dense_choice(capability, kv_cache_dtype, plan.model.head_size)
 
 
 def gpu_warning(plan: Plan, kv_cache_dtype: str) -> str:

@@ -206,6 +206,7 @@ class ModelShape:
         num_heads: attention heads.
         bounds_bytes: Quest's bounds of one page in one layer, in bf16 whatever the dtype of the KV; 0 for MLA.
         num_kv_heads: KV heads of a dense model; 1 for a DSA model.
+        head_size: elements of a head of a dense model; 0 for MLA.
         max_model_len: tokens of the longest sequence that the model supports.
         dense_weight_bytes: bytes of the weights that every step reads once, whatever its size.
         expert_bytes: bytes of one routed expert in all layers that have experts.
@@ -244,6 +245,7 @@ class ModelShape:
     key_dtype: str = "auto"
     index_heads: int = 0
     index_head_dim: int = 0
+    head_size: int = 0
 
     @property
     def is_dsa(self) -> bool:
@@ -433,6 +435,7 @@ def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
             "key_bytes": 0,
             "bounds_bytes": 2 * kv_heads * size * BF16,
             "num_kv_heads": kv_heads,
+            "head_size": size,
             "row_flops": 4.0 * config["num_hidden_layers"] * heads * size,
         },
         "parameters": config["num_hidden_layers"] * size * hidden * (2 * heads + 2 * kv_heads),
