@@ -260,6 +260,28 @@ def test_the_backend_to_set_has_run_with_hot_buffers() -> None:
 
 
 @pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_the_table_of_gpus_without_minimax_m3_is_vllms(
+    msa_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch, major: int
+) -> None:
+    """Elsewhere, vLLM selects blocks with the Triton kernels that hot buffers know."""
+    from vllm.models.minimax_m3.common import indexer
+
+    gpu = SimpleNamespace(
+        is_cuda=lambda: True,
+        is_device_capability_family=lambda family: family // 10 == major,
+        supports_fp8=lambda: True,
+    )
+    own = type("MiniMaxM3IndexerMSAImpl", (), {})
+    name = "vllm.models.minimax_m3.nvidia.indexer_msa"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(MiniMaxM3IndexerMSAImpl=own))
+    monkeypatch.setattr(indexer, "current_platform", gpu)
+    engine = SimpleNamespace(attention_config=SimpleNamespace(minimax_m3_indexer_cp=False))  # since vLLM 0.33
+    monkeypatch.setattr(indexer, "get_current_vllm_config", lambda: engine, raising=False)
+    chosen = indexer.select_indexer_impl_cls(topk_blocks=16)
+    assert bool(backends.msa_refusal((major, 0))) == (chosen is not indexer.MiniMaxM3IndexerTritonImpl)
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
 def test_the_table_of_heads_that_need_whole_pages_is_vllms(gqa_cuda: ModuleType, major: int) -> None:
     """Start-up refuses FlashAttention where vLLM runs its kernel for such heads, and `plan` chooses another backend."""
     from vllm.v1.attention.backends import fa_utils

@@ -29,6 +29,8 @@ REFUSED_MLA_BACKENDS = {
 }
 REFUSED_MLA_MAJORS = {12: "FLASHINFER_MLA_SPARSE_SM120"}  # major number -> the only backend that vLLM has for it
 
+# Major numbers of the GPUs on which vLLM runs MiniMax-M3 with kernels that have no hot-buffer version.
+REFUSED_MSA_MAJORS = (10,)
 # Heads of a dense model that vLLM's FlashAttention 4 reads in pages of 128 tokens alone, which are larger than units:
 # major number of the GPU -> elements of such a head.
 WHOLE_PAGE_HEADS = {10: 256}
@@ -75,6 +77,11 @@ def mla_refusal(capability: Capability) -> str:
     if name is None:
         return "vLLM has no backend for DSA models on this GPU"
     return f"{name}: {REFUSED_MLA_BACKENDS[name][0]}"
+
+
+def msa_refusal(capability: Capability) -> str:
+    """Return why MiniMax-M3 does not start with hot buffers on a GPU; empty if it may."""
+    return "vLLM runs it there with kernels without hot buffers" if capability[0] in REFUSED_MSA_MAJORS else ""
 
 
 def mla_choice(capability: Capability) -> tuple[str, str] | None:

@@ -136,7 +136,7 @@ def test_a_gpu_that_fails(report: Report, monkeypatch: pytest.MonkeyPatch, no_dr
         (
             (10, 0),
             "warning",
-            "never tried.* For a DSA model, set --attention-backend FLASHMLA_SPARSE",
+            "never tried.* It refuses MiniMax-M3: vLLM .* For a DSA model, set --attention-backend FLASHMLA_SPARSE",
         ),
         ((12, 0), "warning", "never tried.* It refuses DSA models: FLASHINFER_MLA_SPARSE_SM120"),
         ((8, 9), "warning", "never tried.* It refuses DSA models: vLLM has no backend"),
@@ -159,6 +159,7 @@ def test_the_doctor_says_what_start_up_does_on_a_gpu(
     check_gpu(report, no_driver)
     finding = report.findings[0]
     assert finding.status == status and re.search(advice, finding.advice), finding.advice
+    assert ("MiniMax-M3" in finding.advice) == (major == 10)
     warning = untried_gpu("Some GPU", capability)
     assert status == "error" or warning in finding.advice
 

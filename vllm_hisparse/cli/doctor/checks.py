@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_hisparse.attention.backends import mla_choice, mla_refusal, untried_gpu
+from vllm_hisparse.attention.backends import mla_choice, mla_refusal, msa_refusal, untried_gpu
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.releases import SUPPORTED
 
@@ -105,6 +105,8 @@ def _gpu_advice(name: str, capability: tuple[int, int]) -> str:
     """Return what start-up warns of or refuses on a GPU, and which option helps; empty if nothing."""
     warning = untried_gpu(name, capability)
     found = [f"Start-up warns: {warning}"] if warning else []
+    if reason := msa_refusal(capability):
+        found.append(f"It refuses MiniMax-M3: {reason}.")
     if reason := mla_refusal(capability):
         found.append(f"It refuses DSA models: {reason}.")
     elif (choice := mla_choice(capability)) is not None:

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hisparse.attention.backends import NARROW_KEYS_CAPABILITY, mla_refusal
+from vllm_hisparse.attention.backends import NARROW_KEYS_CAPABILITY, mla_refusal, msa_refusal
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.launch import (
     commands,
@@ -191,11 +191,9 @@ def plan_command(
 
 def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
     """Refuse what no attention back end of vLLM with hot buffers runs on a GPU."""
-    if shape.is_dsa and not shape.selects_blocks and (reason := mla_refusal(gpu.capability)):
+    refusal = msa_refusal if shape.selects_blocks else mla_refusal
+    if shape.is_dsa and (reason := refusal(gpu.capability)):
         raise typer.BadParameter(f"got {shape.name}, and {gpu.name} for --gpu: {reason}", param_hint="MODEL")
-    if shape.selects_blocks and gpu.capability[0] == 10:
-        message = f"got {shape.name}, and {gpu.name} for --gpu: vLLM runs it there with kernels without hot buffers"
-        raise typer.BadParameter(message, param_hint="MODEL")
     if kv_cache_dtype == "fp8" and not shape.is_dsa and not shape.refusal and gpu.capability < FP8_CAPABILITY:
         message = f"got fp8, and {gpu.name} for --gpu: hot buffers in fp8 need compute capability 8.9. Leave it out"
         raise typer.BadParameter(message, param_hint="--kv-cache-dtype")
