@@ -120,7 +120,7 @@ def test_prompt_lengths(cluster: Cluster, num_tokens: int):
 
 @pytest.mark.smoke
 def test_concurrent_requests(cluster: Cluster):
-    prompts = [make_prompt(700 + 111 * i, seed=2) for i in range(5)]
+    prompts = [make_prompt(400 + 111 * i, seed=2) for i in range(5)]
 
     def serve(prompt: list[int]) -> dict:
         return cluster.decode.complete(prompt, 12, cluster.prefilled(prompt))
@@ -144,6 +144,7 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster):
     cluster.decode.wait_empty()
 
 
+@pytest.mark.slow
 def test_samples_leave_nothing_on_the_prefill_side(cluster: Cluster):
     """The prefill side computes every sample; the decode side pulls one, and the lease of the others is long."""
     prompt, held = make_prompt(300, seed=14), cluster.prefill.metric("kv_cache_usage_perc")
@@ -266,6 +267,7 @@ def test_prefill_engine_that_nobody_met_is_gone(cluster: Cluster):
         server.wait_empty()
 
 
+@pytest.mark.slow
 def test_prefill_engine_is_stopped_and_goes_on(cluster: Cluster):
     """Requests whose KV it has wait for it, others do not."""
     prompt, other = make_prompt(900, seed=14), make_prompt(200, seed=14)
