@@ -58,8 +58,8 @@ class Part:
 PARTS: dict[str, Part] = {
     "parity_fp8": Part((PARITY,), "test_parity_with_cuda_graphs and fp8 and not generic", 3),
     "pd": Part((PD,), "imported and (fp8 or llama) and not mtp and not tp2", 2),
-    "pd_buffer": Part((PD, "tests/gpu/test_page_writer_gpu.py"), "imported and buffer", 2),
-    "pd_narrow_keys": Part((PD,), "imported and narrow_keys", 3),
+    "pd_buffer": Part((PD, "tests/gpu/test_page_writer_gpu.py"), "imported and buffer", 3),
+    "pd_narrow_keys": Part((PD,), "imported and narrow_keys and not buffer", 3),
     "pd_hyv4": Part((PD,), "imported and hyv4", 2),
     "pd_minimax_m3": Part((PD,), "imported and minimax", 2),
     "kernels": Part(("tests/gpu/test_cuda_ops.py", "tests/gpu/test_unit_ops.py")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -18,8 +19,8 @@ from vllm_hisparse.connector.import_buffer import (
     ImportBuffer,
     ImportCounts,
     Source,
+    buffer_shape,
     check_buffer_size,
-    pages_of_part,
     pieces,
 )
 from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
@@ -88,17 +89,17 @@ class Read:
 class SlowWriter(PageWriter):
     """Copies when the test says so."""
 
-    def __init__(self, pages: torch.Tensor):
-        super().__init__(pages)
+    def __init__(self, pool: torch.Tensor):
+        super().__init__(pool)
         self.open: list[SlowWriting] = []
         self.is_closed = False
 
-    def write(self, pages: torch.Tensor, rows: np.ndarray) -> Writing:
-        self.open.append(SlowWriting(self, pages, rows))
+    def write(self, pages: torch.Tensor, places: np.ndarray) -> Writing:
+        self.open.append(SlowWriting(self, pages, places))
         return self.open[-1]
 
     def finish(self, writing: SlowWriting) -> None:
-        super().write(writing.pages, writing.rows)
+        super().write(writing.pages, writing.places)
         self.open.remove(writing)
 
     def close(self) -> None:
@@ -109,25 +110,34 @@ class SlowWriter(PageWriter):
 class SlowWriting:
     writer: SlowWriter
     pages: torch.Tensor
-    rows: np.ndarray
+    places: np.ndarray
 
     def is_done(self) -> bool:
         return self not in self.writer.open
 
 
 class Host:
-    """An import buffer between a prefill instance and a host pool."""
+    """An import buffer between a prefill instance and a host pool, whose rows have room for a page."""
 
     def __init__(self, num_parts: int = 2, pages_per_part: int = 5, slow: bool = False):
         self.prefill, self.rows = Prefill(), torch.full((100, PAGE_BYTES), UNWRITTEN, dtype=torch.uint8)
-        self.writer = SlowWriter(self.rows) if slow else PageWriter(self.rows)
-        memory = torch.full((num_parts * pages_per_part + pages_per_part - 1, PAGE_BYTES), 7, dtype=torch.uint8)
-        self.buffer = ImportBuffer(memory, pages_per_part, self.prefill, self.writer)
+        self.writer = SlowWriter(self.rows.view(-1)) if slow else PageWriter(self.rows.view(-1))
+        memory = torch.full((num_parts, pages_per_part * PAGE_BYTES + PAGE_BYTES - 1), 7, dtype=torch.uint8)
+        self.buffer = ImportBuffer(memory, self.prefill, self.writer)
         self.arrived: list[str] = []
 
-    def add(self, name: str, pages: list[int], rows: list[int], source: Source = SOURCE) -> None:
-        addresses = self.prefill.addresses[pages]
-        self.buffer.add(name, source, addresses, np.array(rows, np.int64), lambda: self.arrived.append(name))
+    def add(
+        self,
+        name: str,
+        pages: list[int],
+        rows: list[int],
+        source: Source = SOURCE,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Import pages into rows, or the first bytes of the pages (`sizes`) into the first bytes of the rows."""
+        addresses, places = self.prefill.addresses[pages], np.array(rows, np.int64) * PAGE_BYTES
+        num_bytes = np.array(sizes or [PAGE_BYTES] * len(pages), np.int64)
+        self.buffer.add(name, source, addresses, places, num_bytes, lambda: self.arrived.append(name))
 
     def run(self) -> None:
         for _ in range(100):
@@ -139,10 +149,12 @@ class Host:
             self.buffer.advance()
         assert not self.buffer.pending and not self.buffer.num_waiting
 
-    def assert_holds(self, expected: dict[int, int]) -> None:
-        """Compare all rows: row -> page; the others are as before."""
+    def assert_holds(self, expected: dict[int, int], sizes: dict[int, int] | None = None) -> None:
+        """Compare all rows: row -> page, and row -> bytes if they are not whole pages; the others are as before."""
         for row, found in enumerate(self.rows):
-            page = self.prefill.memory[expected[row]] if row in expected else torch.full_like(found, UNWRITTEN)
+            page, num_bytes = torch.full_like(found, UNWRITTEN), PAGE_BYTES if sizes is None else sizes.get(row, 0)
+            if row in expected:
+                page[:num_bytes] = self.prefill.memory[expected[row], :num_bytes]
             assert torch.equal(found, page), row
 
 
@@ -190,22 +202,20 @@ def test_layers_of_a_block_are_one_piece_where_blocks_are_outermost() -> None:
 
 @pytest.mark.parametrize("num_bytes", [PART_BYTES // 8, PART_BYTES, 5 * PART_BYTES + 3])
 def test_parts_fit_into_the_buffer(num_bytes: int) -> None:
-    page_bytes = 64 * 656
-    part = pages_of_part(num_bytes, page_bytes)
-    num_parts = num_bytes // page_bytes // part
-    assert num_parts == max(2, num_bytes // PART_BYTES)
-    assert num_parts * part * page_bytes <= num_bytes < num_parts * (part + 1) * page_bytes
+    num_parts, part_bytes = buffer_shape(num_bytes)
+    assert num_parts == max(2, num_bytes // PART_BYTES) and part_bytes % 256 == 0
+    assert num_parts * part_bytes <= num_bytes < num_parts * (part_bytes + 256)
 
 
 def test_a_buffer_holds_two_blocks_of_all_layers() -> None:
-    """Then a part holds all that a prefill instance may have side by side."""
-    block_bytes = 61 * 64 * 656
-    for size in (0, 2 * block_bytes, 100 * block_bytes):
-        check_buffer_size(size / 2**30, block_bytes)
-    assert pages_of_part(2 * block_bytes, 64 * 656) == 61
+    """Then a part holds all that a prefill instance may have side by side, and a page of any size."""
+    for block_bytes in (61 * 64 * 656, 61 * 64 * 656 + 1):
+        for size in (0, 2 * block_bytes + 510, 100 * block_bytes):
+            check_buffer_size(size / 2**30, block_bytes)
+        assert buffer_shape(2 * block_bytes + 510)[1] >= block_bytes
     expected = r"^import_buffer_gib: got 0\.004, expected at least 0\.004770, 2 blocks of all layers\. Raise it"
     with pytest.raises(HiSparseConfigError, match=expected):
-        check_buffer_size(0.004, block_bytes)
+        check_buffer_size(0.004, 61 * 64 * 656)
 
 
 # Rounds
@@ -215,14 +225,16 @@ def test_a_buffer_holds_two_blocks_of_all_layers() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_page_lands_once(data: st.DataObject) -> None:
-    """Several prompts, from two prefill instances; reads and copies end in any order."""
+    """Several prompts, from two prefill instances, with pages of several sizes; reads and copies end in any order."""
     host = Host(data.draw(st.integers(2, 4)), data.draw(st.integers(1, 9)), slow=True)
-    rows, expected = data.draw(st.permutations(range(100))), {}
+    rows, expected, sizes = data.draw(st.permutations(range(100))), {}, {}
     for index in range(data.draw(st.integers(1, 4))):
         pages = data.draw(st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=25, unique=True))
         own, rows = rows[: len(pages)], rows[len(pages) :]
+        own_sizes = [data.draw(st.sampled_from([PAGE_BYTES, 8, 7])) for _ in own]
         expected |= dict(zip(own, pages, strict=True))
-        host.add(str(index), pages, own, data.draw(st.sampled_from([SOURCE, OTHER])))
+        sizes |= dict(zip(own, own_sizes, strict=True))
+        host.add(str(index), pages, own, data.draw(st.sampled_from([SOURCE, OTHER])), own_sizes)
     num_prompts = index + 1
     for _ in range(data.draw(st.integers(0, 20))):
         if moves := [*host.prefill.open, *host.writer.open]:
@@ -230,9 +242,9 @@ def test_every_page_lands_once(data: st.DataObject) -> None:
             (host.prefill if isinstance(move, Read) else host.writer).finish(move)
         host.buffer.advance()
     host.run()
-    host.assert_holds(expected)
+    host.assert_holds(expected, sizes)
     assert sorted(host.arrived) == [str(index) for index in range(num_prompts)]
-    assert host.buffer.take_counts().num_bytes == len(expected) * PAGE_BYTES
+    assert host.buffer.take_counts().num_bytes == sum(sizes.values())
 
 
 def test_a_prompt_larger_than_the_buffer_comes_in_several_rounds() -> None:
@@ -279,21 +291,36 @@ def test_a_part_is_not_read_into_while_it_is_copied() -> None:
     host.assert_holds({page: page for page in range(20)})
 
 
-def test_an_instance_that_hangs_leaves_a_part_to_others() -> None:
-    host = Host(num_parts=3, pages_per_part=5)
+def test_instances_that_hang_leave_a_part_to_others() -> None:
+    """Among four parts, one instance holds two, another one, and the fourth part is for any other."""
+    host = Host(num_parts=4, pages_per_part=5)
     host.add("first", [50], [90], OTHER)
     host.run()
     host.add("hangs", list(range(30)), list(range(30)))
+    host.add("hangs too", list(range(30)), list(range(30, 60)), OTHER)
     stuck = list(host.prefill.open)
-    assert len(stuck) == 2, "one of three parts is left"
-    host.add("goes on", list(range(30, 48)), list(range(30, 48)), OTHER)
+    assert [read.request_id for read in stuck] == ["hangs", "hangs", "hangs too"]
+    host.add("goes on", list(range(30, 48)), list(range(60, 78)), Source("third", 0))
     for _ in range(10):
         for read in set(host.prefill.open) - set(stuck):
             host.prefill.finish(read)
         host.buffer.advance()
-    assert host.arrived == ["first", "goes on"] and host.buffer.pending == {"hangs"}
+    assert host.arrived == ["first", "goes on"] and host.buffer.pending == {"hangs", "hangs too"}
     host.run()
-    assert host.arrived[-1] == "hangs"
+    assert sorted(host.arrived[2:]) == ["hangs", "hangs too"]
+
+
+def test_the_only_instance_that_is_left_has_all_parts() -> None:
+    host = Host(num_parts=4, pages_per_part=5)
+    host.add("first", [50], [90], OTHER)
+    host.run()
+    host.add("alone", list(range(40)), list(range(40)))
+    assert len(host.prefill.open) == 2
+    assert host.buffer.abandon(OTHER.engine_id) == set()
+    host.buffer.advance()
+    assert len(host.prefill.open) == 4
+    host.run()
+    host.assert_holds({90: 50} | {page: page for page in range(40)})
 
 
 # Failures

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm_hisparse.connector.import_buffer import ImportBuffer
 from vllm_hisparse.kv_manager.rows.page_writer import PageWriter
 
-PAGE_BYTES, NUM_REMOTE_BLOCKS, NUM_HOST_BLOCKS = 24, 30, 20
+PAGE_BYTES, KEY_BYTES, NUM_REMOTE_BLOCKS, NUM_HOST_BLOCKS = 24, 10, 30, 20
 UNUSED_BYTES = 10  # of a device block
 NOTICE = f"{REMOTE}:1".encode()
 
@@ -111,30 +111,36 @@ class Side(Rank):
     """A decode rank over real memory.
 
     Args:
-        row_bytes: bytes from a block to the next one on the prefill side; more than a page: its blocks are outermost.
+        unused_bytes: bytes of a block of the prefill side after its pages. None: layers are outermost there.
         num_resident: regions with device-resident KV. 0: a dense model without full-KV layers, whose regions are one
             group on both sides.
+        lands_on_host: True: device-resident KV lands in the host pool.
     """
 
-    def __init__(self, row_bytes: int = PAGE_BYTES, num_resident: int = 1):
+    def __init__(self, unused_bytes: int | None = None, num_resident: int = 1, lands_on_host: bool = False):
         super().__init__()
         self.nixl_wrapper, num_regions, self.num_resident = SimulatedNixl(), 2 + num_resident, num_resident
-        size = NUM_REMOTE_BLOCKS * max(row_bytes, PAGE_BYTES * num_regions)
-        self.remote = torch.from_numpy(np.random.default_rng(1).integers(0, 250, size, np.uint8))
-        step = PAGE_BYTES if row_bytes > PAGE_BYTES else NUM_REMOTE_BLOCKS * PAGE_BYTES
-        bases = [self.remote.data_ptr() + region * step for region in range(num_regions)]
-        self.pages = torch.full((2 * NUM_HOST_BLOCKS, PAGE_BYTES), 255, dtype=torch.uint8)
-        self.cache = torch.full((NUM_HOST_BLOCKS, num_resident * PAGE_BYTES + UNUSED_BYTES), 255, dtype=torch.uint8)
+        sizes = [PAGE_BYTES] * 2 + [KEY_BYTES] * num_resident
+        row_bytes, firsts = sum(sizes) + (unused_bytes or 0), np.cumsum([0, *sizes[:-1]])
+        values = np.random.default_rng(1).integers(0, 250, NUM_REMOTE_BLOCKS * row_bytes, np.uint8)
+        self.remote = torch.from_numpy(values)
+        bases = (self.remote.data_ptr() + firsts * (1 if unused_bytes is not None else NUM_REMOTE_BLOCKS)).tolist()
+        strides = sizes if unused_bytes is None else [row_bytes] * num_regions
+        main_bytes, saved_bytes = 2 * NUM_HOST_BLOCKS * PAGE_BYTES, num_resident * KEY_BYTES
+        self.pool = torch.full((main_bytes + NUM_HOST_BLOCKS * saved_bytes,), 255, dtype=torch.uint8)
+        self.pages = self.pool[:main_bytes].view(-1, PAGE_BYTES)
+        self.cache = torch.full((NUM_HOST_BLOCKS, saved_bytes + UNUSED_BYTES), 255, dtype=torch.uint8)
+        self.resident_kv = self.pool[main_bytes:].view(NUM_HOST_BLOCKS, -1) if lands_on_host else self.cache
         local = [self.pages.data_ptr() + layer * NUM_HOST_BLOCKS * PAGE_BYTES for layer in range(2)]
-        local += [self.cache.data_ptr() + layer * PAGE_BYTES for layer in range(num_resident)]
-        local_strides = [PAGE_BYTES] * 2 + [self.cache.stride(0)] * num_resident
+        local += [self.resident_kv.data_ptr() + layer * KEY_BYTES for layer in range(num_resident)]
+        local_strides = [PAGE_BYTES] * 2 + [self.resident_kv.stride(0)] * num_resident
         self.region_group_ids, self.region_mem_types = [0] * 2 + [1] * num_resident, ["DRAM"] * num_regions
         groups = [SimpleNamespace(host_resident=True), SimpleNamespace(host_resident=False)][: 2 if num_resident else 1]
         self.kv_cache_config = SimpleNamespace(transfer_groups=groups, transfer_group_ids=tuple(range(len(groups))))
         self.dst_region_group_ids = {"prefill": [0] * num_regions}
         self.kv_caches_base_addr = {"decode": {0: local}}
         self.engine_id, self.block_size, self.num_regions = "decode", BLOCK_SIZE, num_regions
-        self.block_len_per_layer, self.block_stride_per_layer = [PAGE_BYTES] * num_regions, local_strides
+        self.block_len_per_layer, self.block_stride_per_layer = sizes, local_strides
         self.nixl_backends, self._registered_descs, self._skip_dram_xfer = ["UCX"], [], False
         self._remote_registration_generations: dict[str, int] = {}  # since vLLM 0.33, as are the next two
         self._kv_unregistered, self.draft_tp_mappings = False, {}
@@ -158,18 +164,21 @@ class Side(Rank):
             tp_ratio=lambda _: 1,
             unregister_remote_engine=lambda _: None,
         )
-        self.src_xfer_handles_by_block_size = {BLOCK_SIZE: descriptors(local, local_strides, NUM_HOST_BLOCKS)}
-        remote_descriptors = descriptors(bases, [row_bytes] * num_regions, NUM_REMOTE_BLOCKS)
+        self.src_xfer_handles_by_block_size = {BLOCK_SIZE: descriptors(local, local_strides, sizes, NUM_HOST_BLOCKS)}
+        remote_descriptors = descriptors(bases, strides, sizes, NUM_REMOTE_BLOCKS)
         self.dst_xfer_side_handles = {"prefill": {0: remote_descriptors}}
-        self._bases, self._row_bytes = bases, row_bytes
+        self._bases, self._strides = bases, strides
 
-    def read_through_buffer(self, monkeypatch: pytest.MonkeyPatch, num_parts: int = 2, pages_per_part: int = 5) -> None:
-        """Make the buffer, if the rank reads main KV, then shake hands."""
-        imports = None
-        if self.reads_main_kv:
-            memory = torch.zeros(num_parts * pages_per_part, PAGE_BYTES, dtype=torch.uint8)
-            imports = ImportBuffer(memory, pages_per_part, self, PageWriter(self.pages))
-        self.read_through(imports)
+    def read_through_buffer(
+        self, monkeypatch: pytest.MonkeyPatch, num_parts: int = 2, pages_per_part: int = 5
+    ) -> range:
+        """Make the buffer, if the rank reads for the host pool, then shake hands. Returns the buffer's addresses."""
+        imports, addresses = None, range(0)
+        if self.reads_for_host:
+            memory = torch.zeros(num_parts, pages_per_part * PAGE_BYTES, dtype=torch.uint8)
+            imports = ImportBuffer(memory, self, PageWriter(self.pool))
+            addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        self.read_through(imports, range(self.pool.data_ptr(), self.pool.data_ptr() + self.pool.nbytes))
 
         def add_remote_agent(worker: Side, metadata: SimpleNamespace, rank: int) -> str:
             worker.kv_caches_base_addr["prefill"] = {rank: metadata.kv_caches_base_addr}
@@ -177,16 +186,16 @@ class Side(Rank):
 
         monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", add_remote_agent)
         self.shake_hands()
+        return addresses
 
     def shake_hands(self) -> None:
-        strides = [self._row_bytes] * self.num_regions
         self.add_remote_agent(
             SimpleNamespace(
                 engine_id="prefill",
                 block_size=BLOCK_SIZE,
                 physical_blocks_per_logical_kv_block=1,
                 kv_caches_base_addr=self._bases,
-                block_strides=strides,
+                block_strides=self._strides,
                 device_id=0,
             ),
             0,
@@ -239,25 +248,25 @@ class Side(Rank):
 
     def assert_holds(self, remote_ids: list[int], host_ids: list[int], device_ids: list[int]) -> None:
         """Compare all pages; those that were not to be written are as before."""
-        expected, cache = torch.full_like(self.pages, 255), torch.full_like(self.cache, 255)
+        pages, resident_kv = torch.full_like(self.pages, 255), torch.full_like(self.resident_kv, 255)
         for layer in range(2):
             for row, block in zip(reversed(host_ids), reversed(remote_ids), strict=False):
-                expected[layer * NUM_HOST_BLOCKS + row] = self.page(layer, block)
+                pages[layer * NUM_HOST_BLOCKS + row] = self.page(layer, block)
         for layer in range(self.num_resident):
             for row, block in zip(reversed(device_ids), reversed(remote_ids), strict=False):
-                cache[row, layer * PAGE_BYTES : (layer + 1) * PAGE_BYTES] = self.page(2 + layer, block)
-        assert torch.equal(self.pages, expected) and torch.equal(self.cache, cache)
+                resident_kv[row, layer * KEY_BYTES : (layer + 1) * KEY_BYTES] = self.page(2 + layer, block)
+        assert torch.equal(self.pages, pages) and torch.equal(self.resident_kv, resident_kv)
 
     def page(self, region: int, block: int) -> torch.Tensor:
-        first = self._bases[region] - self.remote.data_ptr() + block * self._row_bytes
-        return self.remote[first : first + PAGE_BYTES]
+        first = self._bases[region] - self.remote.data_ptr() + block * self._strides[region]
+        return self.remote[first : first + self.block_len_per_layer[region]]
 
 
-def descriptors(bases: list[int], strides: list[int], num_blocks: int) -> np.ndarray:
+def descriptors(bases: list[int], strides: list[int], sizes: list[int], num_blocks: int) -> np.ndarray:
     """One descriptor per region and block, as vLLM prepares them."""
     places = [
-        (base + block * stride, PAGE_BYTES, 0)
-        for base, stride in zip(bases, strides, strict=True)
+        (base + block * stride, size, 0)
+        for base, stride, size in zip(bases, strides, sizes, strict=True)
         for block in range(num_blocks)
     ]
     return np.array(places, np.int64)
@@ -267,12 +276,12 @@ REMOTE_IDS = [7, 8, 9, 3, 11, 20, 19, 18]
 HOST_IDS, DEVICE_IDS = [4, 5, 19, 0, 2, 1, 7, 9], [1, 3, 5, 7, 9, 11, 13, 15]
 
 
-@pytest.mark.parametrize("row_bytes", [PAGE_BYTES, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 10])
+@pytest.mark.parametrize("unused_bytes", [None, 0, 10])
 @pytest.mark.parametrize("num_new", [8, 3])
 def test_every_block_lands_before_the_prefill_instance_frees_it(
-    monkeypatch: pytest.MonkeyPatch, row_bytes: int, num_new: int
+    monkeypatch: pytest.MonkeyPatch, unused_bytes: int | None, num_new: int
 ) -> None:
-    side = Side(row_bytes)
+    side = Side(unused_bytes)
     side.read_through_buffer(monkeypatch)
     side.pull(REMOTE_IDS, HOST_IDS[-num_new:], DEVICE_IDS)
     nixl = side.nixl_wrapper
@@ -310,15 +319,39 @@ def test_layers_that_lie_side_by_side_on_both_sides_are_read_as_one(
     monkeypatch: pytest.MonkeyPatch, leaves_main_kv: bool
 ) -> None:
     """They are in one transfer, whose end frees the blocks; also on ranks that leave main KV to rank 0."""
-    side = Side(6 * PAGE_BYTES, num_resident=4)
+    side = Side(3, num_resident=4)
     side._skip_dram_xfer = leaves_main_kv
     side.read_through_buffer(monkeypatch)
     side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
     assert side.finish_all() == {REQUEST} and side.nixl_wrapper.messages == [NOTICE]
     side.assert_holds(REMOTE_IDS, [] if leaves_main_kv else HOST_IDS, DEVICE_IDS)
     (read,) = [handle for handle in side.nixl_wrapper.started if handle.notice]
-    assert read.local[:, 1].tolist() == [4 * PAGE_BYTES] * len(REMOTE_IDS)
+    assert read.local[:, 1].tolist() == [4 * KEY_BYTES] * len(REMOTE_IDS)
     assert (np.diff(read.remote[:, 0].astype(np.int64)) > 0).all(), "in the order of the source's memory"
+
+
+@pytest.mark.parametrize("unused_bytes", [None, 3])
+@pytest.mark.parametrize("num_new", [8, 3])
+def test_device_resident_kv_that_lands_on_the_host_comes_through_the_buffer(
+    monkeypatch: pytest.MonkeyPatch, unused_bytes: int | None, num_new: int
+) -> None:
+    """The prefill instance is told to free the blocks when all of it is in the host pool."""
+    side = Side(unused_bytes, num_resident=3, lands_on_host=True)
+    memory = side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS[-num_new:], DEVICE_IDS)
+    nixl = side.nixl_wrapper
+    while nixl.open:
+        assert not nixl.messages
+        nixl.finish(nixl.open[0])
+        if nixl.open:
+            assert not side.get_transfer_results().finished_recving
+    assert side.finish_all() == {REQUEST} and nixl.messages == [NOTICE]
+    side.assert_holds(REMOTE_IDS, HOST_IDS[-num_new:], DEVICE_IDS)
+    pieces = [piece for read in nixl.started for piece in read.local.tolist()]
+    assert all(memory.start <= address and address + size <= memory.stop for address, size, _ in pieces)
+    assert sum(size for _, size, _ in pieces) == 2 * num_new * PAGE_BYTES + 3 * len(DEVICE_IDS) * KEY_BYTES
+    if unused_bytes is not None:
+        assert len(pieces) <= num_new + len(DEVICE_IDS) + len(nixl.started), "layers of a block are one piece"
 
 
 @pytest.mark.parametrize("keeps_handles", [False, True])
@@ -327,7 +360,7 @@ def test_a_read_of_pieces_that_fails_fails_its_request(
     monkeypatch: pytest.MonkeyPatch, is_started: bool, keeps_handles: bool
 ) -> None:
     """The request keeps its blocks as long as NIXL may write to them; the prefill instance is not told to free them."""
-    side = Side(6 * PAGE_BYTES, num_resident=4)
+    side = Side(3, num_resident=4)
     side.read_through_buffer(monkeypatch)
     nixl, failed = side.nixl_wrapper, set()
     nixl.is_broken, nixl.keeps_handles = not is_started, keeps_handles

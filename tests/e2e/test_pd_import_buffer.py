@@ -1,6 +1,7 @@
 """Main KV comes through an import buffer that is smaller than a prompt, from prefill instances of both block layouts.
 
-On the CPU, the buffer is host memory; all else is as on a GPU. tests/e2e/test_pd.py ends such transfers in other ways.
+Indexer keys come directly, all layers of a block together where the prefill instance has them side by side. On the CPU,
+the buffer is host memory; all else is as on a GPU. tests/e2e/test_pd.py ends such transfers in other ways.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
-ROW_BYTES = 4 * 576 * 4  # of all layers
+NUM_LAYERS = 4
+ROW_BYTES = NUM_LAYERS * 576 * 4
 LAYOUTS = {"layers": "LBHNC", "blocks": "BLHNC"}  # what is outermost in a prefill server's memory -> vLLM's name
 
 
@@ -62,11 +64,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_prompt_lengths(cluster: Cluster, name: str, num_tokens: int) -> None:
     prompt, before = make_prompt(num_tokens, seed=1 + list(LAYOUTS).index(name)), cluster.received()
+    pieces = cluster.decode.metric("nixl_num_descriptors_sum")
     reply = cluster.decode.complete(prompt, 20, cluster.prefilled(name, prompt))
     assert_same(reply, cluster.prefill[name].complete(prompt, 20))
     cluster.decode.wait_empty()
-    num_bytes = -(-num_tokens // BLOCK) * BLOCK * ROW_BYTES
+    num_blocks = -(-num_tokens // BLOCK)
+    num_bytes, num_pieces = num_blocks * BLOCK * ROW_BYTES, cluster.decode.metric("nixl_num_descriptors_sum") - pieces
     assert [now - was for now, was in zip(cluster.received(), before, strict=True)] == [num_bytes, num_bytes]
+    if name == "blocks":
+        assert num_pieces <= 2 * num_blocks, "main KV of a block is a piece, and so are its keys"
+    else:
+        assert num_pieces >= NUM_LAYERS * num_blocks, "keys of a layer lie alone"
 
 
 @pytest.mark.slow

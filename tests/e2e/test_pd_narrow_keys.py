@@ -28,6 +28,8 @@ MODEL = "glm52"  # layers share indexers
 NUM_KEY_LAYERS, NUM_LAYERS = 2, 4
 OPTIONS = {"host_pool_gib": 0.25, "device_buffer_size": 320, "indexer_key_dtype": "fp4"}
 NUM_DEVICE_BLOCKS = 1000
+BLOCK_BYTES = 64 * (NUM_LAYERS * 576 * 4 + NUM_KEY_LAYERS * 132)
+BUFFER = {"import_buffer_gib": 4 * BLOCK_BYTES / 2**30}
 LENGTHS = [1, 63, 64, 65, 700, 1201]
 NUM_NEW = 12
 
@@ -42,6 +44,7 @@ class Cluster:
         options: more options of the plugin.
         args: arguments of both servers.
         decode_args: arguments of the decode server.
+        prefill_layout: VLLM_KV_CACHE_LAYOUT of the prefill server; None: vLLM's choice.
     """
 
     def __init__(
@@ -52,18 +55,21 @@ class Cluster:
         options: dict[str, Any] | None = None,
         args: Sequence[str] = (),
         decode_args: Sequence[str] = (),
+        prefill_layout: str | None = None,
     ):
         self.group, self.log_dir, self.model, self.args = group, log_dir, model, args
-        self.prefill = self._start("prefill", PREFILL_CONNECTOR, ["--no-enable-prefix-caching"])
+        self.prefill = self._start("prefill", PREFILL_CONNECTOR, ["--no-enable-prefix-caching"], prefill_layout)
         blocks = ["--num-gpu-blocks-override", str(NUM_DEVICE_BLOCKS)]
         connector = hisparse_connector(**{**OPTIONS, **(options or {})})
         self.decode = self._start("decode", connector, [*blocks, *decode_args])
         wait_started(group)
 
-    def _start(self, name: str, connector: dict[str, Any], args: list[str]) -> DecodeServer:
+    def _start(self, name: str, connector: dict[str, Any], args: list[str], layout: str | None = None) -> DecodeServer:
         port, side_port = free_ports(2)
         args = ["--max-num-seqs", "4", "--max-num-batched-tokens", "512", "--max-model-len", "2048", *self.args, *args]
         process = vllm_engine(name, self.model, self.log_dir, port, connector, side_port, [0], args)
+        if layout is not None:
+            process.env["VLLM_KV_CACHE_LAYOUT"] = layout
         return DecodeServer(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
     def serve(self, prompt: list[int], num_new: int = NUM_NEW) -> dict[str, Any]:
@@ -106,11 +112,26 @@ def test_tokens_are_those_of_full_kv_with_such_keys(cluster, received_reference)
     assert wide != [each["logprobs"] for each in expected], "keys in 4 bits select what keys in 8 bits do"
     num_blocks = sum(-(-length // 64) for length in LENGTHS)
     received = cluster.decode.metric("hisparse_transfer_bytes_to_host") - before
-    assert received == num_blocks * 64 * (NUM_LAYERS * 576 * 4 + NUM_KEY_LAYERS * 132)
+    assert received == num_blocks * BLOCK_BYTES
     assert cluster.decode.metric("hisparse_transfer_bytes_to_device") == 0
     assert cluster.decode.metric("hisparse_cache_misses") > 0
     assert cluster.decode.metric("hisparse_transfers_refused") == 0
     cluster.decode.wait_empty()
+
+
+@pytest.mark.slow
+def test_keys_come_through_an_import_buffer(tmp_path, received_reference):
+    """They lie behind main KV in every block of the prefill side."""
+    prompts = [make_prompt(length, seed=21) for length in LENGTHS]
+    with ProcessGroup() as group:
+        cluster = Cluster(group, tmp_path, options=BUFFER, prefill_layout="BLHNC")
+        with ThreadPoolExecutor(4) as executor:
+            replies = list(executor.map(cluster.serve, prompts))
+        cluster.decode.wait_empty()
+        names = ["hisparse_transfer_bytes_to_host", "hisparse_transfer_bytes_through_buffer"]
+        received = [cluster.decode.metric(name) for name in names]
+    assert_same_but_rounding(list(map(completion, replies)), received_reference(prompts))
+    assert received == [sum(-(-length // 64) for length in LENGTHS) * BLOCK_BYTES] * 2
 
 
 def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_reference):
@@ -123,21 +144,21 @@ def test_keys_of_a_received_prefix_are_found_on_the_host(cluster, received_refer
     before = cluster.decode.metric("hisparse_transfer_bytes_to_host")
     again = cluster.serve(prompt)
     assert_same_but_rounding([completion(reply), completion(again)], received_reference([first, prompt]))
-    num_blocks = (cluster.decode.metric("hisparse_transfer_bytes_to_host") - before) / 64
-    assert num_blocks / (NUM_LAYERS * 576 * 4 + NUM_KEY_LAYERS * 132) == 14 - 10
+    assert cluster.decode.metric("hisparse_transfer_bytes_to_host") - before == (14 - 10) * BLOCK_BYTES
     cluster.decode.wait_empty()
 
 
-def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference):
+@pytest.mark.parametrize("layout", [pytest.param("LBHNC", marks=pytest.mark.slow), "BLHNC"])
+def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference, layout):
     """The decode side drafts as well as the prefill side, which has the draft layer's rows of the prompt at once.
 
-    Main KV comes through an import buffer, the rest directly.
+    They come through an import buffer, with main KV and keys.
     """
     drafts, lengths = ["--speculative-config", json.dumps(DRAFTS)], (65, 700, 1100)
     prompts = [source(length, seed) for seed, length in enumerate(lengths, 1)]
     with ProcessGroup() as group:
         options = {"device_buffer_size": SMALLEST_BUFFER, "import_buffer_gib": 4 * HOST_BLOCK_BYTES / 2**30}
-        cluster = Cluster(group, tmp_path, CODE_MODEL, options, drafts)
+        cluster = Cluster(group, tmp_path, CODE_MODEL, options, drafts, prefill_layout=layout)
         replies = [completion(cluster.serve(prompt, 32)) for prompt in prompts]
         received = cluster.decode.metric("hisparse_transfer_bytes_to_host")
         through_buffer = cluster.decode.metric("hisparse_transfer_bytes_through_buffer")
@@ -148,8 +169,7 @@ def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference)
         )
         cluster.decode.wait_empty()
     assert_same_but_rounding(replies, received_reference(prompts, str(CODE_MODEL), 32))
-    assert received == sum(-(-length // 64) for length in lengths) * HOST_BLOCK_BYTES
-    assert received / 2 < through_buffer < received
+    assert received == through_buffer == sum(-(-length // 64) for length in lengths) * HOST_BLOCK_BYTES
     assert received_rate == pytest.approx(computed_rate, abs=0.1) and computed_rate > 0.4
 
 
@@ -157,7 +177,7 @@ def test_draft_layers_are_received_on_the_host_too(tmp_path, received_reference)
 def test_rank_0_receives_for_all_ranks(tmp_path, received_reference, num_prefill_ranks):
     """Every rank restores its keys from the pool that all share, and no rank of the prefill side keeps blocks."""
     prompts = [make_prompt(length, seed=24) for length in (65, 1201)]
-    ranks = {"prefill_tp_size": num_prefill_ranks, "import_buffer_gib": 4 * 64 * NUM_LAYERS * 576 * 4 / 2**30}
+    ranks = {"prefill_tp_size": num_prefill_ranks, **BUFFER}
     args = ["--tensor-parallel-size", str(num_prefill_ranks)]
     with ProcessGroup() as group:
         cluster = Cluster(group, tmp_path, options=ranks, args=args, decode_args=["--tensor-parallel-size", "2"])
@@ -167,4 +187,4 @@ def test_rank_0_receives_for_all_ranks(tmp_path, received_reference, num_prefill
         wait_for(lambda: cluster.prefill.metric("kv_cache_usage_perc") == 0)
         assert cluster.prefill.metric("kv_cache_usage_perc") == 0
     assert_same_but_rounding(replies, received_reference(prompts))
-    assert through_buffer == sum(-(-length // 64) for length in (65, 1201)) * 64 * NUM_LAYERS * 576 * 4
+    assert through_buffer == sum(-(-length // 64) for length in (65, 1201)) * BLOCK_BYTES

@@ -24,17 +24,18 @@ def test_imported_pages_of_a_buffer_land_beside_other_work() -> None:
     names = [str(layer) for layer in range(NUM_LAYERS)]
     store = HostKVStore(layout, names, torch.uint8, mmap.mmap(-1, layout.num_bytes))
     store.attach(torch.device("cuda"))
-    writer = make_page_writer(store.main_pages())
+    writer = make_page_writer(store.device_pool())
     rows = np.random.default_rng(0).permutation(NUM_LAYERS * NUM_BLOCKS)[:100]
+    places = rows * 64 * 656
     pages = torch.randint(0, 256, (100, 64 * 656), dtype=torch.uint8, device="cuda")
-    writer.write(pages, rows)
+    writer.write(pages, places)
     writer.close()
     torch.cuda.synchronize()
     pages = torch.randint(0, 256, (100, 64 * 656), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)  # a tenth of a second
     forward = torch.cuda.current_stream().record_event()
-    writing = writer.write(pages, rows)
+    writing = writer.write(pages, places)
     while not writing.is_done():
         assert not forward.query(), "the copy waited for the forward"
     found = torch.stack(
@@ -43,4 +44,23 @@ def test_imported_pages_of_a_buffer_land_beside_other_work() -> None:
     assert torch.equal(found, pages.cpu())
     torch.cuda.synchronize()
     writer.close()
+    store.close()
+
+
+def test_imported_keys_of_a_buffer_land_in_their_layers_and_blocks() -> None:
+    """Their places are no multiples of a page, because all layers of a block lie side by side behind main KV."""
+    layout = HostPoolLayout(KVLayout(656, 132, NUM_LAYERS, NUM_LAYERS), NUM_BLOCKS)
+    names = [str(layer) for layer in range(NUM_LAYERS)]
+    store = HostKVStore(layout, names, torch.uint8, mmap.mmap(-1, layout.num_bytes))
+    store.attach(torch.device("cuda"))
+    writer, page_bytes = make_page_writer(store.device_pool()), 64 * 132
+    rows = np.random.default_rng(0).permutation(NUM_LAYERS * NUM_BLOCKS)[:100]
+    pages = torch.randint(0, 256, (100, page_bytes), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    writer.write(pages, layout.resident_kv.start + rows * page_bytes)
+    writer.close()
+    expected = torch.zeros(NUM_LAYERS * NUM_BLOCKS, page_bytes, dtype=torch.uint8)
+    expected[torch.from_numpy(rows)] = pages.cpu()
+    assert torch.equal(store.resident_kv.view(-1, page_bytes), expected)
+    assert not store.pool[layout.main_kv].any()
     store.close()

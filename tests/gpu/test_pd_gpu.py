@@ -94,6 +94,15 @@ CASES = {
     "narrow_keys": Case(
         "dsv32", DSA_SIZES, FP8_ARGS, {"indexer_key_dtype": "fp4"}, (656 + 132) * NUM_LAYERS, NARROW_LENGTHS
     ),
+    "buffer_narrow_keys": Case(
+        "dsv32",
+        DSA_SIZES,
+        FP8_ARGS,
+        {**BUFFER, "indexer_key_dtype": "fp4"},
+        (656 + 132) * NUM_LAYERS,
+        NARROW_LENGTHS,
+        prefill_layout="BLHNC",
+    ),
     "hyv4": Case("hyv4", {**DSA_SIZES, "num_heads": 32}, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
     "minimax_m3": Case(

@@ -57,7 +57,6 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_group_ids",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_mem_types",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.region_mem_types",
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.num_regions",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.dst_region_num_blocks",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_backends",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker.nixl_memory_type",
@@ -119,12 +118,12 @@ class _RemoteMemory:
 class PullHooks:
     """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
 
-    After `read_through`, main KV comes through the import buffer. When it is in the host pool, the other KV is read, in
-    pieces where pages follow each other in memory; then the prefill instance is told to free the blocks.
+    After `read_through`, what lands in the host pool comes through the import buffer. When it is there, the other KV is
+    read, in pieces where pages follow each other in memory; then the prefill instance is told to free the blocks.
     """
 
     _imports: ImportBuffer | None = None
-    _reads_pieces = False
+    _host_pool: range | None = None  # None: vLLM reads all KV
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -181,24 +180,19 @@ class PullHooks:
             self._handle_failed_transfer(req_id, None, self._recv_failures)
 
     @property
-    def reads_main_kv(self) -> bool:
-        """True if this rank reads main KV; False if rank 0 reads it into the host pool that they share."""
+    def reads_for_host(self) -> bool:
+        """True if this rank reads what lands in the host pool; False if rank 0 does so for all that share it."""
         return self.needs_blocks() and not self._skip_dram_xfer
 
-    @property
-    def main_page_bytes(self) -> int:
-        """Bytes of a block of main KV in one region; known when memory has been registered."""
-        (page_bytes,) = {self.block_len_per_layer[region] for region in self._main_regions()}
-        return page_bytes
-
-    def read_through(self, imports: ImportBuffer | None) -> None:
-        """Read in pieces from now on, and main KV through a buffer; called once, after memory has been registered.
+    def read_through(self, imports: ImportBuffer | None, host_pool: range) -> None:
+        """Read KV for the host pool through a buffer from now on, and other KV in pieces; called once, after memory has
+        been registered.
 
         Args:
-            imports: the buffer, with its reads from this object; its pages are of `main_page_bytes`. None: this rank
-                reads no main KV.
+            imports: the buffer, with its reads from this object. None: this rank reads nothing for the host pool.
+            host_pool: addresses of the host pool.
         """
-        self._reads_pieces = True
+        self._imports, self._host_pool = imports, host_pool
         if imports is None:
             return
         memory = imports.memory
@@ -208,19 +202,12 @@ class PullHooks:
         descriptors = self.nixl_wrapper.get_reg_descs([part], kind)
         self.nixl_wrapper.register_memory(descriptors, backends=self.nixl_backends)
         self._registered_descs.append(descriptors)
-        addresses = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
-        self._imports, self._host_address = imports, min(addresses[region] for region in self._main_regions())
-
-    def _main_regions(self) -> list[int]:
-        """Return the numbers of the regions with main KV."""
-        groups = self.kv_cache_config.transfer_groups
-        return [i for i, group in enumerate(self.region_group_ids) if group >= 0 and groups[group].host_resident]
 
     def add_remote_agent(
         self, nixl_agent_meta: NixlAgentMetadata, remote_tp_rank: int = 0, *args: Any, **kwargs: Any
     ) -> str:
         name = super().add_remote_agent(nixl_agent_meta, remote_tp_rank, *args, **kwargs)
-        if not self._reads_pieces:
+        if self._host_pool is None:
             return name
         engine_id, addresses = nixl_agent_meta.engine_id, nixl_agent_meta.kv_caches_base_addr
         # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
@@ -249,21 +236,25 @@ class PullHooks:
         super().start_load_kv(metadata)
 
     def _read_blocks(self, read_spec: ReadSpec, dst_engine_id: str, request_id: str, *args: Any, **kwargs: Any) -> bool:
-        """Read a request's blocks from one rank; with an import buffer, main KV through it, then the rest in pieces."""
+        """Read a request's blocks from one rank; after `read_through`, what lands in the host pool through the buffer,
+        and then the rest.
+        """
         read_blocks = super()._read_blocks
 
         def read_directly(spec: ReadSpec) -> bool:
             return read_blocks(spec, dst_engine_id, request_id, *args, **kwargs)
 
-        if not self._reads_pieces or not any(read_spec.local_block_ids):  # NOTE: vLLM only sends a message
+        if self._host_pool is None or not any(read_spec.local_block_ids):  # NOTE: vLLM only sends a message
             return read_directly(read_spec)
         remote_info = self.transfer_topo.get_engine_info(dst_engine_id)
         # NOTE: if a block of this side is several of the other side, vLLM reads pages of another size.
         if self.transfer_topo.block_size_ratio(remote_info.remote_block_size) > 1:
             return read_directly(read_spec)
         block_ids = self._block_ids_of_regions(read_spec, dst_engine_id)
-        source, main = Source(dst_engine_id, read_spec.remote_rank), self._main_regions()
-        others = [region for region in range(self.num_regions) if region not in main]
+        source = Source(dst_engine_id, read_spec.remote_rank)
+        addresses = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
+        on_host = [region for region, address in enumerate(addresses) if address in self._host_pool]
+        others = [region for region in range(len(addresses)) if region not in on_host]
         local, remote, sizes = self._pages(source, others, *block_ids)
         joined = pieces(local, remote, sizes)
         if len(joined[0]) < len(sizes):
@@ -273,11 +264,11 @@ class PullHooks:
             rest = [[ids if region in others else [] for region, ids in enumerate(side)] for side in block_ids]
             spec = replace(read_spec, local_block_ids=rest[0], remote_block_ids=rest[1], block_ids_by_region=True)
             read_rest = partial(read_directly, spec)
-        local, remote, sizes = self._pages(source, main, *block_ids)
+        local, remote, sizes = self._pages(source, on_host, *block_ids)
         if self._imports is None or not len(sizes):
             return read_rest()
-        rows = (local - self._host_address) // sizes
-        self._imports.add(request_id, source, remote, rows, partial(self._read_later, read_rest, request_id))
+        then = partial(self._read_later, read_rest, request_id)
+        self._imports.add(request_id, source, remote, local - self._host_pool.start, sizes, then)
         return True
 
     def _read_later(self, read: Callable[[], bool], request_id: str) -> None:
@@ -367,7 +358,7 @@ class PullHooks:
         return _Place(kind, 0 if kind == "DRAM" else self.device_id)  # NOTE: vLLM gives host memory device 0
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
-        """Poll transfers, except those whose main KV is on its way: without handles, vLLM would take them for done."""
+        """Poll transfers, except those in the import buffer: without handles, vLLM would take them for done."""
         if self._imports is None:
             return super()._pop_done_transfers(transfers)
         self._imports.advance()

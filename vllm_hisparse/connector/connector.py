@@ -62,7 +62,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         check_hot_layers(kv_cache_config, str(vllm_config.load_config.load_format))
         groups = DeviceGroups.from_config(kv_cache_config)
         num_host_blocks = _num_host_blocks(vllm_config, config, groups)
-        check_buffer_size(config.import_buffer_gib, groups.layout.main_block_bytes)
+        check_buffer_size(config.import_buffer_gib, groups.layout.received_block_bytes)
         is_pd = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:

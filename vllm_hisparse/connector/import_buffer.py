@@ -1,9 +1,9 @@
-"""The import buffer: device memory through which main KV passes from prefill instances into the host pool.
+"""The import buffer: device memory through which KV passes from prefill instances into the host pool.
 
 A host without RDMA reads fast into device memory only, and small pieces of memory are read slowly. Pages that follow
 each other in the prefill instance's memory are therefore read in one piece. The buffer is divided into parts. A prompt
-fills one part after the other, in the order of the prefill instance's memory. When a part has been read, its pages are
-copied to their places in the host pool; then the part is free again.
+fills one part after the other, with pages of one size at a time, in the order of the prefill instance's memory. When a
+part has been read, its pages are copied to their places in the host pool; then the part is free again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 64 << 20
 MIN_PARTS = 2  # one is read while another one is copied
+ALIGNMENT_BYTES = 256  # of parts, so that pages are copied in words
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,13 @@ class Reads(Protocol):
 
 @dataclass
 class _Import:
-    """Main KV of a prompt on its way.
+    """Pages of a prompt on their way, sorted by size and then by address.
 
     Attributes:
         request_id, source: request, and place of its pages.
-        addresses: [pages] int64, ascending: addresses of the pages at their source.
-        rows: [pages] int64: rows of the host pool that get the pages.
+        addresses: [pages] int64: addresses of the pages at their source.
+        places: [pages] int64: first byte of each page in the host pool.
+        sizes: [pages] int64: bytes of each page.
         then: called when all pages are in the host pool; not if a read failed.
         num_started: pages whose read has been started.
         num_parts: parts of the buffer in use.
@@ -85,7 +87,8 @@ class _Import:
     request_id: str
     source: Source
     addresses: np.ndarray
-    rows: np.ndarray
+    places: np.ndarray
+    sizes: np.ndarray
     then: Callable[[], None]
     num_started: int = 0
     num_parts: int = 0
@@ -98,43 +101,47 @@ class _Import:
 
 @dataclass
 class _Round:
-    """A part of the buffer in use: first it is read (`read`), then copied to the host pool (`writing`)."""
+    """A part of the buffer in use: first it is read (`read`), then copied to the host pool (`writing`).
+
+    Attributes:
+        part: number of the part.
+        owner: the prompt.
+        pages: [pages, page_bytes] uint8: memory of its pages in the part.
+        places: [pages] int64: first byte of each page in the host pool.
+    """
 
     part: int
     owner: _Import
-    rows: np.ndarray
+    pages: torch.Tensor
+    places: np.ndarray
     read: Any | None
     writing: Writing | None = None
 
 
 class ImportBuffer:
-    """Reads main KV of prompts through device memory.
+    """Reads KV of prompts through device memory.
 
-    Prompts get parts in the order in which they came; a prompt that finds none waits. Once prompts have come from
-    several prefill instances, an instance that has a part does not get the last free one, because reads from an
-    instance that hangs do not end.
+    Prompts get parts in the order in which they came; a prompt that finds none waits. Reads from an instance that hangs
+    do not end. While several instances are known, an instance therefore gets another part only if more parts are free
+    than it has.
 
     Args:
-        memory: [pages, page_bytes] uint8: the buffer, contiguous.
-        pages_per_part: pages of a part; the buffer has whole parts.
+        memory: [parts, bytes of a part] uint8: the buffer, contiguous.
         reads: reads from prefill instances into `memory`.
         writer: copies pages to the host pool.
     """
 
-    def __init__(self, memory: torch.Tensor, pages_per_part: int, reads: Reads, writer: PageWriter):
-        self.memory, self._pages_per_part = memory, pages_per_part
-        self.num_parts, self._page_bytes = len(memory) // pages_per_part, memory.shape[1]
-        self._reads, self._writer = reads, writer
-        self._free = list(reversed(range(self.num_parts)))
+    def __init__(self, memory: torch.Tensor, reads: Reads, writer: PageWriter):
+        self.memory, self._reads, self._writer = memory, reads, writer
+        self._free = list(reversed(range(len(memory))))
         self._imports: list[_Import] = []
         self._rounds: list[_Round] = []
-        self._engine_id: str | None = None  # of the first prompt
-        self._has_several_engines = False
+        self._engine_ids: set[str] = set()  # of instances from which prompts have come, and that are not abandoned
         self._num_bytes = self._last_num_waiting = 0
 
     @property
     def pending(self) -> set[str]:
-        """The requests whose main KV is not in the host pool yet."""
+        """The requests whose pages are not in the host pool yet."""
         return {each.request_id for each in self._imports}
 
     @property
@@ -143,21 +150,27 @@ class ImportBuffer:
         return sum(each.needs_part and not each.num_parts for each in self._imports)
 
     def add(
-        self, request_id: str, source: Source, addresses: np.ndarray, rows: np.ndarray, then: Callable[[], None]
+        self,
+        request_id: str,
+        source: Source,
+        addresses: np.ndarray,
+        places: np.ndarray,
+        sizes: np.ndarray,
+        then: Callable[[], None],
     ) -> None:
-        """Read a prompt's main KV.
+        """Read pages of a prompt.
 
         Args:
             request_id: the request.
             source: place of its pages.
             addresses: [pages] int64: addresses of the pages there, each once.
-            rows: [pages] int64: rows of the host pool that get them.
+            places: [pages] int64: first byte of each page in the host pool.
+            sizes: [pages] int64: bytes of each page, at most those of a part.
             then: called when all pages are in the host pool; not if a read fails.
         """
-        order = np.argsort(addresses)
-        self._imports.append(_Import(request_id, source, addresses[order], rows[order], then))
-        self._has_several_engines |= self._engine_id not in (None, source.engine_id)
-        self._engine_id = source.engine_id
+        order = np.lexsort((addresses, sizes))
+        self._imports.append(_Import(request_id, source, addresses[order], places[order], sizes[order], then))
+        self._engine_ids.add(source.engine_id)
         self._start_reads()
 
     def advance(self) -> None:
@@ -171,7 +184,8 @@ class ImportBuffer:
                 each.then()
 
     def abandon(self, engine_id: str) -> set[str]:
-        """Start no more reads from a prefill instance. Returns the requests that fail because of this."""
+        """Forget a prefill instance: start no more reads from it. Returns the requests that fail because of this."""
+        self._engine_ids.discard(engine_id)
         abandoned = [each for each in self._imports if each.source.engine_id == engine_id]
         for each in abandoned:
             each.has_failed = True
@@ -201,12 +215,11 @@ class ImportBuffer:
                 return False
             each.read = None
             if not owner.has_failed:
-                first = each.part * self._pages_per_part
-                each.writing = self._writer.write(self.memory[first : first + len(each.rows)], each.rows)
+                each.writing = self._writer.write(each.pages, each.places)
         if each.writing is not None:
             if not each.writing.is_done():
                 return False
-            self._num_bytes += len(each.rows) * self._page_bytes
+            self._num_bytes += each.pages.nbytes
         owner.num_parts -= 1
         self._free.append(each.part)
         return True
@@ -217,26 +230,25 @@ class ImportBuffer:
                 self._start_read(each)
 
     def _may_take_part(self, engine_id: str) -> bool:
-        if not self._has_several_engines:
+        if len(self._engine_ids) < 2:
             return bool(self._free)
-        num_held = sum(each.owner.source.engine_id == engine_id for each in self._rounds)
-        return len(self._free) > (1 if num_held else 0)
+        return len(self._free) > sum(each.owner.source.engine_id == engine_id for each in self._rounds)
 
     def _start_read(self, owner: _Import) -> None:
-        part = self._free.pop()
-        pages = slice(owner.num_started, owner.num_started + self._pages_per_part)
-        addresses = owner.addresses[pages]
-        places = part * self._pages_per_part + np.arange(len(addresses))
-        sizes = np.full(len(addresses), self._page_bytes)
-        local, remote = pieces(self.memory.data_ptr() + places * self._page_bytes, addresses, sizes)
+        first, page_bytes = owner.num_started, int(owner.sizes[owner.num_started])
+        last = int(np.searchsorted(owner.sizes, page_bytes, "right"))
+        pages = slice(first, min(first + self.memory.shape[1] // page_bytes, last))
+        addresses, sizes, part = owner.addresses[pages], owner.sizes[pages], self._free.pop()
+        memory = self.memory[part, : len(sizes) * page_bytes].view(-1, page_bytes)
+        local, remote = pieces(memory.data_ptr() + np.arange(len(sizes)) * page_bytes, addresses, sizes)
         read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
-        owner.num_started = min(pages.stop, len(owner.addresses))
+        owner.num_started = pages.stop
         owner.has_failed |= not is_started
         if read is None:
             self._free.append(part)
             return
         owner.num_parts += 1
-        self._rounds.append(_Round(part, owner, owner.rows[pages], read))
+        self._rounds.append(_Round(part, owner, memory, owner.places[pages], read))
 
 
 def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -258,10 +270,10 @@ def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np
     return np.stack([local[starts], piece_bytes], axis=1), np.stack([remote[starts], piece_bytes], axis=1)
 
 
-def pages_of_part(buffer_bytes: int, page_bytes: int) -> int:
-    """Pages of each part of a buffer of at most `buffer_bytes`."""
+def buffer_shape(buffer_bytes: int) -> tuple[int, int]:
+    """Parts, and bytes of a part, of a buffer of at most `buffer_bytes`."""
     num_parts = max(MIN_PARTS, buffer_bytes // PART_BYTES)
-    return buffer_bytes // num_parts // page_bytes
+    return num_parts, buffer_bytes // num_parts // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 def check_buffer_size(buffer_gib: float, block_bytes: int) -> None:
@@ -269,12 +281,12 @@ def check_buffer_size(buffer_gib: float, block_bytes: int) -> None:
 
     Args:
         buffer_gib: size of the buffer; 0: there is none.
-        block_bytes: bytes of a block's main KV in all layers.
+        block_bytes: bytes of a block that come through the buffer, in all layers.
 
     Raises:
         HiSparseConfigError: the buffer is too small.
     """
-    least_gib = MIN_PARTS * block_bytes / 2**30
+    least_gib = MIN_PARTS * -(-block_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES / 2**30
     if buffer_gib and buffer_gib < least_gib:
         raise HiSparseConfigError(
             "import_buffer_gib",

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.logger import init_logger
 
 from vllm_hisparse.compat.nixl import PullHooks, connect_on, copy_blocks_whole
-from vllm_hisparse.connector.import_buffer import ImportBuffer, ImportCounts, pages_of_part
+from vllm_hisparse.connector.import_buffer import ImportBuffer, ImportCounts, buffer_shape
 from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.nixl_config import host_resident_config, leaves_pulls_to_rank_0
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -159,30 +159,28 @@ class NixlWorkerTransport:
         self.connector.register_kv_caches({**host, **resident_kv})
         connect_on(self.connector, device)
 
-    def read_through_buffer(self, pages: torch.Tensor, num_bytes: int) -> None:
-        """Read main KV through a buffer of device memory from now on, and other KV in pieces; called once, after
-        `register`. Ranks that leave main KV to rank 0 have no buffer.
+    def read_through_buffer(self, pool: torch.Tensor, device_pool: torch.Tensor, num_bytes: int) -> None:
+        """Read KV for the host pool through a buffer of device memory from now on, and other KV in pieces; called once,
+        after `register`. Ranks that leave the host pool to rank 0 have no buffer.
 
         Args:
-            pages: [rows, bytes of a block in one layer] uint8: main KV of the host pool, as the device sees it.
+            pool: [bytes] uint8: the host pool.
+            device_pool: the same bytes, as the device sees them.
             num_bytes: size of the buffer at most.
         """
         worker = self.connector.connector_worker
-        if not worker.reads_main_kv:
-            worker.read_through(None)
+        if worker.reads_for_host:
+            shape = buffer_shape(num_bytes)
+            memory = torch.empty(shape, dtype=torch.uint8, device=device_pool.device)
+            self._imports = ImportBuffer(memory, worker, make_page_writer(device_pool))
+        worker.read_through(self._imports, range(pool.data_ptr(), pool.data_ptr() + pool.nbytes))
+        if self._imports is None:
             return
-        page_bytes = worker.main_page_bytes
-        pages_per_part = pages_of_part(num_bytes, page_bytes)
-        num_pages = num_bytes // page_bytes // pages_per_part * pages_per_part
-        memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=pages.device)
-        writer = make_page_writer(pages.view(-1, page_bytes))
-        self._imports = ImportBuffer(memory, pages_per_part, worker, writer)
-        worker.read_through(self._imports)
         logger.info(
             "HiSparse: main KV of prompts comes through an import buffer of %.1f MiB on %s, in %d parts.",
             memory.nbytes / 2**20,
             memory.device,
-            self._imports.num_parts,
+            len(memory),
         )
 
     def bind_metadata(self, metadata: KVConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:

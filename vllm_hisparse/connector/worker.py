@@ -213,7 +213,7 @@ class HiSparseWorkerConnector:
         self.host_memory.close_file()
 
     def _read_through_buffer(self, transport: NixlWorkerTransport, device: torch.device) -> None:
-        """Read main KV through an import buffer from now on.
+        """Read KV for the host pool through an import buffer from now on.
 
         Raises:
             HiSparseConfigError: the device has no room for the buffer.
@@ -221,7 +221,7 @@ class HiSparseWorkerConnector:
         num_bytes = self.config.import_buffer_bytes
         if device.type != "cpu":
             check_import_buffer_fits(num_bytes, _free_bytes(device))
-        transport.read_through_buffer(self.store.main_pages(), num_bytes)
+        transport.read_through_buffer(self.store.pool, self.store.device_pool(), num_bytes)
 
     def _key_conversion(self, caches: list[torch.Tensor]) -> KeyConversion | None:
         """How blocks of device-resident KV differ between device and host; None if they do not.

@@ -23,9 +23,9 @@ def test_pages_land_in_their_layers_and_blocks(row_bytes: int) -> None:
     rest = store.resident_kv.fill_(9).clone()
     pages = torch.arange(4 * 3 * row_bytes).remainder(251).to(torch.uint8).view(4, -1)
     places = [("c", 6), ("a", 0), ("b", 3), ("a", 6)]
-    rows = np.array(["abc".index(layer) * 7 + block for layer, block in places])
-    writer = make_page_writer(store.main_pages())
-    assert writer.write(pages, rows).is_done()
+    first_bytes = np.array(["abc".index(layer) * 7 + block for layer, block in places]) * pages.shape[1]
+    writer = make_page_writer(store.device_pool())
+    assert writer.write(pages, first_bytes).is_done()
     writer.close()
     for name, blocks in store.main_kv.items():
         for block in range(7):
@@ -33,3 +33,15 @@ def test_pages_land_in_their_layers_and_blocks(row_bytes: int) -> None:
             expected = pages[places.index((name, block))] if (name, block) in places else torch.zeros_like(found)
             assert torch.equal(found, expected)
     assert torch.equal(store.resident_kv, rest)
+
+
+@pytest.mark.parametrize(("page_bytes", "unit"), [(132, 4), (24, 8), (7, 1), (6, 2)])
+def test_pages_land_at_any_bytes(page_bytes: int, unit: int) -> None:
+    """Their places have a smaller common divisor than a page: pages of copies of device-resident KV begin anywhere."""
+    pool = torch.full((100 * page_bytes,), 255, dtype=torch.uint8)
+    expected, places = pool.clone(), unit + page_bytes * np.array([0, 5, 98, 12])
+    pages = torch.arange(4 * page_bytes).remainder(251).to(torch.uint8).view(4, page_bytes)
+    for page, place in zip(pages, places.tolist(), strict=True):
+        expected[place : place + page_bytes] = page
+    make_page_writer(pool).write(pages, places)
+    assert torch.equal(pool, expected)

@@ -29,6 +29,7 @@ class HostKVStore:
         memory: `layout.num_bytes` bytes, page-aligned.
 
     Attributes:
+        pool: [layout.num_bytes] uint8: all bytes.
         main_kv: layer -> [num_blocks, block_size, row elements] of `dtype`.
         resident_kv: [num_blocks, bytes of all layers] uint8.
     """
@@ -47,7 +48,7 @@ class HostKVStore:
         self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
         self._pinned: PinnedMemory | None = None
         self._conversion: KeyConversion | None = None
-        self._flat, self._device_view = flat, self.resident_kv
+        self.pool, self._device_view = flat, self.resident_kv
         self._layout, self._memory = layout, memory
 
     def attach(self, device: torch.device, conversion: KeyConversion | None = None) -> None:
@@ -59,18 +60,12 @@ class HostKVStore:
         """
         self._conversion = conversion
         if device.type != "cpu":
-            self._pinned = PinnedMemory(self._flat)
+            self._pinned = PinnedMemory(self.pool)
             self._device_view = self._pinned.device_view(self.resident_kv)
 
-    def main_pages(self) -> torch.Tensor:
-        """Main KV as the device sees it, from `attach` to `close`: a page per layer and block, layer by layer.
-
-        Returns:
-            [num_layers * num_blocks, bytes of a block in one layer] uint8.
-        """
-        num_layers, num_blocks, page_bytes = self._layout.main_shape
-        pages = self._flat[self._layout.main_kv].view(num_layers * num_blocks, page_bytes)
-        return pages if self._pinned is None else self._pinned.device_view(pages)
+    def device_pool(self) -> torch.Tensor:
+        """Return `pool` as the device sees it, from `attach` to `close`."""
+        return self.pool if self._pinned is None else self._pinned.device_view(self.pool)
 
     def saved_layers(self, layer_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Copies of device-resident KV by layer, in a torch storage of their own (NOTE: as vLLM's NIXL worker expects).

@@ -28,20 +28,21 @@ class PageWriter:
     """Copies pages from a buffer in host memory; the copy is done when `write` returns.
 
     Args:
-        pages: [rows, page_bytes] uint8: main KV of the host pool, as the buffer's device sees it.
+        pool: [bytes] uint8: the host pool, as the buffer's device sees it.
     """
 
-    def __init__(self, pages: torch.Tensor):
-        self._pages = pages
+    def __init__(self, pool: torch.Tensor):
+        self._pool = pool
 
-    def write(self, pages: torch.Tensor, rows: np.ndarray) -> Writing:
+    def write(self, pages: torch.Tensor, places: np.ndarray) -> Writing:
         """Copy pages.
 
         Args:
             pages: [pages, page_bytes] uint8, on the buffer's device; not changed before the copy is done.
-            rows: [pages] int64: rows that get the pages.
+            places: [pages] int64: first byte of each page in the pool; pages do not overlap there.
         """
-        _scatter(self._pages, pages, torch.from_numpy(rows))
+        rows, ids = _rows(self._pool, pages.shape[1], places)
+        _scatter(rows, pages, torch.from_numpy(ids))
         return Done()
 
     def close(self) -> None:
@@ -51,14 +52,14 @@ class PageWriter:
 class StreamPageWriter(PageWriter):
     """Copies pages from a buffer in device memory, on a stream of its own, beside the forward."""
 
-    def __init__(self, pages: torch.Tensor):
-        super().__init__(pages)
-        self._stream = torch.cuda.Stream(pages.device)
+    def __init__(self, pool: torch.Tensor):
+        super().__init__(pool)
+        self._stream = torch.cuda.Stream(pool.device)
 
-    def write(self, pages: torch.Tensor, rows: np.ndarray) -> Writing:
+    def write(self, pages: torch.Tensor, places: np.ndarray) -> Writing:
+        rows, ids = _rows(self._pool, pages.shape[1], places)
         with torch.cuda.stream(self._stream):
-            ids = torch.from_numpy(rows).pin_memory().to(pages.device, non_blocking=True)
-            _scatter(self._pages, pages, ids)
+            _scatter(rows, pages, torch.from_numpy(ids).pin_memory().to(pages.device, non_blocking=True))
             return _StreamWriting(self._stream.record_event())
 
     def close(self) -> None:
@@ -73,15 +74,24 @@ class _StreamWriting:
         return self._event.query()
 
 
-def make_page_writer(pages: torch.Tensor) -> PageWriter:
+def make_page_writer(pool: torch.Tensor) -> PageWriter:
     """Make the writer for a device.
 
     Args:
-        pages: [rows, page_bytes] uint8: main KV of the host pool, as the buffer's device sees it.
+        pool: [bytes] uint8: the host pool, as the buffer's device sees it.
     """
-    return PageWriter(pages) if pages.device.type == "cpu" else StreamPageWriter(pages)
+    return PageWriter(pool) if pool.device.type == "cpu" else StreamPageWriter(pool)
 
 
-def _scatter(target: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
-    dtype = widest_word(target, pages)
-    target.view(dtype).index_copy_(0, rows, pages.view(dtype))
+def _rows(pool: torch.Tensor, page_bytes: int, places: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+    """Return rows of a pool among which all places are, and the [pages] int64 ids of these.
+
+    NOTE: rows may overlap, because they begin at all multiples of a common divisor of the places.
+    """
+    step = int(np.gcd.reduce(places, initial=page_bytes))
+    return pool.as_strided(((len(pool) - page_bytes) // step + 1, page_bytes), (step, 1)), places // step
+
+
+def _scatter(rows: torch.Tensor, pages: torch.Tensor, ids: torch.Tensor) -> None:
+    dtype = widest_word(rows, pages)
+    rows.view(dtype).index_copy_(0, ids, pages.view(dtype))
