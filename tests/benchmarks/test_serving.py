@@ -275,6 +275,7 @@ def started(pair: Pair, group: ProcessGroup) -> Pair:
     return pair
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "exit_code"), [(Fault.kill, -signal.SIGKILL), (Fault.drain, -signal.SIGTERM)])
 def test_an_engine_ends_in_the_middle_and_comes_back(
     tmp_path: Path, group: ProcessGroup, fault: Fault, exit_code: int
@@ -289,6 +290,7 @@ def test_an_engine_ends_in_the_middle_and_comes_back(
     assert pair.engine.pid != first and pair.engine.is_healthy()
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_come_back_ends_the_run(tmp_path: Path, group: ProcessGroup) -> None:
     pair = started(Pair(tmp_path, comes_back=False), group)
     breaker = Breaker(pair, Fault.kill, 10)
@@ -327,6 +329,7 @@ def test_the_router_leaves_out_a_dead_engine_and_takes_it_back(tmp_path: Path, g
     assert answers(url)
 
 
+@pytest.mark.long
 def test_servers_that_are_gone_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.pd_load.SETTLE_TIMEOUT_S", 0.5)
     url = f"http://{LOOPBACK}:{free_ports(1)[0]}"

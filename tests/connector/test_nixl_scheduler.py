@@ -395,6 +395,7 @@ def listener() -> Iterator[tuple[threading.Thread, int]]:
     thread.join()
 
 
+@pytest.mark.long
 def test_the_listener_is_asked_for_its_own_ranks_only(engine: Engine, listener: tuple[threading.Thread, int]) -> None:
     """Another one would end it for good, and with it all later handshakes."""
     thread, port = listener

@@ -70,6 +70,7 @@ def test_free_ports_skip_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
             free_ports(1)
 
 
+@pytest.mark.long
 def test_waits_for_health(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     server = python(tmp_path, SERVER, str(port), "0.5", health_url=f"http://{LOOPBACK}:{port}/health")
@@ -85,6 +86,7 @@ def test_waits_for_health(tmp_path: Path) -> None:
     assert not server.is_healthy()
 
 
+@pytest.mark.long
 def test_unhealthy_status_is_not_healthy(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     server = python(tmp_path, SERVER, str(port), "0", health_url=f"http://{LOOPBACK}:{port}/missing")
@@ -93,6 +95,7 @@ def test_unhealthy_status_is_not_healthy(tmp_path: Path) -> None:
         group.wait_healthy(1)
 
 
+@pytest.mark.long
 def test_health_timeout_tells_the_end_of_the_log(tmp_path: Path) -> None:
     code = f"for i in range(100): print('line', i, flush=True)\n{SLEEP}"
     slow = python(tmp_path, code, name="slow", health_url=f"http://{LOOPBACK}:{free_ports(1)[0]}/health")
@@ -178,6 +181,7 @@ def test_children_of_a_dead_member_are_stopped(tmp_path: Path) -> None:
     assert not is_alive(grandchild)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "exit_code"), [(OUTLIVED, 3), (WITH_OUTLIVED_CHILD, 0)], ids=["child", "grandchild"])
 def test_a_process_is_gone_when_its_last_thread_is(tmp_path: Path, code: str, exit_code: int) -> None:
     """Until then it may hold its port, although the kernel calls it a zombie."""
@@ -190,6 +194,7 @@ def test_a_process_is_gone_when_its_last_thread_is(tmp_path: Path, code: str, ex
         assert process.exit_code == exit_code
 
 
+@pytest.mark.long
 def test_kills_what_ignores_sigterm(tmp_path: Path) -> None:
     stubborn = python(tmp_path, STUBBORN)
     with ProcessGroup(grace_s=0.3) as group:
@@ -234,6 +239,7 @@ def test_calms_only_threads_that_never_sleep(tmp_path: Path) -> None:
         assert os.getpriority(os.PRIO_PROCESS, sleeping) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_stop_the_members(tmp_path: Path, signum: int) -> None:
     code = f"""

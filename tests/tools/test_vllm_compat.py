@@ -132,6 +132,7 @@ def vllm_sources() -> Sources:
     return Sources({"vllm": installed_vllm()})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_what_adapters_and_mends_name_is_in_the_installed_vllm(vllm_sources: Sources, path: Path) -> None:
     assert not [name for name in constant(path.read_text(), "VLLM") if vllm_sources.find(name) is None]

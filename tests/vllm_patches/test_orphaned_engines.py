@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.long
+
 # Code that a spawned child imports before it knows its parent, and that it runs then; the parent prints its process id.
 PARENT = textwrap.dedent("""
     import multiprocessing, os, sys, time
