@@ -119,15 +119,6 @@ def test_every_layer_gets_its_own_rows_in_order() -> None:
     shape = worker.hot_buffer.shape
     assert (shape.num_requests, shape.max_batch, shape.top_k) == (4, 4, 32)
     assert (shape.max_blocks, shape.block_size, shape.num_device_blocks) == (5, 64, NUM_DEVICE_BLOCKS)
-    assert shape.num_staging_blocks == 4 * 5, "all requests of a step are short enough to be staged together"
-
-
-def test_histories_are_staged_together_in_a_given_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = make_worker()
-    row_bytes = worker.groups.layout.row_bytes
-    monkeypatch.setattr("vllm_hisparse.connector.worker.STAGED_BYTES", 7 * 64 * row_bytes + 1)
-    worker.register_kv_caches(device_caches())
-    assert worker.hot_buffer.shape.num_staging_blocks == 7
 
 
 def test_as_many_requests_as_have_hot_blocks() -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
 
-STAGED_BYTES = 128 << 20  # of one layer's histories; several short ones are staged together, which takes fewer launches
 FREE_DEVICE_SHARE = 0.9  # share that an algorithm's state may take; the rest is left for tensors that grow with a batch
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -290,7 +289,7 @@ class HiSparseWorkerConnector:
             shape.num_requests,
         )
         if device.type != "cpu":
-            staging_bytes = shape.num_staging_blocks * layout.block_size * layout.row_bytes
+            staging_bytes = shape.max_blocks * layout.block_size * layout.row_bytes
             beside_bytes = staging_bytes + shape.num_device_blocks * layout.residency_block_bytes
             beside_bytes += self.config.import_buffer_bytes
             free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - beside_bytes
@@ -312,21 +311,18 @@ def hot_buffer_shape(
     assert config.top_k is not None
     max_batch, spec = vllm_config.scheduler_config.max_num_seqs, groups.hot_spec
     blocks_per_request = spec.num_blocks(1) + groups.layout.state.num_blocks(1)
-    max_blocks = cdiv(vllm_config.model_config.max_model_len, groups.layout.block_size)
-    num_staged = STAGED_BYTES // (groups.layout.block_size * groups.layout.row_bytes)
     return HotBufferShape(
         num_requests=min(max_batch, (num_device_blocks - 1) // blocks_per_request),
         max_batch=max_batch,
         num_layers=groups.layout.num_layers,
         top_k=config.top_k,
-        max_blocks=max_blocks,
+        max_blocks=cdiv(vllm_config.model_config.max_model_len, groups.layout.block_size),
         block_size=groups.layout.block_size,
         num_device_blocks=num_device_blocks,
         max_hot_blocks=spec.max_blocks_per_request(vllm_config.model_config.max_model_len),
         rows_per_hot_block=groups.layout.rows_per_hot_block,
         max_query_len=groups.layout.max_query_len,
         state_columns=groups.layout.state.columns(vllm_config.model_config.max_model_len),
-        min_staging_blocks=min(num_staged, max_batch * max_blocks),
     )
 
 

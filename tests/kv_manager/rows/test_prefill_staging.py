@@ -24,8 +24,8 @@ def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def make_buffer(host_rows: torch.Tensor, **options: int) -> MLAHotBuffer:
-    shape = HotBufferShape(2, 2, 1, 4, MAX_BLOCKS, BLOCK_SIZE, 8, 1, NUM_SLOTS + 1, **options)
+def make_buffer(host_rows: torch.Tensor) -> MLAHotBuffer:
+    shape = HotBufferShape(2, 2, 1, 4, MAX_BLOCKS, BLOCK_SIZE, 8, 1, NUM_SLOTS + 1)
     buffer = MLAHotBuffer(shape, torch.device("cpu"))
     buffer.add_layer(HotRows(torch.zeros(8 * (NUM_SLOTS + 1), WIDTH), NUM_SLOTS + 1, NUM_SLOTS + 1), host_rows)
     return buffer
@@ -64,15 +64,6 @@ def test_requests_that_fit_together_share_a_group() -> None:
     assert [group.tokens for group in groups] == [slice(0, 9), slice(9, 19), slice(19, 21)]
     assert groups[0].slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 11, 12]
     assert groups[0].metadata.block_table_tensor.tolist() == [[0, 1], [2, 3]]
-
-
-def test_more_memory_has_room_for_more_requests_of_a_group() -> None:
-    requests = (1, 0, 7), (2, 3, 2), (3, 10, 10), (4, 0, 2)
-    staging, groups = make_groups(make_buffer(torch.zeros(64, WIDTH), min_staging_blocks=10), *requests)
-    assert staging.cache.shape[0] == 10
-    assert [[r.first_block for r in group.requests] for group in groups] == [[0, 2, 4, 9]]
-    staging, _ = make_groups(make_buffer(torch.zeros(64, WIDTH), min_staging_blocks=3), *requests)
-    assert staging.cache.shape[0] == MAX_BLOCKS
 
 
 @pytest.mark.parametrize("num_tokens", [NUM_ROWS, NUM_ROWS + 1, NUM_ROWS + 3 * BLOCK_SIZE])

@@ -37,8 +37,6 @@ class HotBufferShape:
         rows_per_hot_block: hot rows of a layer in a device block.
         max_query_len: tokens that a decoding request computes in a step: one and its drafts.
         state_columns: as in `RequestTable`.
-        min_staging_blocks: blocks of histories that the device has room for in one layer while prompts are computed; it
-            has room for the longest request in any case.
     """
 
     num_requests: int
@@ -52,12 +50,6 @@ class HotBufferShape:
     rows_per_hot_block: int
     max_query_len: int = 1
     state_columns: Sequence[int] = ()
-    min_staging_blocks: int = 0
-
-    @property
-    def num_staging_blocks(self) -> int:
-        """Blocks of the staging memory."""
-        return max(self.max_blocks, self.min_staging_blocks)
 
     def holds_all(self, num_requests: int) -> bool:
         """Return True if `num_requests` of the longest sequences can all be hot as a whole."""
@@ -254,17 +246,17 @@ class HotBuffer(ABC):
         residency.entries.index_copy_(0, seeds.entries.flatten(), held)
 
     def staging_memory(self) -> torch.Tensor:
-        """Device memory for histories of prompts in one layer, shared by all layers; allocated at the first call.
+        """Device memory for the longest request in one layer, shared by all layers; allocated at the first call.
 
         Returns:
-            [num_staging_blocks, block_size, row elements], rows with all KV heads of a token, in the dtype of hot rows.
+            [max_blocks, block_size, row elements], rows with all KV heads of a token, in the dtype of hot rows.
         """
         if self._staging is None:
             rows = self.layers[0].hot.rows
             token_elements = rows.shape[1] // self.heads.tokens_per_unit * self.heads.num_heads
-            num_blocks = max(self.shape.num_staging_blocks, -(-MIN_STAGED_ROWS // self.shape.block_size))
+            num_blocks = max(self.shape.max_blocks, -(-MIN_STAGED_ROWS // self.shape.block_size))
             staging = rows.new_zeros(num_blocks, self.shape.block_size, token_elements)
-            self._staging = staging[: self.shape.num_staging_blocks]
+            self._staging = staging[: self.shape.max_blocks]
         return self._staging
 
     def count_staged(self, num_bytes: int) -> None:
