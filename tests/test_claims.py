@@ -49,7 +49,8 @@ def table(heading: str) -> list[list[str]]:
 
 
 def beside(columns: int) -> list[list[str]]:
-    """Lines of one of the two tables beside the peers: that with SGLang has six columns, the other five."""
+    """Lines of one of the three tables beside the peers. Two compare with SGLang: with both systems' full KV (six
+    columns), and without it (four)."""
     return [cells for cells in table("## Beside the peers") if len(cells) == columns and cells[0] != "case"]
 
 
@@ -128,6 +129,30 @@ def test_beside_sglang() -> None:
         cell("full_depth_whole_steps", "running_max", system="ours", **CASES["56 requests of 34K, recorded trace"])
         == 55
     )
+
+
+def test_beside_sglang_with_a_draft_and_where_nothing_is_copied() -> None:
+    cases = {
+        "56 requests of 32K, one draft": ("drafts", 32768),
+        "28 requests of 64K, one draft": ("drafts", 65536),
+        "400 requests of 500 tokens": ("fit", 500),
+        "one request of 16K": ("fit", 16384),
+    }
+    expected = []
+    for label, (name, context) in cases.items():
+        found = {row["system"]: row for row in rows(f"full_depth_peers_{name}", context=context)}
+        ours, other = found["ours"], found["sglang"]
+        assert ours["running_max"] == ours["requests"] and ours["drafts"] == other["drafts"] == (name == "drafts")
+        speeds = [
+            whole(row["tokens_per_s"]) if context != 16384 else rounded(row["tokens_per_s"], 1) for row in (ours, other)
+        ]
+        running = "" if other["running_max"] == other["requests"] else f", {other['running_max']} running"
+        ratio = ours["tokens_per_s"] / other["tokens_per_s"]
+        expected.append([label, speeds[0], speeds[1] + running, f"{ratio:.2f}"])
+        if name == "fit":
+            full = found["full"]["tokens_per_s"]
+            assert (whole(full) if context == 500 else rounded(full, 1)) in section("## Beside the peers")
+    assert beside(4) == expected
 
 
 def test_what_else_was_measured_with_the_present_kernels() -> None:
@@ -438,6 +463,7 @@ PARTS = {
     "the same, HY-V4": "pd_hyv4",
     "the same, MiniMax-M3": "pd_minimax_m3",
     "the same, indexer keys in 4 bits": "pd_narrow_keys",
+    "the same, DSA in fp8 through an import buffer, by layers and by blocks, and with keys in 4 bits": "pd_buffer",
     "a KV cache of the size that vLLM measures: DSA and Llama": "memory",
     "the same with the layers of Llama-3.1-8B: Quest, PQCache": "memory_llama_8b",
     "two tensor parallel ranks, DSA and Llama": "ranks",
@@ -563,6 +589,29 @@ def test_a_decode_engine_that_is_killed() -> None:
     assert f"and {later} more until the engine answers again after {row['back_after_s']:.0f} s" in text
     assert f"The other {row['completed']} are answered" in text
     assert row["left_on_prefill"] == 0 and row["answers_again"]
+
+
+def test_a_decode_engine_that_is_drained() -> None:
+    (row,) = results("h200x2/pd_drain")
+    assert row["exit_code"] == 0 and row["left_on_prefill"] == 0 and row["answers_again"]
+    text = section(UNDER_LOAD)
+    assert f"all {row['in_flight_at_fault']} requests in flight are answered" in text
+    assert f"before it ends, after {row['ended_after_s']} s" in text
+    words = {5: "Five", 6: "Six"}
+    assert f"{words[row['failed']]} requests fail at the client until the engine answers again after" in text
+    assert f"after {row['back_after_s']:.0f} s" in text and f"The other {row['completed']} are answered" in text
+
+
+def test_imports_on_one_host() -> None:
+    heading = "### Imports on one host without RDMA"
+    found = {row["import_buffer_gib"]: row for row in results("h200x2/pd_imports")}
+    without, with_buffer = found[0], found[1]
+    for cells, row in zip(table(heading), (without, with_buffer), strict=True):
+        rate, ttft = rounded(row["transfer_gb_per_s"], 1), rounded(row["ttft_ms_p50"] / 1e3, 2)
+        assert cells[1:] == [f"{row['transfer_ms_mean']:.0f} ms", f"{rate} GB/s", f"{ttft} s"]
+        assert (row["layers"], row["transfers"], row["output"]) == (30, 6, "64:64")
+    faster = without["transfer_ms_mean"] / with_buffer["transfer_ms_mean"]
+    assert f"{faster:.0f} times as fast" in (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_conversations() -> None:
