@@ -612,6 +612,14 @@ def test_imports_on_one_host() -> None:
         assert (row["layers"], row["transfers"], row["output"]) == (30, 6, "64:64")
     faster = without["transfer_ms_mean"] / with_buffer["transfer_ms_mean"]
     assert f"{faster:.0f} times as fast" in (ROOT / "docs" / "configuration.md").read_text()
+    assert f"32K tokens of 30 layers [come in {with_buffer['transfer_ms_mean']:.0f} ms]" in README
+    rates = [f"{rounded(row['transfer_gb_per_s'], 1)} GB/s" for row in (with_buffer, without)]
+    assert (
+        f"at {with_buffer['transfer_gb_per_s']:.0f} GB/s through a buffer"
+        in (ROOT / "docs" / "deployment.md").read_text()
+    )
+    decision = (ROOT / "docs" / "decisions" / "imports-without-rdma.md").read_text()
+    assert all(rate in decision for rate in rates)
 
 
 def test_conversations() -> None:
