@@ -65,6 +65,7 @@ def test_a_server_does_not_load_the_command_line() -> None:
     assert not [module for module in loaded if is_forbidden(module)]
 
 
+@pytest.mark.long
 def test_the_runtime_does_not_import_the_command_line() -> None:
     assert len(RUNTIME_FILES) > 40
     imports = {path.relative_to(PACKAGE): imported_modules(path.read_text()) for path in RUNTIME_FILES}
@@ -79,6 +80,7 @@ def test_the_command_names_the_extra_that_is_missing(package: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.long
 def test_workers_import_nothing_of_the_scheduler_side() -> None:
     scheduler_side = ("vllm_hisparse.kv_manager.blocks", "vllm_hisparse.kv_manager.tiers")
     folders = ("kv_manager/rows", "attention", "cpu", "ops", "algorithms")

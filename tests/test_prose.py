@@ -119,6 +119,7 @@ def test_code() -> None:
     assert not found
 
 
+@pytest.mark.long
 def test_descriptions_of_arguments() -> None:
     files = [path for path in CODE if "tests" not in path.relative_to(ROOT).parts]
     found = {str(path.relative_to(ROOT)): lines for path in files if (lines := bad_arguments(path.read_text()))}

@@ -48,6 +48,7 @@ def make(group_ends: tuple[int, ...], top_k: int, ranked: list[tuple[int, np.nda
     return Trace.from_ranked("model", top_k, 1152, tuple(map(str, range(num_layers))), group_ends, ranked)
 
 
+@pytest.mark.long
 @given(ranked_traces())
 def test_a_file_gives_back_what_was_recorded(case) -> None:
     group_ends, top_k, ranked = case
@@ -179,6 +180,7 @@ def test_traces_of_two_models_are_not_joined(change: dict) -> None:
         Trace.join([])
 
 
+@pytest.mark.long
 def test_the_committed_trace() -> None:
     trace = Trace.read(COMMITTED)
     assert (trace.top_k, trace.row_bytes, trace.group_ends) == (256, 1152, (256, 320, 384, 512))

@@ -49,6 +49,7 @@ def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
         find_algorithm(name)
 
 
+@pytest.mark.long
 def test_the_registry_imports_nothing_before_it_is_asked() -> None:
     import subprocess
     import sys

@@ -91,6 +91,7 @@ def test_an_update_clusters_as_the_prompt_would() -> None:
     assert torch.equal(state["labels"][ROW][:53], before["labels"][ROW][:53]), "old clusters stay"
 
 
+@pytest.mark.long
 @given(num_tokens=st.integers(40, 90), seed=st.integers(0, 1000), window=st.sampled_from([0, 6, 11]))
 def test_takes_whole_clusters_in_the_order_of_their_centroids(num_tokens: int, seed: int, window: int) -> None:
     budget, keys, query = 30, random_keys(num_tokens, seed), random_query(seed)

@@ -28,6 +28,7 @@ def lloyd(points: torch.Tensor, num_clusters: int, num_iterations: int) -> torch
     return torch.stack(centroids)
 
 
+@pytest.mark.long
 @given(num_points=st.integers(1, 30), num_clusters=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_is_lloyds_algorithm(num_points: int, num_clusters: int, seed: int) -> None:
     points = torch.randn(2, num_points, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -73,6 +74,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm_class", [ClusterKV, PQCache])
 def test_a_long_prompt_is_clustered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch, algorithm_class: type) -> None:
     """The same clusters as at once; no tensor is larger than the limit or one KV head's keys."""

@@ -21,6 +21,7 @@ def check_bounds(algorithm: Quest, keys: torch.Tensor, query: torch.Tensor, stat
             assert bound >= product - 1e-4, f"the bound of position {position} does not bound"
 
 
+@pytest.mark.long
 @given(num_tokens=st.integers(1, 90), page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 1000))
 def test_bounds_bound_the_scores(num_tokens: int, page_size: int, seed: int) -> None:
     keys, query, algorithm = random_keys(num_tokens, seed), random_query(seed), make(Quest, page_size=page_size)

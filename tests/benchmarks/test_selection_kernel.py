@@ -71,6 +71,7 @@ def test_positions_and_slots(kernel: ModuleType, page_size: int) -> None:
     assert (out[4:] == -7).all()
 
 
+@pytest.mark.long
 def test_a_trace_is_replayed(kernel: ModuleType) -> None:
     selections = make_selections(kernel)
     width, prompt = 16, 500

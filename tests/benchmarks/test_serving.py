@@ -155,6 +155,7 @@ class Answers(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@pytest.mark.long
 def test_gauges_keep_the_largest_value_and_the_growth() -> None:
     server = HTTPServer(("127.0.0.1", 0), Answers)
     thread = Thread(target=server.serve_forever)
@@ -193,6 +194,7 @@ def test_a_turn_goes_on_from_the_answer_before_it() -> None:
     assert len(answers) == 3 and shape.longest() == 73
 
 
+@pytest.mark.long
 def test_before_a_case_there_are_short_conversations_with_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their time does not count."""
     shape, prompts, pauses = Shape(first=5000, question=7, answer=30, turns=9), [], [0.2, 0.01]
@@ -299,6 +301,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run(tmp_path: Path, group: P
         measured("ours, 8 clients", breaker.wait, Fault.kill)
 
 
+@pytest.mark.long
 def test_a_fault_that_came_too_late_ends_the_run(tmp_path: Path, group: ProcessGroup) -> None:
     breaker = Breaker(started(Pair(tmp_path), group), Fault.kill, 10_000)
     with pytest.raises(RuntimeError, match="requests finished under load, expected 4002 before a fault"):

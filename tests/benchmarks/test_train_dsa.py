@@ -187,6 +187,7 @@ def test_ranked_positions_are_those_of_the_indexer(model: Model, tokens: torch.T
         assert all(len(set(ranks.tolist())) == 12 for ranks in found[:, step])
 
 
+@pytest.mark.long
 def test_a_written_model_is_read_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model(Shape(num_hidden_layers=2))

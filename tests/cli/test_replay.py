@@ -167,6 +167,7 @@ def cold_misses(steps: list[Selection], policy: str, num_slots: int) -> list[int
     return [len(buffer.select(selection)) for selection in steps]
 
 
+@pytest.mark.long
 @given(st.integers(0, 1 << 16), st.integers(1, 4), st.integers(0, 6), st.sampled_from([0.2, 0.6, 0.9]))
 def test_policies_are_those_of_plain_models(seed: int, top_k: int, extra_slots: int, sticky: float) -> None:
     num_slots = top_k + extra_slots

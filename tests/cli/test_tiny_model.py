@@ -144,6 +144,7 @@ def test_interrupted_write_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"seed": 1}, {"dtype": "float32"}, {"index_topk": 64}])
 def test_other_parameters_replace_the_model(tmp_path: Path, change: dict) -> None:
     make_model("glm", tmp_path, num_layers=2)

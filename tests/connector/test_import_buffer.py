@@ -167,6 +167,7 @@ def bytes_at(address: int, num_bytes: int) -> np.ndarray:
 PLACE = st.integers(0, 20)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(PLACE, PLACE), unique_by=(itemgetter(0), itemgetter(1)), max_size=20), st.data())
 def test_pieces_are_maximal_and_cover_each_page_once(pages: list[tuple[int, int]], data: st.DataObject) -> None:
     """Pages of two sizes, at any distances on both sides."""

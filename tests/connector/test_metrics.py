@@ -159,6 +159,7 @@ def metrics(registry: CollectorRegistry) -> HiSparsePromMetrics:
     return HiSparsePromMetrics(config, types, LABELS, {0: ["m", "0"], 1: ["m", "1"]})
 
 
+@pytest.mark.long
 def test_exports_every_name_with_its_engine(metrics: HiSparsePromMetrics, registry: CollectorRegistry) -> None:
     for index, name in enumerate(COUNTERS):
         assert registry.get_sample_value(f"vllm:hisparse_{name}_total", {"model_name": "m", "engine": "1"}) == 0

@@ -199,6 +199,7 @@ def released(metadata: NixlConnectorMetadata) -> list[str]:
 # Whose a transfer is
 
 
+@pytest.mark.long
 def test_a_prompt_is_pulled_and_the_request_stays_as_it_was(engine: Engine) -> None:
     request = engine.add(transfer())
     assert engine.transport.is_remote(request)

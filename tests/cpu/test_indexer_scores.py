@@ -49,6 +49,7 @@ def test_torch_and_this_file_agree_on_fp8() -> None:
         np.testing.assert_array_equal(torch.tensor(exact).to(indexer.FP8).view(torch.uint8).numpy(), fp8_bytes(exact))
 
 
+@pytest.mark.long
 @given(block_size=st.sampled_from([3, 4, 64]), head_dim=st.sampled_from([4, 128]), seed=st.integers(0, 2**32))
 def test_inserted_bytes_are_elements_then_scales_per_block(block_size: int, head_dim: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -83,6 +83,7 @@ def test_a_step_without_drafts() -> None:
     assert rejection_sampler.apply_sampling_constraints(logits, ends, sampled).shape == (0, 5)
 
 
+@pytest.mark.long
 def test_greedy_requests_are_left_to_another_kernel() -> None:
     tokens = verify([0, 1], num_requests=3, temperature=0.0)
     assert tokens.tolist() == [[0, 0, -1]] * 3

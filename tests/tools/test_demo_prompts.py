@@ -68,6 +68,7 @@ def test_questions_are_answered_by_their_own_prompt(tokenizer: Tokenizer) -> Non
         assert tokenizer.decode(prompt).endswith(question.last_line)
 
 
+@pytest.mark.long
 def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = list(source_texts())[::8]
     monkeypatch.setattr(demo_prompts, "source_texts", lambda: iter(texts))

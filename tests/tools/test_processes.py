@@ -111,6 +111,7 @@ def test_health_timeout_tells_the_end_of_the_log(tmp_path: Path) -> None:
     assert "line 10\n" not in details
 
 
+@pytest.mark.long
 def test_a_member_that_ends_is_an_error_with_its_cause(tmp_path: Path) -> None:
     code = """
     print("(EngineCore pid=7) ERROR 01-31 12:00:00 [core.py:1] ValueError: top_k: got 7", flush=True)
@@ -217,6 +218,7 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
         group.start(EngineProcess("missing", [str(tmp_path / "missing")], tmp_path / "missing.log"))
 
 
+@pytest.mark.long
 def test_calms_only_threads_that_never_sleep(tmp_path: Path) -> None:
     code = f"""
     import sys, threading, time
@@ -261,6 +263,7 @@ def test_signals_stop_the_members(tmp_path: Path, signum: int) -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.long
 def test_exit_without_leaving_the_block_stops_the_members(tmp_path: Path) -> None:
     code = f"""
     import sys

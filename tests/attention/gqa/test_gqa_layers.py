@@ -78,6 +78,7 @@ def assert_latest_are_hot(layer: LayerUnderTest, request: Request) -> None:
         assert expected <= set(hot.flatten().tolist())
 
 
+@pytest.mark.long
 def test_prefill_in_chunks_beside_decodes(layer: LayerUnderTest) -> None:
     """Three requests come and decode past several pages, past the budget and past the buffer."""
     first = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
@@ -119,6 +120,7 @@ def test_kv_in_fp8(layer_class: type[CudaLayer], algorithm_class: type[SparseAlg
         layer.undo()
 
 
+@pytest.mark.long
 def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
     """A transfer or the prefix cache brought the first tokens: a request decodes, or prefills, right after them."""
     former = Request(1, [5, 9, 2, 7, 11, 30, 31], 0)
@@ -142,6 +144,7 @@ def test_kv_that_arrived_in_the_host_pool(layer: LayerUnderTest) -> None:
         layer.buffer.release(first_hot_block_id)
 
 
+@pytest.mark.long
 def test_the_latest_whole_units_of_a_prompt_are_hot(layer: LayerUnderTest) -> None:
     """A prompt that fits, in chunks that end within pages; then one of which only the end fits."""
     short, long = Request(1, [5, 9, 2, 7, 11, 30, 31], 0), Request(11, [1, 3, 4, 6, 8, 10, 12], 1)

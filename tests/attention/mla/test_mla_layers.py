@@ -427,6 +427,7 @@ class Model:
         )
 
 
+@pytest.mark.long
 def test_prefill_in_chunks_beside_decodes(model: Model) -> None:
     """Selections, new rows and staged histories of each request are its own, wherever its tokens stand in the batch."""
     first = Request(1, [5, 9, 2, 7, 11, 30, 31, 32, 33, 34], 0)

@@ -149,6 +149,7 @@ def test_never_slower_than_without(
         assert engine.num_held_steps == 0 and running == most
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=16),

@@ -277,6 +277,7 @@ class World:
         self.balance(dict.fromkeys(self.num_tokens, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lengths", "num_blocks"),
     [([32_768 + 63 - i % 64 for i in range(24)], 49_978), ([4_000 + 30 * i for i in range(100)], 60_000)],

@@ -303,6 +303,7 @@ def test_an_aborted_request_leaves_nothing_of_its_load(engine: TieredEngine) -> 
     assert not engine.tiers.leftovers()
 
 
+@pytest.mark.long
 def test_a_quota_is_kept(tmp_path: Path) -> None:
     chunk_bytes = 12288
     quota = 40 * chunk_bytes
