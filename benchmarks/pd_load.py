@@ -126,7 +126,8 @@ class Pair:
         force_selections(self.url, self._sizes)
         self._group.start(self._router)
         wait_healthy(self._router, START_TIMEOUT_S)
-        answers(self.router_url)  # the first transfer waits for a handshake, which is no case's
+        if not answers(self.router_url):  # the first transfer waits for a handshake, which is no case's
+            raise RuntimeError(f"the router of {self.engine.name} gave no answer in {SETTLE_TIMEOUT_S:.0f} s")
 
     def restart(self) -> None:
         """Start the engine again, after it has ended."""

@@ -623,7 +623,7 @@ def test_imports_on_one_host() -> None:
         assert cells[1:] == [f"{row['transfer_ms_mean']:.0f} ms", f"{rate} GB/s", f"{ttft} s"]
         assert (row["layers"], row["transfers"], row["output"]) == (30, 6, "64:64")
     faster = without["transfer_ms_mean"] / with_buffer["transfer_ms_mean"]
-    assert f"{faster:.0f} times as fast" in (ROOT / "docs" / "configuration.md").read_text()
+    assert f"{faster:.0f} times as fast" in " ".join((ROOT / "docs" / "configuration.md").read_text().split())
     assert f"32K tokens of 30 layers [came in {with_buffer['transfer_ms_mean']:.0f} ms]" in README
     rates = [f"{rounded(row['transfer_gb_per_s'], 1)} GB/s" for row in (with_buffer, without)]
     assert (

@@ -311,7 +311,21 @@ def test_instances_that_hang_leave_a_part_to_others() -> None:
     assert sorted(host.arrived[2:]) == ["hangs", "hangs too"]
 
 
-def test_the_only_instance_that_is_left_has_all_parts() -> None:
+def test_an_instance_that_came_alone_and_hangs_leaves_a_part_to_the_next_one() -> None:
+    host = Host(num_parts=3, pages_per_part=5)
+    host.add("hangs", list(range(30)), list(range(30)))
+    stuck = list(host.prefill.open)
+    assert len(stuck) == 2
+    host.add("goes on", list(range(30, 48)), list(range(60, 78)), OTHER)
+    for _ in range(10):
+        for read in set(host.prefill.open) - set(stuck):
+            host.prefill.finish(read)
+        host.buffer.advance()
+    assert host.arrived == ["goes on"]
+    host.run()
+
+
+def test_the_only_instance_that_is_left_has_all_parts_but_one() -> None:
     host = Host(num_parts=4, pages_per_part=5)
     host.add("first", [50], [90], OTHER)
     host.run()
@@ -319,7 +333,7 @@ def test_the_only_instance_that_is_left_has_all_parts() -> None:
     assert len(host.prefill.open) == 2
     assert host.buffer.abandon(OTHER.engine_id) == set()
     host.buffer.advance()
-    assert len(host.prefill.open) == 4
+    assert len(host.prefill.open) == 3
     host.run()
     host.assert_holds({90: 50} | {page: page for page in range(40)})
 

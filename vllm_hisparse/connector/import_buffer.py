@@ -123,7 +123,7 @@ class ImportBuffer:
 
     Prompts get parts in the order in which they came; a prompt that finds none waits. Reads from an instance that hangs
     do not end. While several instances are known, an instance therefore gets another part only if more parts are free
-    than it has.
+    than it has; a single one leaves one part free if there are three or more.
 
     Args:
         memory: [parts, bytes of a part] uint8: the buffer, contiguous.
@@ -186,7 +186,7 @@ class ImportBuffer:
     def abandon(self, engine_id: str) -> set[str]:
         """Forget a prefill instance: start no more reads from it. Returns the requests that fail because of this."""
         self._engine_ids.discard(engine_id)
-        abandoned = [each for each in self._imports if each.source.engine_id == engine_id]
+        abandoned = [each for each in self._imports if each.source.engine_id == engine_id and not each.has_failed]
         for each in abandoned:
             each.has_failed = True
         return {each.request_id for each in abandoned}
@@ -230,9 +230,10 @@ class ImportBuffer:
                 self._start_read(each)
 
     def _may_take_part(self, engine_id: str) -> bool:
-        if len(self._engine_ids) < 2:
-            return bool(self._free)
-        return len(self._free) > sum(each.owner.source.engine_id == engine_id for each in self._rounds)
+        num_held = sum(each.owner.source.engine_id == engine_id for each in self._rounds)
+        if len(self._engine_ids) > 1:
+            return len(self._free) > num_held
+        return len(self._free) > (1 if num_held and len(self.memory) > MIN_PARTS else 0)
 
     def _start_read(self, owner: _Import) -> None:
         first, page_bytes = owner.num_started, int(owner.sizes[owner.num_started])

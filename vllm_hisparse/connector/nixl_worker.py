@@ -177,7 +177,7 @@ class NixlWorkerTransport:
         if self._imports is None:
             return
         logger.info(
-            "HiSparse: main KV of prompts comes through an import buffer of %.1f MiB on %s, in %d parts.",
+            "HiSparse: KV of prompts for the host pool comes through an import buffer of %.1f MiB on %s, in %d parts.",
             memory.nbytes / 2**20,
             memory.device,
             len(memory),
