@@ -230,8 +230,7 @@ class Gauges:
 
     def mean_ms(self, name: str) -> float | None:
         """Mean of what a histogram of seconds observed, in milliseconds; None if it observed nothing."""
-        names = (f"vllm:{name}_seconds_sum", f"vllm:{name}_seconds_count")
-        seconds, number = (self.latest.get(each, 0.0) - self.before.get(each, 0.0) for each in names)
+        seconds, number = (self.added(f"{name}_seconds_{column}") or 0.0 for column in ("sum", "count"))
         return round(1e3 * seconds / number, 2) if number else None
 
     def _watch(self) -> None:

@@ -153,6 +153,11 @@ def test_beside_sglang_with_a_draft_and_where_nothing_is_copied() -> None:
             full = found["full"]["tokens_per_s"]
             assert (whole(full) if context == 500 else rounded(full, 1)) in section("## Beside the peers")
     assert beside(4) == expected
+    (ours, its) = (
+        cell("full_depth_peers_drafts", "tokens_per_step", system=each, context=32768) for each in ("ours", "sglang")
+    )
+    claim = f"it got {its:.2f} tokens per step and request in the first line, and the plugin {ours:.2f}"
+    assert claim in section("## Beside the peers")
 
 
 def test_what_else_was_measured_with_the_present_kernels() -> None:
@@ -632,6 +637,14 @@ def test_imports_on_one_host() -> None:
     )
     decision = (ROOT / "docs" / "decisions" / "imports-without-rdma.md").read_text()
     assert all(rate in decision for rate in rates)
+
+
+def test_histories_that_were_staged_together() -> None:
+    decision = (ROOT / "docs" / "decisions" / "staged-prefill.md").read_text()
+    for name in ("turns_staging", "turns_8"):
+        times = [cell(name, "ttft_ms_p50", system=each, concurrency=8) for each in ("ours", "full")]
+        assert f"{times[0]:.0f}" in decision and f"{times[1]:.0f} ms" in decision
+        assert f"{times[0] / times[1]:.2f}" in decision
 
 
 def test_conversations() -> None:

@@ -127,7 +127,7 @@ class HiSparseConfig(BaseModel):
     prefill_tp_size: int | None = Field(default=None, gt=0)
     """Tensor parallel size of the prefill instances. Default: this instance's."""
     import_buffer_gib: float = Field(default=0.0, ge=0)
-    """Device memory in GiB of each rank, through which main KV of prompts comes from prefill instances into the host
+    """Device memory in GiB of each rank, through which KV of prompts comes from prefill instances into the host
     pool, for hosts without RDMA. 0: it comes directly."""
     tiers: list[Tier] = Field(default_factory=list)
     """Where prefixes go that the host pool has no room for, in the order in which they are looked up."""
