@@ -31,10 +31,10 @@ from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.full_depth import System
 from benchmarks.serving import (
     DISCONNECTED,
+    Attempts,
     Device,
     Gauges,
     Sizes,
-    attempt,
     bench_serve,
     force_selections,
     kv_bytes,
@@ -294,9 +294,11 @@ def left(url: str) -> float | None:
             return share
 
 
-def measured(what: str, work: Callable[[], dict[str, Any]], fault: Fault | None) -> dict[str, Any] | None:
+def measured(
+    attempts: Attempts, what: str, work: Callable[[], dict[str, Any]], fault: Fault | None
+) -> dict[str, Any] | None:
     """Return what some work finds. If it fails, other cases go on, but not after a fault, whose engine may be gone."""
-    return work() if fault else attempt(what, work)
+    return work() if fault else attempts.run(what, work)
 
 
 def span(text: str) -> tuple[int, int]:
@@ -337,7 +339,10 @@ def run(
         Path | None, typer.Option(help="result file; default: results/<cpu or h100x2>/pd_load.json")
     ] = None,
 ) -> None:
-    """Measure every system with every number of clients; the result file is written after every case."""
+    """Measure every system with every number of clients; the result file is written after every case.
+
+    The exit code is 1 if an engine did not start or a case failed.
+    """
     start = time.monotonic()
     output = output or RESULTS / ("h100x2" if device == Device.gpu else "cpu") / "pd_load.json"
     contexts, outputs = span(context), span(output_tokens)
@@ -350,6 +355,7 @@ def run(
     hardware = gpu_hardware() if device == Device.gpu else None
     described = {"ucx": ucx_variables()} if device == Device.gpu else {}
     rows: list[dict[str, Any]] = []
+    attempts = Attempts()
     with ExitStack() as stack:
         log_dir = log_directory(stack, logs)
         group = stack.enter_context(ProcessGroup())
@@ -364,7 +370,7 @@ def run(
         wait_healthy(prefill, START_TIMEOUT_S)
         typer.echo(f"prefill is ready after {time.monotonic() - start:.0f} s", err=True)
         for pair in pairs:
-            attempt(f"start of {pair.system}", pair.wait)
+            attempts.run(f"start of {pair.system}", pair.wait)
             typer.echo(f"{pair.system} is ready after {time.monotonic() - start:.0f} s", err=True)
         for clients in concurrency:
             for pair in pairs:
@@ -377,6 +383,7 @@ def run(
                 buffer_gib = import_buffer_gib if pair.system == System.ours else None
                 row |= {"import_buffer_gib": buffer_gib, "prefill_layout": prefill_layout}
                 found = measured(
+                    attempts,
                     f"{pair.system}, {clients} clients",
                     lambda pair=pair, case=case: measure(pair, model, log_dir, prefill_url, case, fault),
                     fault,
@@ -397,6 +404,7 @@ def run(
     )
     if rows:
         show("Under load", [{name: row[name] for name in names} for row in rows])
+    attempts.end()
 
 
 if __name__ == "__main__":

@@ -298,10 +298,31 @@ def wait_healthy(process: EngineProcess, timeout_s: float) -> None:
         time.sleep(0.5)
 
 
-def attempt(what: str, work: Callable[[], Any]) -> Any:
-    """Return the result of some work; None, with a message, if it fails: the other systems go on."""
-    try:
-        return work()
-    except Exception as error:  # whatever one system's processes do
-        typer.echo(f"{what}: {error}", err=True)
-        return None
+@dataclass
+class Attempts:
+    """Work of several systems: if one's fails, the others go on, and the run ends with exit code 1.
+
+    Attributes:
+        failed: names of the work that failed.
+    """
+
+    failed: list[str] = field(default_factory=list)
+
+    def run(self, what: str, work: Callable[[], Any]) -> Any:
+        """Return the result of some work; None, with a message, if it fails."""
+        try:
+            return work()
+        except Exception as error:  # whatever one system's processes do
+            typer.echo(f"{what}: {type(error).__name__}: {error}", err=True)
+            self.failed.append(what)
+            return None
+
+    def end(self) -> None:
+        """End the run.
+
+        Raises:
+            Exit: some work failed; the exit code is 1.
+        """
+        if self.failed:
+            typer.echo(f"Failed: {'; '.join(self.failed)}", err=True)
+            raise typer.Exit(1)

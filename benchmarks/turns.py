@@ -26,10 +26,10 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.full_depth import System
 from benchmarks.serving import (
+    Attempts,
     Device,
     Gauges,
     Sizes,
-    attempt,
     force_selections,
     kv_bytes,
     log_directory,
@@ -99,11 +99,18 @@ async def converse(client: OpenAIClient, url: str, shape: Shape, seed: int) -> l
     return answers
 
 
-async def converse_all(url: str, shape: Shape, concurrency: int, seed: int = 0) -> list[list[Completion]]:
-    """All conversations of a case at once; another seed gives other prompts."""
-    async with OpenAIClient(MODEL_NAME, timeout_s=CASE_TIMEOUT_S, num_logprobs=0) as client:
+async def converse_all(
+    url: str, shape: Shape, concurrency: int, timeout_s: float, seed: int = 0
+) -> list[list[Completion]]:
+    """All conversations of a case at once; another seed gives other prompts.
+
+    Raises:
+        TimeoutError: they are not finished in time.
+    """
+    async with OpenAIClient(MODEL_NAME, timeout_s=timeout_s + 1, num_logprobs=0) as client:
         seeds = range(1000 * concurrency + seed, 1000 * concurrency + seed + concurrency)
-        return await asyncio.gather(*(converse(client, url, shape, seed) for seed in seeds))
+        all_of_them = asyncio.gather(*(converse(client, url, shape, seed) for seed in seeds))
+        return await asyncio.wait_for(all_of_them, timeout_s)
 
 
 def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
@@ -112,12 +119,22 @@ def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
     return {f"{name}_ms_p50": p50, f"{name}_ms_p99": p99}
 
 
-def measure(system: System, url: str, shape: Shape, concurrency: int) -> dict[str, Any]:
-    """Let clients talk to a server; returns the columns of a row."""
-    asyncio.run(asyncio.wait_for(converse_all(url, shape.warm_up(), concurrency, WARM_UP_SEED), CASE_TIMEOUT_S))
+def measure(system: System, url: str, shape: Shape, concurrency: int, timeout_s: float) -> dict[str, Any]:
+    """Let clients talk to a server; returns the columns of a row.
+
+    Raises:
+        TimeoutError: the conversations are not finished in time; the message says how far they came.
+    """
+    asyncio.run(converse_all(url, shape.warm_up(), concurrency, timeout_s, WARM_UP_SEED))
     start = time.perf_counter()
     with Gauges(url) as gauges:
-        conversations = asyncio.run(asyncio.wait_for(converse_all(url, shape, concurrency), CASE_TIMEOUT_S))
+        try:
+            conversations = asyncio.run(converse_all(url, shape, concurrency, timeout_s))
+        except TimeoutError:
+            names = ("generation_tokens", "prompt_tokens", "prefix_cache_hits", "num_preemptions")
+            grown = ", ".join(f"{name} {gauges.growth(f'{name}_total')}" for name in names)
+            expected = concurrency * shape.turns * shape.answer
+            raise TimeoutError(f"not finished after {timeout_s:g} s, expected {expected} tokens, got {grown}") from None
     seconds = time.perf_counter() - start
     first = [answers[0] for answers in conversations]
     later = [answer for answers in conversations for answer in answers[1:]]
@@ -157,12 +174,16 @@ def run(
     host_pool_gib: Annotated[float, typer.Option(help="host memory for KV")] = 14.0,
     device_buffer_size: Annotated[int, typer.Option(help="hot rows per request and layer")] = 4096,
     overlap: Annotated[float, typer.Option(help="probability that a position stays selected")] = 0.87,
+    case_timeout_s: Annotated[float, typer.Option(help="seconds after which a case has failed")] = CASE_TIMEOUT_S,
     max_s: Annotated[float, typer.Option(help="seconds after which no further case starts")] = 450.0,
     logs: Annotated[Path | None, typer.Option(help="directory that gets all logs")] = None,
     model_dir: Annotated[Path, typer.Option(help="directory of the model")] = Path("build/models/turns"),
     output: Annotated[Path | None, typer.Option(help="result file; default: results/<cpu or h100>/turns.json")] = None,
 ) -> None:
-    """Measure every system with every number of conversations; the result file is written after every case."""
+    """Measure every system with every number of conversations; the result file is written after every case.
+
+    The exit code is 1 if an engine did not start or a case failed.
+    """
     start = time.monotonic()
     output = output or RESULTS / ("h100" if device == Device.gpu else "cpu") / "turns.json"
     shape = Shape(first, question, answer, num_turns)
@@ -174,6 +195,7 @@ def run(
     model = make_model(model_dir, sizes)
     hardware = gpu_hardware() if device == Device.gpu else None
     rows: list[dict[str, Any]] = []
+    attempts = Attempts()
     with ExitStack() as stack:
         log_dir = log_directory(stack, logs)
         group = stack.enter_context(ProcessGroup())
@@ -186,16 +208,17 @@ def run(
             process, url = server(str(name), model, sizes, log_dir, 0, connector(name, sizes), args)
             servers[name] = group.start(process), url
         for name, (process, url) in servers.items():
-            attempt(f"start of {name}", lambda process=process: wait_healthy(process, START_TIMEOUT_S))
-            attempt(f"selections of {name}", lambda url=url: force_selections(url, sizes))
+            attempts.run(f"start of {name}", lambda process=process: wait_healthy(process, START_TIMEOUT_S))
+            attempts.run(f"selections of {name}", lambda url=url: force_selections(url, sizes))
             typer.echo(f"{name} is ready after {time.monotonic() - start:.0f} s", err=True)
         for num in concurrency:
             for name, (process, url) in servers.items():
                 if time.monotonic() - start > max_s or not process.is_healthy():
                     continue
                 row = {"system": str(name), "concurrency": num, **vars(shape)}
-                work = attempt(
-                    f"{name}, {num} conversations", lambda name=name, url=url, num=num: measure(name, url, shape, num)
+                work = attempts.run(
+                    f"{name}, {num} conversations",
+                    lambda name=name, url=url, num=num: measure(name, url, shape, num, case_timeout_s),
                 )
                 if work is not None:
                     rows.append(row | work | sizes.described())
@@ -212,6 +235,7 @@ def run(
     )
     if rows:
         show("Turns", [{name: row[name] for name in names} for row in rows])
+    attempts.end()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import sys
@@ -18,8 +19,9 @@ import pytest
 import requests
 import typer
 from servers import wait_for
+from typer.testing import CliRunner
 
-from benchmarks import turns
+from benchmarks import pd_load, turns
 from benchmarks.full_depth import System
 from benchmarks.pd_load import (
     Breaker,
@@ -32,7 +34,17 @@ from benchmarks.pd_load import (
     span,
     transfer_speed,
 )
-from benchmarks.serving import Device, Gauges, Sizes, log_directory, make_model, server, ucx_variables, wait_healthy
+from benchmarks.serving import (
+    Attempts,
+    Device,
+    Gauges,
+    Sizes,
+    log_directory,
+    make_model,
+    server,
+    ucx_variables,
+    wait_healthy,
+)
 from benchmarks.turns import Shape, connector, converse, percentiles
 from tools.harness.openai_client import Completion
 from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
@@ -208,10 +220,24 @@ def test_before_a_case_there_are_short_conversations_with_other_prompts(monkeypa
     gauges = SimpleNamespace(peak=lambda _: 0, growth=lambda _: 0, mean_ms=lambda _: 0.0)
     monkeypatch.setattr(turns, "Gauges", lambda _url: nullcontext(gauges))
     monkeypatch.setattr(turns, "converse", converse)
-    row = turns.measure(turns.System.full, "url", shape, 3)
+    row = turns.measure(turns.System.full, "url", shape, 3, 60)
     assert [each for each, _ in prompts] == [Shape(4000, 7, 24, 3)] * 3 + [shape] * 3
     assert len({seed for _, seed in prompts}) == 6
     assert row["tokens_per_s"] > 3 * 9 * 30 / 0.2
+
+
+def test_a_case_that_takes_too_long_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def converse(_client: Any, _url: str, shape: Shape, _seed: int) -> list[Completion]:
+        await asyncio.sleep(60 * (shape.first > turns.WARM_UP_TOKENS))
+        return []
+
+    growth = {"generation_tokens_total": 5000, "prompt_tokens_total": 40_000, "prefix_cache_hits_total": 7}.get
+    monkeypatch.setattr(turns, "Gauges", lambda _url: nullcontext(SimpleNamespace(growth=growth)))
+    monkeypatch.setattr(turns, "converse", converse)
+    expected = "not finished after 0.1 s, expected 810 tokens, got generation_tokens 5000, prompt_tokens 40000, "
+    expected += "prefix_cache_hits 7, num_preemptions None"
+    with pytest.raises(TimeoutError, match=expected):
+        turns.measure(turns.System.full, "url", Shape(first=5000, question=7, answer=30, turns=9), 3, 0.1)
 
 
 def test_percentiles_are_in_milliseconds() -> None:
@@ -298,23 +324,80 @@ def test_an_engine_that_does_not_come_back_ends_the_run(tmp_path: Path, group: P
     breaker = Breaker(pair, Fault.kill, 10)
     wait_for(pair.engine.is_gone)
     with pytest.raises(RuntimeError, match="decode is not healthy"):
-        measured("ours, 8 clients", breaker.wait, Fault.kill)
+        measured(Attempts(), "ours, 8 clients", breaker.wait, Fault.kill)
 
 
 @pytest.mark.long
 def test_a_fault_that_came_too_late_ends_the_run(tmp_path: Path, group: ProcessGroup) -> None:
     breaker = Breaker(started(Pair(tmp_path), group), Fault.kill, 10_000)
     with pytest.raises(RuntimeError, match="requests finished under load, expected 4002 before a fault"):
-        measured("ours, 8 clients", breaker.wait, Fault.kill)
+        measured(Attempts(), "ours, 8 clients", breaker.wait, Fault.kill)
 
 
 def test_without_a_fault_other_cases_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> dict:
         raise RuntimeError("a reason")
 
-    assert measured("ours, 8 clients", fail, None) is None
-    assert "ours, 8 clients: a reason" in capsys.readouterr().err
-    assert measured("ours, 8 clients", lambda: {"tokens_per_s": 1}, None) == {"tokens_per_s": 1}
+    attempts = Attempts()
+    assert measured(attempts, "ours, 8 clients", fail, None) is None
+    assert "ours, 8 clients: RuntimeError: a reason" in capsys.readouterr().err
+    assert measured(attempts, "full, 8 clients", lambda: {"tokens_per_s": 1}, None) == {"tokens_per_s": 1}
+    with pytest.raises(typer.Exit) as exit_info:
+        attempts.end()
+    assert exit_info.value.exit_code == 1
+    assert capsys.readouterr().err == "Failed: ours, 8 clients\n"
+    Attempts().end()
+
+
+@pytest.mark.parametrize(("fails", "exit_code"), [(True, 1), (False, 0)])
+def test_a_run_whose_case_fails_ends_with_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool, exit_code: int
+) -> None:
+    """The rows of other cases are kept."""
+
+    def measure(_system: System, _url: str, _shape: Shape, concurrency: int, timeout_s: float) -> dict[str, Any]:
+        if fails and concurrency == 32:
+            raise TimeoutError(f"not finished after {timeout_s:g} s")
+        return dict.fromkeys(("tokens_per_s", "first_ttft_ms_p50", "ttft_ms_p50", "tpot_ms_p50", "prefix_hit_rate"), 1)
+
+    engine = EngineProcess("full", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "full.log")
+    monkeypatch.setattr(engine, "is_healthy", lambda: True)
+    monkeypatch.setattr(turns, "server", lambda *_: (engine, "url"))
+    monkeypatch.setattr(turns, "measure", measure)
+    args = ["--device", "cpu", "--system", "full", "--concurrency", "32", "--concurrency", "8", "--case-timeout-s", "9"]
+    output = tmp_path / "turns.json"
+    result = CliRunner().invoke(turns.app, [*args, "--logs", str(tmp_path), "--output", str(output)])
+    assert result.exit_code == exit_code, result.output
+    assert ("full, 32 conversations: TimeoutError: not finished after 9 s" in result.output) == fails
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["concurrency"] for row in rows] == ([8] if fails else [32, 8])
+
+
+def test_a_run_whose_engine_does_not_start_ends_with_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other engine is measured."""
+
+    def pair(_group: ProcessGroup, system: System, *_: object) -> SimpleNamespace:
+        def wait() -> None:
+            if system == System.vllm_native:
+                raise RuntimeError("decode-vllm_native is not healthy")
+
+        engine = SimpleNamespace(is_healthy=lambda: system == System.full)
+        return SimpleNamespace(system=system, engine=engine, wait=wait)
+
+    columns = ("tokens_per_s", "ttft_ms_p50", "itl_ms_p50", "itl_ms_p99", "running_max", "failed")
+    prefill = EngineProcess("prefill", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "prefill.log")
+    monkeypatch.setattr(pd_load, "server", lambda *_: (prefill, "url"))
+    monkeypatch.setattr(pd_load, "wait_healthy", lambda *_: None)
+    monkeypatch.setattr(pd_load, "Pair", pair)
+    monkeypatch.setattr(pd_load, "measure", lambda *_: dict.fromkeys(columns, 1))
+    args = ["--device", "cpu", "--system", "vllm_native", "--system", "full", "--concurrency", "8"]
+    output = tmp_path / "pd_load.json"
+    result = CliRunner().invoke(pd_load.app, [*args, "--logs", str(tmp_path), "--output", str(output)])
+    assert result.exit_code == 1, result.output
+    assert "Failed: start of vllm_native" in result.output
+    assert [row["system"] for row in json.loads(output.read_text())["rows"]] == ["full"]
 
 
 @pytest.mark.slow
