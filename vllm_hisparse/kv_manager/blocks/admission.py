@@ -15,7 +15,7 @@ from vllm_hisparse.kv_manager.blocks.step_times import StepTimes
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.usage import MeanCurve, Usage
 
-TOLERANCE = 0.02  # share of the tokens/s that may be lost before requests are held back, where not all are hot
+TOLERANCE = 0.02  # share of the tokens/s that may be lost before requests are held back
 GROWTH, SHRINKAGE = 1.5, 0.75  # factors of the most and fewest measured requests, between which predictions are trusted
 UNEVENNESS = 0.85  # share of the largest predicted number; above it, lower rates may be due to uneven rates alone
 DECISIONS = 4  # consecutive predictions that must agree on a higher limit
@@ -105,14 +105,12 @@ class Prediction:
         numbers: [m] numbers of requests, ascending.
         rates: [m] decode steps of a request per second, summed over the requests.
         copy_shares: [m] share of a step in which it waits for copies.
-        most_whole: number of requests that can all be hot as a whole.
         is_cut: True if larger numbers have room, but are too far from what has been measured.
     """
 
     numbers: np.ndarray
     rates: np.ndarray
     copy_shares: np.ndarray
-    most_whole: int
     is_cut: bool
 
     @property
@@ -122,17 +120,11 @@ class Prediction:
 
     @property
     def last(self) -> int:
-        """Index of the largest number that pays.
+        """Index of the largest number that costs no more than `TOLERANCE` of the best rate.
 
-        If the best number of requests would all be hot as a whole, it is that number: with one more, every step waits
-        for copies, and the prediction does not tell for how long. Otherwise, it is the largest number that costs no
-        more than `TOLERANCE` of the best rate.
-
-        NOTE: rates of such numbers go up and down by some percent, because a few requests are hot as a whole and the
-        others divide the remaining memory.
+        NOTE: rates go up and down by some percent from number to number, because a few requests are hot as a whole and
+        the others divide the remaining memory.
         """
-        if self.numbers[self.best] <= self.most_whole:
-            return self.best
         return int(np.flatnonzero(self.rates >= (1 - TOLERANCE) * self.rates[self.best])[-1])
 
     @property
@@ -263,8 +255,7 @@ class AdmissionControl:
         costs = self._model.fit()
         rows = numbers * self._selected * np.clip(self._missed(demand, numbers) + self._excess, 0, 1)
         seconds = costs.seconds(numbers, rows)
-        copy_shares = costs.per_row * rows / seconds
-        return Prediction(numbers, numbers / seconds, copy_shares, demand.most_whole, largest < most)
+        return Prediction(numbers, numbers / seconds, costs.per_row * rows / seconds, largest < most)
 
     def _missed(self, demand: Demand, numbers: np.ndarray) -> np.ndarray:
         """Return the share of a selection that a mean request misses, [m] float64, for numbers of requests [m]."""
