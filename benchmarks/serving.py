@@ -84,7 +84,9 @@ def make_model(path: Path, sizes: Sizes) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     write_config(path, ModelName.deepseek, sizes.layers, sizes.experts, sizes.expert_size, 1, has_drafts=False)
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}  # not the beginning of another word
+    # NOTE: vLLM refuses a text with more characters than tokens of the longest prompt times characters of the longest
+    # word. The load generator puts a space between words, so one name is longer than these. No name begins a word.
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unknown>"}
     words = [*names.values(), *(f"w{index}" for index in range(len(names), V32["vocab_size"]))]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=names["unk_token"]))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -141,11 +141,14 @@ def test_logs_are_where_they_were_asked_for_while_a_run_goes_on(tmp_path: Path) 
 def test_the_tokenizer_of_a_model_gives_back_the_ids_of_its_words(tmp_path: Path) -> None:
     """The load generator makes a text of random ids, and the server must get as many tokens as it was to get."""
     from transformers import AutoTokenizer
+    from vllm.tokenizers.hf import get_cached_tokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(make_model(tmp_path, SIZES)))
     ids = [*range(3, 3000), 129279]
     assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
     assert (tokenizer.vocab_size, tokenizer.all_special_ids) == (129280, [0, 1, 2])
+    text = tokenizer.decode(range(100_000, 129_280))
+    assert len(text) < 29_280 * get_cached_tokenizer(tokenizer).max_chars_per_token  # else the server refuses it
 
 
 class Answers(BaseHTTPRequestHandler):
