@@ -254,14 +254,14 @@ def transfer_speed(system: System, decode: Gauges | None) -> dict[str, float | N
         system: system of the decode engine.
         decode: its metrics; None: its counters began anew.
     """
-    time_name, byte_names = "nixl_xfer_time_seconds", ["nixl_bytes_transferred_sum"]
+    histogram, byte_names = "nixl_xfer_time", ["nixl_bytes_transferred_sum"]
     if system == System.ours:
-        time_name = "hisparse_transfer_time_seconds"
+        histogram = "hisparse_transfer_time"
         byte_names = [f"hisparse_transfer_bytes_to_{place}_total" for place in ("host", "device")]
-    names = (f"{time_name}_sum", f"{time_name}_count", *byte_names)
-    seconds, num_transfers, *num_bytes = ((decode and decode.added(name)) or 0.0 for name in names)
+    names = (f"{histogram}_seconds_sum", *byte_names)
+    seconds, *num_bytes = ((decode and decode.added(name)) or 0.0 for name in names)
     return {
-        "transfer_ms_mean": round(1e3 * seconds / num_transfers, 1) if num_transfers else None,
+        "transfer_ms_mean": decode and decode.mean_ms(histogram),
         "transfer_gb_per_s": round(sum(num_bytes) / 1e9 / seconds, 3) if seconds else None,
     }
 

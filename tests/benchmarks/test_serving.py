@@ -81,10 +81,11 @@ def test_time_and_speed_of_transfers(system: System, seconds: str, counters: lis
     """Only the case's own count, by the system's metrics."""
     before = {f"vllm:{name}": 5e9 for name in counters} | {f"vllm:{seconds}_sum": 7.5, f"vllm:{seconds}_count": 3.0}
     latest = {name: value + 1.25e9 for name, value in before.items()}
-    latest |= {f"vllm:{seconds}_sum": 8.0, f"vllm:{seconds}_count": 7.0}
+    latest |= {f"vllm:{seconds}_sum": 8.0, f"vllm:{seconds}_count": 10.0}
     gauges = Gauges("url", before=before, latest=latest)
     speed = 1.25 * len(counters) / 0.5
-    assert transfer_speed(system, gauges) == {"transfer_ms_mean": 125.0, "transfer_gb_per_s": speed}
+    assert transfer_speed(system, gauges) == {"transfer_ms_mean": 71.43, "transfer_gb_per_s": speed}
+    assert gauges.mean_ms(seconds.removesuffix("_seconds")) == 71.43
     nothing = dict.fromkeys(("transfer_ms_mean", "transfer_gb_per_s"))
     assert transfer_speed(system, Gauges("url", before=before, latest=before)) == nothing
     assert transfer_speed(system, Gauges("url")) == transfer_speed(system, None) == nothing
