@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -294,8 +295,27 @@ def test_the_table_of_heads_that_need_whole_pages_is_vllms(gqa_cuda: ModuleType,
         impl = SimpleNamespace(vllm_flash_attn_version=4, kv_cache_dtype="auto", fa4_hd256=needs_pages)
         is_refused = gqa_cuda.HotFlashAttnImpl.unsupported(impl, 16) is not None
         choice = backends.dense_choice((major, 0), "auto", head_size)
-        assert is_refused == (backends.WHOLE_PAGE_HEADS.get(major) == head_size)
         assert is_refused == (choice is not None and choice[0] == "TRITON_ATTN")
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 11, 12])
+def test_the_table_of_gpus_with_flashinfer_first_is_vllms(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    """`plan` and `doctor` name another backend there, because start-up refuses that one."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    library = "vllm._C_stable_libtorch"  # which the CPU build does not have
+    monkeypatch.setitem(sys.modules, library, ModuleType(library))
+    module = "vllm.platforms.cuda"
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))  # so that the import below is undone
+    del sys.modules[module]
+    platform = importlib.import_module(module).CudaPlatformBase
+    capability = DeviceCapability(major, 0)
+    config = AttentionSelectorConfig(128, torch.bfloat16, "auto", 16)
+    valid, invalid = platform.get_valid_backends(capability, config, 8)
+    tried = {each.backend.name: each.priority for each in valid}
+    tried |= {backend.name: priority for backend, (priority, _) in invalid.items()}
+    assert (tried["FLASHINFER"] < tried["FLASH_ATTN"]) == (major in backends.FLASHINFER_MAJORS)
+    assert (backends.dense_choice(capability, "auto", 128) is None) == (major not in backends.FLASHINFER_MAJORS)
 
 
 def gqa_layer(index: int, backend: type, **changes: Any) -> Attention:

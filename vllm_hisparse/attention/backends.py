@@ -31,9 +31,13 @@ REFUSED_MLA_MAJORS = {12: "FLASHINFER_MLA_SPARSE_SM120"}  # major number -> the 
 
 # Major numbers of the GPUs on which vLLM runs MiniMax-M3 with kernels that have no hot-buffer version.
 REFUSED_MSA_MAJORS = (10,)
-# Heads of a dense model that vLLM's FlashAttention 4 reads in pages of 128 tokens alone, which are larger than units:
-# major number of the GPU -> elements of such a head.
-WHOLE_PAGE_HEADS = {10: 256}
+# Major numbers of the GPUs on which vLLM prefers FLASHINFER to FLASH_ATTN for a dense model. FLASH_ATTN is
+# FlashAttention 4 on these GPUs, and reads heads of WHOLE_PAGE_HEAD_SIZE elements in pages of 128 tokens alone: such
+# pages are larger than units.
+FLASHINFER_MAJORS = (10,)
+WHOLE_PAGE_HEAD_SIZE = 256
+FP8_FLASH_ATTN_MAJORS = (9,)  # where FLASH_ATTN, as FlashAttention 3, reads KV in fp8
+FP8_CAPABILITY: Capability = (8, 9)  # from which on TRITON_ATTN stores KV in fp8
 
 
 def untried_gpu(name: str, capability: Capability | None) -> str:
@@ -107,15 +111,15 @@ def dense_choice(capability: Capability, kv_cache_dtype: str, head_size: int) ->
         kv_cache_dtype: vLLM's option.
         head_size: elements of a head.
     """
-    if kv_cache_dtype == "fp8" and capability[0] != 9:
+    if kv_cache_dtype == "fp8" and capability[0] not in FP8_FLASH_ATTN_MAJORS:
         return "TRITON_ATTN", "With KV in fp8, start-up refuses every other backend of this GPU."
-    if capability[0] != 10:
+    if capability[0] not in FLASHINFER_MAJORS:
         return None
     flashinfer = (
         "vLLM's own choice is FLASHINFER, with which start-up refuses blocks of more than 64 tokens: layers with full "
         "KV need larger ones."
     )
-    if head_size == WHOLE_PAGE_HEADS.get(capability[0]):
+    if head_size == WHOLE_PAGE_HEAD_SIZE:
         return "TRITON_ATTN", (
             f"{flashinfer} Start-up refuses FLASH_ATTN, too, because it reads heads of {head_size} elements in pages "
             "of 128 tokens there."

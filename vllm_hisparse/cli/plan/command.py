@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vllm_hisparse.attention.backends import NARROW_KEYS_CAPABILITY, mla_refusal, msa_refusal
+from vllm_hisparse.attention.backends import FP8_CAPABILITY, NARROW_KEYS_CAPABILITY, mla_refusal, msa_refusal
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.launch import (
     commands,
@@ -55,7 +55,6 @@ PARTS = {  # part of a step -> label, where its name does not say enough
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 KEY_DTYPES = ("auto", "fp8", "mxfp4")
 NARROW_KEY_DTYPES = ("auto", "fp4")
-FP8_CAPABILITY = 8, 9  # from which on TRITON_ATTN stores KV in fp8
 FP4_GPUS = ("B200", "B300", "GB200")
 
 
