@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_hisparse.attention.backends import untried_gpu
+from vllm_hisparse.attention.backends import dense_choice, untried_gpu
 from vllm_hisparse.cli.doctor import checks, command, nixl_peer, rates
 from vllm_hisparse.cli.doctor.checks import check_gpu, check_memory, check_network, check_numa, check_versions
 from vllm_hisparse.cli.doctor.command import examine
@@ -162,6 +162,31 @@ def test_the_doctor_says_what_start_up_does_on_a_gpu(
     assert ("MiniMax-M3" in finding.advice) == (major == 10)
     warning = untried_gpu("Some GPU", capability)
     assert status == "error" or warning in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("capability", "backends"),
+    [
+        ((8, 0), {}),  # it stores no KV in fp8
+        ((8, 9), {" with KV in fp8": "TRITON_ATTN"}),
+        ((9, 0), {}),
+        (
+            (10, 0),
+            {"": "FLASH_ATTN", " with heads of 256 elements": "TRITON_ATTN", " with KV in fp8": "TRITON_ATTN"},
+        ),
+        ((12, 0), {" with KV in fp8": "TRITON_ATTN"}),
+    ],
+)
+def test_the_doctor_names_backends_of_dense_models(capability: tuple[int, int], backends: dict[str, str]) -> None:
+    """They are those that `plan` sets; no reason is given twice."""
+    advice = checks.gpu_advice("Some GPU", capability)
+    found = re.findall(r"For a dense model([^,]*), set --attention-backend (\w+)\.", advice)
+    assert dict(found) == backends and len(found) == len(backends)
+    for which, backend in backends.items():
+        of_plan = dense_choice(capability, "fp8" if "fp8" in which else "auto", 256 if "256" in which else 64)
+        assert of_plan is not None and of_plan[0] == backend and of_plan[1].split(". ")[-1] in advice
+    sentences = advice.split(". ")
+    assert len(sentences) == len(set(sentences))
 
 
 @pytest.mark.parametrize(

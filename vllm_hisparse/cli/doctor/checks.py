@@ -14,12 +14,22 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_hisparse.attention.backends import mla_choice, mla_refusal, msa_refusal, untried_gpu
+from vllm_hisparse.attention.backends import (
+    FP8_CAPABILITY,
+    WHOLE_PAGE_HEAD_SIZE,
+    Capability,
+    dense_choice,
+    mla_choice,
+    mla_refusal,
+    msa_refusal,
+    untried_gpu,
+)
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.releases import SUPPORTED
 
 NIXL_RELEASES = SpecifierSet(">=1.5.0")
 GIB = 2**30
+SMALL_HEAD_SIZE = 128  # elements of a head that every backend can read in units
 PROCESS_GIB = 8  # host memory of a rank's processes, without the host pool
 LEAST_DRIVERS = {12: 525, 13: 580}  # CUDA of torch -> major version of the driver
 PORTS = {
@@ -93,7 +103,7 @@ def check_gpu(report: Report, proc: Path = Path("/proc")) -> bool:
     }
     found = f"{report.gpu['count']} x {properties.name}, {report.gpu['memory_gib']} GiB, SM {report.gpu['capability']}"
     if capability >= (8, 0):
-        advice = _gpu_advice(properties.name, capability)
+        advice = gpu_advice(properties.name, capability)
         report.add("GPU", Status.warning if advice else Status.ok, found, advice)
     else:
         report.add("GPU", Status.error, found, "Use a GPU of compute capability 8.0 or newer; Hopper is tested.")
@@ -101,7 +111,7 @@ def check_gpu(report: Report, proc: Path = Path("/proc")) -> bool:
     return _check_kernels(report)
 
 
-def _gpu_advice(name: str, capability: tuple[int, int]) -> str:
+def gpu_advice(name: str, capability: Capability) -> str:
     """Return what start-up warns of or refuses on a GPU, and which option helps; empty if nothing."""
     warning = untried_gpu(name, capability)
     found = [f"Start-up warns: {warning}"] if warning else []
@@ -111,7 +121,23 @@ def _gpu_advice(name: str, capability: tuple[int, int]) -> str:
         found.append(f"It refuses DSA models: {reason}.")
     elif (choice := mla_choice(capability)) is not None:
         found.append(f"For a DSA model, set --attention-backend {choice[0]}. {choice[1]}")
-    return " ".join(found)
+    return " ".join(found + _dense_advice(capability))
+
+
+def _dense_advice(capability: Capability) -> list[str]:
+    """Return which backend to set for dense models on a GPU, and why; empty if vLLM's own choice is right."""
+    general = dense_choice(capability, "auto", SMALL_HEAD_SIZE)
+    choices = {"": general}
+    choices[f" with heads of {WHOLE_PAGE_HEAD_SIZE} elements"] = dense_choice(capability, "auto", WHOLE_PAGE_HEAD_SIZE)
+    if capability >= FP8_CAPABILITY:
+        choices[" with KV in fp8"] = dense_choice(capability, "fp8", SMALL_HEAD_SIZE)
+    found, said = [], ""
+    for which, choice in choices.items():
+        if choice is not None and (not said or choice != general):
+            reason = choice[1].removeprefix(said).lstrip()
+            found.append(f"For a dense model{which}, set --attention-backend {choice[0]}. {reason}")
+            said = said or choice[1]
+    return found
 
 
 def in_one_line(error: Exception) -> str:
