@@ -35,6 +35,7 @@ def test_every_push_is_linted_and_tested() -> None:
     assert "push" in workflow[True]  # YAML 1.1 reads the key `on` as true
     commands = " ".join(step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"])
     assert {"lint", "docs", "test"} <= make_targets(commands)
+    assert re.findall(r"-m '([^']*)'", commands) == ["not e2e"], "slow tests without an engine run, too"
 
 
 def test_ci_run_lints_before_it_tests() -> None:
