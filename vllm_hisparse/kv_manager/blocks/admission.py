@@ -105,12 +105,14 @@ class Prediction:
         numbers: [m] numbers of requests, ascending.
         rates: [m] decode steps of a request per second, summed over the requests.
         copy_shares: [m] share of a step in which it waits for copies.
+        most_whole: number of requests that can all be hot as a whole.
         is_cut: True if larger numbers have room, but are too far from what has been measured.
     """
 
     numbers: np.ndarray
     rates: np.ndarray
     copy_shares: np.ndarray
+    most_whole: int
     is_cut: bool
 
     @property
@@ -255,7 +257,8 @@ class AdmissionControl:
         costs = self._model.fit()
         rows = numbers * self._selected * np.clip(self._missed(demand, numbers) + self._excess, 0, 1)
         seconds = costs.seconds(numbers, rows)
-        return Prediction(numbers, numbers / seconds, costs.per_row * rows / seconds, largest < most)
+        copy_shares = costs.per_row * rows / seconds
+        return Prediction(numbers, numbers / seconds, copy_shares, demand.most_whole, largest < most)
 
     def _missed(self, demand: Demand, numbers: np.ndarray) -> np.ndarray:
         """Return the share of a selection that a mean request misses, [m] float64, for numbers of requests [m]."""
@@ -266,11 +269,15 @@ class AdmissionControl:
     def _set_limit(self, prediction: Prediction) -> None:
         """Set the limit.
 
-        A limit rises only if several predictions agree, because a request that has started is not stopped.
+        A limit rises only if several predictions agree, because a request that has started is not stopped. The first
+        predictions of an engine include the first copies of all rows, and say little of later misses; therefore only
+        requests that can all be hot as a whole run until there are several.
         """
         self._decisions.append(prediction)
-        if any(each.is_certain for each in self._decisions):
+        is_first = len(self._decisions) < DECISIONS
+        if is_first or any(each.is_certain for each in self._decisions):
             limit = min(each.largest for each in self._decisions)
+            limit = min(limit, max(prediction.most_whole, 1)) if is_first else limit
         else:
             limit = prediction.limit
         if limit != self.limit:
