@@ -29,12 +29,12 @@ def prompt(name: str) -> list[int]:
 def limit(engine: ScriptedEngine, number: int | None) -> None:
     """Let the engine have measured what makes this the limit."""
     control = engine.half.admission
-    if not control.is_measured:
-        engine.ask("measured", [7])
+    for index in range(0 if control.has_predicted else admission.DECISIONS):
+        engine.ask(f"measured {index}", [7])
         engine.run_to_end()
         usage = Usage(len(engine.log), 1, 1, (0.5,) * len(SIZES))
         control.measured(usage, Demand.of(engine.tracker.spec, [20], 32))
-        assert control.is_measured
+    assert control.has_predicted
     control.limit = number
 
 
@@ -47,7 +47,7 @@ def run(engine: ScriptedEngine, num_steps: int) -> None:
         engine.turn(budget=40)
 
 
-def test_a_request_waits_for_the_first_measurement_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_waits_for_predictions_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_STEPS_WITHOUT", 4)
     engine = make_engine()
     for name in "abc":

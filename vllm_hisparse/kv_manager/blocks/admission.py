@@ -18,9 +18,9 @@ from vllm_hisparse.kv_manager.usage import MeanCurve, Usage
 TOLERANCE = 0.02  # share of the tokens/s that may be lost before requests are held back
 GROWTH, SHRINKAGE = 1.5, 0.75  # factors of the most and fewest measured requests, between which predictions are trusted
 UNEVENNESS = 0.85  # share of the largest predicted number; above it, lower rates may be due to uneven rates alone
-DECISIONS = 4  # consecutive predictions that must agree on a higher limit
+DECISIONS = 4  # predictions that an engine makes before it trusts them, and that must then agree on a higher limit
 MIN_STEPS = 4  # decode steps that a measurement needs
-MAX_STEPS_WITHOUT = 64  # steps for which requests wait for the first measurement; then all are admitted until it comes
+MAX_STEPS_WITHOUT = 128  # steps for which requests wait for these predictions; then the limit of the last one holds
 ROW_RATE = 40e9  # assumed bytes/s of copied rows, until a measurement; an H200 reaches 36 to 46 GB/s
 EXCESS_WEIGHT = 0.25  # weight of the newest difference between counted and estimated misses
 MAX_LENGTHS, MAX_NUMBERS = 16, 96  # largest numbers of lengths, and of numbers of requests, in a prediction
@@ -105,14 +105,12 @@ class Prediction:
         numbers: [m] numbers of requests, ascending.
         rates: [m] decode steps of a request per second, summed over the requests.
         copy_shares: [m] share of a step in which it waits for copies.
-        most_whole: number of requests that can all be hot as a whole.
         is_cut: True if larger numbers have room, but are too far from what has been measured.
     """
 
     numbers: np.ndarray
     rates: np.ndarray
     copy_shares: np.ndarray
-    most_whole: int
     is_cut: bool
 
     @property
@@ -154,8 +152,8 @@ class AdmissionControl:
 
     The time of a step grows with its requests and with the rows that it copies. Each request misses more rows if more
     requests share the device memory. Both relations are learned from measurements: times of decode steps, counts of
-    misses, and ages of hot rows, from which the misses with fewer rows are estimated (`usage.miss_curve`). Before the
-    first measurement, requests that would not be hot as a whole wait, at most for `MAX_STEPS_WITHOUT` steps.
+    misses, and ages of hot rows, from which the misses with fewer rows are estimated (`usage.miss_curve`). Before it
+    has made some predictions, requests that would not be hot as a whole wait, at most for `MAX_STEPS_WITHOUT` steps.
 
     The limit holds for requests that have yet to start; no running request is stopped.
 
@@ -186,12 +184,14 @@ class AdmissionControl:
         self._excess = 0.0  # share of a selection that is missed in addition to the curve's estimate
         self._decisions: deque[Prediction] = deque(maxlen=DECISIONS)
         self._steps_without, self._has_held_back = 0, False
-        self._last_log = -SECONDS_PER_LOG
+        self._last_log, self._logged_limit = -SECONDS_PER_LOG, self.limit
 
     @property
-    def is_measured(self) -> bool:
-        """True after the first measurement."""
-        return self._model.num_reports > 0 and self._curve.is_known
+    def has_predicted(self) -> bool:
+        """True after the first predictions. They say little of later misses, because they include the first copies of
+        all rows.
+        """
+        return len(self._decisions) == DECISIONS
 
     def step_scheduled(self, num_scheduled: Mapping[str, int]) -> None:
         """Record a scheduled step; called once for each step.
@@ -216,11 +216,9 @@ class AdmissionControl:
         """
         if num_running == 0:
             return False
-        if not self.is_measured:
-            if self._steps_without >= MAX_STEPS_WITHOUT or is_hot_as_a_whole():
-                return False
-            self._has_held_back = True
-            return True
+        if not self.has_predicted and self._steps_without < MAX_STEPS_WITHOUT:
+            self._has_held_back = not is_hot_as_a_whole()
+            return self._has_held_back
         return self.limit is not None and num_running >= self.limit and not is_hot_as_a_whole()
 
     def measured(self, usage: Usage, demand: Demand | None) -> None:
@@ -257,8 +255,7 @@ class AdmissionControl:
         costs = self._model.fit()
         rows = numbers * self._selected * np.clip(self._missed(demand, numbers) + self._excess, 0, 1)
         seconds = costs.seconds(numbers, rows)
-        copy_shares = costs.per_row * rows / seconds
-        return Prediction(numbers, numbers / seconds, copy_shares, demand.most_whole, largest < most)
+        return Prediction(numbers, numbers / seconds, costs.per_row * rows / seconds, largest < most)
 
     def _missed(self, demand: Demand, numbers: np.ndarray) -> np.ndarray:
         """Return the share of a selection that a mean request misses, [m] float64, for numbers of requests [m]."""
@@ -269,27 +266,22 @@ class AdmissionControl:
     def _set_limit(self, prediction: Prediction) -> None:
         """Set the limit.
 
-        A limit rises only if several predictions agree, because a request that has started is not stopped. The first
-        predictions of an engine include the first copies of all rows, and say little of later misses; therefore only
-        requests that can all be hot as a whole run until there are several.
+        A limit rises only if several predictions agree, because a request that has started is not stopped.
         """
         self._decisions.append(prediction)
-        is_first = len(self._decisions) < DECISIONS
-        if is_first or any(each.is_certain for each in self._decisions):
-            limit = min(each.largest for each in self._decisions)
-            limit = min(limit, max(prediction.most_whole, 1)) if is_first else limit
+        if any(each.is_certain for each in self._decisions):
+            self.limit = min(each.largest for each in self._decisions)
         else:
-            limit = prediction.limit
-        if limit != self.limit:
-            self.limit = limit
+            self.limit = prediction.limit
+        if self.has_predicted:
             self._log(prediction)
 
     def _log(self, prediction: Prediction) -> None:
-        """Log a new limit, at most once in `SECONDS_PER_LOG`."""
+        """Log the limit if it differs from the logged one, at most once in `SECONDS_PER_LOG`."""
         now = self._clock()
-        if now - self._last_log < SECONDS_PER_LOG:
+        if self.limit == self._logged_limit or now - self._last_log < SECONDS_PER_LOG:
             return
-        self._last_log = now
+        self._last_log, self._logged_limit = now, self.limit
         if self.limit is None:
             logger.info("HiSparse admission: as many requests run as have room.")
             return
