@@ -63,7 +63,7 @@ class DecodeModel:
 
     def __init__(self, row_seconds: float):
         self.row_seconds = row_seconds
-        self.num_reports = 0
+        self._num_reports = 0
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._latest: _Cell | None = None
 
@@ -79,18 +79,18 @@ class DecodeModel:
 
     def add(self, requests: float, rows: float, seconds: float, tokens: float) -> None:
         """Add a measurement: means of some steps, as in `_Cell`."""
-        self.num_reports += 1
-        self._latest = _Cell(requests, rows, seconds, tokens, self.num_reports)
+        self._num_reports += 1
+        self._latest = _Cell(requests, rows, seconds, tokens, self._num_reports)
         kind = round(8 * log2(max(requests, 1))), round(8 * min(rows * self.row_seconds / seconds, 4))
         if (cell := self._cells.get(kind)) is None:
-            self._cells[kind] = _Cell(requests, rows, seconds, tokens, self.num_reports)
+            self._cells[kind] = _Cell(requests, rows, seconds, tokens, self._num_reports)
             if len(self._cells) > MAX_CELLS:
                 del self._cells[min(self._cells, key=lambda each: self._cells[each].report)]
             return
         for name in ("requests", "rows", "seconds", "tokens"):
             old = getattr(cell, name)
             setattr(cell, name, old + WEIGHT * (getattr(self._latest, name) - old))
-        cell.report = self.num_reports
+        cell.report = self._num_reports
 
     def fit(self) -> StepCosts:
         """Fit the costs, all at least 0, by least squares of relative errors. Needs at least one measurement."""
@@ -98,7 +98,7 @@ class DecodeModel:
         now = self._latest
         equations = []
         for cell in self._cells.values():
-            noise = STEP_NOISE + NOISE_PER_REPORT * (self.num_reports - cell.report)
+            noise = STEP_NOISE + NOISE_PER_REPORT * (self._num_reports - cell.report)
             noise += NOISE_PER_OCTAVE * abs(log2(cell.tokens / now.tokens))
             equations.append(np.array((1.0, cell.requests, cell.rows, cell.seconds)) / (noise * cell.seconds))
         copying = min(self.row_seconds * now.rows, now.seconds / 2)
