@@ -225,15 +225,17 @@ def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]], toler
 def assert_same_but_rounding(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Identical greedy tokens up to a tie, and logprobs within `BATCHING_TOLERANCE` in the mean, request by request.
 
-    After a tie another text follows, which is not compared. At most one request in five may meet one.
+    After a tie another text follows, which is not compared. At most one request in five, and one more, may meet a tie.
+    The closest ties do not count, because logprobs that move by `BATCHING_TOLERANCE` swap such tokens.
     """
     assert len(got) == len(expected)
     num_ties = 0
     for index, (ours, full) in enumerate(zip(got, expected, strict=True)):
         same = sum(1 for _ in takewhile(bool, map(int.__eq__, ours["tokens"], full["tokens"])))
         if same < len(full["tokens"]):
-            num_ties += 1
-            assert full["margins"][same] <= TIE_MARGIN, f"request {index}: token {same} differs and is no tie"
+            margin = full["margins"][same]
+            assert margin <= TIE_MARGIN, f"request {index}: token {same} differs and is no tie"
+            num_ties += margin > 2 * BATCHING_TOLERANCE
         pairs = zip(ours["logprobs"][:same], full["logprobs"][:same], strict=True)
         mean = sum(abs(a - b) for a, b in pairs) / max(same, 1)
         assert mean <= BATCHING_TOLERANCE, f"request {index}: logprobs differ by {mean} in the mean"

@@ -212,7 +212,7 @@ def test_prompt_embeds_are_found_again_by_their_values(pair: Pair):
 def test_priority_decides_who_waits(pair: Pair):
     """All seats are taken, and one becomes free: of two that wait, the later and more urgent one gets it."""
     first, *others, urgent, later = (make_prompt(330 + index, seed=33) for index in range(MAX_NUM_SEQS + 2))
-    max_tokens, hot = 20, pair.hot
+    max_tokens, hot = 8, pair.hot  # few, because full KV's next tokens are near ties
     ended: list[int] = []
 
     def complete(prompt: list[int], priority: int) -> dict:
