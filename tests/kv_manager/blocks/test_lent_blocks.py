@@ -132,6 +132,25 @@ def test_growing_requests_are_not_preempted_for_what_is_lent(device_buffer_size:
     engine.check_idle()
 
 
+def test_a_prompt_that_pauses_is_not_preempted_for_what_is_lent() -> None:
+    """vLLM lets prompts wait for some steps, so that data parallel engines compute theirs in the same steps."""
+    engine = make_engine(36)
+    engine.ask("a", list(range(8)), max_tokens=24)
+    decode(engine, 3)
+    prompt = engine.ask("b", list(range(100, 128)), max_tokens=2)
+    engine.turn(budget=5)
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: schedule(throttle_prefills=True)
+    num_computed = prompt.num_computed_tokens
+    decode(engine, STEPS_PER_BALANCE + 1)
+    assert prompt.num_computed_tokens == num_computed and num_lent(engine, "a") + num_lent(engine, "b") > 0
+    engine.scheduler.schedule = schedule
+    engine.turn(MAX_BUDGET)
+    assert prompt.num_computed_tokens > num_computed and not prompt.num_preemptions
+    engine.run_to_end()
+    engine.check_idle()
+
+
 def test_a_request_that_is_refused_again_and_again_gets_everything() -> None:
     """vLLM may want more blocks to be free than is known here, such as those that it reserves for other requests."""
     engine = make_engine(80)
@@ -246,7 +265,8 @@ class World:
         limits = {"enable_caching": True, "max_num_running": 999, "max_num_batched_tokens": 1024}
         self.tracker = RequestTracker(HostBlockPool(1024, 64), Deferred(), kv_cache_manager, groups, **limits)
         for index, (name, length) in enumerate(lengths.items()):
-            self.tracker.requests[name] = SimpleNamespace(num_tokens=length, status=RequestStatus.RUNNING)
+            request = SimpleNamespace(num_tokens=length, num_computed_tokens=length - 1, status=RequestStatus.RUNNING)
+            self.tracker.requests[name] = request
             self.tracker.admitted[name] = AdmittedRequest(index, 0, num_tokens=length)
             self.blocks[name] = range(self.spec.num_blocks(length))
         self.changes: list[str] = []
@@ -268,6 +288,7 @@ class World:
     def step(self) -> None:
         for name, request in self.tracker.requests.items():
             request.num_tokens += bool(self.num_tokens[name])
+            request.num_computed_tokens = request.num_tokens - 1
             self.tracker.admitted[name].num_tokens = request.num_tokens
             last, self.num_tokens[name] = self.num_tokens[name], request.num_tokens
             num_resident = [-(-tokens // 64) for tokens in (last, request.num_tokens)]

@@ -486,7 +486,8 @@ class RequestTracker:
         """Blocks that running requests may need in their next steps, and waiting ones if one of them was refused.
 
         NOTE: a step that has no tokens left for a waiting request computes a chunk of some prompt. Blocks for one more
-        chunk stay free in that case, with which the waiting request can start in the next step.
+        chunk stay free in that case, with which the waiting request can start in the next step. They also stay free
+        while a prompt pauses.
 
         Args:
             num_growing: blocks that running requests need at most for their next block of tokens (`BlockNeeds`).
@@ -495,6 +496,7 @@ class RequestTracker:
         if self._steps_of_refusal > MAX_STEPS_OF_REFUSAL:
             return self.block_pool.num_gpu_blocks
         has_chunk = max(num_scheduled.values(), default=0) > self.layout.max_query_len
+        has_chunk = has_chunk or self._has_paused_prompt(num_scheduled)
         num_kept = num_growing + (self._needs.chunk if has_chunk else 0)
         if not self._steps_of_refusal:
             return num_kept
@@ -502,6 +504,15 @@ class RequestTracker:
         turns = self._waiting_turns()
         starts += [self._needs.turn(self.admitted[name].num_tokens, self.requests[name].num_tokens) for name in turns]
         return num_kept + sum(starts) + (self._needs.watermark if starts else 0)
+
+    def _has_paused_prompt(self, num_scheduled: Mapping[str, int]) -> bool:
+        """Return True if a running request has more of its prompt to compute, but nothing in this step, as with
+        `--prefill-schedule-interval`.
+        """
+        idle = (self.requests.get(name) for name in self.admitted.keys() - num_scheduled.keys())
+        running = (request for request in idle if request and request.status == RequestStatus.RUNNING)
+        most = self.layout.max_query_len
+        return any(request.num_tokens - request.num_computed_tokens > most for request in running)
 
     def _could_start(self) -> list[Request]:
         """Requests without blocks that could start if there were device blocks."""
