@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiered_engine import IDENTITY, TieredEngine
+from tiered_engine import IDENTITY, TIMEOUT_S, TieredEngine
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
@@ -259,6 +260,24 @@ def test_blocks_that_are_evicted_before_they_are_stored_are_counted(
     monkeypatch.undo()
     engine.settle()
     assert engine.take_counters()["tier_dropped_blocks"] >= NUM_BLOCKS
+    engine.check_idle()
+
+
+def test_blocks_of_a_prefix_that_is_always_used_keep_no_others_from_the_store(
+    engine: TieredEngine, tmp_path: Path
+) -> None:
+    for index in range(3):
+        engine.ask(f"short-{index}", PROMPT, 1)
+        engine.turn(100)
+    other = engine.ask("other", [*range(500, 517)], 1)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not {block_hash.hex() for block_hash in other.block_hashes} <= {path.stem for path in block_files(tmp_path)}:
+        assert time.monotonic() < deadline, "the blocks of the other request are not stored"
+        index += 1
+        engine.ask(f"short-{index}", PROMPT, 1)
+        engine.turn(100)
+    engine.settle()
+    assert len(block_files(tmp_path)) == NUM_BLOCKS + 4
     engine.check_idle()
 
 

@@ -54,7 +54,8 @@ class BlockStores:
         for block_id in self.host_pool.take_newly_cached():
             block_hash = self.host_pool.hash_of(block_id)
             if block_hash is not None and self._is_lacking(block_id, block_hash):
-                waiting, _ = self._waiting.get(block_id, (block_hash, 0))
+                # NOTE: it goes to the end, because no block behind one that waits for a later step is looked at.
+                waiting, _ = self._waiting.pop(block_id, (block_hash, 0))
                 self._num_dropped += waiting != block_hash
                 self._waiting[block_id] = (block_hash, deferred.num_scheduled)
         batch = self._next_batch(deferred)
