@@ -72,6 +72,15 @@ def test_the_runtime_does_not_import_the_command_line() -> None:
     assert not [(path, name) for path, names in imports.items() for name in names if is_forbidden(name)]
 
 
+@pytest.mark.long
+def test_the_package_imports_nothing_of_the_checkout() -> None:
+    """An installed package has neither tools nor benchmarks beside it."""
+    imports = {path.relative_to(PACKAGE): imported_modules(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    beside = {path.name for path in PACKAGE.parent.iterdir() if path.is_dir()} - {PACKAGE.name}
+    assert {"tools", "benchmarks", "tests"} <= beside
+    assert not [(path, name) for path, names in imports.items() for name in names if name.partition(".")[0] in beside]
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_the_command_names_the_extra_that_is_missing(package: str) -> None:
     result = run_python(MISSING_EXTRA.format(package=package))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tools.harness.deployment import hisparse_connector
+from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse.trace import Trace
 
 if TYPE_CHECKING:
@@ -39,8 +39,12 @@ def record_command(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     sizes = {"max_model_len": prompt_tokens + max_tokens, "kv_cache_memory_bytes": kv_cache_mib << 20}
     with tempfile.TemporaryDirectory() as directory:
-        connector = hisparse_connector(host_pool_gib=host_pool_gib, selection_trace_dir=directory)
-        llm = start_engine(model, seed, kv_transfer_config=connector | {"kv_role": "kv_both"}, **sizes)
+        connector = {
+            "kv_connector": CONNECTOR_NAME,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_pool_gib": host_pool_gib, "selection_trace_dir": directory},
+        }
+        llm = start_engine(model, seed, kv_transfer_config=connector, **sizes)
         try:
             generate(llm, [path.read_text() for path in text], prompt_tokens, sampling)
         finally:
