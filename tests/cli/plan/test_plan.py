@@ -718,6 +718,26 @@ def test_both_sides_of_a_pair_have_gpus_and_ports_of_their_own() -> None:
         assert ("set PREFILL_HOST and DECODE_HOST first" in invoke(*words).output) == has_two_hosts
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype", "name"),
+    [
+        ("GLM-5", "auto", "zai-org/GLM-5-FP8"),
+        ("GLM-5", "bfloat16", "zai-org/GLM-5"),
+        ("GLM-5.3", "auto", "zai-org/GLM-5.3"),
+        ("GLM-5.3", "bfloat16", "zai-org/GLM-5.3-BF16"),
+    ],
+)
+def test_the_commands_load_weights_of_the_planned_dtype(model: str, dtype: str, name: str) -> None:
+    found = planned(model, "--tensor-parallel-size", "16", "--weight-dtype", dtype)
+    assert shlex.split(found["commands"]["one instance"])[:3] == ["vllm", "serve", name]
+    assert (found["helm_values"]["model"]["id"], found["ray_options"]["model_source"]) == (name, name)
+
+
+@pytest.mark.parametrize(("model", "fits"), [("GLM-5", False), ("GLM-5.2", True), ("GLM-5.3", True)])
+def test_contexts_of_half_a_million_tokens(model: str, fits: bool) -> None:
+    assert (invoke(model, "--tensor-parallel-size", "8", "--context", "500000").exit_code == 0) == fits
+
+
 @pytest.mark.parametrize(("drafts", "counted"), [(1, "1 draft per step"), (2, "2 drafts per step")])
 def test_the_output_says_how_many_drafts_a_step_has(drafts: int, counted: str) -> None:
     output = invoke("GLM-5", "--tensor-parallel-size", "8", "--drafts", str(drafts)).output

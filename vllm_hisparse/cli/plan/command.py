@@ -27,7 +27,7 @@ from vllm_hisparse.cli.plan.launch import (
     replicas_refusal,
 )
 from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
-from vllm_hisparse.cli.plan.models import CHECKPOINTS, PRESETS, ModelError, ModelShape
+from vllm_hisparse.cli.plan.models import BF16_CHECKPOINTS, CHECKPOINTS, PRESETS, ModelError, ModelShape
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
 from vllm_hisparse.layout import MSA_UNIT
@@ -174,6 +174,8 @@ def plan_command(
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
     model = CHECKPOINTS.get(shape.name, str(Path(model).parent) if Path(model).is_file() else model)
+    if weight_dtype == "bfloat16":
+        model = BF16_CHECKPOINTS.get(shape.name, model)
     warning, starts = gpu_warning(plan, kv_cache_dtype), commands(plan, model, kv_cache_dtype)
     deployments: dict[str, Any] = {"helm_values": None, "ray_options": None}
     if not replicas_refusal(plan):

@@ -125,8 +125,8 @@ def _dense(
 PRESETS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2": _V32,
     "GLM-5": _GLM5,
-    "GLM-5.2": _GLM5 | {"index_topk_freq": 4},
-    "GLM-5.3": _GLM5 | {"index_topk_pattern": "FFSSS" + "FSSS" * 18 + "F"},
+    "GLM-5.2": _GLM5 | {"index_topk_freq": 4, "max_position_embeddings": 1048576},
+    "GLM-5.3": _GLM5 | {"index_topk_pattern": "FFSSS" + "FSSS" * 18 + "F", "max_position_embeddings": 1048576},
     "HY-V4": _HYV4,
     "MiniMax-M3": _MINIMAX_M3,
     "Llama-3.1-8B": _dense("LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128256),
@@ -154,10 +154,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
     | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
 }
-CHECKPOINTS = {  # names by which vLLM loads the presets
+CHECKPOINTS = {  # names by which vLLM loads the presets, with weights of the dtype that the preset has
     "DeepSeek-V3.2": "deepseek-ai/DeepSeek-V3.2",
-    "GLM-5": "zai-org/GLM-5",
-    "GLM-5.2": "zai-org/GLM-5.2",
+    "GLM-5": "zai-org/GLM-5-FP8",
+    "GLM-5.2": "zai-org/GLM-5.2-FP8",
     "GLM-5.3": "zai-org/GLM-5.3",
     "HY-V4": "/path/to/HY-V4",  # no name is known
     "MiniMax-M3": "MiniMaxAI/MiniMax-M3",
@@ -176,6 +176,11 @@ CHECKPOINTS = {  # names by which vLLM loads the presets
     "GLM-4.5": "zai-org/GLM-4.5",
     "GLM-4-9B": "zai-org/GLM-4-9B-0414",
     "ERNIE-4.5-21B-A3B": "baidu/ERNIE-4.5-21B-A3B-PT",
+}
+BF16_CHECKPOINTS = {  # of presets whose weights are in fp8
+    "GLM-5": "zai-org/GLM-5",
+    "GLM-5.2": "zai-org/GLM-5.2",
+    "GLM-5.3": "zai-org/GLM-5.3-BF16",
 }
 SPARSE_LAYERS = ("deepseek_sparse_attention", "sparse_attention", "sparse", "indexed_attention")  # vLLM's hy_v4
 PLAIN_LAYERS = ("full_attention", *SPARSE_LAYERS)  # kinds in `layer_types` that hot buffers can serve
