@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ import yaml
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+SKIP = "importorskip('vllm_router'"  # as `ast.unparse` writes it
+ROUTER_TESTS = [
+    path for path in sorted((ROOT / "tests").rglob("test_*.py")) if SKIP.replace("'", '"') in path.read_text()
+]
 
 
 def make_targets(command: str) -> set[str]:
@@ -36,6 +41,21 @@ def test_every_push_is_linted_and_tested() -> None:
     commands = " ".join(step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"])
     assert {"lint", "docs", "test"} <= make_targets(commands)
     assert re.findall(r"-m '([^']*)'", commands) == ["not e2e"], "slow tests without an engine run, too"
+
+
+@pytest.mark.parametrize("path", ROUTER_TESTS, ids=lambda path: path.name)
+def test_tests_that_start_the_router_are_end_to_end_tests(path: Path) -> None:
+    """A test, or a module of tests, is skipped where vllm-router is not installed because it starts the router."""
+    module = ast.parse(path.read_text())
+    for scope in (node for node in ast.walk(module) if isinstance(node, ast.Module | ast.FunctionDef)):
+        calls = [each.value for each in scope.body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
+        if not any(SKIP in ast.unparse(call) for call in calls):
+            continue
+        if isinstance(scope, ast.Module):
+            marks = [ast.unparse(each) for each in scope.body if isinstance(each, ast.Assign)]
+            assert "pytestmark = pytest.mark.e2e" in marks
+        else:
+            assert "pytest.mark.e2e" in map(ast.unparse, scope.decorator_list), scope.name
 
 
 def test_ci_run_lints_before_it_tests() -> None:

@@ -21,6 +21,7 @@ from servers import wait_for
 from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytest.importorskip("vllm_router", reason="vllm-router is not installed")
+pytestmark = pytest.mark.e2e
 
 RENDERED = Path(__file__).parent.parent.parent / "deploy" / "helm" / "rendered"
 PODS = {"127.0.0.2": "prefill", "127.0.0.3": "decode", "127.0.0.4": "decode", "127.0.0.5": "router"}
@@ -174,7 +175,6 @@ def send_requests(port: int) -> None:
         assert reply.status_code == 200, reply.text
 
 
-@pytest.mark.long
 def test_router_finds_the_pods_of_each_role(router_port: int):
     send_requests(router_port)
     assert {address for address, prefill in EngineHandler.served if prefill} == {ENGINES[0]}
