@@ -123,9 +123,17 @@ def measure(system: System, url: str, shape: Shape, concurrency: int, timeout_s:
     """Let clients talk to a server; returns the columns of a row.
 
     Raises:
-        TimeoutError: the conversations are not finished in time; the message says how far they came.
+        TimeoutError: the conversations, or those before them, are not finished in time; the message says how far they
+            came.
     """
-    asyncio.run(converse_all(url, shape.warm_up(), concurrency, timeout_s, WARM_UP_SEED))
+    warm_up = shape.warm_up()
+    try:
+        asyncio.run(converse_all(url, warm_up, concurrency, timeout_s, WARM_UP_SEED))
+    except TimeoutError:
+        raise TimeoutError(
+            f"warm-up of {concurrency} conversations, {warm_up.turns} turns each: not finished after {timeout_s:g} s. "
+            "Raise --case-timeout-s, or lower --concurrency. The log in --logs shows whether the engine hangs."
+        ) from None
     start = time.perf_counter()
     with Gauges(url) as gauges:
         try:

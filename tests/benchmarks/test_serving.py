@@ -244,6 +244,17 @@ def test_a_case_that_takes_too_long_says_how_far_it_came(monkeypatch: pytest.Mon
         turns.measure(turns.System.full, "url", Shape(first=5000, question=7, answer=30, turns=9), 3, 0.1)
 
 
+def test_a_warm_up_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def converse(*_: Any) -> list[Completion]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(turns, "converse", converse)
+    expected = r"warm-up of 3 conversations, 3 turns each: not finished after 0.1 s. Raise --case-timeout-s, or lower "
+    with pytest.raises(TimeoutError, match=expected):
+        turns.measure(turns.System.full, "url", Shape(first=5000, question=7, answer=30, turns=9), 3, 0.1)
+
+
 def test_percentiles_are_in_milliseconds() -> None:
     assert percentiles("ttft", [0.1, 0.2, 0.3]) == {"ttft_ms_p50": 200.0, "ttft_ms_p99": pytest.approx(298.0)}
 
