@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from enum import StrEnum
@@ -41,6 +41,7 @@ from benchmarks.serving import (
     log_directory,
     make_model,
     metrics,
+    needed,
     server,
     ucx_variables,
     wait_healthy,
@@ -117,15 +118,15 @@ class Pair:
             args += ["--attention-config", json.dumps(buffers)]
         connector = decode_connector(system, sizes, import_buffer_gib)
         self.engine, self.url = server(f"decode-{system}", model, sizes, log_dir, 1, connector, args)
-        self._router, self.router_url = make_router(f"router-{system}", log_dir, prefill_url, self.url)
+        self.router, self.router_url = make_router(f"router-{system}", log_dir, prefill_url, self.url)
         group.start(self.engine)
 
     def wait(self) -> None:
         """Wait until the engine and its router are ready."""
         wait_healthy(self.engine, START_TIMEOUT_S)
         force_selections(self.url, self._sizes)
-        self._group.start(self._router)
-        wait_healthy(self._router, START_TIMEOUT_S)
+        self._group.start(self.router)
+        wait_healthy(self.router, START_TIMEOUT_S)
         if not answers(self.router_url):  # the first transfer waits for a handshake, which is no case's
             raise RuntimeError(f"the router of {self.engine.name} gave no answer in {SETTLE_TIMEOUT_S:.0f} s")
 
@@ -295,10 +296,18 @@ def left(url: str) -> float | None:
 
 
 def measured(
-    attempts: Attempts, what: str, work: Callable[[], dict[str, Any]], fault: Fault | None
+    attempts: Attempts,
+    what: str,
+    work: Callable[[], dict[str, Any]],
+    fault: Fault | None,
+    processes: Sequence[EngineProcess] = (),
 ) -> dict[str, Any] | None:
-    """Return what some work finds. If it fails, other cases go on, but not after a fault, whose engine may be gone."""
-    return work() if fault else attempts.run(what, work)
+    """Return what some work, which needs processes, finds. If it fails, other cases go on, but not after a fault, whose
+    engine may be gone."""
+    if not fault:
+        return attempts.run(what, work, processes)
+    with needed(processes):
+        return work()
 
 
 def span(text: str) -> tuple[int, int]:
@@ -341,7 +350,7 @@ def run(
 ) -> None:
     """Measure every system with every number of clients; the result file is written after every case.
 
-    The exit code is 1 if an engine did not start or a case failed.
+    The exit code is 1 if an engine did not start or has ended, or a case failed.
     """
     start = time.monotonic()
     output = output or RESULTS / ("h100x2" if device == Device.gpu else "cpu") / "pd_load.json"
@@ -374,7 +383,7 @@ def run(
             typer.echo(f"{pair.system} is ready after {time.monotonic() - start:.0f} s", err=True)
         for clients in concurrency:
             for pair in pairs:
-                if time.monotonic() - start > max_s or not pair.engine.is_healthy():
+                if time.monotonic() - start > max_s:
                     continue
                 case = {"context": contexts, "output": outputs, "concurrency": clients, "seed": clients}
                 case["requests"] = max(round(rounds * clients), 1)
@@ -387,6 +396,7 @@ def run(
                     f"{pair.system}, {clients} clients",
                     lambda pair=pair, case=case: measure(pair, model, log_dir, prefill_url, case, fault),
                     fault,
+                    [prefill, pair.engine, pair.router],
                 )
                 if found is not None:
                     rows.append(row | found | sizes.described() | described)

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 TINY_MODEL = ROOT / "build" / "models" / "dsv32"
 SAMPLE_S = 0.25
 METRICS_TIMEOUT_S = 20
+HEALTH_TIMEOUT_S = 10.0  # seconds in which an engine answers before a case
 DISCONNECTED = requests.RequestException
 # Transfers between GPUs of a host without RDMA (docs/deployment.md); variables of this process come before these.
 ONE_HOST = {"UCX_RMA_PPLN_ENABLE": "y", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
@@ -294,10 +295,31 @@ def wait_healthy(process: EngineProcess, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while not process.is_healthy():
-        if process.exit_code is not None or time.monotonic() > deadline:
-            tail = "\n".join(process.log_tail())
-            raise RuntimeError(f"{process.name} is not healthy, exit code {process.exit_code}:\n{tail}")
-        time.sleep(0.5)
+        if process.exit_code is not None:
+            state = f"has ended with exit code {process.exit_code}"
+        elif time.monotonic() > deadline:
+            state = f"is not healthy after {timeout_s:g} s"
+        else:
+            time.sleep(0.5)
+            continue
+        raise RuntimeError("\n".join([f"{process.name} {state}; the end of its log:", *process.log_tail()]))
+
+
+@contextmanager
+def needed(engines: Sequence[EngineProcess]) -> Iterator[None]:
+    """A block that needs engines.
+
+    Raises:
+        RuntimeError: an engine is not healthy, before the block or after an error in it.
+    """
+    for engine in engines:
+        wait_healthy(engine, HEALTH_TIMEOUT_S)
+    try:
+        yield
+    except Exception:
+        for engine in engines:  # if one has ended, the error in the block follows from it
+            wait_healthy(engine, HEALTH_TIMEOUT_S)
+        raise
 
 
 @dataclass
@@ -310,10 +332,18 @@ class Attempts:
 
     failed: list[str] = field(default_factory=list)
 
-    def run(self, what: str, work: Callable[[], Any]) -> Any:
-        """Return the result of some work; None, with a message, if it fails."""
+    def run(self, what: str, work: Callable[[], Any], engines: Sequence[EngineProcess] = ()) -> Any:
+        """Return the result of some work; None, with a message, if it fails.
+
+        Args:
+            what: name of the work.
+            work: does it.
+            engines: engines that it needs. If one of them has ended, before the work or meanwhile, the work has failed,
+                and the message has the end of the engine's log.
+        """
         try:
-            return work()
+            with needed(engines):
+                return work()
         except Exception as error:  # whatever one system's processes do
             typer.echo(f"{what}: {type(error).__name__}: {error}", err=True)
             self.failed.append(what)

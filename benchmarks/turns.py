@@ -190,7 +190,7 @@ def run(
 ) -> None:
     """Measure every system with every number of conversations; the result file is written after every case.
 
-    The exit code is 1 if an engine did not start or a case failed.
+    The exit code is 1 if an engine did not start or has ended, or a case failed.
     """
     start = time.monotonic()
     output = output or RESULTS / ("h100" if device == Device.gpu else "cpu") / "turns.json"
@@ -221,12 +221,13 @@ def run(
             typer.echo(f"{name} is ready after {time.monotonic() - start:.0f} s", err=True)
         for num in concurrency:
             for name, (process, url) in servers.items():
-                if time.monotonic() - start > max_s or not process.is_healthy():
+                if time.monotonic() - start > max_s:
                     continue
                 row = {"system": str(name), "concurrency": num, **vars(shape)}
                 work = attempts.run(
                     f"{name}, {num} conversations",
                     lambda name=name, url=url, num=num: measure(name, url, shape, num, case_timeout_s),
+                    [process],
                 )
                 if work is not None:
                     rows.append(row | work | sizes.described())

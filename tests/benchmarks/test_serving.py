@@ -364,6 +364,75 @@ def test_without_a_fault_other_cases_go_on(capsys: pytest.CaptureFixture[str]) -
     Attempts().end()
 
 
+class Mortal(EngineProcess):
+    """Says one word, and then nothing until it is killed."""
+
+    def __init__(self, name: str, directory: Path):
+        program = "import time; print('the last word'); time.sleep(60)"
+        super().__init__(name, [sys.executable, "-c", program], directory / f"{name}.log")
+
+    def is_healthy(self) -> bool:
+        return super().is_healthy() and bool(self.log_tail())
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        wait_for(self.is_gone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dies_in_a_case", [False, True])
+def test_an_engine_that_dies_is_named_with_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies_in_a_case: bool
+) -> None:
+    """The run ends with an exit code, and the row of the case before is kept."""
+    engine, columns = Mortal("full", tmp_path), ("first_ttft_ms_p50", "ttft_ms_p50", "tpot_ms_p50", "prefix_hit_rate")
+
+    def measure(_system: System, _url: str, _shape: Shape, concurrency: int, _timeout_s: float) -> dict[str, Any]:
+        if dies_in_a_case == (concurrency == 32):
+            engine.kill()
+        if concurrency == 32:
+            raise requests.ConnectionError("refused")
+        return dict.fromkeys(("tokens_per_s", *columns), 1)
+
+    monkeypatch.setattr(turns, "server", lambda *_: (engine, "url"))
+    monkeypatch.setattr(turns, "measure", measure)
+    output = tmp_path / "turns.json"
+    args = ["--device", "cpu", "--system", "full", "--concurrency", "8", "--concurrency", "32"]
+    result = CliRunner().invoke(turns.app, [*args, "--logs", str(tmp_path), "--output", str(output)])
+    assert result.exit_code == 1, result.output
+    message = "full, 32 conversations: RuntimeError: full has ended with exit code -9; the end of its log:\n"
+    assert f"{message}the last word\n" in result.output
+    assert "Failed: full, 32 conversations\n" in result.output
+    assert [row["concurrency"] for row in json.loads(output.read_text())["rows"]] == [8]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["prefill", "decode-full", "router-full"])
+def test_every_process_of_a_pair_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    processes = {each: Mortal(each, tmp_path) for each in ("prefill", "decode-full", "router-full")}
+    prefill, engine, router = processes.values()
+
+    def pair(group: ProcessGroup, system: System, *_: object) -> SimpleNamespace:
+        for process in (engine, router):
+            wait_healthy(group.start(process), 30)
+        return SimpleNamespace(system=system, engine=engine, router=router, wait=lambda: None)
+
+    def measure(*_: object) -> dict[str, Any]:
+        processes[name].kill()
+        return dict.fromkeys(("tokens_per_s", "ttft_ms_p50", "itl_ms_p50", "itl_ms_p99", "running_max", "failed"), 1)
+
+    monkeypatch.setattr(pd_load, "server", lambda *_: (prefill, "url"))
+    monkeypatch.setattr(pd_load, "Pair", pair)
+    monkeypatch.setattr(pd_load, "measure", measure)
+    output = tmp_path / "pd_load.json"
+    args = ["--device", "cpu", "--system", "full", "--concurrency", "8", "--concurrency", "16"]
+    result = CliRunner().invoke(pd_load.app, [*args, "--logs", str(tmp_path), "--output", str(output)])
+    assert result.exit_code == 1, result.output
+    message = f"full, 16 clients: RuntimeError: {name} has ended with exit code -9; the end of its log:\nthe last word"
+    assert message in result.output
+    assert [row["concurrency"] for row in json.loads(output.read_text())["rows"]] == [8]
+
+
 @pytest.mark.parametrize(("fails", "exit_code"), [(True, 1), (False, 0)])
 def test_a_run_whose_case_fails_ends_with_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool, exit_code: int
@@ -398,8 +467,10 @@ def test_a_run_whose_engine_does_not_start_ends_with_an_exit_code(
             if system == System.vllm_native:
                 raise RuntimeError("decode-vllm_native is not healthy")
 
-        engine = SimpleNamespace(is_healthy=lambda: system == System.full)
-        return SimpleNamespace(system=system, engine=engine, wait=wait)
+        engine = SimpleNamespace(
+            name=f"decode-{system}", is_healthy=lambda: system == System.full, exit_code=1, log_tail=list
+        )
+        return SimpleNamespace(system=system, engine=engine, router=engine, wait=wait)
 
     columns = ("tokens_per_s", "ttft_ms_p50", "itl_ms_p50", "itl_ms_p99", "running_max", "failed")
     prefill = EngineProcess("prefill", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "prefill.log")
@@ -411,7 +482,8 @@ def test_a_run_whose_engine_does_not_start_ends_with_an_exit_code(
     output = tmp_path / "pd_load.json"
     result = CliRunner().invoke(pd_load.app, [*args, "--logs", str(tmp_path), "--output", str(output)])
     assert result.exit_code == 1, result.output
-    assert "Failed: start of vllm_native" in result.output
+    assert "vllm_native, 8 clients: RuntimeError: decode-vllm_native has ended with exit code 1" in result.output
+    assert "Failed: start of vllm_native; vllm_native, 8 clients\n" in result.output
     assert [row["system"] for row in json.loads(output.read_text())["rows"]] == ["full"]
 
 
