@@ -46,8 +46,9 @@ GAUGES = {
     "requests_waiting_for_host_memory": "Number of requests waiting for host blocks.",
     "transfers_waiting_for_buffer": "Number of KV transfers waiting for a part of the import buffer.",
     "hot_rows_lent": "Number of hot rows per layer that requests have beyond device_buffer_size.",
-    "admission_limit": "Number of requests that may run at once because more would decode slower; 0 without a limit.",
-    "requests_held_back": "Number of requests waiting because more running ones would decode slower.",
+    "admission_limit": "Number of requests that may run at once because more would decode slower; 0 if none decides.",
+    "admission_missing_predictions": "Number of predictions before a limit decides; until then, hot requests run.",
+    "requests_held_back": "Number of requests waiting because of the limit or of missing predictions.",
     "hot_rows_wanted": "Number of hot rows per layer beyond device_buffer_size that would hold all sequences.",
 }
 HISTOGRAMS = {

@@ -230,8 +230,10 @@ class HiSparseSchedulerConnector:
         stats.set_gauges(**self.host_pool.block_counts())
         stats.set_gauges(requests_waiting_for_host_memory=self.tracker.num_waiting_for_host())
         if self.admission:
-            limit, num_held_back = self.admission.limit or 0, self.tracker.num_held_back()
-            stats.set_gauges(admission_limit=limit, requests_held_back=num_held_back)
+            missing = self.admission.num_missing_predictions
+            limit = 0 if missing else self.admission.limit or 0
+            stats.set_gauges(admission_limit=limit, admission_missing_predictions=missing)
+            stats.set_gauges(requests_held_back=self.tracker.num_held_back())
         if self.groups.hot_spec.elastic:
             stats.set_gauges(**self.tracker.lent_row_counts())
             stats.add(hot_rows_taken_back=self.tracker.take_rows_taken_back())

@@ -206,12 +206,12 @@ def test_reports_without_a_curve_or_steps_are_no_measurement() -> None:
     control.measured(Usage(3, 0, 0), None)
     control.measured(Usage(5, 10, 5, tuple(np.linspace(0.5, 0.1, len(SIZES)))), demand)
     for report in range(1, DECISIONS + 1):
-        assert not control.has_predicted and control.holds_back(2, lambda: False)
+        assert control.num_missing_predictions == DECISIONS + 1 - report and control.holds_back(2, lambda: False)
         for _ in range(20):
             control.step_scheduled({"a": 1, "b": 1})
             control.step_processed()
         control.measured(Usage(20 * report, 10, 5), demand)
-    assert control.has_predicted
+    assert control.num_missing_predictions == 0
 
 
 def test_limits_are_logged_not_too_often() -> None:

@@ -26,15 +26,19 @@ def prompt(name: str) -> list[int]:
     return [100 * ord(name) + token for token in PROMPT]
 
 
+def predict(engine: ScriptedEngine) -> None:
+    """Let the engine measure and predict once."""
+    engine.ask(f"measured at {len(engine.log)}", [7])
+    engine.run_to_end()
+    usage = Usage(len(engine.log), 1, 1, (0.5,) * len(SIZES))
+    engine.half.admission.measured(usage, Demand.of(engine.tracker.spec, [20], 32))
+
+
 def limit(engine: ScriptedEngine, number: int | None) -> None:
     """Let the engine have measured what makes this the limit."""
     control = engine.half.admission
-    for index in range(0 if control.has_predicted else admission.DECISIONS):
-        engine.ask(f"measured {index}", [7])
-        engine.run_to_end()
-        usage = Usage(len(engine.log), 1, 1, (0.5,) * len(SIZES))
-        control.measured(usage, Demand.of(engine.tracker.spec, [20], 32))
-    assert control.has_predicted
+    while control.num_missing_predictions:
+        predict(engine)
     control.limit = number
 
 
@@ -59,6 +63,31 @@ def test_a_request_waits_for_predictions_only_so_long(monkeypatch: pytest.Monkey
     run(engine, 4)
     assert len(engine.running) == 3 and not engine.tracker.obstacles
     run(engine, 40)
+    engine.check_idle()
+
+
+def test_metrics_show_no_limit_that_does_not_decide() -> None:
+    engine = make_engine()
+    for missing in range(admission.DECISIONS, 0, -1):
+        assert (gauge(engine, "admission_limit"), gauge(engine, "admission_missing_predictions")) == (0, missing)
+        predict(engine)
+        engine.half.admission.limit = 1
+    assert (gauge(engine, "admission_limit"), gauge(engine, "admission_missing_predictions")) == (1, 0)
+
+
+def test_metrics_show_the_limit_that_decides_after_a_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_STEPS_WITHOUT", 4)
+    engine = make_engine()
+    predict(engine)
+    engine.half.admission.limit = 2
+    for name in "abc":
+        engine.ask(name, prompt(name), max_tokens=12)
+    run(engine, 3)
+    assert (gauge(engine, "admission_limit"), gauge(engine, "admission_missing_predictions")) == (0, 3)
+    run(engine, 3)
+    assert (gauge(engine, "admission_limit"), gauge(engine, "admission_missing_predictions")) == (2, 0)
+    assert len(engine.running) == 2 and gauge(engine, "requests_held_back") == 1
+    engine.run_to_end()
     engine.check_idle()
 
 

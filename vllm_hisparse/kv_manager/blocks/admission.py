@@ -165,7 +165,8 @@ class AdmissionControl:
         clock: returns seconds.
 
     Attributes:
-        limit: number of requests that may run at once; None: as many as there is room for.
+        limit: number of requests that may run at once; None: as many as there is room for. It decides once
+            `num_missing_predictions` is 0.
     """
 
     def __init__(
@@ -187,11 +188,12 @@ class AdmissionControl:
         self._last_log, self._logged_limit = -SECONDS_PER_LOG, self.limit
 
     @property
-    def has_predicted(self) -> bool:
-        """True after the first predictions. They say little of later misses, because they include the first copies of
-        all rows.
+    def num_missing_predictions(self) -> int:
+        """Number of predictions that are made before the limit decides, or before requests have waited for long enough.
+
+        The first ones say little of later misses, because they include the first copies of all rows.
         """
-        return len(self._decisions) == DECISIONS
+        return 0 if self._steps_without >= MAX_STEPS_WITHOUT else DECISIONS - len(self._decisions)
 
     def step_scheduled(self, num_scheduled: Mapping[str, int]) -> None:
         """Record a scheduled step; called once for each step.
@@ -216,7 +218,7 @@ class AdmissionControl:
         """
         if num_running == 0:
             return False
-        if not self.has_predicted and self._steps_without < MAX_STEPS_WITHOUT:
+        if self.num_missing_predictions:
             self._has_held_back = not is_hot_as_a_whole()
             return self._has_held_back
         return self.limit is not None and num_running >= self.limit and not is_hot_as_a_whole()
@@ -273,7 +275,7 @@ class AdmissionControl:
             self.limit = min(each.largest for each in self._decisions)
         else:
             self.limit = prediction.limit
-        if self.has_predicted:
+        if not self.num_missing_predictions:
             self._log(prediction)
 
     def _log(self, prediction: Prediction) -> None:
