@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiered_engine import IDENTITY, TIMEOUT_S, TieredEngine
+from tiered_engine import BLOCK_BYTES, IDENTITY, TIMEOUT_S, TieredEngine
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import TransferJob
@@ -28,10 +28,12 @@ from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks.request_tracker import MAX_STEPS_OF_REFUSAL
 from vllm_hisparse.kv_manager.tiers import make_tiers
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
+from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 from vllm_hisparse.layout import KVLayout
 
 PROMPT = list(range(200, 221))  # five whole blocks and one token
 NUM_BLOCKS = 5
+CHUNK_BYTES = chunk_bytes(BLOCK_BYTES)
 
 
 def fs(path: Path, quota_gib: float = 1.0) -> dict:
@@ -241,6 +243,26 @@ def test_a_full_disk_does_not_multiply_what_another_store_gets(tmp_path: Path, m
         assert sum(not is_full for is_full, _ in given) == NUM_BLOCKS
 
 
+def test_a_block_whose_store_has_failed_is_stored_after_its_next_use(
+    engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it is still in the transfer buffer."""
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs_manager, "batch_store_block", fail)
+        engine.answer("first", PROMPT)
+        engine.settle()
+    assert not block_files(tmp_path)
+    engine.tiers.manager.secondary_tiers[0].bp_detector.reset()
+    engine.answer("again", PROMPT)
+    engine.settle()
+    assert len(block_files(tmp_path)) == NUM_BLOCKS
+    engine.check_idle()
+
+
 def test_a_block_that_host_pool_and_store_have_lost_is_stored_again(engine: TieredEngine, tmp_path: Path) -> None:
     engine.answer("first", PROMPT)
     forget(engine, PROMPT)
@@ -322,15 +344,38 @@ def test_an_aborted_request_leaves_nothing_of_its_load(engine: TieredEngine) -> 
     assert not engine.tiers.leftovers()
 
 
+def test_a_block_that_the_quota_deletes_is_stored_again_when_it_is_used(tmp_path: Path) -> None:
+    """The host pool has it all the time, so nobody reads its file, which therefore counts as the least used one."""
+    quota = (16 + 4 + NUM_BLOCKS) * CHUNK_BYTES  # 16 blocks may be on their way
+    with TieredEngine([fs(tmp_path, quota / 2**30)], num_host_blocks=24) as engine:
+        request, _ = engine.answer("first", PROMPT)
+        engine.settle()
+        names = {block_hash.hex() for block_hash in request.block_hashes}
+        assert names <= {path.stem for path in block_files(tmp_path)}
+        engine.fill(num_requests=2)
+        wait_for_quota(engine)
+        assert not names & {path.stem for path in block_files(tmp_path)}
+        _, counted = engine.answer("again", PROMPT)
+        assert counted["tier_loaded_blocks"] == 0
+        wait_for_quota(engine)
+        assert names <= {path.stem for path in block_files(tmp_path)}
+        engine.check_idle()
+
+
+def wait_for_quota(engine: TieredEngine) -> None:
+    """Wait until everything is stored and the files beyond the quota are deleted."""
+    engine.settle()
+    engine.tiers.manager.secondary_tiers[0].tier.quota.used([]).result(TIMEOUT_S)
+
+
 @pytest.mark.long
 def test_a_quota_is_kept(tmp_path: Path) -> None:
-    chunk_bytes = 12288
-    quota = 40 * chunk_bytes
+    quota = 40 * CHUNK_BYTES
     with TieredEngine([fs(tmp_path, quota / 2**30)], num_host_blocks=24) as engine:
         for seed in range(6):
             engine.fill(seed)
             engine.settle()
-        engine.tiers.manager.secondary_tiers[0].tier.quota.added([]).result()
+        wait_for_quota(engine)
     files = block_files(tmp_path)
     assert 0 < sum(path.stat().st_size for path in files) <= quota
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -34,6 +34,7 @@ class DirectoryQuota:
         self.directory, self.max_bytes = directory, max_bytes
         self.num_bytes = 0
         self._sizes: OrderedDict[str, int] = OrderedDict()  # path -> bytes, least recently used first
+        self._deleted: deque[str] = deque()
         self._scanned_at = 0.0
         self._thread = ThreadPoolExecutor(1, "hisparse_tier_quota")
         self._thread.submit(self._scan)
@@ -49,6 +50,10 @@ class DirectoryQuota:
     def deleted(self, path: str) -> Future:
         """Stop counting a file that was deleted."""
         return self._thread.submit(self._forget, path)
+
+    def take_deleted(self) -> list[str]:
+        """Paths of the files that were deleted because of the quota since the last call."""
+        return [self._deleted.popleft() for _ in range(len(self._deleted))]
 
     def shutdown(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -102,6 +107,7 @@ class DirectoryQuota:
             path = next(iter(self._sizes))
             try:
                 self._delete(path)
+                self._deleted.append(path)
             except OSError as error:
                 logger.warning("Cannot delete %s: %s", path, error)
                 self._forget(path)

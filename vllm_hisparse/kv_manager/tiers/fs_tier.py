@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from vllm_hisparse.kv_manager.tiers.block_stores import key_of
 from vllm_hisparse.kv_manager.tiers.directory_quota import DirectoryQuota
 from vllm_hisparse.kv_manager.tiers.store_pause import StorePause
 from vllm_hisparse.vllm_patches.temporary_names import draw_temporary_names
@@ -63,6 +64,14 @@ class QuotaFileSystemTier(FileSystemTierManager):
             elif read is not None:
                 self.quota.used(read)
         return results
+
+    def take_deleted(self) -> list[OffloadKey]:
+        """Keys of the blocks that were deleted because of the quota since the last call."""
+        keys = []
+        for path in self.quota.take_deleted():
+            with suppress(ValueError):  # not the name of a block
+                keys.append(key_of(bytes.fromhex(Path(path).stem)))
+        return keys
 
     def discard(self, key: OffloadKey) -> None:
         """Delete a damaged block.

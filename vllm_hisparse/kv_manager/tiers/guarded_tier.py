@@ -97,6 +97,8 @@ class GuardedTier(SecondaryTierManager):
             keys = self._stores.pop(result.job_id, ())
             if not result.success:
                 self._has.difference_update(keys)
+        if hasattr(self.tier, "take_deleted"):
+            self._has.difference_update(self._guard([], self.tier.take_deleted))
         return results
 
     def has_pending_work(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -123,10 +123,11 @@ class HostTierManager(TieringOffloadingManager):
             blocks: key -> host block.
 
         Returns:
-            False if the buffer has no room for them; nothing has changed.
+            False if the buffer has no room for those that are not in it.
         """
         context = ReqContext(f"store:{next(self._numbers)}")
         self.on_new_request(context)
+        self._store_again(blocks, context)
         is_started = self._save(blocks, context)
         self.on_request_finished(context)
         return is_started
@@ -178,6 +179,17 @@ class HostTierManager(TieringOffloadingManager):
     def shutdown(self) -> None:
         self.copier.shutdown()
         super().shutdown()
+
+    def _store_again(self, keys: Iterable[OffloadKey], context: ReqContext) -> None:
+        """Store blocks that are in the buffer, because vLLM's tiering stores only those that come there.
+
+        A tier may have deleted them, or failed to store them.
+        """
+        found = [key for key in keys if self.buffer.lookup(key, context) is LookupResult.HIT]
+        for index, tier in enumerate(self.secondary_tiers):
+            lacking = [key for key in found if tier.lacks(key)]
+            if lacking:
+                tier.submit_store(self.create_store_job(lacking, context, index))
 
     def _save(self, blocks: Mapping[OffloadKey, int], context: ReqContext) -> bool:
         prepared = self.prepare_store(list(blocks), context)
