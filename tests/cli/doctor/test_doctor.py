@@ -32,6 +32,8 @@ from vllm_hisparse.cli.doctor.command import examine
 from vllm_hisparse.cli.doctor.nixl_peer import check_peer, check_two_processes, serve, transport_of
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.cli.main import app
+from vllm_hisparse.kv_manager.rows import free_memory
+from vllm_hisparse.kv_manager.rows.free_memory import FreeMemory
 
 
 def found(report: Report) -> dict[str, Status]:
@@ -241,6 +243,28 @@ def test_host_memory_and_locked_memory(report: Report, monkeypatch: pytest.Monke
     check_memory(report, host_pool_gib=1e6)
     assert (found(report)["host memory"], found(report)["locked memory"]) == ("error", "warning")
     assert "1e+06 GiB" in next(finding.advice for finding in report.findings if finding.status == Status.error)
+
+
+@pytest.mark.parametrize(("pool_gib", "expected"), [(100, "ok"), (900, "ok"), (970, "error")])
+def test_a_pool_leaves_memory_to_the_host(
+    report: Report, monkeypatch: pytest.MonkeyPatch, pool_gib: float, expected: str
+) -> None:
+    """Start-up refuses a pool of more than 95% of the free memory."""
+    monkeypatch.setattr(free_memory, "free_memory", lambda: FreeMemory(1000 * 2**30, "free host memory"))
+    assert check_memory(report, pool_gib) == (expected == "ok")
+    assert found(report)["host memory"] == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("always", "ok"), ("within_size", "ok"), ("advise", "note"), ("never", "note")]
+)
+def test_huge_pages_of_the_pool(report: Report, tmp_path: Path, chosen: str, expected: str) -> None:
+    """With `advise`, memory has huge pages only if the program asks for them, and the pool does not."""
+    path = tmp_path / "kernel/mm/transparent_hugepage/shmem_enabled"
+    path.parent.mkdir(parents=True)
+    path.write_text("always within_size advise never deny force".replace(chosen, f"[{chosen}]") + "\n")
+    check_memory(report, 0.1, tmp_path)
+    assert found(report)["huge pages of shared memory"] == expected
 
 
 def make_sysfs(root: Path, gpu_node: int) -> Path:

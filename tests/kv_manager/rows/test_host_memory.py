@@ -10,9 +10,8 @@ import pytest
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows import host_memory
-from vllm_hisparse.kv_manager.rows.free_memory import FreeMemory
+from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, FreeMemory
 from vllm_hisparse.kv_manager.rows.host_memory import (
-    FREE_MEMORY_SHARE,
     allocate_host_pool,
     check_free_memory,
     num_host_pools,

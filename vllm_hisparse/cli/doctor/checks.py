@@ -183,12 +183,12 @@ def _check_kernels(report: Report) -> bool:
 
 def check_memory(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys")) -> bool:
     """Compare the host pool with free memory, the limit of locked memory and the page size; return True if it fits."""
-    from vllm_hisparse.kv_manager.rows.free_memory import free_memory
+    from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, free_memory
 
     free = free_memory()
-    free_gib, wanted = free.num_bytes / GIB, host_pool_gib + PROCESS_GIB
+    free_gib, wanted = free.num_bytes / GIB, max(host_pool_gib + PROCESS_GIB, host_pool_gib / FREE_MEMORY_SHARE)
     status = Status.ok if free_gib >= wanted else Status.error
-    advice = f"A host pool of {host_pool_gib:g} GiB and the processes need {wanted:g} GiB: lower it, or free memory."
+    advice = f"A host pool of {host_pool_gib:g} GiB needs {wanted:g} GiB of free memory: lower it, or free memory."
     report.add("host memory", status, f"{free_gib:.0f} GiB ({free.source})", "" if status == Status.ok else advice)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
@@ -202,8 +202,11 @@ def check_memory(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"
     with suppress(OSError):  # some containers have no such file
         text = (sysfs / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
         chosen = text.partition("[")[2].partition("]")[0]
-        huge = chosen in ("always", "within_size", "advise", "force")
-        advice = "Scattered reads translate more addresses with 4 KiB pages; `advise` lets shared pools have huge ones."
+        huge = chosen in ("always", "within_size", "force")  # the pool asks for nothing, as `advise` requires
+        advice = (
+            "Scattered reads translate more addresses with 4 KiB pages. `always` in "
+            "/sys/kernel/mm/transparent_hugepage/shmem_enabled gives the host pool huge ones."
+        )
         report.add("huge pages of shared memory", Status.ok if huge else Status.note, chosen, "" if huge else advice)
     return status == Status.ok
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 
 PROC = Path("/proc")
+FREE_MEMORY_SHARE = 0.95  # share of the free memory of host and container that host pools may take
 # By cgroup version: files with the memory limits, the file with the used bytes, and the entries of memory.stat that
 # count page cache, which the kernel gives up first.
 _LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}

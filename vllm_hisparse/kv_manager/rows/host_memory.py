@@ -13,12 +13,10 @@ from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
-from vllm_hisparse.kv_manager.rows.free_memory import engines_beside, free_memory, host_pool_bytes
+from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, engines_beside, free_memory, host_pool_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-FREE_MEMORY_SHARE = 0.95  # share of the free memory of host and container that host pools may take
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]  # waits for all ranks, and returns the value that each rank gives, by rank
