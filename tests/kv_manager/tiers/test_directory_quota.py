@@ -74,6 +74,18 @@ def test_files_of_other_engines_count_after_a_while(tmp_path: Path, monkeypatch:
     assert names(tmp_path) == ["2.bin", "3.bin"]
 
 
+def test_deleted_files_are_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = DirectoryQuota(tmp_path, 2 * SIZE)
+    wait(quota)
+    paths = [write(tmp_path / f"{index}.bin", 10 - index) for index in range(4)]
+    quota.added(paths).result(30)
+    assert quota.take_deleted() == paths[:2] and not quota.take_deleted()
+    os.remove(paths[2])  # by another engine
+    monkeypatch.setattr(directory_quota, "RESCAN_S", 0.0)
+    quota.added([]).result(30)
+    assert quota.take_deleted() == [paths[2]]
+
+
 def test_missing_files_do_not_matter(tmp_path: Path) -> None:
     quota = DirectoryQuota(tmp_path, 10 * SIZE)
     path = write(tmp_path / "0.bin")

@@ -52,7 +52,9 @@ class DirectoryQuota:
         return self._thread.submit(self._forget, path)
 
     def take_deleted(self) -> list[str]:
-        """Paths of the files that were deleted because of the quota since the last call."""
+        """Paths of the files that this engine has deleted because of the quota since the last call, and of those that a
+        scan has missed since then.
+        """
         return [self._deleted.popleft() for _ in range(len(self._deleted))]
 
     def shutdown(self) -> None:
@@ -61,7 +63,9 @@ class DirectoryQuota:
     def _scan(self) -> None:
         self._scanned_at = time.monotonic()
         found = sorted((status.st_mtime, path, status.st_size) for path, status in self._block_files())
-        self._sizes = OrderedDict((path, size) for _, path, size in found)
+        sizes = OrderedDict((path, size) for _, path, size in found)
+        self._deleted.extend(self._sizes.keys() - sizes.keys())
+        self._sizes = sizes
         self.num_bytes = sum(self._sizes.values())
         self._evict()
 
