@@ -67,7 +67,7 @@ class Rank(PullWorker):
         self.nixl_wrapper = Nixl()
         self._install_hooks()
         self.leases = Leases()
-        self._tokens_per_block, self._leases, self._expired = BLOCK_SIZE, self.leases, set()
+        self._tokens_per_block, self._num_kv_heads, self._leases, self._expired = BLOCK_SIZE, 1, self.leases, set()
         self._only_rank_0_pulls, self._begun, self._pull_seconds = False, {}, {}
         self._remote_agents = {"prefill": {(0, 0): "agent"}} if is_connected else {}
         self._engine_clock_offset, self._engine_last_active = {"prefill": CLOCK_OFFSET}, {}
@@ -358,22 +358,40 @@ def test_what_heartbeats_raise_ends_no_engine(decode: Decode, monkeypatch: pytes
     assert decode.posted == [REQUEST] and len(decode.rank.failures) == 1
 
 
+def agent_metadata(**changes: Any) -> SimpleNamespace:
+    """A description that a rank of a prefill instance gives of itself in a handshake."""
+    same = {"engine_id": "prefill", "block_size": BLOCK_SIZE, "physical_blocks_per_logical_kv_block": 1}
+    return SimpleNamespace(**{**same, "kv_cache_layout": "LBHNC", **changes})
+
+
 @pytest.mark.parametrize(
     ("block_size", "per_block", "is_refused"), [(8, 1, True), (2, 1, True), (2, 2, False), (4, 2, True)]
 )
 def test_block_sizes_differ(monkeypatch: pytest.MonkeyPatch, block_size: int, per_block: int, is_refused: bool) -> None:
     """Other block sizes are refused even if the prompt fills equally many blocks; kernels may divide blocks."""
     monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", lambda *args: "agent")
-    metadata = SimpleNamespace(
-        engine_id="prefill", block_size=block_size, physical_blocks_per_logical_kv_block=per_block
-    )
-    rank = Rank()
+    rank, metadata = Rank(), agent_metadata(block_size=block_size, physical_blocks_per_logical_kv_block=per_block)
     if not is_refused:
         assert rank.add_remote_agent(metadata, 0, 1, 1) == "agent"
         return
     expected = rf"--block-size .*: got {block_size * per_block}, expected {BLOCK_SIZE}.*same --block-size"
     with pytest.raises(RuntimeError, match=expected):
         rank.add_remote_agent(metadata, 0, 1, 1)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC", "LHBNC", "BHLNC", "a new one"])
+def test_layouts_of_blocks_differ(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Blocks are copied as they are, so several KV heads must come in the order of this side: all tokens of a head."""
+    monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", lambda *args: "agent")
+    rank = Rank()
+    assert rank.add_remote_agent(agent_metadata(kv_cache_layout=layout), 0, 1, 1) == "agent", "one head has one order"
+    rank._num_kv_heads = 2
+    with pytest.raises(
+        RuntimeError, match=f"layout of prefill engine prefill: got {layout}, expected .*LBHNC or BLHNC"
+    ):
+        rank.add_remote_agent(agent_metadata(kv_cache_layout=layout), 0, 1, 1)
+    for fitting in ("LBHNC", "BLHNC"):
+        assert rank.add_remote_agent(agent_metadata(kv_cache_layout=fitting), 0, 1, 1) == "agent"
 
 
 # The prefill side

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.compat.nixl import PullHooks, connect_on, copy_blocks_whole
 from vllm_hisparse.connector.import_buffer import ImportBuffer, ImportCounts, buffer_shape
@@ -44,6 +45,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         engine_id: id of this engine.
         kv_cache_config: the KV cache as NIXL sees it.
         block_size: tokens per block.
+        num_kv_heads: KV heads of this rank; 1 if all ranks hold the same rows.
         only_rank_0_pulls: True if the other ranks only tell the prefill instance that they need nothing.
     """
 
@@ -53,10 +55,12 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         engine_id: str,
         kv_cache_config: KVCacheConfig,
         block_size: int,
+        num_kv_heads: int,
         only_rank_0_pulls: bool,
     ):
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._tokens_per_block, self._only_rank_0_pulls = block_size, only_rank_0_pulls
+        self._tokens_per_block, self._num_kv_heads = block_size, num_kv_heads
+        self._only_rank_0_pulls = only_rank_0_pulls
         self._leases = Leases()
         self._expired: set[str] = set()
         self._begun: dict[str, float] = {}  # request id -> start of its pull, `time.perf_counter`
@@ -88,15 +92,25 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
     def add_remote_agent(self, nixl_agent_meta: NixlAgentMetadata, *args: Any, **kwargs: Any) -> str:
         """Connect to a rank of a prefill instance.
 
+        NOTE: vLLM does not compare layouts of blocks that are copied whole (`copy_blocks_whole`).
+
         Raises:
-            RuntimeError: the instance's blocks have another size; the handshake fails, and every request that waits for
-                it fails as well.
+            RuntimeError: the instance's blocks have another size or layout; the handshake fails, and every request that
+                waits for it fails as well.
         """
         size = nixl_agent_meta.block_size * nixl_agent_meta.physical_blocks_per_logical_kv_block
         if size != self._tokens_per_block:
             raise RuntimeError(
                 f"--block-size of prefill engine {nixl_agent_meta.engine_id}: got {size}, expected "
                 f"{self._tokens_per_block}, the decode side's. Start both sides with the same --block-size."
+            )
+        layout = nixl_agent_meta.kv_cache_layout
+        fitting = [each.name for each in KVCacheLayout if each.is_block_contiguous]
+        if self._num_kv_heads > 1 and layout not in fitting:
+            raise RuntimeError(
+                f"KV cache layout of prefill engine {nixl_agent_meta.engine_id}: got {layout}, expected "
+                f"{' or '.join(fitting)}, in which a KV head's tokens follow each other. Remove VLLM_KV_CACHE_LAYOUT "
+                "from the prefill side, or set it to one of these."
             )
         return super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
 
@@ -140,7 +154,8 @@ class NixlWorkerTransport:
     ):
         config = host_resident_config(vllm_config, kv_cache_config, groups, num_host_blocks)
         only_rank_0_pulls = leaves_pulls_to_rank_0(vllm_config, groups)
-        self.connector = PullConnector(vllm_config, config, groups.layout.block_size, only_rank_0_pulls)
+        hot = groups.hot_spec
+        self.connector = PullConnector(vllm_config, config, hot.block_size, hot.num_kv_heads, only_rank_0_pulls)
         copy_blocks_whole(self.connector)
         self._imports: ImportBuffer | None = None
 
