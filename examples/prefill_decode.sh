@@ -4,15 +4,15 @@
 #   DEVICE=cpu examples/prefill_decode.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
-: "${PREFILL_PORT:=8100}" "${DECODE_PORT:=8200}" "${PREFILL_SIDE_CHANNEL:=5600}" "${DECODE_SIDE_CHANNEL:=5700}"
+: "${PREFILL_PORT:=8100}" "${DECODE_PORT:=8200}" "${PREFILL_SIDE_CHANNEL:=5600}"
 : "${PREFILL_GPUS:=0}" "${DECODE_GPUS:=1}" "${PROMETHEUS_PORT:=29000}"
 trap 'kill $(jobs -p); wait' EXIT
 
-export VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1
-CUDA_VISIBLE_DEVICES=$PREFILL_GPUS VLLM_NIXL_SIDE_CHANNEL_PORT=$PREFILL_SIDE_CHANNEL \
+export VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1 VLLM_NIXL_SIDE_CHANNEL_PORT=$PREFILL_SIDE_CHANNEL
+CUDA_VISIBLE_DEVICES=$PREFILL_GPUS \
   "${serve[@]}" "$@" --host 127.0.0.1 --port "$PREFILL_PORT" --kv-transfer-config \
   '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}' &
-CUDA_VISIBLE_DEVICES=$DECODE_GPUS VLLM_NIXL_SIDE_CHANNEL_PORT=$DECODE_SIDE_CHANNEL \
+CUDA_VISIBLE_DEVICES=$DECODE_GPUS \
   "${serve[@]}" "$@" --host 127.0.0.1 --port "$DECODE_PORT" --kv-transfer-config \
   '{"kv_connector": "HiSparseHostConnector", "kv_role": "kv_consumer",
     "kv_connector_extra_config": {'"$options"'}}' &

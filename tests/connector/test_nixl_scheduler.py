@@ -496,3 +496,10 @@ def test_whatever_comes_ends_no_engine(params: Any) -> None:
         engine.abort(request)
     engine.step()
     engine.assert_empty()
+
+
+def test_nobody_can_read_from_a_decode_instance() -> None:
+    """vLLM would listen for readers, and wait for ever if the prefill instance on this host has the port already."""
+    threads = set(threading.enumerate())
+    Engine().half.connect_workers({})
+    assert set(threading.enumerate()) == threads

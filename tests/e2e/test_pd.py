@@ -55,11 +55,12 @@ def assert_same(reply: dict, expected: dict) -> None:
 class Cluster:
     """A prefill server and two decode servers, one for each of vLLM's policies for failed loads.
 
-    Main KV comes into the second one through an import buffer, on the CPU a piece of host memory.
+    Main KV comes into the second one through an import buffer, on the CPU a piece of host memory. All have the same
+    port for NIXL's side channel, as by default: the prefill server alone listens there.
     """
 
     def __init__(self, group: ProcessGroup, log_dir: Path):
-        self.group, self.log_dir = group, log_dir
+        self.group, self.log_dir, self.side_port = group, log_dir, free_ports(1)[0]
         self.prefill = self.start("prefill", PREFILL, 0)
         self.decode = self.start("decode", hisparse_connector(**SMALL_POOL), 1)
         recompute = {**hisparse_connector(**BUFFERED), "kv_load_failure_policy": "recompute"}
@@ -67,13 +68,13 @@ class Cluster:
         wait_started(group)
 
     def start(self, name: str, connector: dict, core: int) -> DecodeServer:
-        port, side_port = free_ports(2)
+        (port,) = free_ports(1)
         args = ["--max-num-seqs", MAX_NUM_SEQS[name], "--max-num-batched-tokens", "512"]
         if name == "prefill":
             args.append("--no-enable-prefix-caching")  # it is the reference too
         else:
             args += ["--max-model-len", str(MAX_MODEL_LEN), "--num-gpu-blocks-override", str(NUM_DEVICE_BLOCKS)]
-        process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, side_port, [core], args)
+        process = vllm_engine(name, MODELS / MODEL, self.log_dir, port, connector, self.side_port, [core], args)
         return DecodeServer(self.group.start(forked(process)), f"http://{LOOPBACK}:{port}")
 
     def prefilled(self, prompt: list[int]) -> dict:

@@ -63,8 +63,8 @@ def test_single_instance_under_load(start) -> None:
 
 def test_prefill_decode(start) -> None:
     """A prompt's KV comes from the prefill instance, and a signal ends all three processes."""
-    port, prefill, decode, *ports = free_ports(6)
-    names = ("PREFILL_SIDE_CHANNEL", "DECODE_SIDE_CHANNEL", "PROMETHEUS_PORT")
+    port, prefill, decode, *ports = free_ports(5)
+    names = ("PREFILL_SIDE_CHANNEL", "PROMETHEUS_PORT")
     environment = {name: str(free) for name, free in zip(names, ports, strict=True)}
     process = start("prefill_decode.sh", port, PREFILL_PORT=str(prefill), DECODE_PORT=str(decode), **environment)
     text = complete(port, 700)

@@ -44,9 +44,7 @@ class HiSparseHandshakeMetadata(KVConnectorHandshakeMetadata):
     """Worker -> scheduler, once, before the first step.
 
     Attributes:
-        host_pool: the memory of this rank's host pool; None if the scheduler's process does not map it.
-        transport: metadata of the P/D transport; None for a single instance.
+        host_pool: the memory of this rank's host pool, which the scheduler's process maps.
     """
 
-    host_pool: HostPoolFile | None
-    transport: KVConnectorHandshakeMetadata | None
+    host_pool: HostPoolFile

@@ -43,6 +43,9 @@ class NixlSchedulerTransport:
     Only the request that a transfer was made for may use it, and only once. Every other request that comes with the
     same transfer parameters computes its prompt here. NIXL's scheduler half sees accepted requests only, with checked
     parameters in which it keeps its own flags.
+
+    NOTE: NIXL's scheduler half gets no handshake metadata of the workers. It would listen on a port for instances that
+    read from this one, which none does, and wait for ever if the port is in use.
     """
 
     def __init__(
@@ -161,9 +164,6 @@ class NixlSchedulerTransport:
         """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         left = {"accepted": self._accepted, "arrivals": self._arrivals, **pending_pulls(self.connector)}
         return {name: value for name, value in left.items() if value}
-
-    def set_handshake_metadata(self, metadata: dict) -> None:
-        self.connector.set_xfer_handshake_metadata_pp_aware(metadata)
 
     def shutdown(self) -> None:
         self.connector.shutdown()

@@ -232,8 +232,5 @@ class NixlWorkerTransport:
         """Return what has passed through the import buffer since the last call; None if nothing has changed."""
         return self._imports.take_counts() if self._imports else None
 
-    def handshake_metadata(self) -> Any:
-        return self.connector.get_handshake_metadata()
-
     def shutdown(self) -> None:
         self.connector.shutdown()

@@ -94,9 +94,7 @@ class HiSparseSchedulerConnector:
 
     def connect_workers(self, metadata: Mapping[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
         """Take the workers' reports, by rank; called once before the first step, unless there are no reports."""
-        if self.transport:
-            self.transport.set_handshake_metadata({rank: each.transport for rank, each in metadata.items()})
-        self.connect_host_pools([file for rank in sorted(metadata) if (file := metadata[rank].host_pool) is not None])
+        self.connect_host_pools([metadata[rank].host_pool for rank in sorted(metadata)])
 
     def connect_host_pools(self, files: list[HostPoolFile]) -> None:
         """Make the tiers over the memory of the workers' host pools; no tier if there is none to make or no memory."""

@@ -194,10 +194,9 @@ class HiSparseWorkerConnector:
         return stats
 
     def handshake_metadata(self) -> HiSparseHandshakeMetadata | None:
-        """Return this worker's memory and transport for the scheduler half; None if it has neither to report."""
-        transport = self.transport.handshake_metadata() if self.transport else None
+        """Return this worker's memory for the scheduler half; None if the scheduler's process does not map it."""
         file = self.host_memory.file
-        return None if transport is None and file is None else HiSparseHandshakeMetadata(file, transport)
+        return None if file is None else HiSparseHandshakeMetadata(file)
 
     def shutdown(self) -> None:
         """Shut down.

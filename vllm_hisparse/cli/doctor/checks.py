@@ -33,8 +33,7 @@ SMALL_HEAD_SIZE = 128  # elements of a head that every backend can read in units
 PROCESS_GIB = 8  # host memory of a rank's processes, without the host pool
 LEAST_DRIVERS = {12: 525, 13: 580}  # CUDA of torch -> major version of the driver
 PORTS = {
-    5600: "NIXL's side channel (VLLM_NIXL_SIDE_CHANNEL_PORT)",
-    5700: "NIXL's side channel on the decode side",
+    5600: "NIXL's side channel of a prefill instance (VLLM_NIXL_SIDE_CHANNEL_PORT)",
     5710: "the p2p tier",
     8000: "the API",
     8100: "the API of a prefill instance",

@@ -13,7 +13,6 @@ from vllm_hisparse.cli.plan.plan import Plan
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 # Environment of a prefill instance from which an import buffer reads: all layers of a block are one piece.
 BLOCKS_OUTERMOST = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
-PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL = 5600, 5700  # each rank takes the next port
 
 
 def connector_options(plan: Plan) -> dict[str, Any]:
@@ -145,16 +144,12 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     if plan.pair_fits_host:
         num_gpus = plan.num_gpus
         hosts = "localhost", "localhost"
-        places = [
-            f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + num_gpus)))}" for first in (0, num_gpus)
-        ]
+        prefill, decode = (
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + num_gpus)))} " for first in (0, num_gpus)
+        )
     else:
         hosts = "$PREFILL_HOST", "$DECODE_HOST"
-        places = [f"VLLM_NIXL_SIDE_CHANNEL_HOST={host}" for host in hosts]
-    prefill, decode = (
-        f"{place} VLLM_NIXL_SIDE_CHANNEL_PORT={port} "
-        for place, port in zip(places, (PREFILL_SIDE_CHANNEL, DECODE_SIDE_CHANNEL), strict=True)
-    )
+        prefill, decode = f"VLLM_NIXL_SIDE_CHANNEL_HOST={hosts[0]} ", ""
     if plan.import_buffer_gib:
         prefill += "".join(f"{name}={value} " for name, value in BLOCKS_OUTERMOST.items())
     return {
