@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from vllm.config import VllmConfig
+from vllm.config import AttentionConfig, VllmConfig
 from vllm.config.utils import is_init_field
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 
@@ -60,8 +60,8 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         ),
         use_v2_model_runner=True,
         speculative_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None),
-        attention_config=SimpleNamespace(indexer_kv_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None, kv_cache_dtype_skip_layers=[]),
+        attention_config=SimpleNamespace(indexer_kv_dtype="auto", hisparse_config=None),
         load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -126,11 +126,34 @@ def test_is_frozen() -> None:
 
 
 def test_nixl_options_pass_through() -> None:
-    options = {**{name: object() for name in NIXL_OPTIONS}, "kv_lease_duration": 6}
+    options = {
+        "backends": ["UCX", "LIBFABRIC"],
+        "engine_ttl": -1,
+        "enforce_handshake_compat": False,
+        "kv_lease_duration": 6,
+        "kv_recompute_threshold": 0,
+        "num_threads": 2,
+    }
+    assert options.keys() == NIXL_OPTIONS
     extra_config = {**GIB, **options}
     assert HiSparseConfig.from_vllm_config(engine(extra_config)).host_pool_gib == 2.0
     assert extra_config == {**GIB, **options}
-    assert {"backends", "num_threads", "enforce_handshake_compat"} <= NIXL_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("backends", "UCX", "a valid list"),
+        ("backends", [], "at least 1 item"),
+        ("engine_ttl", "3600", "a valid number"),
+        ("enforce_handshake_compat", "false", "a valid boolean"),
+        ("kv_recompute_threshold", "64", "a valid integer"),
+        ("num_threads", "4", "a valid integer"),
+        ("num_threads", 0, "greater than 0"),
+    ],
+)
+def test_refuses_nixl_options_that_vllm_would_not_check(name: str, value: Any, expected: str) -> None:
+    check_parts(parse_refusal({**GIB, name: value}), name, repr(value), expected, "kv_connector_extra_config")
 
 
 @pytest.mark.parametrize(
@@ -256,6 +279,17 @@ def test_refuses_an_import_buffer_of_negative_size() -> None:
 def test_refuses_an_import_buffer_where_nothing_is_imported() -> None:
     message = refusal({**GIB, "import_buffer_gib": 0.5}, kv_transfer_config__kv_role="kv_both")
     check_parts(message, "import_buffer_gib", "0.5", "0 with kv_role kv_both", "kv_consumer on a decode instance")
+
+
+def test_refuses_layers_with_a_dtype_of_their_own() -> None:
+    message = refusal(cache_config__kv_cache_dtype_skip_layers=["0"])
+    check_parts(message, "--kv-cache-dtype-skip-layers", "['0']", "KV of one dtype in all layers", "Remove it.")
+
+
+def test_refuses_the_hot_buffers_of_vllm() -> None:
+    theirs = AttentionConfig(hisparse_config={}).hisparse_config
+    message = refusal(attention_config__hisparse_config=theirs)
+    check_parts(message, "--attention-config hisparse_config", repr(theirs), "none: it", "device_buffer_size")
 
 
 def test_refuses_ranks_with_a_scheduler_each() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import finalize
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 from vllm_hisparse.compat.model_loading import OTHER_LOADERS
@@ -67,18 +68,6 @@ DEFAULT_TOP_K = 2048  # default top_k of a dense model, in tokens
 DRAFT_METHODS = {"cpu": ("ngram",), "cuda": ("ngram", "ngram_gpu")}  # `--speculative-config`, by device
 DSA_DRAFT_METHODS, DENSE_DRAFT_METHODS = ("mtp",), ("eagle", "eagle3")  # in addition; these have draft layers
 
-# Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
-NIXL_OPTIONS = frozenset(
-    {
-        "backends",
-        "engine_ttl",
-        "enforce_handshake_compat",
-        "kv_lease_duration",
-        "kv_recompute_threshold",
-        "num_threads",
-    }
-)
-
 MIN_LEASE_S = 6  # vLLM sends a heartbeat every sixth of a lease, in whole seconds
 
 # Parsed options by the id of the `VllmConfig`, kept while the `VllmConfig` exists. NOTE: they cannot be an attribute of
@@ -91,6 +80,25 @@ class HiSparseConfigError(ValueError):
 
     def __init__(self, option: str, got: object, expected: str, fix: str):
         super().__init__(f"{option}: got {got!r}, expected {expected}. {fix}")
+
+
+class NixlOptions(TypedDict, total=False):
+    """Options of vLLM's NixlConnector that are also read from `kv_connector_extra_config`.
+
+    vLLM does not check them: with a wrong type, it fails after it has loaded the model, or at the first transfer.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)  # type: ignore[misc]
+
+    backends: Annotated[list[str], Field(min_length=1)]
+    engine_ttl: float
+    enforce_handshake_compat: bool
+    kv_lease_duration: int
+    kv_recompute_threshold: int
+    num_threads: Annotated[int, Field(gt=0)]
+
+
+NIXL_OPTIONS = frozenset(NixlOptions.__annotations__)
 
 
 class HiSparseConfig(BaseModel):
@@ -149,11 +157,14 @@ class HiSparseConfig(BaseModel):
             HiSparseConfigError: names the first option that is unknown, of the wrong type or out of range.
         """
         options = {key: value for key, value in extra_config.items() if key not in NIXL_OPTIONS}
+        _check_lease(extra_config.get("kv_lease_duration", MIN_LEASE_S))
         try:
             config = cls(**options)
+            TypeAdapter(NixlOptions).validate_python(
+                {name: extra_config[name] for name in NIXL_OPTIONS & extra_config.keys()}
+            )
         except ValidationError as error:
             raise _first_error(error) from None
-        _check_lease(extra_config.get("kv_lease_duration", MIN_LEASE_S))
         config._check_size_options()
         _check_algorithm(config)
         _check_tiers(config)
@@ -318,6 +329,13 @@ class HiSparseConfig(BaseModel):
                 dtype,
                 f"one of {', '.join(dtypes)} with algorithm '{self.algorithm}' on {device}",
                 "Set it to bfloat16, because the checkpoint may ask for another dtype where the option is not given.",
+            )
+        if vllm_config.cache_config.kv_cache_dtype_skip_layers:
+            raise HiSparseConfigError(
+                "--kv-cache-dtype-skip-layers",
+                vllm_config.cache_config.kv_cache_dtype_skip_layers,
+                "none: hot buffers need KV of one dtype in all layers",
+                "Remove it.",
             )
 
     def _check_indexer_kv_dtype(self, vllm_config: VllmConfig) -> None:
@@ -772,6 +790,37 @@ def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> No
             raise HiSparseConfigError(option, value, f"at most {most} on cuda", "Lower it.")
 
 
+def check_connector(vllm_config: VllmConfig) -> None:
+    """Refuse options with which vLLM would serve full KV, or hand KV to two connectors, although hot buffers are asked
+    for.
+
+    Raises:
+        HiSparseConfigError: another connector contains this one, or has taken its place.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector == CONNECTOR_NAME:
+        return
+    if transfer.has_connector(CONNECTOR_NAME):
+        raise HiSparseConfigError(
+            "kv_connector",
+            transfer.kv_connector,
+            f"{CONNECTOR_NAME} itself: it cannot share requests with other connectors",
+            f"Set kv_connector to {CONNECTOR_NAME}, with its options in kv_connector_extra_config; to keep prefixes on "
+            "disk or elsewhere, set tiers.",
+        )
+    if vllm_config.cache_config.kv_offloading_size is not None and transfer.kv_connector_extra_config.keys() & {
+        "host_pool_gib",
+        "host_to_device_ratio",
+    }:
+        raise HiSparseConfigError(
+            "--kv-offloading-size",
+            vllm_config.cache_config.kv_offloading_size,
+            f"none with {CONNECTOR_NAME}: vLLM replaces it by {transfer.kv_connector}, which keeps full KV on the "
+            "device",
+            f"Remove it: the host pool keeps prefixes, too. Or remove {CONNECTOR_NAME}.",
+        )
+
+
 def _check_engine(vllm_config: VllmConfig) -> None:
     role = vllm_config.kv_transfer_config.kv_role
     if role == "kv_producer":
@@ -828,6 +877,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             True,
             "False: device memory that hot buffers, CUDA graphs and other instances know stays where it is",
             "Remove it.",
+        )
+    if vllm_config.attention_config.hisparse_config is not None:
+        raise HiSparseConfigError(
+            "--attention-config hisparse_config",
+            vllm_config.attention_config.hisparse_config,
+            f"none: it sets up vLLM's own hot buffers, which would take those of {CONNECTOR_NAME} for their own",
+            "Remove it, and set device_buffer_size in kv_connector_extra_config.",
         )
     if vllm_config.cache_config.prefix_match_unit is not None:
         raise HiSparseConfigError(

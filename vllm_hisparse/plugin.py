@@ -55,8 +55,9 @@ def _register_cpu_layers() -> None:
 def check_options(vllm_config: Any) -> None:
     """Refuse options that are wrong, before the model is built."""
     from vllm_hisparse.compat.engine import uses_host_connector
-    from vllm_hisparse.config import HiSparseConfig
+    from vllm_hisparse.config import HiSparseConfig, check_connector
 
+    check_connector(vllm_config)
     if uses_host_connector(vllm_config):
         HiSparseConfig.from_vllm_config(vllm_config)
 

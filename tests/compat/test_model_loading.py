@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -45,6 +46,28 @@ def test_options_are_checked_before_layers_are_built() -> None:
     with pytest.raises(HiSparseConfigError, match="one of the known options"):
         plugin.check_options(Engine(kv_transfer_config=transfer))
     plugin.check_options(Engine(kv_transfer_config=None))
+
+
+def test_connectors_that_contain_or_replace_ours_are_refused() -> None:
+    """The second one by vLLM, for an option: the engine would serve full KV without a word."""
+    ours = {"kv_connector": "HiSparseHostConnector", "kv_connector_extra_config": {"host_pool_gib": 1}}
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+    several = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_consumer", kv_connector_extra_config={"connectors": [nixl, ours]}
+    )
+    cache = SimpleNamespace(kv_offloading_size=None)
+    with pytest.raises(HiSparseConfigError, match=r"^kv_connector: got 'MultiConnector', .* itself"):
+        plugin.check_options(Engine(kv_transfer_config=several, cache_config=cache))
+    several.kv_connector_extra_config["connectors"].pop()
+    plugin.check_options(Engine(kv_transfer_config=several, cache_config=cache))
+
+    replaced = VllmConfig(
+        kv_transfer_config=KVTransferConfig(kv_role="kv_both", **ours), cache_config=CacheConfig(kv_offloading_size=1)
+    )
+    assert replaced.kv_transfer_config.kv_connector == "OffloadingConnector", "vLLM no longer replaces it"
+    with pytest.raises(HiSparseConfigError, match=r"^--kv-offloading-size: got 1.*replaces it by OffloadingConnector"):
+        plugin.check_options(replaced)
+    plugin.check_options(VllmConfig(cache_config=CacheConfig(kv_offloading_size=1)))
 
 
 class Engine(SimpleNamespace):
