@@ -960,6 +960,22 @@ def test_a_limit_is_where_tokens_per_s_are_most(tmp_path: Path) -> None:
     assert is_predicted(near) and not is_predicted({name: near[name] for name in near if name != "is_limited"})
 
 
+def test_a_size_that_is_null_has_its_default() -> None:
+    """As in transformers: old checkpoints without grouped queries have null for the number of KV heads."""
+    config = PRESETS["Llama-3.1-8B"]
+    nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "text_config"))
+    without = {key: value for key, value in config.items() if key not in nulls}
+    assert ModelShape.from_config("m", config | nulls, "auto") == ModelShape.from_config("m", without, "auto")
+    assert ModelShape.from_config("m", config | nulls, "auto").num_kv_heads == config["num_attention_heads"]
+
+
+@pytest.mark.parametrize("value", [0, -3, "32", 32.0, True])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads"])
+def test_a_size_that_is_no_number_of_something_is_named(name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"^m: {name} of config.json: got {value!r}, expected a whole number above 0$"):
+        ModelShape.from_config("m", PRESETS["Llama-3.1-8B"] | {name: value}, "auto")
+
+
 def test_a_model_without_sizes_is_refused() -> None:
     with pytest.raises(ModelError, match="has no qk_rope_head_dim"):
         config = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "kv_lora_rank": 4}

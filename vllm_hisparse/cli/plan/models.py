@@ -192,8 +192,11 @@ NATIVE_MODELS = (  # classes that vLLM's own HiSparse serves
 )
 
 
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")  # that every configuration must have
+
+
 class ModelError(ValueError):
-    """No plan is possible for a configuration; the message names the missing size."""
+    """No plan is possible for a configuration; the message names the size that is missing or wrong."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ class ModelShape:
             key_dtype: dtype of indexer keys: `auto`, `fp8` or `mxfp4`.
 
         Raises:
-            ModelError: there is no such model, or a size is missing from its configuration.
+            ModelError: there is no such model, or a size of its configuration is missing or wrong.
         """
         name, config = _read(model)
         return cls.from_config(name, config, kv_dtype, weight_dtype, key_dtype)
@@ -297,9 +300,13 @@ class ModelShape:
         """Read a parsed config.json; see `load`."""
         architectures = config.get("architectures")
         config = config | (config.get("text_config") or {}) | {"architectures": architectures}
-        missing = [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if key not in config]
+        config = {key: value for key, value in config.items() if value is not None}  # null means the default
+        missing = [key for key in SIZES if key not in config]
         if missing:
             raise ModelError(f"{name}: config.json has no {', '.join(missing)}; no plan can be made for it")
+        for key in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            if key in config and (type(config[key]) is not int or config[key] < 1):
+                raise ModelError(f"{name}: {key} of config.json: got {config[key]!r}, expected a whole number above 0")
         is_mla = config.get("kv_lora_rank") is not None
         selects_blocks = bool(config.get("sparse_attention_config"))
         is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
