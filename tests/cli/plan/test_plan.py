@@ -961,7 +961,7 @@ def test_a_limit_is_where_tokens_per_s_are_most(tmp_path: Path) -> None:
 
 
 def test_a_size_that_is_null_has_its_default() -> None:
-    """As in transformers: old checkpoints without grouped queries have null for the number of KV heads."""
+    """Transformers does the same: old checkpoints without grouped queries have null for the number of KV heads."""
     config = PRESETS["Llama-3.1-8B"]
     nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "text_config"))
     without = {key: value for key, value in config.items() if key not in nulls}
