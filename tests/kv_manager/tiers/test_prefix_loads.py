@@ -206,15 +206,15 @@ def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatc
     """vLLM asks for each of them in every step."""
     answers_with(monkeypatch, is_silent)
     loads = engine.tiers.loads
-    loads.begin("slow", [])
+    loads.begin("slow", [], 0)
     monkeypatch.setattr(loads, "max_loads", 1)
-    must_wait = [loads.must_wait(f"request-{index}") for index in range(100)]
+    must_wait = [loads.must_wait(f"request-{index}", has_room=True) for index in range(100)]
     assert must_wait == [True] * MAX_WAITING + [False] * (100 - MAX_WAITING)
     assert loads.take_counters()["tier_skipped_loads"] == 100 - MAX_WAITING
     loads.forget("request-0")
-    assert loads.must_wait("another")
+    assert loads.must_wait("another", has_room=True)
     loads.forget("slow")
-    assert not loads.must_wait("request-1") and not loads.has_ended("request-1"), "it may load now"
+    assert not loads.must_wait("request-1", has_room=True) and not loads.has_ended("request-1"), "it may load now"
 
 
 def test_hits_are_called_after_where_they_come_from(engine: TieredEngine) -> None:

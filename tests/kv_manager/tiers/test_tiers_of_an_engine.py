@@ -303,6 +303,69 @@ def test_blocks_of_a_prefix_that_is_always_used_keep_no_others_from_the_store(
     engine.check_idle()
 
 
+LONG_PROMPTS = [list(range(first, first + 41)) for first in (100, 200)]  # ten whole blocks and one token each
+
+
+def make_engine_that_forgot(path: Path, prompts: list[list[int]], **sizes: int) -> TieredEngine:
+    """An engine whose tier has the prompts, and whose host pool does not."""
+    engine = TieredEngine([fs(path)], max_model_len=48, **sizes)
+    for index, prompt in enumerate(prompts):
+        engine.answer(f"first-{index}", prompt)
+        engine.settle()
+    engine.fill(num_requests=4)
+    engine.settle()
+    engine.scheduler.reset_prefix_cache()
+    engine.forget_buffer()
+    engine.take_counters()
+    return engine
+
+
+@pytest.mark.parametrize("num_host_blocks", [14, 18])
+def test_prefixes_that_do_not_fit_together_are_loaded_one_after_the_other(tmp_path: Path, num_host_blocks: int) -> None:
+    """Otherwise each would evict the other's beginning."""
+    sizes = {"num_host_blocks": num_host_blocks, "num_device_blocks": 80}
+    with make_engine_that_forgot(tmp_path, LONG_PROMPTS, **sizes) as engine:
+        for index, prompt in enumerate(LONG_PROMPTS):
+            engine.ask(f"again-{index}", prompt, 2)
+        engine.turn()
+        assert engine.tiers.loads.has("again-0") and not engine.tiers.loads.has("again-1")
+        engine.run()
+        counted = engine.take_counters()
+        assert counted["tier_loaded_blocks"] == 2 * 10 and counted["host_prefix_tokens"] == 2 * 40
+        assert counted["tier_skipped_loads"] == 0
+        engine.settle()
+        engine.check_idle()
+
+
+def test_requests_load_the_prefix_that_they_share_at_once(tmp_path: Path) -> None:
+    prompts = [[*LONG_PROMPTS[0][:40], index] for index in range(2)]
+    with make_engine_that_forgot(tmp_path, prompts, num_host_blocks=14, num_device_blocks=80) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.ask(f"again-{index}", prompt, 2)
+        engine.turn()
+        assert engine.tiers.loads.has("again-0") and engine.tiers.loads.has("again-1")
+        engine.run()
+        assert engine.take_counters()["tier_loaded_blocks"] == 10
+        engine.settle()
+        engine.check_idle()
+
+
+def test_a_loaded_prefix_loses_its_end_first_while_its_request_waits(tmp_path: Path) -> None:
+    """The request waits for device memory, and another one takes host blocks meanwhile."""
+    prompt = LONG_PROMPTS[0]
+    with make_engine_that_forgot(tmp_path, [prompt], num_host_blocks=14, num_device_blocks=16) as engine:
+        other = engine.ask("other", [1, 2, 3, 4], 20)
+        engine.turn()
+        engine.ask("again", prompt, 2)
+        engine.wait_until(lambda: engine.tiers.loads.has_ended("again"))
+        assert not other.is_finished()
+        engine.run()
+        counted = engine.take_counters()
+        assert counted["tier_loaded_blocks"] == 10 and counted["host_prefix_tokens"] >= 4 * 7
+        engine.settle()
+        engine.check_idle()
+
+
 def test_a_preempted_request_resumes_by_loading(engine: TieredEngine) -> None:
     request = engine.ask("long", PROMPT, 4)
     while request.num_computed_tokens < len(PROMPT):

@@ -174,11 +174,15 @@ class HostBlockPool:
             block_ids.append(block_id)
         return HostMatch(block_ids, min(limit, len(block_ids) * self.block_size))
 
-    def can_allocate(self, num_tokens: int, match: HostMatch) -> bool:
-        """Return True if `allocate` with these arguments would succeed."""
-        num_new = self._num_blocks_for(num_tokens) - len(match.block_ids)
+    def can_allocate(self, num_tokens: int, match: HostMatch, num_reserved: int = 0) -> bool:
+        """Return True if `allocate` would succeed with these arguments, and leave `num_reserved` blocks to others."""
+        num_new = self.num_new_blocks(num_tokens, match)
         num_matched_evictable = sum(not self._num_refs[block_id] for block_id in match.block_ids)
-        return num_new <= self.num_free + self.num_cached - num_matched_evictable
+        return num_new + num_reserved <= self.num_free + self.num_cached - num_matched_evictable
+
+    def num_new_blocks(self, num_tokens: int, match: HostMatch) -> int:
+        """Blocks that `allocate` would take in addition to the matched ones."""
+        return self._num_blocks_for(num_tokens) - len(match.block_ids)
 
     def allocate(self, request_id: str, num_tokens: int, match: HostMatch) -> list[int]:
         """Give a request the matched blocks and new ones, for `num_tokens` in all.
@@ -192,7 +196,7 @@ class HostBlockPool:
         for block_id in match.block_ids:
             self._claim(block_id)
         self.forget(request_id)
-        num_new = self._num_blocks_for(num_tokens) - len(match.block_ids)
+        num_new = self.num_new_blocks(num_tokens, match)
         self._requests[request_id] = [*match.block_ids, *(self._take() for _ in range(num_new))]
         return self._requests[request_id]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import takewhile
 from math import inf
 
 from vllm.logger import init_logger
@@ -88,6 +89,7 @@ class PrefixLoad:
         keys: keys of the blocks that the host pool did not have when the load began.
         contexts: the request's context with each source, in the order in which the sources are asked.
         end: index from which on no block will be loaded; at first, the number of keys.
+        num_more: host blocks that the request needs beside those of the keys.
         looked_at: time of the last check of the load, in seconds of the clock.
         moved_at: time of the last check that found progress.
         first: index of the first key that is not in the host pool.
@@ -103,6 +105,7 @@ class PrefixLoad:
     keys: list[OffloadKey]
     contexts: list[tuple[Source, ReqContext]]
     end: int
+    num_more: int
     looked_at: float
     moved_at: float
     first: int = 0
@@ -177,6 +180,8 @@ class PrefixLoads:
         self.make_contexts, self._mark_stored, self._clock = make_contexts, mark_stored, clock
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._loads: dict[str, PrefixLoad] = {}
+        self._wanted: Counter[OffloadKey] = Counter()  # key of a block that loads have loaded or will -> their number
+        self._num_more = 0  # sum of `num_more` of all loads
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
         self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests whose load is over -> sources of their blocks
         self._copies: list[_Copy] = []
@@ -203,14 +208,20 @@ class PrefixLoads:
         """Return True if the load of a request that still waits is over."""
         return request_id in self._ended
 
-    def begin(self, request_id: str, keys: list[OffloadKey]) -> None:
+    def num_reserved(self, keys: Iterable[OffloadKey]) -> int:
+        """Host blocks that the requests with a load need, apart from the leading ones of `keys` that they share."""
+        num_shared = sum(1 for _ in takewhile(self._wanted.__contains__, keys))
+        return len(self._wanted) - num_shared + self._num_more
+
+    def begin(self, request_id: str, keys: list[OffloadKey], num_blocks: int) -> None:
         """Begin to load the prefix of a request that could be admitted; the load ends at once if there is no source.
 
         Args:
             request_id: id of the request.
             keys: keys of the request's blocks that the host pool does not have.
+            num_blocks: host blocks that the request needs, including those of the keys.
         """
-        self._waiting.pop(request_id, None)
+        self.stop_waiting(request_id)
         contexts = self.make_contexts(request_id)
         if not contexts:
             self._ended[request_id] = Counter()
@@ -218,29 +229,39 @@ class PrefixLoads:
         for _, context in contexts:
             self.manager.on_new_request(context)
         now = self._clock()
-        self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), now, now)
+        load = self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), num_blocks - len(keys), now, now)
+        self._wanted.update(keys)
+        self._num_more += load.num_more
 
-    def must_wait(self, request_id: str) -> bool:
+    def must_wait(self, request_id: str, has_room: bool) -> bool:
         """Return True if a request should wait until another load has ended.
 
         It should not wait if a load can begin now. If it has waited long enough, or many others wait, it goes on
         without a load.
+
+        Args:
+            request_id: id of the request.
+            has_room: True if the host pool has room for this request and those with a load.
         """
-        if len(self._loads) < self.max_loads:
+        if has_room and len(self._loads) < self.max_loads:
             return False
         if request_id not in self._waiting and len(self._waiting) < MAX_WAITING:
             self._waiting[request_id] = self._clock()
         if self._clock() - self._waiting.get(request_id, -inf) <= self.timeout_s:
             return True
-        self._waiting.pop(request_id, None)
+        self.stop_waiting(request_id)
         self._ended[request_id] = Counter()
         self._counters["tier_skipped_loads"] += 1
         logger.warning_once(
-            "Requests compute prompts that a tier may have, because %d other prefixes are being loaded; "
-            "vllm:hisparse_tier_skipped_loads counts them. A larger tier_buffer_gib lets more load at once.",
-            self.max_loads,
+            "Requests compute prompts that a tier may have, because other prefixes are being loaded; "
+            "vllm:hisparse_tier_skipped_loads counts them. A larger tier_buffer_gib, or a larger host pool, lets more "
+            "load at once."
         )
         return False
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Record that a request does not wait for another load to end."""
+        self._waiting.pop(request_id, None)
 
     def is_loading(self, request_id: str) -> bool:
         """Return True if a request should wait for its prefix, whose load has begun."""
@@ -255,7 +276,7 @@ class PrefixLoads:
             The blocks that were loaded for it, by the kind of their source.
         """
         self._end(request_id)
-        self._waiting.pop(request_id, None)
+        self.stop_waiting(request_id)
         return self._ended.pop(request_id, Counter())
 
     def step(self) -> None:
@@ -290,6 +311,7 @@ class PrefixLoads:
         """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         kinds = {
             "loads": self._loads,
+            "blocks of loads": self._wanted,
             "waiting loads": self._waiting,
             "ended loads": self._ended,
             "copies": self._copies,
@@ -300,6 +322,9 @@ class PrefixLoads:
         load = self._loads.pop(request_id, None)
         if load is not None:
             self._ended[request_id] = load.loaded_from
+            self._wanted.subtract(load.keys)
+            self._wanted = +self._wanted
+            self._num_more -= load.num_more
             for _, context in load.contexts:
                 self.manager.on_request_finished(context)
 

@@ -50,19 +50,27 @@ class Tiers:
             request: a waiting request; vLLM asks for it once per step.
             match: the part of its prefix that the host pool has.
         """
-        request_id, block_size = request.request_id, self.host_pool.block_size
+        request_id, num_tokens, block_size = request.request_id, request.num_tokens, self.host_pool.block_size
         if not self.loads.has(request_id):
-            first, last = match.num_tokens // block_size, (request.num_tokens - 1) // block_size
-            if first >= min(last, len(request.block_hashes)) or self.loads.has_ended(request_id):
+            first, last = match.num_tokens // block_size, (num_tokens - 1) // block_size
+            if self.loads.has_ended(request_id):
+                self.host_pool.touch(match.block_ids)  # so that they stay until it is admitted
                 return False
-            if not self.host_pool.can_allocate(request.num_tokens, match):
+            if first >= min(last, len(request.block_hashes)):
+                return False
+            if not self.host_pool.can_allocate(num_tokens, match):
+                self.loads.stop_waiting(request_id)
                 return False  # it waits for memory first
-            if self.loads.must_wait(request_id):
+            missing = request.block_hashes[first:last]
+            # NOTE: prefixes that do not fit into the host pool together would evict each other.
+            num_reserved = self.loads.num_reserved(map(key_of, missing))
+            has_room = self.host_pool.can_allocate(num_tokens, match, num_reserved)
+            if self.loads.must_wait(request_id, has_room):
                 return True
             if self.loads.has_ended(request_id):
                 return False
             self.host_pool.touch(match.block_ids)  # so that the blocks that are loaded do not evict them
-            self.loads.begin(request_id, [key_of(block_hash) for block_hash in request.block_hashes[first:last]])
+            self.loads.begin(request_id, list(map(key_of, missing)), self.host_pool.num_new_blocks(num_tokens, match))
         return self.loads.has(request_id) and self.loads.is_loading(request_id)
 
     def forget(self, request_id: str) -> Counter[CacheHitSource]:
