@@ -512,6 +512,27 @@ def test_a_preempted_request_waits_for_host_memory() -> None:
     engine.check_idle()
 
 
+def test_a_request_that_waits_for_host_memory_keeps_its_prefix_longer_than_others_do() -> None:
+    """It was used before the other cached prefix."""
+    engine = ScriptedEngine(num_device_blocks=80, num_host_blocks=12, max_model_len=48)
+    prefix = list(range(100, 121))  # five whole blocks and one token
+    for name, prompt in (("first", prefix), ("second", list(range(200, 209)))):
+        engine.ask(name, prompt, max_tokens=1)
+        engine.run_to_end()
+    assert engine.host_pool.num_cached == 5 + 2
+    running = engine.ask("running", [1, 2, 3, 4], max_tokens=30)
+    engine.turn()
+    request = engine.ask("waits", [*prefix, *range(300, 321)], max_tokens=4)
+    while len(engine.host_ids(running)) < 7:
+        engine.turn()
+    assert engine.waiting == [request] and engine.host_pool.num_cached == 5
+    engine.abort("running")
+    engine.turn(budget=60)
+    assert engine.tracker.admitted["waits"].num_matched_tokens == 5 * 4
+    engine.run_to_end()
+    engine.check_idle()
+
+
 def test_reports_come_every_few_calls_and_when_no_request_is_left() -> None:
     engine = ScriptedEngine()
     engine.ask("a", PROMPT[:5], max_tokens=2)

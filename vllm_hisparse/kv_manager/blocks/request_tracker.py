@@ -282,6 +282,8 @@ class RequestTracker:
         if not has_room and not self._host_fits(request_id, num_tokens):
             self.set_obstacle(request_id, Obstacle.HOST_POOL_FULL)
             self._asked = None
+            # NOTE: its prefix is evicted last, because its admission will evict all other cached blocks.
+            self.host_pool.touch(self.match(request_id).block_ids)
             return self.block_pool.num_gpu_blocks + 1
         if admitted is None and self._is_held_back(request_id, num_tokens):
             self.set_obstacle(request_id, Obstacle.HELD_BACK)
