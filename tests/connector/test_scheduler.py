@@ -314,6 +314,30 @@ def test_a_prefix_that_only_the_host_holds_is_restored() -> None:
     engine.run_to_end()
 
 
+@pytest.mark.parametrize("device_cache", ["kept", "lost"])
+def test_a_turn_that_the_host_knows_costs_no_step_more(device_cache: str) -> None:
+    """It starts in the first step after its arrival, and that step samples its first token; another request decodes."""
+    engine = ScriptedEngine(num_device_blocks=64, is_async=True)
+    engine.ask("a", PROMPT, max_tokens=3)
+    engine.run_to_end()
+    if device_cache == "lost":
+        assert engine.scheduler.reset_prefix_cache()
+    engine.ask("other", PROMPT[::-1], max_tokens=15)
+    engine.turns(3)
+    engine.begin()  # a step is in flight when the turn arrives
+    request = engine.ask("b", [*PROMPT, 7, 8, 9, 7], max_tokens=3)
+    step = engine.begin(budget=100)
+    num_hit = len(PROMPT) // BLOCK_SIZE
+    assert len(step.metadata.restores) == (num_hit if device_cache == "lost" else 0)
+    assert [(entry.request_id, entry.first) for entry in step.batch] == [("other", 12), ("b", num_hit * BLOCK_SIZE)]
+    engine.end()
+    assert not request.output_token_ids
+    engine.end()
+    assert len(request.output_token_ids) == 1
+    engine.run_to_end()
+    engine.check_idle()
+
+
 def test_resumption_counts_what_is_computed_again() -> None:
     engine = ScriptedEngine()
     request, _, _ = preempted(engine, 11)
