@@ -304,7 +304,7 @@ def _locality(hit_rate: float | None, overlap: float | None, trace: Path | None,
     if trace is not None:
         return replayed_hit_rates(trace), f"the trace {trace.name}, replayed with LRU"
     kept = 0.87 if overlap is None else overlap
-    where = "assumed: record a trace of your model to know" if overlap is None else "given"
+    where = "assumed: measure the hit rate of your prompts to know" if overlap is None else "given"
     return lambda rows, tokens: independent_hit_rate(kept, top_k, rows, tokens), (
         f"{kept:.0%} of a selection kept from step to step ({where})"
     )
