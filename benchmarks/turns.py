@@ -6,6 +6,9 @@ Conversations of 13 turns: a first prompt of tens of thousands of tokens, then a
 client has one conversation, and asks its next question when it has the answer to the last one. All systems are loaded
 first, on one GPU, and are measured one after the other. Each has the same device and host memory. Before a case, each
 has shorter conversations, because the first system that needs a kernel would compile it for all.
+
+Compare systems by `turn_ms`, the time from a later question to the last token of its answer, or by tokens/s. The more
+questions share a step, the longer is the time to the first token, and the shorter the time per output token.
 """
 
 from __future__ import annotations
@@ -155,6 +158,7 @@ def measure(system: System, url: str, shape: Shape, concurrency: int, timeout_s:
         **percentiles("first_ttft", (each.first_token_s for each in first)),
         **percentiles("ttft", (each.first_token_s for each in later)),
         **percentiles("tpot", tpot),
+        **percentiles("turn", (each.total_s for each in later)),
         "queue_ms_mean": gauges.mean_ms("request_queue_time"),
         "prefill_ms_mean": gauges.mean_ms("request_prefill_time"),
         "prefix_hit_rate": round(cached / (prompts * concurrency), 4),
@@ -240,6 +244,7 @@ def run(
         "first_ttft_ms_p50",
         "ttft_ms_p50",
         "tpot_ms_p50",
+        "turn_ms_p50",
         "prefix_hit_rate",
     )
     if rows:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -50,6 +51,7 @@ from tools.harness.openai_client import Completion
 from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 OUR_BYTES = ["hisparse_transfer_bytes_to_host_total", "hisparse_transfer_bytes_to_device_total"]
+TURN_COLUMNS = "tokens_per_s", "first_ttft_ms_p50", "ttft_ms_p50", "tpot_ms_p50", "turn_ms_p50", "prefix_hit_rate"
 SIZES = Sizes(Device.gpu, 16, 8, 1024, 40_000, 32, 2.5, 12.0, 4096, 0.87)
 
 
@@ -212,14 +214,14 @@ def test_a_turn_goes_on_from_the_answer_before_it() -> None:
 
 @pytest.mark.long
 def test_before_a_case_there_are_short_conversations_with_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their time does not count."""
+    """Their time does not count, and the first turn's not as a turn's."""
     shape, prompts, pauses = Shape(first=5000, question=7, answer=30, turns=9), [], [0.2, 0.01]
 
     async def converse(_client: Any, _url: str, shape: Shape, seed: int) -> list[Completion]:
         prompts.append((shape, seed))
         await asyncio.sleep(pauses[len(prompts) > 3])
         answer = Completion(token_ids=[1] * shape.answer, first_token_s=0.1, total_s=0.2)
-        return [answer] * shape.turns
+        return [replace(answer, total_s=9.0), *[answer] * (shape.turns - 1)]
 
     gauges = SimpleNamespace(peak=lambda _: 0, growth=lambda _: 0, mean_ms=lambda _: 0.0)
     monkeypatch.setattr(turns, "Gauges", lambda _url: nullcontext(gauges))
@@ -228,6 +230,7 @@ def test_before_a_case_there_are_short_conversations_with_other_prompts(monkeypa
     assert [each for each, _ in prompts] == [Shape(4000, 7, 24, 3)] * 3 + [shape] * 3
     assert len({seed for _, seed in prompts}) == 6
     assert row["tokens_per_s"] > 3 * 9 * 30 / 0.2
+    assert row["turn_ms_p50"] == row["turn_ms_p99"] == 200
 
 
 def test_a_case_that_takes_too_long_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,14 +388,14 @@ def test_an_engine_that_dies_is_named_with_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies_in_a_case: bool
 ) -> None:
     """The run ends with an exit code, and the row of the case before is kept."""
-    engine, columns = Mortal("full", tmp_path), ("first_ttft_ms_p50", "ttft_ms_p50", "tpot_ms_p50", "prefix_hit_rate")
+    engine = Mortal("full", tmp_path)
 
     def measure(_system: System, _url: str, _shape: Shape, concurrency: int, _timeout_s: float) -> dict[str, Any]:
         if dies_in_a_case == (concurrency == 32):
             engine.kill()
         if concurrency == 32:
             raise requests.ConnectionError("refused")
-        return dict.fromkeys(("tokens_per_s", *columns), 1)
+        return dict.fromkeys(TURN_COLUMNS, 1)
 
     monkeypatch.setattr(turns, "server", lambda *_: (engine, "url"))
     monkeypatch.setattr(turns, "measure", measure)
@@ -442,7 +445,7 @@ def test_a_run_whose_case_fails_ends_with_an_exit_code(
     def measure(_system: System, _url: str, _shape: Shape, concurrency: int, timeout_s: float) -> dict[str, Any]:
         if fails and concurrency == 32:
             raise TimeoutError(f"not finished after {timeout_s:g} s")
-        return dict.fromkeys(("tokens_per_s", "first_ttft_ms_p50", "ttft_ms_p50", "tpot_ms_p50", "prefix_hit_rate"), 1)
+        return dict.fromkeys(TURN_COLUMNS, 1)
 
     engine = EngineProcess("full", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "full.log")
     monkeypatch.setattr(engine, "is_healthy", lambda: True)
