@@ -826,6 +826,26 @@ def test_hit_rates_without_locality() -> None:
     )
 
 
+def test_two_gpus_with_experts_of_full_size() -> None:
+    ratios = {}
+    for name in ("full_size_tp", "full_size"):
+        found = {(row["system"], row["requests"], row["context"]): row for row in results(f"h200x2/{name}")}
+        for (system, requests, context), row in found.items():
+            assert row["experts"] == 24
+            if system == "ours" and context == 32768:
+                ratios[name, requests] = row["tokens_per_s"] / found["full", requests, context]["tokens_per_s"]
+    claim = (
+        f"56 requests of 32K ran at {ratios['full_size_tp', 56]:.2f} times full KV's throughput with two tensor "
+        f"parallel ranks, and 112 at {ratios['full_size', 112]:.2f} times with two data parallel ranks"
+    )
+    assert claim in section("## More requests than full KV can hold")
+    claim = (
+        f"ran at {ratios['full_size_tp', 16]:.2f} with two tensor parallel ranks, and at {ratios['full_size', 32]:.2f} "
+        "with two data parallel ranks"
+    )
+    assert claim in section("## Where full KV fits")
+
+
 def test_the_example_of_the_table_of_tests() -> None:
     example = outcome("h100", "0.32.0", "parity_fp8")
     same, tokens = example.split(" of ")
