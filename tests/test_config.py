@@ -1,12 +1,12 @@
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from vllm.config import AttentionConfig, VllmConfig
+from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
 from vllm.config.utils import is_init_field
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 
@@ -318,6 +318,7 @@ def drafts(method: str = "ngram", num_speculative_tokens: int = 3) -> dict[str, 
             num_speculative_tokens=num_speculative_tokens,
             num_speculative_tokens_per_batch_size=None,
             parallel_drafting=False,
+            use_multi_module_mtp=lambda: False,
         ),
     }
 
@@ -375,6 +376,23 @@ def test_refuses_drafts_that_do_not_follow_from_each_other() -> None:
     parallel["speculative_config"].parallel_drafting = True
     message, option = dense_refusal({"algorithm": "quest"}, **parallel), "--speculative-config parallel_drafting"
     check_parts(message, option, "True", "False: drafts that follow from each other", "Remove it.")
+
+
+@pytest.mark.parametrize(("num_layers", "num_drafts", "is_refused"), [(3, 2, True), (3, 1, False), (1, 2, False)])
+def test_refuses_drafts_of_several_mtp_layers(num_layers: int, num_drafts: int, is_refused: bool) -> None:
+    """Each drafts one token, and vLLM lets a prefill side leave out the last tokens of a prompt."""
+    changes = drafts("mtp", num_drafts)
+    changes["speculative_config"].draft_model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(num_nextn_predict_layers=num_layers)
+    )
+    changes["speculative_config"].use_multi_module_mtp = MethodType(
+        SpeculativeConfig.use_multi_module_mtp, changes["speculative_config"]
+    )
+    if is_refused:
+        option = "--speculative-config num_speculative_tokens"
+        check_parts(refusal(**changes), option, "2", "1 with a checkpoint of several MTP layers", "Set it to 1")
+    else:
+        assert HiSparseConfig.from_vllm_config(engine(**changes)).rows == max(2, 1 + num_drafts) * 256
 
 
 NARROW = {**GIB, "indexer_key_dtype": "fp4"}
@@ -802,6 +820,7 @@ def test_minimax_m3_selects_what_its_configuration_says() -> None:
         num_speculative_tokens=2,
         num_speculative_tokens_per_batch_size=None,
         parallel_drafting=False,
+        use_multi_module_mtp=lambda: False,
     )
     assert HiSparseConfig.from_vllm_config(minimax(speculative_config=drafts)).rows == 3 * 2048
 

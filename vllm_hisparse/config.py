@@ -632,6 +632,14 @@ def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
         raise HiSparseConfigError(
             "--speculative-config parallel_drafting", True, "False: drafts that follow from each other", "Remove it."
         )
+    if vllm_config.speculative_config.use_multi_module_mtp():
+        raise HiSparseConfigError(
+            "--speculative-config num_speculative_tokens",
+            vllm_config.speculative_config.num_speculative_tokens,
+            "1 with a checkpoint of several MTP layers: each would draft a token, and a prefill side would leave out a "
+            "prompt's last tokens",
+            "Set it to 1, with which the first layer drafts.",
+        )
     if config.selection_trace_dir is not None:
         raise HiSparseConfigError(
             "selection_trace_dir",
