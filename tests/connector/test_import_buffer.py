@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.connector.import_buffer import (
     PART_BYTES,
+    STUCK_S,
     ImportBuffer,
     ImportCounts,
     Source,
@@ -31,9 +34,15 @@ SOURCE, OTHER = Source("prefill", 0), Source("other", 0)
 
 
 class Prefill:
-    """The memory of a prefill instance, and reads from it that end when the test says so."""
+    """The memory of a prefill instance, and reads from it that end when the test says so.
 
-    def __init__(self, seed: int = 0):
+    Args:
+        rows: the host pool.
+        seed: of the memory's bytes.
+    """
+
+    def __init__(self, rows: torch.Tensor, seed: int = 0):
+        self.rows, self.num_bytes_to_host = rows, 0
         self.memory = torch.from_numpy(np.random.default_rng(seed).integers(0, 200, (NUM_PAGES, PAGE_BYTES), np.uint8))
         self.open: list[Read] = []
         self.started: list[Read] = []
@@ -49,6 +58,14 @@ class Prefill:
         self.open.append(read)
         self.started.append(read)
         return read, True
+
+    def start_read_to_host(
+        self, request_id: str, source: Source, places: np.ndarray, addresses: np.ndarray, sizes: np.ndarray
+    ) -> tuple[Read | None, bool]:
+        sides = (np.stack([starts, sizes], axis=1) for starts in (self.rows.data_ptr() + places, addresses))
+        read, is_started = self.start_read(request_id, source, *sides)
+        self.num_bytes_to_host += int(sizes.sum()) if is_started else 0
+        return read, is_started
 
     def poll_read(self, request_id: str, read: Read) -> tuple[bool, bool]:
         assert read.request_id == request_id
@@ -120,10 +137,11 @@ class Host:
     """An import buffer between a prefill instance and a host pool, whose rows have room for a page."""
 
     def __init__(self, num_parts: int = 2, pages_per_part: int = 5, slow: bool = False):
-        self.prefill, self.rows = Prefill(), torch.full((100, PAGE_BYTES), UNWRITTEN, dtype=torch.uint8)
+        self.rows, self.now = torch.full((100, PAGE_BYTES), UNWRITTEN, dtype=torch.uint8), 1000.0
+        self.prefill = Prefill(self.rows)
         self.writer = SlowWriter(self.rows.view(-1)) if slow else PageWriter(self.rows.view(-1))
         memory = torch.full((num_parts, pages_per_part * PAGE_BYTES + PAGE_BYTES - 1), 7, dtype=torch.uint8)
-        self.buffer = ImportBuffer(memory, self.prefill, self.writer)
+        self.buffer = ImportBuffer(memory, self.prefill, self.writer, clock=lambda: self.now)
         self.arrived: list[str] = []
 
     def add(
@@ -226,7 +244,8 @@ def test_a_buffer_holds_two_blocks_of_all_layers() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_page_lands_once(data: st.DataObject) -> None:
-    """Several prompts, from two prefill instances, with pages of several sizes; reads and copies end in any order."""
+    """Several prompts, from two prefill instances, with pages of several sizes; reads and copies end in any order, and
+    some take so long that other prompts are read straight into the host pool."""
     host = Host(data.draw(st.integers(2, 4)), data.draw(st.integers(1, 9)), slow=True)
     rows, expected, sizes = data.draw(st.permutations(range(100))), {}, {}
     for index in range(data.draw(st.integers(1, 4))):
@@ -241,11 +260,12 @@ def test_every_page_lands_once(data: st.DataObject) -> None:
         if moves := [*host.prefill.open, *host.writer.open]:
             move = data.draw(st.sampled_from(moves))
             (host.prefill if isinstance(move, Read) else host.writer).finish(move)
+        host.now += data.draw(st.sampled_from([0, STUCK_S]))
         host.buffer.advance()
     host.run()
     host.assert_holds(expected, sizes)
     assert sorted(host.arrived) == [str(index) for index in range(num_prompts)]
-    assert host.buffer.take_counts().num_bytes == sum(sizes.values())
+    assert host.buffer.take_counts().num_bytes + host.prefill.num_bytes_to_host == sum(sizes.values())
 
 
 def test_a_prompt_larger_than_the_buffer_comes_in_several_rounds() -> None:
@@ -336,6 +356,85 @@ def test_the_only_instance_that_is_left_has_all_parts_but_one() -> None:
     assert len(host.prefill.open) == 3
     host.run()
     host.assert_holds({90: 50} | {page: page for page in range(40)})
+
+
+def hang_in_both_parts(host: Host) -> list[Read]:
+    """Let two instances hold both parts of a buffer; returns their reads, which do not end."""
+    host.add("first", [50], [97], OTHER)
+    host.run()
+    host.add("hangs", list(range(15)), list(range(15)))
+    host.add("hangs too", list(range(15)), list(range(15, 30)), OTHER)
+    assert [read.source for read in host.prefill.open] == [SOURCE, OTHER]
+    host.arrived.clear()
+    return list(host.prefill.open)
+
+
+def finish_others(host: Host, stuck: list[Read]) -> None:
+    for _ in range(10):
+        for read in set(host.prefill.open) - set(stuck):
+            host.prefill.finish(read)
+        host.buffer.advance()
+
+
+def test_instances_that_hang_in_all_parts_stop_no_others() -> None:
+    """After a while, other prompts are read straight into the host pool; then through the buffer again."""
+    host, third = Host(num_parts=2, pages_per_part=5), Source("third", 0)
+    stuck = hang_in_both_parts(host)
+    host.add("goes on", list(range(30, 48)), list(range(60, 78)), third)
+    host.now += STUCK_S - 1
+    finish_others(host, stuck)
+    assert host.prefill.open == stuck and host.buffer.num_waiting == 1, "an instance may be slow"
+    host.now += 2
+    with unittest.TestCase().assertLogs("vllm.vllm_hisparse.connector.import_buffer", logging.WARNING) as logs:
+        finish_others(host, stuck)
+        host.add("at once", [59], [99], third)
+        finish_others(host, stuck)
+    (message,) = [record.getMessage() for record in logs.records]
+    assert "has ended for 10 s" in message and message.endswith("These prefill instances may hang: other, prefill.")
+    assert host.arrived == ["goes on", "at once"] and host.prefill.num_bytes_to_host == 19 * PAGE_BYTES
+    host.prefill.fail(stuck[1])
+    host.buffer.advance()
+    host.add("later", list(range(40, 50)), list(range(80, 90)), third)
+    finish_others(host, stuck)
+    assert host.arrived[2:] == ["later"] and host.prefill.num_bytes_to_host == 19 * PAGE_BYTES
+    host.run()
+    assert host.arrived[3:] == ["hangs"]
+    pages = {97: 50} | {page: page for page in range(15)} | {60 + page: 30 + page for page in range(18)}
+    host.assert_holds(pages | {99: 59} | {80 + page: 40 + page for page in range(10)})
+
+
+def test_prompts_wait_as_long_as_parts_are_read() -> None:
+    """Here they are copied slowly, too."""
+    host = Host(num_parts=2, pages_per_part=5, slow=True)
+    host.add("first", list(range(40)), list(range(40)))
+    host.add("second", list(range(40, 50)), list(range(40, 50)))
+    for _ in range(8):
+        host.now += STUCK_S - 1
+        host.prefill.finish(host.prefill.open[0])
+        host.buffer.advance()
+        host.now += STUCK_S - 1
+        host.writer.finish(host.writer.open[0])
+        host.buffer.advance()
+    assert host.prefill.num_bytes_to_host == 0
+    host.run()
+    assert host.arrived == ["first", "second"]
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_read_past_the_buffer_that_fails_ends_its_prompt_alone(is_started: bool) -> None:
+    host = Host(num_parts=2, pages_per_part=5)
+    stuck = hang_in_both_parts(host)
+    host.now += STUCK_S
+    host.prefill.refuses = not is_started
+    host.add("bad", list(range(30, 48)), list(range(60, 78)), Source("third", 0))
+    if is_started:
+        host.prefill.fail(host.prefill.open[-1])
+    host.prefill.refuses = False
+    host.buffer.advance()
+    assert host.buffer.pending == {"hangs", "hangs too"} and host.prefill.open == stuck
+    host.run()
+    assert sorted(host.arrived) == ["hangs", "hangs too"]
+    host.assert_holds({97: 50} | {page: page % 15 for page in range(30)})
 
 
 # Failures

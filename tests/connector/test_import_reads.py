@@ -6,7 +6,8 @@ KV, whose pages lie side by side in every block of this side's device cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from test_nixl_worker import REMOTE, REQUEST, Nixl, Rank
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from vllm_hisparse.connector.import_buffer import ImportBuffer
+from vllm_hisparse.connector.import_buffer import STUCK_S, ImportBuffer
 from vllm_hisparse.kv_manager.rows.page_writer import PageWriter
 
 PAGE_BYTES, KEY_BYTES, NUM_REMOTE_BLOCKS, NUM_HOST_BLOCKS = 24, 10, 30, 20
@@ -170,13 +171,17 @@ class Side(Rank):
         self._bases, self._strides = bases, strides
 
     def read_through_buffer(
-        self, monkeypatch: pytest.MonkeyPatch, num_parts: int = 2, pages_per_part: int = 5
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        num_parts: int = 2,
+        pages_per_part: int = 5,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> range:
         """Make the buffer, if the rank reads for the host pool, then shake hands. Returns the buffer's addresses."""
         imports, addresses = None, range(0)
         if self.reads_for_host:
             memory = torch.zeros(num_parts, pages_per_part * PAGE_BYTES, dtype=torch.uint8)
-            imports = ImportBuffer(memory, self, PageWriter(self.pool))
+            imports = ImportBuffer(memory, self, PageWriter(self.pool), clock)
             addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
         self.read_through(imports, range(self.pool.data_ptr(), self.pool.data_ptr() + self.pool.nbytes))
 
@@ -328,6 +333,28 @@ def test_layers_that_lie_side_by_side_on_both_sides_are_read_as_one(
     (read,) = [handle for handle in side.nixl_wrapper.started if handle.notice]
     assert read.local[:, 1].tolist() == [4 * KEY_BYTES] * len(REMOTE_IDS)
     assert (np.diff(read.remote[:, 0].astype(np.int64)) > 0).all(), "in the order of the source's memory"
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_prompt_is_read_past_parts_that_are_stuck(monkeypatch: pytest.MonkeyPatch, in_pieces: bool) -> None:
+    """Straight into the host pool; its keys come as they always do."""
+    side, now, other = Side(3, num_resident=4) if in_pieces else Side(), [0.0], "cmpl-e-0-22222222"
+    memory = side.read_through_buffer(monkeypatch, clock=lambda: now[0])
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    nixl, ended = side.nixl_wrapper, set()
+    stuck = nixl.open
+    now[0] += STUCK_S
+    side.pull([25, 26], [10, 11], [16, 17], other)
+    for _ in range(4):
+        for handle in nixl.open:
+            if handle not in stuck:
+                nixl.finish(handle)
+        ended |= side.get_transfer_results().finished_recving
+    assert ended == {other} and nixl.messages == [NOTICE]
+    own = [handle for handle in nixl.started if handle not in stuck]
+    assert own and not any(address in memory for handle in own for address in handle.local[:, 0].tolist())
+    assert side.finish_all() == {REQUEST}
+    side.assert_holds([*REMOTE_IDS, 25, 26], [*HOST_IDS, 10, 11], [*DEVICE_IDS, 16, 17])
 
 
 @pytest.mark.parametrize("unused_bytes", [None, 3])

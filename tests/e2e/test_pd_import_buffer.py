@@ -6,6 +6,7 @@ the buffer is host memory; all else is as on a GPU. tests/e2e/test_pd.py ends su
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import MODELS, assert_same_but_rounding, make_prompt
 from forks import forked
-from servers import DO_PREFILL, Server, completion, tokens_of, wait_started
+from servers import DO_PREFILL, Server, completion, tokens_of, wait_for, wait_started
 from test_pd import BLOCK, BUFFERED, PREFILL, DecodeServer, assert_same
 
 from tools.harness.deployment import hisparse_connector, vllm_engine
@@ -112,3 +113,33 @@ def test_next_turn_pulls_only_what_is_new(cluster: Cluster, name: str) -> None:
     cluster.decode.wait_empty()
     pulled = [(now - was) / (BLOCK * ROW_BYTES) for now, was in zip(cluster.received(), before, strict=True)]
     assert pulled == [4, 4], "1230 tokens are 20 blocks, 16 of them are in the host prefix cache"
+
+
+@pytest.mark.slow
+def test_prompts_are_read_past_parts_that_are_stuck(cluster: Cluster) -> None:
+    """Both prefill servers are stopped while they are read, so a third prompt goes straight into the host pool."""
+    names, num_tokens = ["layers", "blocks", "layers"], 700
+    for seed, name in enumerate(LAYOUTS):  # both are connected, so each of them gets one of the two parts
+        cluster.decode.complete(first := make_prompt(100, seed=20 + seed), 1, cluster.prefilled(name, first))
+    prompts = [make_prompt(num_tokens, seed=30 + index) for index in range(3)]
+    expected = [
+        completion(cluster.prefill[name].complete(prompt, 12)) for name, prompt in zip(names, prompts, strict=True)
+    ]
+    transfers, before = list(map(cluster.prefilled, names, prompts)), cluster.received()
+    stopped = [server.process for server in cluster.prefill.values()]
+    try:
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(len(prompts)) as executor:
+            replies = executor.map(cluster.decode.complete, prompts, [12] * 3, transfers)
+            wait_for(lambda: "other prompts are read without it" in cluster.decode.process.log_path.read_text())
+            for process in stopped:
+                process.send_signal(signal.SIGCONT)
+            assert_same_but_rounding(list(map(completion, replies)), expected)
+    finally:
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+    cluster.decode.wait_empty()
+    to_host, through_buffer = (now - was for now, was in zip(cluster.received(), before, strict=True))
+    num_blocks = -(-num_tokens // BLOCK)
+    assert [to_host, through_buffer] == [count * num_blocks * BLOCK * ROW_BYTES for count in (3, 2)]

@@ -102,6 +102,9 @@ class _Place:
     device_id: int
 
 
+HOST = _Place("DRAM", 0)  # NOTE: vLLM gives host memory device 0
+
+
 @dataclass(frozen=True)
 class _RemoteMemory:
     """Memory of a rank of a prefill instance, of which vLLM keeps only the addresses.
@@ -355,7 +358,7 @@ class PullHooks:
     def _place_of(self, regions: Sequence[int]) -> _Place:
         """Return the memory of regions that are all on the device, or all on the host."""
         (kind,) = {self.region_mem_types[region] for region in regions}
-        return _Place(kind, 0 if kind == "DRAM" else self.device_id)  # NOTE: vLLM gives host memory device 0
+        return HOST if kind == "DRAM" else _Place(kind, self.device_id)
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
         """Poll transfers, except those in the import buffer: without handles, vLLM would take them for done."""
@@ -371,6 +374,12 @@ class PullHooks:
         self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
     ) -> tuple[Any | None, bool]:
         return self._start_transfer(request_id, source, local, remote, self._buffer_place)
+
+    def start_read_to_host(
+        self, request_id: str, source: Source, places: np.ndarray, addresses: np.ndarray, sizes: np.ndarray
+    ) -> tuple[Any | None, bool]:
+        joined = pieces(self._host_pool.start + places, addresses, sizes)
+        return self._start_transfer(request_id, source, *joined, HOST)
 
     def _start_transfer(
         self,

@@ -8,11 +8,13 @@ part has been read, its pages are copied to their places in the host pool; then 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from vllm.logger import init_logger
 
 from vllm_hisparse.config import HiSparseConfigError
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 PART_BYTES = 64 << 20
 MIN_PARTS = 2  # one is read while another one is copied
 ALIGNMENT_BYTES = 256  # of parts, so that pages are copied in words
+STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that have none do without
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,22 @@ class Reads(Protocol):
             The read, or None if nothing writes into the buffer; and False if the start has failed, else True.
         """
 
+    def start_read_to_host(
+        self, request_id: str, source: Source, places: np.ndarray, addresses: np.ndarray, sizes: np.ndarray
+    ) -> tuple[Any | None, bool]:
+        """Start to read pages straight into the host pool.
+
+        Args:
+            request_id: request of the pages.
+            source: place of the pages.
+            places: [pages] int64: first byte of each page in the host pool.
+            addresses: [pages] int64: addresses of the pages at the source.
+            sizes: [pages] int64: bytes of each page.
+
+        Returns:
+            The same as `start_read`.
+        """
+
     def poll_read(self, request_id: str, read: Any) -> tuple[bool, bool]:
         """Return whether a read has ended, so that nothing writes into the buffer any more, and whether it has failed.
 
@@ -78,9 +99,9 @@ class _Import:
         addresses: [pages] int64: addresses of the pages at their source.
         places: [pages] int64: first byte of each page in the host pool.
         sizes: [pages] int64: bytes of each page.
-        then: called when all pages are in the host pool; not if a read failed.
+        then: called when all pages are in the host pool; not if a read failed. None: nothing is left to do.
         num_started: pages whose read has been started.
-        num_parts: parts of the buffer in use.
+        num_rounds: reads and copies that have not ended.
         has_failed: True if a read has failed; no more reads are started.
     """
 
@@ -89,9 +110,9 @@ class _Import:
     addresses: np.ndarray
     places: np.ndarray
     sizes: np.ndarray
-    then: Callable[[], None]
+    then: Callable[[], None] | None
     num_started: int = 0
-    num_parts: int = 0
+    num_rounds: int = 0
     has_failed: bool = False
 
     @property
@@ -100,20 +121,31 @@ class _Import:
 
 
 @dataclass
-class _Round:
-    """A part of the buffer in use: first it is read (`read`), then copied to the host pool (`writing`).
+class _Part:
+    """A part of the buffer in use.
 
     Attributes:
-        part: number of the part.
-        owner: the prompt.
-        pages: [pages, page_bytes] uint8: memory of its pages in the part.
+        number: number of the part.
+        pages: [pages, page_bytes] uint8: memory of its pages.
         places: [pages] int64: first byte of each page in the host pool.
     """
 
-    part: int
-    owner: _Import
+    number: int
     pages: torch.Tensor
     places: np.ndarray
+
+
+@dataclass
+class _Round:
+    """Pages of a prompt: first they are read (`read`), then copied to the host pool (`writing`).
+
+    Attributes:
+        owner: the prompt.
+        part: holds the pages meanwhile; None: they are read straight into the host pool.
+    """
+
+    owner: _Import
+    part: _Part | None
     read: Any | None
     writing: Writing | None = None
 
@@ -125,19 +157,26 @@ class ImportBuffer:
     do not end. While several instances are known, an instance therefore gets another part only if more parts are free
     than it has; a single one leaves one part free if there are three or more.
 
+    Instances that hang may nevertheless hold all parts together. If all parts are in use, and none has been read for
+    `STUCK_S` seconds, prompts that have none are therefore read straight into the host pool.
+
     Args:
         memory: [parts, bytes of a part] uint8: the buffer, contiguous.
         reads: reads from prefill instances into `memory`.
         writer: copies pages to the host pool.
+        clock: returns seconds.
     """
 
-    def __init__(self, memory: torch.Tensor, reads: Reads, writer: PageWriter):
-        self.memory, self._reads, self._writer = memory, reads, writer
+    def __init__(
+        self, memory: torch.Tensor, reads: Reads, writer: PageWriter, clock: Callable[[], float] = time.perf_counter
+    ):
+        self.memory, self._reads, self._writer, self._clock = memory, reads, writer, clock
         self._free = list(reversed(range(len(memory))))
         self._imports: list[_Import] = []
         self._rounds: list[_Round] = []
         self._engine_ids: set[str] = set()  # of instances from which prompts have come, and that are not abandoned
         self._num_bytes = self._last_num_waiting = 0
+        self._last_change, self._is_stuck = 0.0, False  # time at which a part was given, read or freed
 
     @property
     def pending(self) -> set[str]:
@@ -147,7 +186,7 @@ class ImportBuffer:
     @property
     def num_waiting(self) -> int:
         """Number of prompts that need a part and have none."""
-        return sum(each.needs_part and not each.num_parts for each in self._imports)
+        return sum(each.needs_part and not each.num_rounds for each in self._imports)
 
     def add(
         self,
@@ -156,7 +195,7 @@ class ImportBuffer:
         addresses: np.ndarray,
         places: np.ndarray,
         sizes: np.ndarray,
-        then: Callable[[], None],
+        then: Callable[[], None] | None,
     ) -> None:
         """Read pages of a prompt.
 
@@ -166,7 +205,7 @@ class ImportBuffer:
             addresses: [pages] int64: addresses of the pages there, each once.
             places: [pages] int64: first byte of each page in the host pool.
             sizes: [pages] int64: bytes of each page, at most those of a part.
-            then: called when all pages are in the host pool; not if a read fails.
+            then: called when all pages are in the host pool; not if a read fails. None: nothing is left to do.
         """
         order = np.lexsort((addresses, sizes))
         self._imports.append(_Import(request_id, source, addresses[order], places[order], sizes[order], then))
@@ -177,10 +216,10 @@ class ImportBuffer:
         """Copy parts that have been read, and read more pages into parts that have been copied. Waits for nothing."""
         self._rounds = [each for each in self._rounds if not self._has_ended(each)]
         self._start_reads()
-        ended = [each for each in self._imports if not each.needs_part and not each.num_parts]
-        self._imports = [each for each in self._imports if each.needs_part or each.num_parts]
+        ended = [each for each in self._imports if not each.needs_part and not each.num_rounds]
+        self._imports = [each for each in self._imports if each.needs_part or each.num_rounds]
         for each in ended:
-            if not each.has_failed:
+            if each.then is not None and not each.has_failed:
                 each.then()
 
     def abandon(self, engine_id: str) -> set[str]:
@@ -207,30 +246,39 @@ class ImportBuffer:
         self._imports, self._rounds = [], []
 
     def _has_ended(self, each: _Round) -> bool:
-        owner = each.owner
+        owner, part = each.owner, each.part
         if each.read is not None:
             has_ended, has_failed = self._reads.poll_read(owner.request_id, each.read)
             owner.has_failed |= has_failed
             if not has_ended:
                 return False
             each.read = None
-            if not owner.has_failed:
-                each.writing = self._writer.write(each.pages, each.places)
-        if each.writing is not None:
-            if not each.writing.is_done():
-                return False
-            self._num_bytes += each.pages.nbytes
-        owner.num_parts -= 1
-        self._free.append(each.part)
+            if part is not None:
+                self._part_changes()
+                if not owner.has_failed:
+                    each.writing = self._writer.write(part.pages, part.places)
+        if each.writing is not None and not each.writing.is_done():
+            return False
+        owner.num_rounds -= 1
+        if part is not None:
+            self._num_bytes += part.pages.nbytes if each.writing is not None else 0
+            self._free.append(part.number)
+            self._part_changes()
         return True
 
     def _start_reads(self) -> None:
         for each in self._imports:
             while each.needs_part and self._may_take_part(each.source.engine_id):
                 self._start_read(each)
+        if self._free or self._clock() - self._last_change < STUCK_S:
+            return
+        for each in self._imports:
+            if each.needs_part and not each.num_rounds:
+                self._start_read_to_host(each)
 
     def _may_take_part(self, engine_id: str) -> bool:
-        num_held = sum(each.owner.source.engine_id == engine_id for each in self._rounds)
+        holders = [each.owner.source.engine_id for each in self._rounds if each.part is not None]
+        num_held = holders.count(engine_id)
         if len(self._engine_ids) > 1:
             return len(self._free) > num_held
         return len(self._free) > (1 if num_held and len(self.memory) > MIN_PARTS else 0)
@@ -239,17 +287,43 @@ class ImportBuffer:
         first, page_bytes = owner.num_started, int(owner.sizes[owner.num_started])
         last = int(np.searchsorted(owner.sizes, page_bytes, "right"))
         pages = slice(first, min(first + self.memory.shape[1] // page_bytes, last))
-        addresses, sizes, part = owner.addresses[pages], owner.sizes[pages], self._free.pop()
-        memory = self.memory[part, : len(sizes) * page_bytes].view(-1, page_bytes)
+        addresses, sizes, number = owner.addresses[pages], owner.sizes[pages], self._free.pop()
+        memory = self.memory[number, : len(sizes) * page_bytes].view(-1, page_bytes)
         local, remote = pieces(memory.data_ptr() + np.arange(len(sizes)) * page_bytes, addresses, sizes)
         read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
-        owner.num_started = pages.stop
-        owner.has_failed |= not is_started
+        self._part_changes()
+        self._read_is_started(owner, pages.stop, _Part(number, memory, owner.places[pages]), read, is_started)
         if read is None:
-            self._free.append(part)
-            return
-        owner.num_parts += 1
-        self._rounds.append(_Round(part, owner, memory, owner.places[pages], read))
+            self._free.append(number)
+
+    def _start_read_to_host(self, owner: _Import) -> None:
+        """Read the rest of a prompt straight into the host pool."""
+        if not self._is_stuck:
+            self._is_stuck = True
+            holders = {each.owner.source.engine_id for each in self._rounds if each.part is not None}
+            logger.warning(
+                "HiSparse: no read into the import buffer has ended for %.0f s; other prompts are read without it "
+                "until one does. These prefill instances may hang: %s.",
+                STUCK_S,
+                ", ".join(sorted(holders)),
+            )
+        rest = slice(owner.num_started, None)
+        pages = owner.places[rest], owner.addresses[rest], owner.sizes[rest]
+        read, is_started = self._reads.start_read_to_host(owner.request_id, owner.source, *pages)
+        self._read_is_started(owner, len(owner.addresses), None, read, is_started)
+
+    def _read_is_started(
+        self, owner: _Import, num_started: int, part: _Part | None, read: Any | None, is_started: bool
+    ) -> None:
+        owner.num_started = num_started
+        owner.has_failed |= not is_started
+        if read is not None:
+            owner.num_rounds += 1
+            self._rounds.append(_Round(owner, part, read))
+
+    def _part_changes(self) -> None:
+        """Record that a part is given, has been read, or is freed."""
+        self._last_change, self._is_stuck = self._clock(), False
 
 
 def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
