@@ -240,6 +240,11 @@ class Side(Rank):
             self._recving_metadata[name] = meta
         self._read_blocks_for_req(name, meta)
 
+    def key_reads(self) -> list[Handle]:
+        """Reads of device-resident KV into device blocks."""
+        first = self.cache.data_ptr()
+        return [each for each in self.nixl_wrapper.started if first <= each.local[0, 0] < first + self.cache.nbytes]
+
     def finish_all(self) -> set[str]:
         """Let everything arrive; returns the requests that have ended well."""
         ended: set[str] = set()
@@ -323,16 +328,67 @@ def test_without_main_kv_nothing_waits_for_the_buffer(monkeypatch: pytest.Monkey
 def test_layers_that_lie_side_by_side_on_both_sides_are_read_as_one(
     monkeypatch: pytest.MonkeyPatch, leaves_main_kv: bool
 ) -> None:
-    """They are in one transfer, whose end frees the blocks; also on ranks that leave main KV to rank 0."""
+    """They are in one transfer; also on ranks that leave main KV to rank 0."""
     side = Side(3, num_resident=4)
     side._skip_dram_xfer = leaves_main_kv
     side.read_through_buffer(monkeypatch)
     side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
     assert side.finish_all() == {REQUEST} and side.nixl_wrapper.messages == [NOTICE]
     side.assert_holds(REMOTE_IDS, [] if leaves_main_kv else HOST_IDS, DEVICE_IDS)
-    (read,) = [handle for handle in side.nixl_wrapper.started if handle.notice]
+    (read,) = side.key_reads()
     assert read.local[:, 1].tolist() == [4 * KEY_BYTES] * len(REMOTE_IDS)
     assert (np.diff(read.remote[:, 0].astype(np.int64)) > 0).all(), "in the order of the source's memory"
+
+
+@pytest.mark.parametrize("keys_come_first", [True, False])
+def test_keys_in_pieces_are_read_while_main_kv_is(monkeypatch: pytest.MonkeyPatch, keys_come_first: bool) -> None:
+    """The blocks are freed when both are there."""
+    side = Side(3, num_resident=4)
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    nixl = side.nixl_wrapper
+    (keys,) = side.key_reads()
+    assert len(nixl.open) == 3, "both parts of the buffer are read, too"
+    if keys_come_first:
+        nixl.finish(keys)
+    while reading := [handle for handle in nixl.open if handle is not keys]:
+        assert not side.get_transfer_results().finished_recving and not nixl.messages
+        nixl.finish(reading[0])
+    if not keys_come_first:
+        assert not side.get_transfer_results().finished_recving and not nixl.messages
+    assert side.finish_all() == {REQUEST} and nixl.messages == [NOTICE]
+    side.assert_holds(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+
+
+def test_keys_that_fail_while_main_kv_is_read_fail_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request keeps its blocks as long as main KV may be copied to them."""
+    side = Side(3, num_resident=4)
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    nixl, failed = side.nixl_wrapper, set()
+    side.key_reads()[0].state = "ERR"
+    while nixl.open:
+        assert not failed
+        nixl.finish(nixl.open[0])
+        failed |= side.get_transfer_results().failed_recving
+    failed |= side.get_transfer_results().failed_recving
+    assert failed == {REQUEST} and not nixl.messages
+    assert not side._recving_metadata and not side._recving_transfers and not side._pending_recv_notifs
+
+
+def test_main_kv_that_fails_while_keys_are_read_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request keeps its device blocks as long as NIXL may write to them."""
+    side = Side(3, num_resident=4)
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    (keys,), nixl = side.key_reads(), side.nixl_wrapper
+    for handle in nixl.open:
+        handle.state = "PROC" if handle is keys else "ERR"
+    for _ in range(3):
+        assert not side.get_transfer_results().failed_recving and REQUEST in side._recving_metadata
+    nixl.finish(keys)
+    assert side.get_transfer_results().failed_recving == {REQUEST} and not nixl.messages
+    assert not side._recving_metadata and not side._recving_transfers and not side._pending_recv_notifs
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])

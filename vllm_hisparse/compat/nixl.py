@@ -42,6 +42,7 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._engine_clock_offset",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recving_transfers",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recv_failures",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pending_recv_notifs",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pop_done_transfers",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._try_release_xfer_handle",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._cleanup_remote_engine",
@@ -121,8 +122,9 @@ class _RemoteMemory:
 class PullHooks:
     """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
 
-    After `read_through`, what lands in the host pool comes through the import buffer. When it is there, the other KV is
-    read, in pieces where pages follow each other in memory; then the prefill instance is told to free the blocks.
+    After `read_through`, what lands in the host pool comes through the import buffer. The other KV is read in pieces
+    meanwhile, or page by page afterwards if its pages do not follow each other in memory. When all of it is there, the
+    prefill instance is told to free the blocks.
     """
 
     _imports: ImportBuffer | None = None
@@ -239,9 +241,7 @@ class PullHooks:
         super().start_load_kv(metadata)
 
     def _read_blocks(self, read_spec: ReadSpec, dst_engine_id: str, request_id: str, *args: Any, **kwargs: Any) -> bool:
-        """Read a request's blocks from one rank; after `read_through`, what lands in the host pool through the buffer,
-        and then the rest.
-        """
+        """Read a request's blocks from one rank; after `read_through`, those of the host pool through the buffer."""
         read_blocks = super()._read_blocks
 
         def read_directly(spec: ReadSpec) -> bool:
@@ -258,24 +258,28 @@ class PullHooks:
         addresses = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
         on_host = [region for region, address in enumerate(addresses) if address in self._host_pool]
         others = [region for region in range(len(addresses)) if region not in on_host]
-        local, remote, sizes = self._pages(source, others, *block_ids)
-        joined = pieces(local, remote, sizes)
-        if len(joined[0]) < len(sizes):
+        rest, main = (self._pages(source, regions, *block_ids) for regions in (others, on_host))
+        joined, read_rest = pieces(*rest), None
+        if len(joined[0]) < len(rest[0]) or not len(rest[0]):
+            if len(rest[0]) and not self._read_pieces(request_id, source, *joined, self._place_of(others)):
+                return False
+            # NOTE: vLLM sends these messages when all transfers of the request have ended well.
             notice = f"{kwargs['remote_request_id']}:{kwargs['expected_consumers']}".encode()  # vLLM's message
-            read_rest = partial(self._read_pieces, request_id, source, *joined, self._place_of(others), notice)
-        else:  # vLLM has prepared reads of single pages; if there is nothing to read, it only sends a message
-            rest = [[ids if region in others else [] for region, ids in enumerate(side)] for side in block_ids]
-            spec = replace(read_spec, local_block_ids=rest[0], remote_block_ids=rest[1], block_ids_by_region=True)
+            agent = self._remote_agents[dst_engine_id][0, source.rank]
+            self._pending_recv_notifs.setdefault(request_id, []).append((agent, notice))
+        else:  # vLLM has prepared reads of single pages; the end of such a read sends the message, so it comes last
+            ids = [[ids if region in others else [] for region, ids in enumerate(side)] for side in block_ids]
+            spec = replace(read_spec, local_block_ids=ids[0], remote_block_ids=ids[1], block_ids_by_region=True)
             read_rest = partial(read_directly, spec)
-        local, remote, sizes = self._pages(source, on_host, *block_ids)
+        local, remote, sizes = main
         if self._imports is None or not len(sizes):
-            return read_rest()
-        then = partial(self._read_later, read_rest, request_id)
+            return read_rest() if read_rest else True
+        then = partial(self._read_later, read_rest, request_id) if read_rest else None
         self._imports.add(request_id, source, remote, local - self._host_pool.start, sizes, then)
         return True
 
     def _read_later(self, read: Callable[[], bool], request_id: str) -> None:
-        """Read what does not come through the buffer, and let the prefill instance free the blocks.
+        """Read what does not come through the buffer.
 
         Args:
             read: reads it.
@@ -288,7 +292,7 @@ class PullHooks:
             self._handle_failed_transfer(request_id, None, self._recv_failures)
 
     def _read_pieces(
-        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray, place: _Place, notice: bytes
+        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray, place: _Place
     ) -> bool:
         """Read pieces in one of the request's transfers, which vLLM polls.
 
@@ -297,12 +301,11 @@ class PullHooks:
             source: place of the pieces.
             local, remote: [pieces, 2] int64: address and bytes of each piece, on this side and at the source.
             place: memory of this side.
-            notice: message by which the source frees the blocks.
 
         Returns:
             False if the read could not be started, which has been recorded; else True.
         """
-        handle, is_started = self._start_transfer(request_id, source, local, remote, place, notice)
+        handle, is_started = self._start_transfer(request_id, source, local, remote, place)
         if handle is not None:
             self._recving_transfers[request_id].append(handle)
         return is_started
@@ -382,20 +385,9 @@ class PullHooks:
         return self._start_transfer(request_id, source, *joined, HOST)
 
     def _start_transfer(
-        self,
-        request_id: str,
-        source: Source,
-        local: np.ndarray,
-        remote: np.ndarray,
-        place: _Place,
-        notice: bytes = b"",
+        self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray, place: _Place
     ) -> tuple[Any | None, bool]:
-        """Start to read pieces into a place of this side, with arguments and result of `start_read`.
-
-        Args:
-            place: memory of this side.
-            notice: message that the source gets when the pieces have been read; empty: none.
-        """
+        """Start to read pieces into memory of this side (`place`), with arguments and result of `start_read`."""
         handle = None
         try:
             descriptors = [
@@ -403,7 +395,7 @@ class PullHooks:
                 for side, at in ((local, place), (remote, self._remote_memory[source].place))
             ]
             agent = self._remote_agents[source.engine_id][0, source.rank]
-            handle = self.nixl_wrapper.initialize_xfer("READ", *descriptors, agent, notice)
+            handle = self.nixl_wrapper.initialize_xfer("READ", *descriptors, agent)
             self.nixl_wrapper.transfer(handle)
         except Exception as error:  # NOTE: NIXL has exception classes of its own
             self._log_failure(
