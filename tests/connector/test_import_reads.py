@@ -17,7 +17,7 @@ import pytest
 import torch
 from campaign.configuration import BLOCK_SIZE
 from test_import_buffer import bytes_at
-from test_nixl_worker import REMOTE, REQUEST, Nixl, Rank
+from test_nixl_worker import REMOTE, REQUEST, Nixl, Rank, agent_metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -194,17 +194,8 @@ class Side(Rank):
         return addresses
 
     def shake_hands(self) -> None:
-        self.add_remote_agent(
-            SimpleNamespace(
-                engine_id="prefill",
-                block_size=BLOCK_SIZE,
-                physical_blocks_per_logical_kv_block=1,
-                kv_caches_base_addr=self._bases,
-                block_strides=self._strides,
-                device_id=0,
-            ),
-            0,
-        )
+        memory = {"kv_caches_base_addr": self._bases, "block_strides": self._strides, "device_id": 0}
+        self.add_remote_agent(agent_metadata(**memory), 0)
 
     def forget(self) -> None:
         """Forget the prefill instance, as vLLM does before it connects again."""
