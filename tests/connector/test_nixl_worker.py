@@ -351,6 +351,26 @@ def test_what_a_pull_raises_fails_its_request(
     assert recomputes or bad.status == RequestStatus.FINISHED_ERROR
 
 
+def test_a_request_comes_while_a_handshake_ends(decode: Decode) -> None:
+    """The prefill instance is known a moment before its clock is."""
+    rank = decode.rank
+    offset = rank._engine_clock_offset.pop("prefill")
+
+    class Lock:
+        """The handshake's thread has it first, and completes what it has begun."""
+
+        def __enter__(self) -> None:
+            rank._engine_clock_offset["prefill"] = offset
+
+        def __exit__(self, *_: object) -> None:
+            """Do nothing: no other thread waits."""
+
+    rank._handshake_lock = Lock()
+    decode.engine.add(transfer(remote_blocks_expiry_time=decode.clock.now + CLOCK_OFFSET + 30, kv_lease_duration=30))
+    assert decode.step() == {} and decode.posted == [REQUEST] and not rank.failures
+    assert decode.step() == {REQUEST: 1}
+
+
 def test_what_heartbeats_raise_ends_no_engine(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.rank, "_ensure_handshake", raising(RuntimeError("cannot schedule new futures")))
     decode.engine.add(transfer())

@@ -40,6 +40,7 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._log_failure",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._remote_agents",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._engine_clock_offset",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._handshake_lock",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recving_transfers",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recv_failures",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pending_recv_notifs",
@@ -172,7 +173,9 @@ class PullHooks:
         """Pull a request's blocks, or begin a handshake. NOTE: vLLM calls this again when the handshake has ended."""
         engine_id = meta.remote.engine_id
         try:
-            is_posted = meta.awaiting_kvs and engine_id in self._remote_agents  # False: connects, or frees
+            with self._handshake_lock:  # NOTE: vLLM's thread enters an instance first, and its clock offset afterwards
+                is_connected = engine_id in self._remote_agents
+            is_posted = meta.awaiting_kvs and is_connected  # False: connects, or frees
             if is_posted and not self.may_pull(req_id, meta, self._engine_clock_offset[engine_id]):
                 self._recving_transfers.setdefault(req_id, [])  # an empty list counts as done
             elif is_posted and not self.needs_blocks():
