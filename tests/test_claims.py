@@ -755,6 +755,9 @@ def test_conversations() -> None:
     before = 100 * (1 - first["ours", 8]["tokens_per_s"] / first["full", 8]["tokens_per_s"])
     assert f"the plugin is {slower:.0f}% slower" in section(UNDER_LOAD)
     assert f"was {before:.0f}% slower" in section(UNDER_LOAD)
+    turns = {row["system"]: (row["ttft_ms_p50"] + (row["answer"] - 1) * row["tpot_ms_p50"]) / 1e3 for row in later}
+    claim = f"{later[0]['answer'] - 1} times the median time per output token are {turns['ours']:.2f} s, with full KV "
+    assert f"{claim}{turns['full']:.2f} s." in section(UNDER_LOAD)
     expected = [
         [
             str(row["concurrency"]),
