@@ -536,21 +536,6 @@ def test_a_preempted_request_waits_for_host_memory() -> None:
     engine.check_idle()
 
 
-def test_a_request_that_ends_replaces_evicted_copies_of_its_blocks() -> None:
-    """Two requests compute the same prompt in one step, and only the blocks of the first one are published."""
-    engine = ScriptedEngine(num_device_blocks=80, num_host_blocks=16)
-    prompt = list(range(100, 121))  # five whole blocks and one token
-    short, long = (engine.ask(name, prompt, max_tokens=num) for name, num in (("short", 1), ("long", 11)))
-    engine.turn(budget=60)
-    assert short.is_finished() and engine.host_pool.num_cached == 5
-    engine.ask("other", list(range(200, 230)), max_tokens=1)
-    engine.turn(budget=60)
-    assert engine.host_pool.cached_prefix(long.block_hashes, 20).num_tokens < 20
-    engine.run_to_end()
-    assert engine.host_pool.cached_prefix(long.block_hashes, 20).num_tokens == 20
-    engine.check_idle()
-
-
 def test_requests_that_run_during_a_reset_publish_nothing_more(engine: ScriptedEngine) -> None:
     """A later turn would use their blocks behind newly computed ones, if weights were replaced, for example."""
     request = engine.ask("a", list(range(9)), max_tokens=12)

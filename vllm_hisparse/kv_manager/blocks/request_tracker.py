@@ -193,8 +193,6 @@ class RequestTracker:
         request_id = request.request_id
         if admitted := self.admitted.get(request_id):
             admitted.truncate_saved(request.num_computed_tokens // self.block_size)
-            # NOTE: copies of its blocks that were published instead of them may have been evicted since.
-            admitted.num_published_blocks = 0
             self._publish(request, admitted)
         self.requests.pop(request_id, None)
         self.sessions.discard(request_id)
