@@ -536,22 +536,6 @@ def test_a_preempted_request_waits_for_host_memory() -> None:
     engine.check_idle()
 
 
-def test_requests_that_run_during_a_reset_publish_nothing_more(engine: ScriptedEngine) -> None:
-    """A later turn would use their blocks behind newly computed ones, if weights were replaced, for example."""
-    request = engine.ask("a", list(range(9)), max_tokens=12)
-    while request.num_computed_tokens < 13:
-        engine.turn()
-    assert engine.host_pool.find(request.block_hashes[1]) is not None
-    engine.half.reset_cache()
-    engine.run_to_end()
-    assert len(request.block_hashes) == 5
-    assert [engine.host_pool.find(block_hash) for block_hash in request.block_hashes] == [None] * 5
-    engine.ask("b", request.prompt_token_ids, max_tokens=1)
-    engine.run_to_end()
-    assert engine.host_pool.find(request.block_hashes[1]) is not None
-    engine.check_idle()
-
-
 def test_a_request_that_waits_for_host_memory_keeps_its_prefix_longer_than_others_do() -> None:
     """It was used before the other cached prefix."""
     engine = ScriptedEngine(num_device_blocks=80, num_host_blocks=12, max_model_len=48)

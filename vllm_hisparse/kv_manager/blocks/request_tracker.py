@@ -54,7 +54,6 @@ class AdmittedRequest:
         sent_hot_ids, sent_state_ids: ids of the hot blocks and state blocks that the worker knows.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
-        publishes: False if the prefix cache was emptied since the request was admitted.
         unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
         is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
@@ -72,7 +71,6 @@ class AdmittedRequest:
     sent_state_ids: list[int] = field(default_factory=list)
     num_saved_blocks: int = 0
     num_published_blocks: int = 0
-    publishes: bool = True
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
     is_decoding: bool = False
     last_start: int = 0
@@ -199,14 +197,6 @@ class RequestTracker:
         self._matches.pop(request_id, None)
         self.obstacles.pop(request_id, None)
         self.host_pool.forget(request_id)
-
-    def reset_cache(self) -> None:
-        """Empty the host prefix cache. Requests that hold blocks publish none of them any more, because their KV may
-        depend on what was to be forgotten, such as weights that are replaced.
-        """
-        self.host_pool.reset_cache()
-        for admitted in self.admitted.values():
-            admitted.publishes = False
 
     # Waiting
 
@@ -695,9 +685,7 @@ class RequestTracker:
         NOTE: with async scheduling, a block's last token, and therefore its hash, is known one step after the block was
         filled.
         """
-        if not (self.enable_caching and admitted.publishes):
-            return
-        last = min(admitted.num_saved_blocks, len(request.block_hashes))
+        last = min(admitted.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
         for index in range(admitted.num_published_blocks, last):
             self.host_pool.register(request.request_id, index, request.block_hashes[index])
         admitted.num_published_blocks = max(admitted.num_published_blocks, last)
