@@ -201,12 +201,8 @@ class RequestTracker:
     # Waiting
 
     def find_match(self, request: Request) -> HostMatch:
-        """Look up the prefix that the host pool holds of a waiting request, and remember it for `match`.
-
-        This is a use of the prefix: as long as vLLM asks for the request, other blocks are evicted first.
-        """
+        """Look up the prefix that the host pool holds of a waiting request, and remember it for `match`."""
         match = self._matches[request.request_id] = self.host_pool.find_match(request, self.enable_caching)
-        self.host_pool.touch(match.block_ids)
         return match
 
     def match(self, request_id: str) -> HostMatch:
@@ -286,6 +282,8 @@ class RequestTracker:
         if not has_room and not self._host_fits(request_id, num_tokens):
             self.set_obstacle(request_id, Obstacle.HOST_POOL_FULL)
             self._asked = None
+            # NOTE: its prefix is evicted last, because its admission will evict all other cached blocks.
+            self.host_pool.touch(self.match(request_id).block_ids)
             return self.block_pool.num_gpu_blocks + 1
         if admitted is None and self._is_held_back(request_id, num_tokens):
             self.set_obstacle(request_id, Obstacle.HELD_BACK)

@@ -53,7 +53,10 @@ class Tiers:
         request_id, num_tokens, block_size = request.request_id, request.num_tokens, self.host_pool.block_size
         if not self.loads.has(request_id):
             first, last = match.num_tokens // block_size, (num_tokens - 1) // block_size
-            if first >= min(last, len(request.block_hashes)) or self.loads.has_ended(request_id):
+            if self.loads.has_ended(request_id):
+                self.host_pool.touch(match.block_ids)  # so that they stay until it is admitted
+                return False
+            if first >= min(last, len(request.block_hashes)):
                 return False
             if not self.host_pool.can_allocate(num_tokens, match):
                 self.loads.stop_waiting(request_id)
@@ -66,6 +69,7 @@ class Tiers:
                 return True
             if self.loads.has_ended(request_id):
                 return False
+            self.host_pool.touch(match.block_ids)  # so that the blocks that are loaded do not evict them
             self.loads.begin(request_id, list(map(key_of, missing)), self.host_pool.num_new_blocks(num_tokens, match))
         return self.loads.has(request_id) and self.loads.is_loading(request_id)
 
