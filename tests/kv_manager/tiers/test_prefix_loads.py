@@ -206,7 +206,7 @@ def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatc
     """vLLM asks for each of them in every step."""
     answers_with(monkeypatch, is_silent)
     loads = engine.tiers.loads
-    loads.begin("slow", [], 0)
+    loads.begin("slow", [], [], 0)
     monkeypatch.setattr(loads, "max_loads", 1)
     must_wait = [loads.must_wait(f"request-{index}", has_room=True) for index in range(100)]
     assert must_wait == [True] * MAX_WAITING + [False] * (100 - MAX_WAITING)

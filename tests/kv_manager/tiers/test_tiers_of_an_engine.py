@@ -350,6 +350,42 @@ def test_requests_load_the_prefix_that_they_share_at_once(tmp_path: Path) -> Non
         engine.check_idle()
 
 
+def test_a_request_joins_a_load_of_its_prefix_that_is_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host pool has room for both, because they share what has been loaded and what will be."""
+    prompts = [[*LONG_PROMPTS[0][:40], index] for index in range(2)]
+    with make_engine_that_forgot(tmp_path, prompts, num_host_blocks=16, num_device_blocks=80) as engine:
+        loads = engine.tiers.loads
+        monkeypatch.setattr(loads, "_window", 2)
+        engine.ask("again-0", prompts[0], 2)
+        engine.wait_until(lambda: loads.has("again-0") and loads._loads["again-0"].first >= 6)
+        engine.ask("again-1", prompts[1], 2)
+        engine.turn()
+        assert loads.has("again-0") and loads.has("again-1")
+        engine.run()
+        assert engine.take_counters()["tier_loaded_blocks"] == 10
+        engine.settle()
+        engine.check_idle()
+
+
+def test_a_load_leaves_the_cached_beginning_of_another_prefix(tmp_path: Path) -> None:
+    """Together, the requests need more blocks than the host pool has."""
+    sizes = {"num_host_blocks": 18, "num_device_blocks": 80}
+    with make_engine_that_forgot(tmp_path, LONG_PROMPTS, **sizes) as engine:
+        for index, prompt in enumerate(LONG_PROMPTS):
+            engine.answer(f"begins-{index}", prompt[:17])
+            engine.settle()
+        assert engine.host_pool.num_cached >= 2 * 4
+        engine.take_counters()
+        for index, prompt in enumerate(LONG_PROMPTS):
+            engine.ask(f"again-{index}", prompt, 2)
+        engine.turn()
+        assert engine.tiers.loads.has("again-0") and not engine.tiers.loads.has("again-1")
+        engine.run()
+        assert engine.take_counters()["tier_skipped_loads"] == 0
+        engine.settle()
+        engine.check_idle()
+
+
 def test_a_loaded_prefix_loses_its_end_first_while_its_request_waits(tmp_path: Path) -> None:
     """The request waits for device memory, and another one takes host blocks meanwhile."""
     prompt = LONG_PROMPTS[0]

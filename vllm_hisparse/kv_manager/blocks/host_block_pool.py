@@ -267,6 +267,10 @@ class HostBlockPool:
         """The block that is published under a hash; None if there is none."""
         return self._keys.find(block_hash)
 
+    def is_cached(self, block_id: int) -> bool:
+        """True if a block is found by its key, and no request uses it."""
+        return block_id in self._evictable
+
     def hash_of(self, block_id: int) -> Hashable | None:
         """The hash that a block is published under; None if it is not published."""
         key = self._keys.of(block_id)

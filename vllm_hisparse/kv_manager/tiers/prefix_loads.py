@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import takewhile
 from math import inf
 
 from vllm.logger import init_logger
@@ -87,9 +86,10 @@ class PrefixLoad:
 
     Attributes:
         keys: keys of the blocks that the host pool did not have when the load began.
+        reserved: hashes of the blocks that the host pool keeps room for.
+        num_more: host blocks that the request needs in addition.
         contexts: the request's context with each source, in the order in which the sources are asked.
         end: index from which on no block will be loaded; at first, the number of keys.
-        num_more: host blocks that the request needs beside those of the keys.
         looked_at: time of the last check of the load, in seconds of the clock.
         moved_at: time of the last check that found progress.
         first: index of the first key that is not in the host pool.
@@ -103,9 +103,10 @@ class PrefixLoad:
     """
 
     keys: list[OffloadKey]
+    reserved: Sequence[bytes]
+    num_more: int
     contexts: list[tuple[Source, ReqContext]]
     end: int
-    num_more: int
     looked_at: float
     moved_at: float
     first: int = 0
@@ -180,7 +181,7 @@ class PrefixLoads:
         self.make_contexts, self._mark_stored, self._clock = make_contexts, mark_stored, clock
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._loads: dict[str, PrefixLoad] = {}
-        self._wanted: Counter[OffloadKey] = Counter()  # key of a block that loads have loaded or will -> their number
+        self._reserved: Counter[bytes] = Counter()  # `reserved` of all loads -> number of loads
         self._num_more = 0  # sum of `num_more` of all loads
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
         self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests whose load is over -> sources of their blocks
@@ -208,18 +209,23 @@ class PrefixLoads:
         """Return True if the load of a request that still waits is over."""
         return request_id in self._ended
 
-    def num_reserved(self, keys: Iterable[OffloadKey]) -> int:
-        """Host blocks that the requests with a load need, apart from the leading ones of `keys` that they share."""
-        num_shared = sum(1 for _ in takewhile(self._wanted.__contains__, keys))
-        return len(self._wanted) - num_shared + self._num_more
+    def num_reserved(self, block_hashes: Iterable[bytes]) -> int:
+        """Host blocks that the requests with a load need, apart from those that they share with another request.
 
-    def begin(self, request_id: str, keys: list[OffloadKey], num_blocks: int) -> None:
+        Args:
+            block_hashes: hashes of the other request's blocks.
+        """
+        num_shared = sum(map(self._reserved.__contains__, block_hashes))
+        return len(self._reserved) - num_shared + self._num_more
+
+    def begin(self, request_id: str, keys: list[OffloadKey], reserved: Sequence[bytes], num_more: int) -> None:
         """Begin to load the prefix of a request that could be admitted; the load ends at once if there is no source.
 
         Args:
             request_id: id of the request.
             keys: keys of the request's blocks that the host pool does not have.
-            num_blocks: host blocks that the request needs, including those of the keys.
+            reserved: hashes of these blocks, and of those that the host pool has and no request uses.
+            num_more: host blocks that the request needs in addition.
         """
         self.stop_waiting(request_id)
         contexts = self.make_contexts(request_id)
@@ -229,9 +235,9 @@ class PrefixLoads:
         for _, context in contexts:
             self.manager.on_new_request(context)
         now = self._clock()
-        load = self._loads[request_id] = PrefixLoad(keys, contexts, len(keys), num_blocks - len(keys), now, now)
-        self._wanted.update(keys)
-        self._num_more += load.num_more
+        self._loads[request_id] = PrefixLoad(keys, reserved, num_more, contexts, len(keys), now, now)
+        self._reserved.update(reserved)
+        self._num_more += num_more
 
     def must_wait(self, request_id: str, has_room: bool) -> bool:
         """Return True if a request should wait until another load has ended.
@@ -311,7 +317,7 @@ class PrefixLoads:
         """Return by name what should be empty when there is no request, but is not; an empty dict if all is well."""
         kinds = {
             "loads": self._loads,
-            "blocks of loads": self._wanted,
+            "blocks of loads": self._reserved,
             "waiting loads": self._waiting,
             "ended loads": self._ended,
             "copies": self._copies,
@@ -322,8 +328,8 @@ class PrefixLoads:
         load = self._loads.pop(request_id, None)
         if load is not None:
             self._ended[request_id] = load.loaded_from
-            self._wanted.subtract(load.keys)
-            self._wanted = +self._wanted
+            self._reserved.subtract(load.reserved)
+            self._reserved = +self._reserved
             self._num_more -= load.num_more
             for _, context in load.contexts:
                 self.manager.on_request_finished(context)

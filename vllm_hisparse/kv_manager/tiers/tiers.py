@@ -61,16 +61,18 @@ class Tiers:
             if not self.host_pool.can_allocate(num_tokens, match):
                 self.loads.stop_waiting(request_id)
                 return False  # it waits for memory first
-            missing = request.block_hashes[first:last]
+            hashes = request.block_hashes[:last]
             # NOTE: prefixes that do not fit into the host pool together would evict each other.
-            num_reserved = self.loads.num_reserved(map(key_of, missing))
-            has_room = self.host_pool.can_allocate(num_tokens, match, num_reserved)
+            has_room = self.host_pool.can_allocate(num_tokens, match, self.loads.num_reserved(hashes))
             if self.loads.must_wait(request_id, has_room):
                 return True
             if self.loads.has_ended(request_id):
                 return False
             self.host_pool.touch(match.block_ids)  # so that the blocks that are loaded do not evict them
-            self.loads.begin(request_id, list(map(key_of, missing)), self.host_pool.num_new_blocks(num_tokens, match))
+            matched, missing = zip(hashes, match.block_ids, strict=False), hashes[first:]
+            cached = [block_hash for block_hash, block_id in matched if self.host_pool.is_cached(block_id)]
+            num_more = self.host_pool.num_new_blocks(num_tokens, match) - len(missing)
+            self.loads.begin(request_id, list(map(key_of, missing)), cached + missing, num_more)
         return self.loads.has(request_id) and self.loads.is_loading(request_id)
 
     def forget(self, request_id: str) -> Counter[CacheHitSource]:
