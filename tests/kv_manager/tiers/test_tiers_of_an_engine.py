@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks.request_tracker import MAX_STEPS_OF_REFUSAL
-from vllm_hisparse.kv_manager.tiers import make_tiers
+from vllm_hisparse.kv_manager.tiers import make_tiers, prefix_loads
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 from vllm_hisparse.layout import KVLayout
@@ -353,11 +353,12 @@ def test_requests_load_the_prefix_that_they_share_at_once(tmp_path: Path) -> Non
 def test_a_request_joins_a_load_of_its_prefix_that_is_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host pool has room for both, because they share what has been loaded and what will be."""
     prompts = [[*LONG_PROMPTS[0][:40], index] for index in range(2)]
+    monkeypatch.setattr(prefix_loads, "MAX_WINDOW", 2)  # blocks at once, so that the load takes several steps
     with make_engine_that_forgot(tmp_path, prompts, num_host_blocks=16, num_device_blocks=80) as engine:
         loads = engine.tiers.loads
-        monkeypatch.setattr(loads, "_window", 2)
-        engine.ask("again-0", prompts[0], 2)
-        engine.wait_until(lambda: loads.has("again-0") and loads._loads["again-0"].first >= 6)
+        loading = engine.ask("again-0", prompts[0], 2)
+        sixth = loading.block_hashes[5]
+        engine.wait_until(lambda: loads.has("again-0") and engine.host_pool.find(sixth) is not None)
         engine.ask("again-1", prompts[1], 2)
         engine.turn()
         assert loads.has("again-0") and loads.has("again-1")
