@@ -254,6 +254,16 @@ def test_only_engines_reach_the_nixl_ports(name: str):
 
 
 @pytest.mark.parametrize("name", VALUES)
+def test_prefill_pods_alone_have_a_side_channel(name: str):
+    for component in ("prefill", "decode"):
+        (container,) = pod_spec(name, component)["containers"]
+        ports = {port["containerPort"] for port in container["ports"] if port["name"] == "nixl"}
+        assert ports == ({chart_values(name)["nixl"]["sideChannelPort"]} if component == "prefill" else set())
+        names = {variable["name"] for variable in container["env"] if "NIXL_SIDE_CHANNEL" in variable["name"]}
+        assert len(names) == (2 if component == "prefill" else 0)
+
+
+@pytest.mark.parametrize("name", VALUES)
 def test_engines_take_the_charts_tiers(name: str):
     pod, values = pod_spec(name, "decode"), chart_values(name)["decode"]["tiers"]
     tiers = decode_tiers(pod)
@@ -381,7 +391,7 @@ def test_renderings_are_current(name: str):
         ("decode.hisparse.extraConfig.host_pool_gib=1", "decode.hisparse.extraConfig: got host_pool_gib"),
         ("decode.hisparse.extraConfig.tiers=none", "decode.hisparse.extraConfig: got tiers"),
         ("decode.hisparse.extraConfig.kv_lease_duration=300", "decode.hisparse.extraConfig: got kv_lease_duration"),
-        ("decode.p2pPort=5600", "decode.p2pPort: got 5600"),
+        ("decode.p2pPort=8100", "decode.p2pPort: got 8100"),
         ("decode.p2pPort=30001", "decode.p2pPort: got 30001"),
         ("decode.env.AWS_SECRET_ACCESS_KEY=x", "decode.env: got AWS_SECRET_ACCESS_KEY"),
     ],

@@ -54,12 +54,11 @@ def test_shipped_configs_parse(path: Path):
         ),
         ({"decode": {"gpus": 0}}, "decode.gpus: got 0, expected at least 1"),
         ({"device": "cpu", "prefill": {"gpus": 1}}, "prefill.gpus: got 1, expected 0"),
-        ({"decode": {"side_channel_port_base": 20000}}, "decode.side_channel_port_base: got 20000"),
-        ({"prefill": {"gpus": 8, "replicas": {"max": 300}}}, "decode.side_channel_port_base: got 22000"),
         (
-            {"decode": {"side_channel_port_base": 65535, "replicas": {"max": 2}}},
-            "decode.side_channel_port_base: got 65535",
+            {"decode": {"side_channel_port_base": 22000}},
+            "decode.side_channel_port_base: got 22000, expected a known option",
         ),
+        ({"prefill": {"side_channel_port_base": 65535}}, "prefill.side_channel_port_base: got 65535"),
         ({"prefill": {"engine_kwargs": {"kv_cache_dtype": "fp8"}}}, "prefill.engine_kwargs.kv_cache_dtype: got 'fp8'"),
         (
             {"decode": {"engine_kwargs": {"attention_config": {"backend": "TRITON_ATTN"}}}},
@@ -93,7 +92,10 @@ def test_shipped_configs_parse(path: Path):
         ({"decode": with_tiers({**DISK, "quota": 1})}, "tiers.0.fs.quota: got 1"),
         ({"decode": with_tiers(DISK, {**PEERS, "host": "a"})}, "decode.hisparse.tiers.1.host: got 'a'"),
         ({"decode": with_tiers({**PEERS, "port": 5710})}, "decode.hisparse.tiers.0.port: got 5710"),
-        ({"decode": with_tiers(PEERS, p2p_port_base=22001)}, "decode.p2p_port_base: got 22001"),
+        (
+            {"prefill": {"gpus": 8, "replicas": {"max": 251}}, "decode": with_tiers(PEERS)},
+            "decode.p2p_port_base: got 24000, expected no port of the range of prefill.side_channel_port_base",
+        ),
         ({"decode": with_tiers(PEERS, p2p_port_base=20000)}, "decode.p2p_port_base: got 20000"),
         ({"decode": with_tiers(PEERS, p2p_port_base=80)}, "decode.p2p_port_base: got 80"),
         ({"decode": with_tiers(DISK, host_memory_gib=9.2)}, "decode.host_memory_gib: got 9.2, expected at least 9.5"),

@@ -44,18 +44,19 @@ def test_ports_of_others_are_left_alone(ports: range):
     assert first == ports[3]
 
 
-@pytest.mark.parametrize("has_peers", [False, True])
-def test_a_replica_sets_its_own_address_for_peers(ports: range, has_peers: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("options", [[OPTION], ["p2p_port_base"], []], ids=["prefill", "decode_with_peers", "decode"])
+def test_a_replica_reserves_the_ports_of_its_role(ports: range, options: list[str], monkeypatch: pytest.MonkeyPatch):
     names = {f"VLLM_{name}_SIDE_CHANNEL_{part}" for name in ("NIXL", "P2P") for part in ("HOST", "PORT")}
     for name in names:
         monkeypatch.setenv(name, "unset")  # restored afterwards
         del os.environ[name]
-    limits = {OPTION: (ports.start, ports.start + 6)} | ({"p2p_port_base": (ports[6], ports[8])} if has_peers else {})
+    limits = dict.fromkeys(options, (ports.start, ports.start + 6))
     replica = SideChannel(None, ports=limits, num_ports=3)
     asyncio.run(replica.on_before_node_init())
-    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(ports[0])
-    assert os.environ.get("VLLM_P2P_SIDE_CHANNEL_PORT") == (str(ports[6]) if has_peers else None)
+    has_peers = "p2p_port_base" in options
+    assert os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT") == (str(ports[0]) if OPTION in options else None)
+    assert os.environ.get("VLLM_P2P_SIDE_CHANNEL_PORT") == (str(ports[0]) if has_peers else None)
     assert ("VLLM_P2P_SIDE_CHANNEL_HOST" in os.environ) == has_peers
-    if has_peers:
-        with pytest.raises(RuntimeError, match=r"p2p_port_base: .* has no 1 free ports"):
-            reserve_ports("p2p_port_base", range(ports[6], ports[7]), 1)
+    for option in options:
+        with pytest.raises(RuntimeError, match=rf"{option}: .* has no 1 free ports"):
+            reserve_ports(option, range(ports[0], ports[1]), 1)

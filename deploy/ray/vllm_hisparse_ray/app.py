@@ -47,7 +47,7 @@ def prefill_config(config: AppConfig) -> LLMConfig:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"kv_lease_duration": config.kv_lease_s},
     }
-    return llm_config(config, config.prefill, connector)
+    return llm_config(config, config.prefill, connector, {"side_channel_port_base": side_channel_ports(config.prefill)})
 
 
 def decode_config(config: AppConfig) -> LLMConfig:
@@ -60,15 +60,21 @@ def decode_config(config: AppConfig) -> LLMConfig:
         "kv_load_failure_policy": decode.kv_load_failure_policy,
         "kv_connector_extra_config": {**options, "kv_lease_duration": config.kv_lease_s},
     }
-    return llm_config(config, decode, connector)
+    return llm_config(config, decode, connector, {"p2p_port_base": p2p_ports(decode)})
 
 
-def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, Any]) -> LLMConfig:
-    """Translate a role into the configuration of `ray.serve.llm`."""
+def llm_config(
+    config: AppConfig, role: Prefill | Decode, connector: dict[str, Any], ports: dict[str, range]
+) -> LLMConfig:
+    """Translate a role into the configuration of `ray.serve.llm`.
+
+    Args:
+        config: options of the application.
+        role: options of the role.
+        connector: `kv_transfer_config` of the role's engines.
+        ports: ports from which a replica reserves its own, by the option that sets them; an empty range: none.
+    """
     num_gpus = role.gpus if config.device == "gpu" else 0
-    ports = {"side_channel_port_base": side_channel_ports(role)}
-    if isinstance(role, Decode) and p2p_ports(role):
-        ports["p2p_port_base"] = p2p_ports(role)
     source = Path(config.model_source)
     return LLMConfig(
         model_loading_config={
@@ -92,7 +98,7 @@ def llm_config(config: AppConfig, role: Prefill | Decode, connector: dict[str, A
         callback_config={
             "callback_class": "vllm_hisparse_ray.side_channel.SideChannel",
             "callback_kwargs": {
-                "ports": {option: (each.start, each.stop) for option, each in ports.items()},
+                "ports": {option: (each.start, each.stop) for option, each in ports.items() if each},
                 "num_ports": max(1, num_gpus),
             },
         },

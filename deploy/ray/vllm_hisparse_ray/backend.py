@@ -9,7 +9,10 @@ from vllm_hisparse.config import CONNECTOR_NAME
 
 
 class HiSparseConnectorBackend(NixlConnectorBackend):
-    """Pulls KV over NIXL like stock decode replicas: same ports, same hand-over from prefill replicas."""
+    """Pulls KV over NIXL like stock decode replicas, with the same hand-over from prefill replicas.
+
+    NOTE: Ray gives the engine a port for NIXL's side channel, too. A decode engine does not listen on it.
+    """
 
 
 def register() -> None:

@@ -102,10 +102,9 @@ class Prefill(Role):
 class Decode(Role):
     """The decode role: replicas with a host pool and hot buffers."""
 
-    side_channel_port_base: int = 22000
-    """As in `prefill`; the ranges must not overlap."""
     p2p_port_base: int = 24000
-    """First port for peers, if `hisparse.tiers` has one of type p2p; a replica takes the next free one of its node."""
+    """First port for peers, if `hisparse.tiers` has one of type p2p; a replica takes the next free one of its node.
+    The range must not overlap that of `prefill.side_channel_port_base`."""
     host_memory_gib: float = Field(gt=0)
     """Host memory that Ray reserves per replica: the host pool plus the memory of the processes."""
     hisparse: dict[str, Any]
@@ -195,7 +194,7 @@ def _check_env(name: str, env: dict[str, str]) -> None:
                 f"{name}.env.{variable}",
                 env[variable],
                 "no value here: every replica sets its own",
-                "Remove it; set side_channel_port_base or p2p_port_base to change the ports.",
+                "Remove it; set prefill.side_channel_port_base or decode.p2p_port_base to change the ports.",
             )
 
 
@@ -238,13 +237,14 @@ def _check_kv_dtype(config: AppConfig) -> None:
         )
 
 
-def side_channel_ports(role: Prefill | Decode) -> range:
-    """Return the side-channel ports of a role: enough for all its replicas on one node and as many draining ones."""
-    return range(role.side_channel_port_base, role.side_channel_port_base + 2 * role.replicas.max * max(1, role.gpus))
+def side_channel_ports(prefill: Prefill) -> range:
+    """Return the side-channel ports: enough for all prefill replicas on one node and as many draining ones."""
+    first, num_ports = prefill.side_channel_port_base, 2 * prefill.replicas.max * max(1, prefill.gpus)
+    return range(first, first + num_ports)
 
 
 def p2p_ports(decode: Decode) -> range:
-    """Return the ports on which replicas answer peers, as many as side-channel ports; empty without a p2p tier."""
+    """Return the ports on which decode replicas answer peers, also while they drain; empty without a p2p tier."""
     tiers = HiSparseConfig.from_extra_config(decode.hisparse).tiers
     num_ports = 2 * decode.replicas.max if any(isinstance(tier, P2PTier) for tier in tiers) else 0
     return range(decode.p2p_port_base, decode.p2p_port_base + num_ports)
@@ -253,7 +253,6 @@ def p2p_ports(decode: Decode) -> range:
 def _check_ports(config: AppConfig) -> None:
     ranges = {
         "prefill.side_channel_port_base": side_channel_ports(config.prefill),
-        "decode.side_channel_port_base": side_channel_ports(config.decode),
         "decode.p2p_port_base": p2p_ports(config.decode),
     }
     ranges = {option: ports for option, ports in ranges.items() if ports}

@@ -1,4 +1,4 @@
-"""Reserves the ports of a replica: for NIXL's side channels, and for peers that ask for prefixes."""
+"""Reserves the ports of a replica: of prefill for NIXL's side channels, of decode for peers that ask for prefixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class SideChannel(CallbackBase):
     async def on_before_node_init(self) -> None:
         """Set the engine's first ports; the ports stay reserved until this process ends."""
         ports = {option: range(*limits) for option, limits in self.kwargs["ports"].items()}
-        self._reserve("NIXL", "side_channel_port_base", ports["side_channel_port_base"], self.kwargs["num_ports"])
+        if "side_channel_port_base" in ports:
+            self._reserve("NIXL", "side_channel_port_base", ports["side_channel_port_base"], self.kwargs["num_ports"])
         if "p2p_port_base" in ports:
             self._reserve("P2P", "p2p_port_base", ports["p2p_port_base"], 1)
             os.environ["VLLM_P2P_SIDE_CHANNEL_HOST"] = ray.util.get_node_ip_address()

@@ -146,8 +146,8 @@ underscores for dashes, a unique beginning for the option, a dot for a key of it
 {{- if eq $ports.enginePort (index $ports "nixl.sideChannelPort") -}}
 {{- include "hisparse.refuse" (dict "option" "nixl.sideChannelPort" "got" .Values.nixl.sideChannelPort "expected" "another port than enginePort" "fix" "Change one of them.") -}}
 {{- end -}}
-{{- if has (index $ports "decode.p2pPort") (list $ports.enginePort (index $ports "nixl.sideChannelPort")) -}}
-{{- include "hisparse.refuse" (dict "option" "decode.p2pPort" "got" .Values.decode.p2pPort "expected" "another port than enginePort and nixl.sideChannelPort" "fix" "Change one of them.") -}}
+{{- if eq $ports.enginePort (index $ports "decode.p2pPort") -}}
+{{- include "hisparse.refuse" (dict "option" "decode.p2pPort" "got" .Values.decode.p2pPort "expected" "another port than enginePort" "fix" "Change one of them.") -}}
 {{- end -}}
 {{- range $option, $port := $ports -}}
 {{- if and (ge $port (int $data.first)) (le $port (int $data.last)) -}}

@@ -35,7 +35,7 @@ spec:
           image: {{ include "hisparse.image" $ }}
           imagePullPolicy: {{ $.Values.image.pullPolicy }}
           command: [vllm-hisparse, make-model, {{ $.Values.model.tiny }}, --out, /models/tiny]
-          env: {{ include "hisparse.engineEnv" (list $ $role) | nindent 12 }}
+          env: {{ include "hisparse.engineEnv" (list $ $name) | nindent 12 }}
           resources: {{ include "hisparse.engineResources" (list $ $role) | nindent 12 }}
           securityContext: {{ include "hisparse.containerSecurity" $ | nindent 12 }}
           volumeMounts: {{ include "hisparse.engineMounts" $role | nindent 12 }}
@@ -46,10 +46,12 @@ spec:
           imagePullPolicy: {{ $.Values.image.pullPolicy }}
           command: [python, -m, vllm.entrypoints.openai.api_server]
           args: {{ include "hisparse.engineArgs" (list $ $role $connector) | nindent 12 }}
-          env: {{ include "hisparse.engineEnv" (list $ $role) | nindent 12 }}
+          env: {{ include "hisparse.engineEnv" (list $ $name) | nindent 12 }}
           ports:
             - {name: http, containerPort: {{ $.Values.enginePort }}}
+            {{- if eq $name "prefill" }}
             - {name: nixl, containerPort: {{ $.Values.nixl.sideChannelPort }}}
+            {{- end }}
             {{- if include "hisparse.hasTier" (list $role "p2p") }}
             - {name: p2p, containerPort: {{ $role.p2pPort }}}
             {{- end }}
@@ -130,13 +132,16 @@ spec:
 
 {{- define "hisparse.engineEnv" -}}
 {{- $ := index . 0 -}}
-{{- $role := index . 1 -}}
+{{- $name := index . 1 -}}
+{{- $role := index $.Values $name -}}
 {{- $ports := $.Values.nixl.dataPorts -}}
+- {name: UCX_TCP_PORT_RANGE, value: "{{ $ports.first }}-{{ $ports.last }}"}
+- {name: UCX_TCP_CM_PORT_RANGE, value: "{{ $ports.first }}-{{ $ports.last }}"}
+{{- if eq $name "prefill" }}
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ $.Values.nixl.sideChannelPort | quote }}}
-- {name: UCX_TCP_PORT_RANGE, value: "{{ $ports.first }}-{{ $ports.last }}"}
-- {name: UCX_TCP_CM_PORT_RANGE, value: "{{ $ports.first }}-{{ $ports.last }}"}
+{{- end }}
 {{- with $.Values.nixl.ucxTls }}
 - {name: UCX_TLS, value: {{ . | quote }}}
 {{- end }}
