@@ -180,7 +180,11 @@ def test_refuses_unknown_options(name: str) -> None:
         ("host_pool_gib", "2", "a valid number"),
         ("host_pool_gib", 0, "greater than 0"),
         ("host_pool_gib", float("nan"), "finite number"),
+        ("host_pool_gib", 1e308, "less than or equal to 17179869184"),
         ("host_to_device_ratio", -2.0, "greater than 0"),
+        ("host_to_device_ratio", 1e308, "less than or equal to 17179869184"),
+        ("import_buffer_gib", 1e308, "less than or equal to 17179869184"),
+        ("tier_buffer_gib", 1e308, "less than or equal to 17179869184"),
         ("algorithm", 3, "a valid string"),
         ("full_kv_layers", 2, "a valid list"),
         ("full_kv_layers", ["0"], "a valid integer"),
@@ -589,10 +593,11 @@ def test_options_of_dense_models() -> None:
     assert (algorithm.name, algorithm.num_selected, algorithm.max_units) == ("quest", 3, 32)
 
 
-def test_refuses_unknown_algorithms_with_the_known_ones() -> None:
-    message = parse_refusal({**GIB, "algorithm": "qest"})
+@pytest.mark.parametrize("name", ["qest", "package.qest", ".qest", "..qest"])
+def test_refuses_unknown_algorithms_with_the_known_ones(name: str) -> None:
+    message = parse_refusal({**GIB, "algorithm": name})
     known = "one of cluster_kv, dsa, msa, oracle, pq_cache, quest, streaming_llm"
-    check_parts(message, "algorithm", "'qest'", known, "Correct the name.")
+    check_parts(message, "algorithm", repr(name), known, "Correct the name.")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_they_become_vllms_tiers() -> None:
         ({"path": "/x"}, ["tiers.0", "type"]),
         ({"type": "fs", "path": "/x"}, ["tiers.0.fs.quota_gib", "required"]),
         ({**FS, "quota_gib": 0}, ["tiers.0.fs.quota_gib", "greater than 0"]),
+        ({**FS, "quota_gib": 1e308}, ["tiers.0.fs.quota_gib", "1e+308", "less than or equal to 17179869184"]),
         ({**FS, "quota_gib": "10"}, ["tiers.0.fs.quota_gib", "'10'", "valid number"]),
         ({**FS, "root_dir": "/x"}, ["tiers.0.fs.root_dir", "num_threads, path, quota_gib, type"]),
         ({**P2P, "peers": ["decode"]}, ["tiers.0.p2p.peers.0", "'decode'"]),

@@ -16,6 +16,7 @@ from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, M
 from vllm_hisparse.tier_config import (
     BUFFER_SHARE,
     MAX_BUFFER_BYTES,
+    MAX_SIZE,
     MIN_BUFFER_BYTES,
     TIER_TYPES,
     P2PTier,
@@ -120,9 +121,9 @@ class HiSparseConfig(BaseModel):
     admission: Literal["auto", "off"] = "off"
     """`auto`: requests wait while more running ones would decode fewer tokens per second, as soon as that has been
     measured. `off`: they start as long as there is memory."""
-    host_to_device_ratio: float | None = Field(default=None, gt=0)
+    host_to_device_ratio: float | None = Field(default=None, gt=0, le=MAX_SIZE)
     """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
-    host_pool_gib: float | None = Field(default=None, gt=0)
+    host_pool_gib: float | None = Field(default=None, gt=0, le=MAX_SIZE)
     """Size of the host pool in GiB, for all tensor parallel ranks together."""
     algorithm: str = "dsa"
     """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
@@ -134,12 +135,12 @@ class HiSparseConfig(BaseModel):
     """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
     prefill_tp_size: int | None = Field(default=None, gt=0)
     """Tensor parallel size of the prefill instances. Default: this instance's."""
-    import_buffer_gib: float = Field(default=0.0, ge=0)
+    import_buffer_gib: float = Field(default=0.0, ge=0, le=MAX_SIZE)
     """Device memory in GiB of each rank, through which KV of prompts comes from prefill instances into the host
     pool, for hosts without RDMA. 0: it comes directly."""
     tiers: list[Tier] = Field(default_factory=list)
     """Where prefixes go that the host pool has no room for, in the order in which they are looked up."""
-    tier_buffer_gib: float | None = Field(default=None, gt=0)
+    tier_buffer_gib: float | None = Field(default=None, gt=0, le=MAX_SIZE)
     """Host memory through which blocks pass between the host pool and the tiers. Default: 1/32 of the host pool,
     at least 0.5 and at most 4 GiB."""
     tier_timeout_s: float = Field(default=5.0, gt=0)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 BUFFER_SHARE = 1 / 32  # default size of the transfer buffer, as a share of the host pool
+MAX_SIZE = 2**34  # largest size in GiB, and largest ratio of sizes: 64 bits address no more GiB
 MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 2**29, 4 * 2**30  # bounds of this default
 PEER = r"^[^:\s]+:\d{1,5}$"
 
@@ -34,7 +35,7 @@ class FsTier(TierOptions):
     type: Literal["fs"]
     path: str = Field(min_length=1)
     """Directory; created if it does not exist. Engines with the same model and layout may share it."""
-    quota_gib: float = Field(gt=0)
+    quota_gib: float = Field(gt=0, le=MAX_SIZE)
     """GiB of block files in the directory, whoever wrote them; the least recently used ones are deleted."""
     num_threads: int = Field(default=8, gt=0)
     """Threads that read, and as many that write. A thread moves the blocks of a job, up to 32, one after the other."""

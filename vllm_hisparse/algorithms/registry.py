@@ -29,6 +29,8 @@ def find_algorithm(name: str) -> type[Selector]:
 
     module_name, _, class_name = ALGORITHMS.get(name, name).rpartition(".")
     known = f"one of {', '.join(ALGORITHMS)}, or the dotted path of a SparseAlgorithm"
+    if module_name.startswith("."):  # relative to no package
+        raise LookupError(known)
     try:
         algorithm = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError):
