@@ -199,6 +199,14 @@ def test_command_makes_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "m" / MANIFEST).is_file()
 
 
+@pytest.mark.parametrize("out", ["file", "file/model"])
+def test_command_refuses_a_file(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["make-model", "dsv32", "--out", str(tmp_path / out)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "Invalid value for --out" in result.output and "expected a directory to write to" in result.output
+
+
 @pytest.mark.long
 @torch.no_grad()
 def test_answers_without_attention_sinks_are_other_ones(tmp_path: Path) -> None:

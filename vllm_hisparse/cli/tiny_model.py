@@ -569,15 +569,19 @@ def make_model_command(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a tiny model with random weights and a tokenizer; nothing to do when it is there already."""
-    path = make_model(
-        variant.value,
-        out,
-        num_layers=layers,
-        num_heads=heads,
-        index_n_heads=index_heads,
-        index_topk=index_topk,
-        draft_layers=draft_layers,
-        dtype=dtype.value,
-        seed=seed,
-    )
+    try:
+        path = make_model(
+            variant.value,
+            out,
+            num_layers=layers,
+            num_heads=heads,
+            index_n_heads=index_heads,
+            index_topk=index_topk,
+            draft_layers=draft_layers,
+            dtype=dtype.value,
+            seed=seed,
+        )
+    except OSError as error:
+        message = f"got {out}, expected a directory to write to ({error.strerror})"
+        raise typer.BadParameter(message, param_hint="--out") from None
     typer.echo(f"{variant} model in {path}")
