@@ -536,6 +536,39 @@ def test_a_preempted_request_waits_for_host_memory() -> None:
     engine.check_idle()
 
 
+def published(engine: ScriptedEngine, request: Request) -> list[bool]:
+    return [engine.host_pool.find(block_hash) is not None for block_hash in request.block_hashes]
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_requests_that_run_during_a_reset_publish_nothing_more(engine: ScriptedEngine, is_preempted: bool) -> None:
+    """A later turn would use their blocks behind newly computed ones, if weights were replaced, for example."""
+    request = engine.ask("a", list(range(9)), max_tokens=12)
+    while request.num_computed_tokens < 13:
+        engine.turn()
+    assert published(engine, request) == [True] * 3
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "vLLM empties no cache that is in use"
+    if is_preempted:
+        engine.preempt(request)
+    engine.run_to_end()
+    assert request.num_preemptions == is_preempted
+    assert published(engine, request) == [False] * 5
+    engine.ask("b", request.prompt_token_ids, max_tokens=1)
+    engine.run_to_end()
+    assert published(engine, request) == [True] * 2 + [False] * 3
+    engine.check_idle()
+
+
+def test_a_request_that_is_computed_again_after_a_reset_publishes_its_blocks(engine: ScriptedEngine) -> None:
+    request = engine.ask("a", list(range(9)), max_tokens=12)
+    engine.turns(3)
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.run_to_end()
+    assert published(engine, request) == [True] * 5
+    engine.check_idle()
+
+
 def test_a_request_that_waits_for_host_memory_keeps_its_prefix_longer_than_others_do() -> None:
     """It was used before the other cached prefix."""
     engine = ScriptedEngine(num_device_blocks=80, num_host_blocks=12, max_model_len=48)

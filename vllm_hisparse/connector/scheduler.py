@@ -220,7 +220,7 @@ class HiSparseSchedulerConnector:
         """Drop the host prefix cache."""
         if self.tiers:
             self.tiers.reset_cache()
-        self.host_pool.reset_cache()
+        self.tracker.reset_cache()
 
     def take_stats(self) -> HiSparseStats:
         """Return the counters since the last call, and the pool's present state."""

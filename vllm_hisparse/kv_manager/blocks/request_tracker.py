@@ -157,6 +157,7 @@ class RequestTracker:
         self.obstacles: dict[str, Obstacle] = {}
         self.kept: list[KVCacheBlock] = []
         self._matches: dict[str, HostMatch] = {}
+        self._ran_during_reset: set[str] = set()  # requests that held blocks when the host prefix cache was emptied
         # Contents of the next metadata
         self._changed: dict[str, None] = {}  # requests with new host blocks, or with blocks that became full
         self._tables_changed: dict[str, None] = {}  # requests whose hot blocks or state blocks changed
@@ -194,9 +195,18 @@ class RequestTracker:
             self._publish(request, admitted)
         self.requests.pop(request_id, None)
         self.sessions.discard(request_id)
+        self._ran_during_reset.discard(request_id)
         self._matches.pop(request_id, None)
         self.obstacles.pop(request_id, None)
         self.host_pool.forget(request_id)
+
+    def reset_cache(self) -> None:
+        """Empty the host prefix cache. Requests that hold blocks publish nothing more, because all that they compute
+        depends on KV that was to be forgotten, such as KV of replaced weights.
+        """
+        self.host_pool.reset_cache()
+        # NOTE: the other requests start from their first token again, because the pool has forgotten their blocks.
+        self._ran_during_reset = self.admitted.keys() & self.requests.keys()
 
     # Waiting
 
@@ -683,7 +693,9 @@ class RequestTracker:
         NOTE: with async scheduling, a block's last token, and therefore its hash, is known one step after the block was
         filled.
         """
-        last = min(admitted.num_saved_blocks, len(request.block_hashes)) if self.enable_caching else 0
+        if not self.enable_caching or request.request_id in self._ran_during_reset:
+            return
+        last = min(admitted.num_saved_blocks, len(request.block_hashes))
         for index in range(admitted.num_published_blocks, last):
             self.host_pool.register(request.request_id, index, request.block_hashes[index])
         admitted.num_published_blocks = max(admitted.num_published_blocks, last)
@@ -719,6 +731,7 @@ class RequestTracker:
             ("admitted", self.admitted),
             ("obstacles", self.obstacles),
             ("matches", self._matches),
+            ("ran during a reset", self._ran_during_reset),
             ("changed", self._changed),
             ("changed tables", self._tables_changed),
             ("released", self._released),
