@@ -217,6 +217,36 @@ def test_few_requests_wait_for_a_trickling_tier(engine: TieredEngine, monkeypatc
     assert not loads.must_wait("request-1", has_room=True) and not loads.has_ended("request-1"), "it may load now"
 
 
+def test_small_prompts_that_load_overtake_a_large_one_for_a_limited_time(
+    tmp_path: Path, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host pool has no room for it beside those that load, and no memory for it beside those that run."""
+    arrivals: dict[str, float] = {}
+
+    def lookup(_tier: FileSystemTierManager, _key: bytes, context: object) -> LookupResult:
+        arrived = arrivals.setdefault(context.req_id, clock.now)
+        return LookupResult.RETRY if clock.now < arrived + 2 else LookupResult.MISS
+
+    answers_with(monkeypatch, lookup)
+    tier = {"type": "fs", "path": str(tmp_path), "quota_gib": 1.0}
+    sizes = {"num_host_blocks": 14, "num_device_blocks": 80, "max_model_len": 48}
+    with TieredEngine([tier], timeout_s=TIMEOUT_S, clock=clock, **sizes) as engine:
+        for step in range(600):
+            if step % 10 == 0:
+                engine.ask(f"small-{step}", [1000 + 50 * step + token for token in range(17)], 4)
+            if step == 10:
+                large, first = engine.ask("large", list(range(100, 141)), 2), clock.now
+            engine.turn(budget=40)
+            engine.tiers.manager.wait_for_copies()  # blocks that are being copied cannot be evicted
+            clock.now += 0.1
+            if step > 10 and large not in engine.waiting:
+                break
+        assert clock.now - first < TIMEOUT_S + 2, "a small one runs for less than 2 s"
+        answers_with(monkeypatch, lambda *_: LookupResult.MISS)
+        engine.run()
+        assert not engine.tiers.loads.leftovers()
+
+
 def test_hits_are_called_after_where_they_come_from(engine: TieredEngine) -> None:
     sources = []
     admitted = engine.half.update_state_after_alloc

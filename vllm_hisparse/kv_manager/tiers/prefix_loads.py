@@ -227,7 +227,7 @@ class PrefixLoads:
             reserved: hashes of these blocks, and of those that the host pool has and no request uses.
             num_more: host blocks that the request needs in addition.
         """
-        self.stop_waiting(request_id)
+        self._waiting.pop(request_id, None)
         contexts = self.make_contexts(request_id)
         if not contexts:
             self._ended[request_id] = Counter()
@@ -243,7 +243,7 @@ class PrefixLoads:
         """Return True if a request should wait until another load has ended.
 
         It should not wait if a load can begin now. If it has waited long enough, or many others wait, it goes on
-        without a load.
+        without a load. Time in which it has no memory counts, or else small requests could overtake it again and again.
 
         Args:
             request_id: id of the request.
@@ -255,7 +255,7 @@ class PrefixLoads:
             self._waiting[request_id] = self._clock()
         if self._clock() - self._waiting.get(request_id, -inf) <= self.timeout_s:
             return True
-        self.stop_waiting(request_id)
+        self._waiting.pop(request_id, None)
         self._ended[request_id] = Counter()
         self._counters["tier_skipped_loads"] += 1
         logger.warning_once(
@@ -264,10 +264,6 @@ class PrefixLoads:
             "load at once."
         )
         return False
-
-    def stop_waiting(self, request_id: str) -> None:
-        """Record that a request does not wait for another load to end."""
-        self._waiting.pop(request_id, None)
 
     def is_loading(self, request_id: str) -> bool:
         """Return True if a request should wait for its prefix, whose load has begun."""
@@ -282,7 +278,7 @@ class PrefixLoads:
             The blocks that were loaded for it, by the kind of their source.
         """
         self._end(request_id)
-        self.stop_waiting(request_id)
+        self._waiting.pop(request_id, None)
         return self._ended.pop(request_id, Counter())
 
     def step(self) -> None:

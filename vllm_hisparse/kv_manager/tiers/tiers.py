@@ -59,7 +59,6 @@ class Tiers:
             if first >= min(last, len(request.block_hashes)):
                 return False
             if not self.host_pool.can_allocate(num_tokens, match):
-                self.loads.stop_waiting(request_id)
                 return False  # it waits for memory first
             hashes = request.block_hashes[:last]
             # NOTE: prefixes that do not fit into the host pool together would evict each other.
