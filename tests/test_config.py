@@ -132,7 +132,7 @@ def test_nixl_options_pass_through() -> None:
         "enforce_handshake_compat": False,
         "kv_lease_duration": 6,
         "kv_recompute_threshold": 0,
-        "num_threads": 2,
+        "num_threads": 0,  # NIXL's default: no thread beside its progress thread
     }
     assert options.keys() == NIXL_OPTIONS
     extra_config = {**GIB, **options}
@@ -149,7 +149,7 @@ def test_nixl_options_pass_through() -> None:
         ("enforce_handshake_compat", "false", "a valid boolean"),
         ("kv_recompute_threshold", "64", "a valid integer"),
         ("num_threads", "4", "a valid integer"),
-        ("num_threads", 0, "greater than 0"),
+        ("num_threads", -1, "greater than or equal to 0"),
     ],
 )
 def test_refuses_nixl_options_that_vllm_would_not_check(name: str, value: Any, expected: str) -> None:

@@ -96,7 +96,7 @@ class NixlOptions(TypedDict, total=False):
     enforce_handshake_compat: bool
     kv_lease_duration: int
     kv_recompute_threshold: int
-    num_threads: Annotated[int, Field(gt=0)]
+    num_threads: Annotated[int, Field(ge=0)]
 
 
 NIXL_OPTIONS = frozenset(NixlOptions.__annotations__)
