@@ -502,4 +502,4 @@ def test_nobody_can_read_from_a_decode_instance() -> None:
     """vLLM would listen for readers, and wait for ever if the prefill instance on this host has the port already."""
     threads = set(threading.enumerate())
     Engine().half.connect_workers({})
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads, "threads of other tests may end meanwhile"

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_prefix_loads import answer_at_once
 from tiered_engine import BLOCK_BYTES, IDENTITY, TIMEOUT_S, TieredEngine
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_offload.base import LookupResult
@@ -387,8 +388,11 @@ def test_a_load_leaves_the_cached_beginning_of_another_prefix(tmp_path: Path) ->
         engine.check_idle()
 
 
-def test_a_loaded_prefix_loses_its_end_first_while_its_request_waits(tmp_path: Path) -> None:
+def test_a_loaded_prefix_loses_its_end_first_while_its_request_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request waits for device memory, and another one takes host blocks meanwhile."""
+    answer_at_once(monkeypatch)  # the load ends before the other request
     prompt = LONG_PROMPTS[0]
     with make_engine_that_forgot(tmp_path, [prompt], num_host_blocks=14, num_device_blocks=16) as engine:
         other = engine.ask("other", [1, 2, 3, 4], 20)
