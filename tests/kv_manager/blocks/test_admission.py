@@ -146,8 +146,8 @@ def test_never_slower_than_without(
         return
     running = len(engine.running)
     assert 1 <= running <= most
-    # NOTE: rates of neighbouring numbers differ by up to 20%: one more or one less may be hot as a whole.
-    rate = max(engine.steady_rate(tokens, number) for number in range(max(running - 1, 1), min(running + 1, most) + 1))
+    # NOTE: the last one may be the one with which they are no longer hot as a whole, as they grow.
+    rate = max(engine.steady_rate(tokens, number) for number in (running, max(running - 1, 1)))
     assert rate >= 0.93 * engine.steady_rate(tokens, most)
     if engine.spec.num_request_blocks(tokens + 300, is_whole=True) * count <= engine.num_blocks:
         assert engine.num_held_steps == 0 and running == most
@@ -169,19 +169,16 @@ def test_memory_is_divided_as_blocks_are_lent(lengths: list[int], number: int, n
     if sum(least.values()) > num_blocks:
         assert demand.most <= len(requests)
         return
-    given_blocks = divide(
-        {f"{name:05}": want for name, want in wanted.items()}, set(), num_blocks - sum(least.values())
-    )
+    given_blocks = divide({f"{name:05}": want for name, want in wanted.items()}, num_blocks - sum(least.values()))
     rows = demand.rows_with(np.array([len(requests)]))[0]
     per_block = spec.layout.rows_per_hot_block
-    # A length stands for `number` requests, of which some may be hot as a whole and others not.
     for index, length in enumerate(sorted(lengths)):
         names = range(index * number, (index + 1) * number)
         found = [spec.num_blocks(length) * per_block + given_blocks[f"{name:05}"] * per_block for name in names]
         if np.isinf(rows[index]):
             assert all(given_blocks[f"{name:05}"] == wanted[name] for name in names)
         else:
-            assert rows[index] >= min(found) - per_block
+            assert min(found) - 2 * per_block <= rows[index] <= max(found) + 2 * per_block
     assert demand.most >= len(requests)
 
 

@@ -13,9 +13,7 @@ def borrowers(draw: st.DrawFn) -> dict[str, Borrower]:
     found = {}
     for name in "abcdef"[: draw(st.integers(0, 6))]:
         least = draw(st.integers(0, 40))
-        found[name] = Borrower(
-            draw(st.integers(0, 40)), draw(st.booleans()), least, least + draw(st.sampled_from([0, 3]))
-        )
+        found[name] = Borrower(draw(st.integers(0, 40)), least, least + draw(st.sampled_from([0, 3])))
     return found
 
 
@@ -29,27 +27,25 @@ def plan_blocks(requests: dict[str, Borrower], num_available: int, num_slack: in
     return plan(requests, num_blocks, num_available), num_blocks
 
 
-def test_what_is_free_goes_first_to_those_that_want_least() -> None:
-    assert divide({"a": 5, "b": 3, "c": 0}, set(), 8) == {"a": 5, "b": 3, "c": 0}
-    assert divide({"a": 5, "b": 3, "c": 5}, set(), 9) == {"b": 3, "a": 5, "c": 1}
-    assert divide({"a": 9, "b": 9, "c": 2}, set(), 8) == {"c": 2, "a": 3, "b": 3}
-    assert divide({"a": 9, "b": 9}, set(), 0) == {"a": 0, "b": 0}
-    assert divide({"a": 5, "b": 6, "c": 2}, {"b"}, 8) == {"b": 6, "c": 2, "a": 0}, "who has all keeps it"
-    assert divide({}, set(), 5) == {}
-    assert divide({"a": 0, "b": 2, "c": 0}, {"b"}, 1) == {"b": 1, "a": 0, "c": 0}, "nobody else wants the last block"
+def test_all_get_equal_shares_of_what_is_free() -> None:
+    assert divide({"a": 5, "b": 3, "c": 0}, 8) == {"a": 5, "b": 3, "c": 0}
+    assert divide({"a": 5, "b": 3, "c": 5}, 9) == {"b": 3, "a": 3, "c": 3}
+    assert divide({"a": 9, "b": 9, "c": 2}, 8) == {"c": 2, "a": 3, "b": 3}
+    assert divide({"a": 9, "b": 9}, 0) == {"a": 0, "b": 0}
+    assert divide({"a": 5, "b": 6, "c": 2}, 8) == {"c": 2, "a": 3, "b": 3}
+    assert divide({}, 5) == {}
+    assert divide({"a": 0, "b": 2, "c": 0}, 1) == {"b": 1, "a": 0, "c": 0}, "nobody else wants the last block"
 
 
 @pytest.mark.long
-@given(st.dictionaries(st.text(max_size=3), st.integers(0, 50), max_size=8), st.integers(0, 120), st.data())
-def test_blocks_are_divided_without_waste(wanted: dict[str, int], num_blocks: int, data: st.DataObject) -> None:
-    whole = {name for name in wanted if data.draw(st.booleans())}
-    found = divide(wanted, whole, num_blocks)
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 50), max_size=8), st.integers(0, 400))
+def test_blocks_are_divided_equally_and_without_waste(wanted: dict[str, int], num_blocks: int) -> None:
+    found = divide(wanted, num_blocks)
     assert found.keys() == wanted.keys()
     assert all(0 <= num <= wanted[name] for name, num in found.items())
-    num_left = num_blocks - sum(found.values())
-    assert num_left >= 0
+    assert sum(found.values()) == min(sum(wanted.values()), num_blocks)
     short = [found[name] for name in wanted if found[name] < wanted[name]]
-    assert num_left == 0 or not short, "blocks are left, and a request wants more"
+    assert all(num <= share + 1 for num in found.values() for share in short), "somebody got more than another's share"
 
 
 @given(borrowers(), st.integers(-60, 120), st.integers(0, 10))
@@ -74,22 +70,11 @@ def test_all_get_the_least_that_they_want_if_there_is_enough(requests: dict[str,
     assert all(found[name] >= request.least for name, request in requests.items())
 
 
-@given(borrowers(), st.integers(0, 120))
-def test_a_request_that_is_whole_stays_so_if_there_is_enough(requests: dict[str, Borrower], num_available: int) -> None:
-    whole = {name: request for name, request in requests.items() if request.is_whole}
-    found, num_blocks = plan_blocks(requests, num_available, 0)
-    wanted = blocks_wanted(requests, num_blocks)
-    if sum(wanted[name] for name in whole) <= num_blocks:
-        assert all(found[name] >= min(wanted[name], request.num_lent) for name, request in whole.items())
-
-
 @given(borrowers(), st.integers(-60, 120), st.integers(0, 10))
 def test_a_plan_is_stable(requests: dict[str, Borrower], num_available: int, num_slack: int) -> None:
-    """Carried out, nothing is left to change, but for a request that is whole now and was not."""
+    """Carried out, nothing is left to change, but for a request that has all that it wants now and had not."""
     found, _ = plan_blocks(requests, num_available, num_slack)
-    after = {
-        name: Borrower(found[name], request.is_whole, request.least, request.most) for name, request in requests.items()
-    }
+    after = {name: Borrower(found[name], request.least, request.most) for name, request in requests.items()}
     num_left = num_available - sum(found.values()) + num_lent(requests)
     again, _ = plan_blocks(after, num_left, num_slack)
     assert sum(again.values()) <= sum(found.values()) + max(num_left, 0)

@@ -156,8 +156,8 @@ class KVMemory:
     def hot_rows(self, system: System, lengths: Sequence[int], running: int) -> list[int]:
         """Return the hot rows per layer of each of the requests that share the device memory.
 
-        The plugin lends free blocks: requests that need the least to be hot as a whole get all of these first, and the
-        others divide the rest.
+        The plugin lends free blocks in equal shares; a request that wants less leaves the rest of its share to the
+        others.
 
         Args:
             system: way to keep KV.
@@ -178,9 +178,8 @@ class KVMemory:
         free = max(0.0, self._kv_bytes(system) / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
         lent = [0] * len(wanted)
         order = sorted(range(len(wanted)), key=wanted.__getitem__)
-        for place, index in enumerate(order):
-            is_whole = wanted[index] <= free
-            lent[index] = wanted[index] if is_whole else int(free // (len(order) - place))
+        for num_served, index in enumerate(order):
+            lent[index] = min(wanted[index], int(free // (len(order) - num_served)))
             free -= lent[index]
         return [
             min(num_tokens, (blocks + more) * layout.rows_per_hot_block)

@@ -15,7 +15,7 @@ from vllm_hisparse.kv_manager.blocks.step_times import StepTimes
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.usage import MeanCurve, Usage
 
-TOLERANCE = 0.02  # share of the tokens/s that may be lost before requests are held back
+TOLERANCE = 0.01  # share of the tokens/s that may be lost before requests are held back
 GROWTH, SHRINKAGE = 1.5, 0.75  # factors of the most and fewest measured requests, between which predictions are trusted
 UNEVENNESS = 0.85  # share of the largest predicted number; above it, lower rates may be due to uneven rates alone
 DECISIONS = 4  # predictions that an engine makes before it trusts them, and that must then agree on a higher limit
@@ -90,8 +90,9 @@ class Demand:
         """
         times = numbers[:, None] / len(self.tokens)  # requests that each length represents
         spare = np.maximum(self.num_blocks - times * self.least.sum(), 0)
+        num_others = np.arange(len(self.tokens), 0, -1)  # a length and all longer ones
         taken = times * self.more.cumsum()
-        whole = taken <= spare
+        whole = taken + times * self.more * (num_others - 1) <= spare
         left = spare - np.where(whole, taken, 0).max(1, keepdims=True)
         each = left / (times * np.maximum((~whole).sum(1, keepdims=True), 1))
         return np.where(whole, np.inf, self.rows + each * self.rows_per_block)
@@ -120,11 +121,7 @@ class Prediction:
 
     @property
     def last(self) -> int:
-        """Index of the largest number that costs no more than `TOLERANCE` of the best rate.
-
-        NOTE: rates go up and down by some percent from number to number, because a few requests are hot as a whole and
-        the others divide the remaining memory.
-        """
+        """Index of the largest number that costs no more than `TOLERANCE` of the best rate."""
         return int(np.flatnonzero(self.rates >= (1 - TOLERANCE) * self.rates[self.best])[-1])
 
     @property

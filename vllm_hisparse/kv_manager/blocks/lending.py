@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
@@ -16,13 +16,11 @@ class Borrower:
 
     Attributes:
         num_lent: blocks that it has been lent.
-        is_whole: True if it is hot as a whole.
         least: lent blocks with which it is hot as a whole until the next balance.
         most: `least` and a margin for more tokens, so that its table changes seldom.
     """
 
     num_lent: int
-    is_whole: bool
     least: int
     most: int
 
@@ -35,10 +33,9 @@ class Borrower:
 def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int) -> dict[str, int]:
     """Decide how many blocks each request is lent from now on.
 
-    Requests that are hot as a whole come first, then the ones that want the fewest blocks. Each gets all that it wants
-    as long as there are enough blocks; the rest is divided equally among the remaining requests. A small change is left
-    out, unless it gives a request all that it wants, or lent blocks are needed for something else. At most
-    `num_available` blocks are lent in addition to the present ones.
+    Every request gets the same number of blocks, but none more than it wants (`divide`). A small change is left out,
+    unless it gives a request all that it wants, or lent blocks are needed for something else. At most `num_available`
+    blocks are lent in addition to the present ones.
 
     Args:
         borrowers: request id -> request.
@@ -50,8 +47,7 @@ def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int)
     """
     num_lent = sum(borrower.num_lent for borrower in borrowers.values())
     wanted = blocks_wanted(borrowers, num_blocks)
-    whole = {name for name, borrower in borrowers.items() if borrower.is_whole}
-    target = divide(wanted, whole, num_blocks)
+    target = divide(wanted, num_blocks)
     num_more = sum(max(target[name] - borrower.num_lent, 0) for name, borrower in borrowers.items())
     is_short = num_more > num_available or (num_available < 0 and num_lent > 0)
     for name, borrower in borrowers.items():
@@ -74,27 +70,21 @@ def blocks_wanted(borrowers: Mapping[str, Borrower], num_blocks: int) -> dict[st
     return {name: borrower.wanted for name, borrower in borrowers.items()}
 
 
-def divide(wanted: Mapping[str, int], whole: Set[str], num_blocks: int) -> dict[str, int]:
-    """Divide blocks: each request gets all that it wants while that is possible, and the others get equal shares.
+def divide(wanted: Mapping[str, int], num_blocks: int) -> dict[str, int]:
+    """Divide blocks into equal shares. A request that wants less than its share leaves the rest of it to the others.
 
     Args:
         wanted: request id -> blocks that it wants.
-        whole: ids of the requests that are hot as a whole. They come first; otherwise requests that want nearly the
-            same number would take turns.
         num_blocks: blocks to divide.
 
     Returns:
         Request id -> blocks that it gets.
     """
     given, num_left = {}, num_blocks
-    order = sorted(wanted, key=lambda name: (name not in whole, wanted[name], name))
-    for number, name in enumerate(order):
-        given[name] = wanted[name] if wanted[name] <= num_left else num_left // (len(wanted) - number)
+    order = sorted(wanted, key=lambda name: (wanted[name], name))
+    for num_served, name in enumerate(order):
+        given[name] = min(wanted[name], num_left // (len(order) - num_served))
         num_left -= given[name]
-    for name in order:  # an earlier request may have left blocks for later ones that do not want them
-        more = min(wanted[name] - given[name], num_left)
-        given[name] += more
-        num_left -= more
     return given
 
 

@@ -548,16 +548,15 @@ class RequestTracker:
         NOTE: a request is lent nothing before it has all of its own hot blocks, or after it has ended.
         """
         num_own, num_lent = len(self._own_hot_blocks[request_id]), len(admitted.lent)
-        is_whole = num_own + num_lent >= self.spec.num_whole_blocks(admitted.num_tokens)
         request = self.requests.get(request_id)
         if request is None or num_own < self._needs.num_complete:
-            return Borrower(num_lent, is_whole, 0, 0)
+            return Borrower(num_lent, 0, 0)
         num_soon = (STEPS_PER_BALANCE + STEPS_IN_FLIGHT + 1) * self.layout.max_query_len
         least, most = (
             max(self.spec.num_whole_blocks(min(request.num_tokens + num_new, self.max_model_len)) - num_own, 0)
             for num_new in (num_soon, num_soon + self.block_size)
         )
-        return Borrower(num_lent, is_whole, least, most)
+        return Borrower(num_lent, least, most)
 
     def _lend(self, request_id: str, num_blocks: int) -> None:
         num_blocks = min(num_blocks, self.block_pool.get_num_free_blocks())
