@@ -286,22 +286,23 @@ def test_blocks_that_are_evicted_before_they_are_stored_are_counted(
     engine.check_idle()
 
 
-def test_blocks_of_a_prefix_that_is_always_used_keep_no_others_from_the_store(
-    engine: TieredEngine, tmp_path: Path
-) -> None:
-    for index in range(3):
-        engine.ask(f"short-{index}", PROMPT, 1)
-        engine.turn(100)
-    other = engine.ask("other", [*range(500, 517)], 1)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not {block_hash.hex() for block_hash in other.block_hashes} <= {path.stem for path in block_files(tmp_path)}:
-        assert time.monotonic() < deadline, "the blocks of the other request are not stored"
-        index += 1
-        engine.ask(f"short-{index}", PROMPT, 1)
-        engine.turn(100)
-    engine.settle()
-    assert len(block_files(tmp_path)) == NUM_BLOCKS + 4
-    engine.check_idle()
+def test_blocks_of_a_prefix_that_is_always_used_keep_no_others_from_the_store(tmp_path: Path) -> None:
+    """The host pool has room for all, because requests start together if the store answers late."""
+    with TieredEngine([fs(tmp_path)], num_host_blocks=128) as engine:
+        for index in range(3):
+            engine.ask(f"short-{index}", PROMPT, 1)
+            engine.turn(100)
+        other = engine.ask("other", [*range(500, 517)], 1)
+        names = {block_hash.hex() for block_hash in other.block_hashes}
+        deadline = time.monotonic() + TIMEOUT_S
+        while not names <= {path.stem for path in block_files(tmp_path)}:
+            assert time.monotonic() < deadline, "the blocks of the other request are not stored"
+            index += 1
+            engine.ask(f"short-{index}", PROMPT, 1)
+            engine.turn(100)
+        engine.settle()
+        assert len(block_files(tmp_path)) == NUM_BLOCKS + 4
+        engine.check_idle()
 
 
 LONG_PROMPTS = [list(range(first, first + 41)) for first in (100, 200)]  # ten whole blocks and one token each
