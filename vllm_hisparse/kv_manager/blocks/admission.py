@@ -17,7 +17,6 @@ from vllm_hisparse.kv_manager.usage import MeanCurve, Usage
 
 TOLERANCE = 0.01  # share of the tokens/s that may be lost before requests are held back
 GROWTH, SHRINKAGE = 1.5, 0.75  # factors of the most and fewest measured requests, between which predictions are trusted
-UNEVENNESS = 0.85  # share of the largest predicted number; above it, lower rates may be due to uneven rates alone
 DECISIONS = 4  # predictions that an engine makes before it trusts them, and that must then agree on a higher limit
 MIN_STEPS = 4  # decode steps that a measurement needs
 MAX_STEPS_WITHOUT = 128  # steps for which requests wait for these predictions; then the limit of the last one holds
@@ -136,8 +135,8 @@ class Prediction:
 
     @property
     def is_certain(self) -> bool:
-        """True if enough larger numbers were predicted, and do not pay."""
-        return self.largest < (UNEVENNESS if self.is_cut else 1.0) * self.numbers[-1]
+        """True if larger numbers were predicted, and do not pay."""
+        return self.largest < self.numbers[-1]
 
     def describe(self, index: int) -> tuple[int, float, float]:
         """Return number, rate, and percent of a step that waits for copies."""
