@@ -1,10 +1,14 @@
 """How many misses rows by layer save, on the committed traces.
 
-python -m benchmarks.rows_by_layer
+    python -m benchmarks.rows_by_layer
+
+The division that is best for one trace is also tried on the other traces with as many layers: `best_of_<trace>` has the
+misses over those with equal shares.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +24,15 @@ TRACES = Path(__file__).parent / "traces"
 app = typer.Typer(add_completion=False)
 
 
+def from_others(misses: dict[str, LayerMisses], name: str, size: float) -> dict[str, float]:
+    """Return the misses of a trace, over those with equal shares, with the divisions that are best for other traces."""
+    own = misses[name]
+    others = [other for other in misses if other != name and misses[other].layers == own.layers]
+    best = {other: misses[other].best(size, WARM_UP_STEPS)[1] for other in others}
+    equal = max(own.equal(size, WARM_UP_STEPS), 1e-9)
+    return {f"best_of_{other}": round(own.divided(sizes, WARM_UP_STEPS) / equal, 3) for other, sizes in best.items()}
+
+
 @app.command()
 def main(
     ctx: typer.Context,
@@ -30,15 +43,15 @@ def main(
         "code-dsa-shared",
     ],
     size: Annotated[list[float], typer.Option(help="hot rows per layer in top-k; repeatable")] = [  # noqa: B006
-        *(2, 2.25, 3, 4, 4.75, 6, 8, 12, 16)
+        *(2, 2.25, 3, 3.5, 4, 4.75, 6, 7, 8, 12, 16)
     ],
     output: Annotated[Path, typer.Option(help="result file")] = RESULTS / "rows_by_layer.json",
 ) -> None:
     """Divide the same memory among the layers in three ways."""
+    misses = {name: LayerMisses.of(Trace.read(TRACES / f"{name}.trace")) for name in trace}
     rows = []
-    for name in trace:
-        misses = LayerMisses.of(Trace.read(TRACES / f"{name}.trace"))
-        rows += [{"trace": name} | by_layer(misses, each, WARM_UP_STEPS) for each in size]
+    for name, each in product(trace, size):
+        rows.append({"trace": name} | by_layer(misses[name], each, WARM_UP_STEPS) | from_others(misses, name, each))
     write_result(output, ctx, "benchmarks.rows_by_layer", rows)
     show(
         "Rows by layer", [{key: row[key] for key in ("trace", "size", "missed", "controller", "best")} for row in rows]

@@ -51,7 +51,16 @@ class LayerMisses:
 
     def equal(self, size: float, first_step: int) -> float:
         """Mean rows that a request misses in a layer in a step, from a step on, if each layer has `size` selections."""
-        return float(self._at(np.full(self.missed.shape[1], size), first_step).mean())
+        return self.divided(np.full(self.missed.shape[1], size), first_step)
+
+    def divided(self, sizes: np.ndarray, first_step: int) -> float:
+        """The same if each layer has its own size.
+
+        Args:
+            sizes: [layers] float64 selections.
+            first_step: as in `equal`.
+        """
+        return float(self._at(sizes, first_step).mean())
 
     def best(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
         """The same for the best division that stays, which knows all steps; and the size of each layer.
@@ -78,7 +87,7 @@ class LayerMisses:
             held[layer] += gains[layer][1]
             left -= gains[layer][1]
         sizes = self.sizes[held]
-        return float(self._at(sizes, first_step).mean()), sizes
+        return self.divided(sizes, first_step), sizes
 
     def controlled(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
         """The same for a controller that knows the past alone: every `PERIOD` steps, it moves rows from the layer with
