@@ -27,7 +27,7 @@ from vllm_hisparse.trace import Trace
 TOP_K, NUM_LAYERS, ROW_BYTES = 2048, 61, 656
 DEVICE_BUFFER_SIZE = 4096
 KEYS = {"auto": WIDE_KEY_BYTES, "fp4": KEY_BYTES}
-WARM_UP_STEPS = 120  # a buffer of eight selections is full by then
+WARM_UP_STEPS = 120  # nearly all buffers are full by then
 
 app = typer.Typer(add_completion=False)
 
@@ -50,14 +50,14 @@ def compare(misses: LayerMisses, spec: HotBufferSpec, tokens: int, requests: int
         device_gib: device memory for KV.
 
     Returns:
-        Hot rows in each layer and missed rows of a mean request; empty if the requests do not fit.
+        Hot rows in each layer and missed rows of a mean request; empty if the requests do not fit, or are all hot.
     """
     rows_per_block = spec.layout.rows_per_hot_block
     own, needed = spec.num_request_blocks(tokens), spec.num_request_blocks(tokens, is_whole=True)
     spare = int(device_gib * 2**30) // spec.layout.device_block_bytes - 1 - requests * own
-    if spare < 0:
+    num_whole = spare // (needed - own)
+    if not 0 <= num_whole < requests:
         return {}
-    num_whole = min(spare // (needed - own), requests)
     others = requests - num_whole
 
     def missed(blocks: float) -> float:
@@ -65,7 +65,7 @@ def compare(misses: LayerMisses, spec: HotBufferSpec, tokens: int, requests: int
         size = (DEVICE_BUFFER_SIZE + blocks * rows_per_block) / TOP_K
         return misses.equal(size, WARM_UP_STEPS) * TOP_K / misses.top_k
 
-    share, rest = spare / requests, (spare - num_whole * (needed - own)) / max(others, 1)
+    share, rest = spare / requests, (spare - num_whole * (needed - own)) / others
     equal, whole_first = missed(share), others / requests * missed(rest)
     return {
         "hot_rows": DEVICE_BUFFER_SIZE + int(share) * rows_per_block,

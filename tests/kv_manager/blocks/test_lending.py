@@ -63,6 +63,11 @@ def test_nobody_gets_more_than_it_wants(requests: dict[str, Borrower], num_avail
     assert all(found[name] <= max(request.num_lent, request.most) for name, request in requests.items())
 
 
+def test_nobody_loses_blocks_to_an_increase_that_is_left_out() -> None:
+    requests = {"a": Borrower(104, 100, 105), "b": Borrower(96, 101, 105)}
+    assert plan(requests, num_blocks=200, num_available=0) == {"a": 104, "b": 96}
+
+
 @given(borrowers())
 def test_all_get_the_least_that_they_want_if_there_is_enough(requests: dict[str, Borrower]) -> None:
     num_needed = sum(request.least for request in requests.values())

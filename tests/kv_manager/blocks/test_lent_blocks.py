@@ -306,7 +306,7 @@ class World:
 def test_requests_of_nearly_equal_lengths_do_not_take_turns(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], num_blocks: int
 ) -> None:
-    """Names order them one way, lengths the other. Blocks that they need as they grow come from the same few."""
+    """Names order them one way, lengths the other. Blocks that they need as they grow come from all."""
     world = World({f"{i:03}": length for i, length in enumerate(lengths)}, num_blocks)
     for _ in range(20):
         world.step()

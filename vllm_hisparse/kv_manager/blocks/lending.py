@@ -48,7 +48,11 @@ def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int)
     num_lent = sum(borrower.num_lent for borrower in borrowers.values())
     wanted = blocks_wanted(borrowers, num_blocks)
     target = divide(wanted, num_blocks)
-    num_more = sum(max(target[name] - borrower.num_lent, 0) for name, borrower in borrowers.items())
+    num_more = sum(
+        target[name] - borrower.num_lent
+        for name, borrower in borrowers.items()
+        if target[name] > borrower.num_lent and _is_large(borrower.num_lent, target[name], wanted[name])
+    )
     is_short = num_more > num_available or (num_available < 0 and num_lent > 0)
     for name, borrower in borrowers.items():
         is_needed = is_short and target[name] < borrower.num_lent
