@@ -315,6 +315,21 @@ cudaError_t launch_select_units(
     cudaStream_t stream
 );
 
+// Select the best positions of each query by score: `select_positions`. GPUs of compute capability 9.0.
+//
+// scores: queries scores_stride elements apart, a multiple of 4; aligned to 16 bytes. lengths: [num_queries]. positions:
+// [num_queries, top_k], queries positions_stride elements apart.
+cudaError_t launch_select_positions(
+    const float* scores,
+    int64_t scores_stride,
+    const int32_t* lengths,
+    int32_t num_queries,
+    int32_t top_k,
+    int32_t* positions,
+    int64_t positions_stride,
+    cudaStream_t stream
+);
+
 // Extend the bounds of a page by one new key per request: `page_bounds.update`.
 //
 // request_indices, positions: [batch]. keys: [batch, num_heads, head_size] of the bounds' type, requests key_stride

@@ -460,6 +460,18 @@ void select_units(TensorView scores, TensorView num_tokens, int32_t tokens_per_u
     ));
 }
 
+void select_positions(TensorView scores, TensorView lengths, TensorView positions, int64_t stream) {
+    const auto* const first = matrix<float>(scores, "scores");
+    const bool is_aligned = reinterpret_cast<uintptr_t>(first) % kVectorBytes == 0 && scores.stride(0) % 4 == 0;
+    check(is_aligned, "rows of scores are not aligned to 16 bytes");
+    check(lengths.size(0) == scores.size(0) && positions.size(0) == scores.size(0), "numbers of queries differ");
+    check(launch_select_positions(
+        first, scores.stride(0), contiguous<int32_t>(lengths, "lengths"), static_cast<int32_t>(scores.size(0)),
+        static_cast<int32_t>(positions.size(1)), matrix<int32_t>(positions, "positions"), positions.stride(0),
+        stream_of(stream)
+    ));
+}
+
 bool is_bfloat16(const TensorView& tensor) {
     const DLDataType type = tensor.dtype();
     const bool is_known = (type.code == kDLBfloat || type.code == kDLFloat) && type.bits == 16;
@@ -683,6 +695,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(begin_units, hisparse::begin_units);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_tokens, hisparse::write_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_latest, hisparse::empty_latest);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_units, hisparse::select_units);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_positions, hisparse::select_positions);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_page_bounds, hisparse::update_page_bounds);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_scores, hisparse::page_scores);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(insert_indexer_keys, hisparse::insert_indexer_keys);

@@ -95,3 +95,17 @@ def test_the_fused_kernel_writes_no_keys(num_slots: int) -> None:
     assert stock.calls[1][1]["indexer_k_cache"] is wide and stock.calls[1][1]["index_k_out"] is None
     function(*args, indexer_slot_mapping=None, indexer_k_cache=None)
     assert stock.calls[2][1]["indexer_k_cache"] is None and stock.calls[2][1]["index_k_out"] is None
+
+
+def test_positions_are_selected_by_our_kernel_where_it_can() -> None:
+    stock = Stock()
+    get_indexer_topk = indexer.wrap_get_indexer_topk(lambda backend: stock)
+    scores, lengths = torch.tensor([[1.0, 4.0, 4.0, 9.0]]), torch.tensor([[3]], dtype=torch.int32)
+    positions = torch.zeros(1, 2, dtype=torch.int32)
+    get_indexer_topk("auto")(scores, lengths, 1, positions, 2, 4)
+    assert positions.tolist() == [[1, 2]] and not stock.calls
+    many = torch.rand(200, 4), lengths.expand(200, 1)
+    for args in ((scores.double(), lengths), (scores, lengths.expand(2, 1)), many):
+        get_indexer_topk("auto")(*args, 1, positions, 2, 4)
+        assert stock.calls.pop()[0] == (*args, 1, positions, 2, 4)
+    assert get_indexer_topk("persistent") is stock, "what the user chooses runs"

@@ -29,7 +29,7 @@ from vllm_hisparse.attention.check_layers import (
 )
 from vllm_hisparse.compat.attention import disable_dense_prefill, pass_no_cache
 from vllm_hisparse.compat.engine import uses_host_connector
-from vllm_hisparse.compat.indexer import support_narrow_keys
+from vllm_hisparse.compat.indexer import select_with_own_kernel, support_narrow_keys
 from vllm_hisparse.config import CONNECTOR_NAME, HiSparseConfig, HiSparseConfigError, takes_images
 from vllm_hisparse.ops.indexer_keys import KEY_BYTES
 
@@ -115,6 +115,7 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
         from vllm_hisparse.compat.step_graphs import capture_both_forms
 
         capture_both_forms(MicrobatchForms.find)
+        select_with_own_kernel()
         NarrowKeyCache = KeyCache  # whose reader looks at the width of the cache
         if has_narrow_keys:
             check_narrow_keys_device()

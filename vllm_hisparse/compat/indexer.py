@@ -12,14 +12,28 @@ from typing import Any
 import torch
 
 from vllm_hisparse.ops import indexer_keys
+from vllm_hisparse.ops.select_positions import can_select, select_positions
 
 RELEASES = ">=0.32"
 VLLM = (
     "vllm._custom_ops.indexer_k_quant_and_cache",
     "vllm._custom_ops.cp_gather_indexer_k_quant_cache",
     "vllm.model_executor.layers.sparse_attn_indexer.fp8_fp4_paged_mqa_logits",
+    "vllm.model_executor.layers.sparse_attn_indexer.get_indexer_topk",
     "vllm.models.deepseek_v32.attention.fused_norm_rope",
 )
+Select = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, int, int], None]  # vLLM's `SparseIndexerTopk.forward`
+
+
+def select_with_own_kernel() -> None:
+    """Let vLLM's indexer select the positions of decoding requests with the plugin's kernel; once in a process."""
+    from vllm.model_executor.layers import sparse_attn_indexer
+
+    stock = sparse_attn_indexer.get_indexer_topk
+    if not hasattr(stock, "has_own_kernel"):
+        made = wrap_get_indexer_topk(stock)
+        made.has_own_kernel = True
+        sparse_attn_indexer.get_indexer_topk = made
 
 
 def support_narrow_keys() -> None:
@@ -96,6 +110,32 @@ def wrap_paged_logits(stock: Callable[..., torch.Tensor]) -> Callable[..., torch
         return indexer_keys.paged_logits(kv_cache.squeeze(2), q[0], weights, context_lens, block_tables, max_model_len)
 
     return fp8_fp4_paged_mqa_logits
+
+
+def wrap_get_indexer_topk(stock: Callable[[str], Select]) -> Callable[[str], Select]:
+    """Select as `stock` does, unless it may choose the kernel: then the plugin's selects, where it can."""
+
+    def get_indexer_topk(backend: str) -> Select:
+        select_stock = stock(backend)
+        if backend != "auto":
+            return select_stock
+
+        def select(
+            logits: torch.Tensor,
+            seq_lens: torch.Tensor,
+            next_n: int,
+            topk_indices: torch.Tensor,
+            topk_tokens: int,
+            max_seq_len: int,
+        ) -> None:
+            if can_select(logits, seq_lens):
+                select_positions(logits, seq_lens.reshape(-1), topk_indices)
+            else:
+                select_stock(logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len)
+
+        return select
+
+    return get_indexer_topk
 
 
 def wrap_fused_norm_rope(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
