@@ -480,6 +480,31 @@ def test_keys_in_4_bits() -> None:
     assert f"{others[0] / same[0]:.2f}" == "0.95" and "at 0.95 of full KV" in section(KEYS)
 
 
+def test_equal_shares_and_own_selection() -> None:
+    shares, kernel, heading = (
+        "full_depth_equal_shares",
+        "full_depth_select_positions",
+        "### Equal shares of lent memory",
+    )
+    expected, gains = [], []
+    for label, case in list(CASES.items())[:4]:
+        (full,), (before,) = (rows(shares, system=name, **case) for name in ("full", "ours"))
+        without = {"system": "ours", "drafts": 0, "admission": "off"}
+        (narrow,), (wide,) = (rows(kernel, indexer_key_dtype=name, **without, **case) for name in ("fp4", "auto"))
+        cells = [f"{whole(row['tokens_per_s'])}, {row['hit_rate']:.1%} hits" for row in (before, narrow, wide)]
+        times = f"{narrow['tokens_per_s'] / full['tokens_per_s']:.2f}"
+        expected.append([label, *cells, whole(full["tokens_per_s"]), times])
+        gains.append(100 * (narrow["tokens_per_s"] / before["tokens_per_s"] - 1))
+    assert table(heading) == expected
+    assert f"{spread(gains, 0)}% faster here" in section(heading)
+    sizes = [(kernel, {"drafts": 1, "context": 32768}), (kernel, {"drafts": 1, "context": 65536})]
+    sizes += [(shares, {"context": 12288}), (shares, {"context": 32768, "requests": 16})]
+    for name, case in sizes:
+        ours = cell(kernel, "tokens_per_s", system="ours", **case)
+        full = cell(name, "tokens_per_s", system="full", **case)
+        assert f"{ours / full:.2f}" in section(heading)
+
+
 def test_kernel_of_keys_in_4_bits() -> None:
     def times(queries: int, *requests: int) -> str:
         found = [row["ratio"] for row in rows("indexer_keys_kernel", queries=queries) if row["requests"] in requests]

@@ -339,7 +339,10 @@ def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
         *names,
         *(
             f"h200/full_depth_{name}.json"
-            for name in ("peers", "peers_drafts", "peers_fit", "fit", "admission_settled")
+            for name in (
+                *("peers", "peers_drafts", "peers_fit", "fit", "admission_settled"),
+                *("equal_shares", "select_positions"),
+            )
         ),  # cases of other files, beside SGLang, on one GPU, or after more steps
     }
     measured = sum(len(json.loads((results / name).read_text())["rows"]) for name in names)
