@@ -284,9 +284,8 @@ cudaError_t hisparse::launch_select_positions(
 ) {
     if (num_queries == 0) return cudaSuccess;
     constexpr int kCacheBytes = kCachedKeys * sizeof(uint32_t);
-    static const cudaError_t allowed = cudaFuncSetAttribute(
-        select_positions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCacheBytes
-    );
+    static const cudaError_t allowed =
+        cudaFuncSetAttribute(select_positions_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCacheBytes);
     if (allowed) return allowed;
     const int num_blocks = blocks_of(num_queries);
     cudaLaunchAttribute attribute{};
@@ -300,7 +299,6 @@ cudaError_t hisparse::launch_select_positions(
     config.attrs = &attribute;
     config.numAttrs = 1;
     return cudaLaunchKernelEx(
-        &config, select_positions_kernel, scores, scores_stride, lengths, num_blocks, top_k, positions,
-        positions_stride
+        &config, select_positions_kernel, scores, scores_stride, lengths, num_blocks, top_k, positions, positions_stride
     );
 }
