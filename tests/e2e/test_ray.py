@@ -103,7 +103,7 @@ class RayApp(Server):
         (log,) = LOGS.glob(f"python-core-worker-*_{replica.pid}.log")
         worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
         targets = [address for group in json.loads(METRICS_TARGETS.read_text()) for address in group["targets"]]
-        text = "\n".join(requests.get(f"http://{address}/metrics", timeout=90).text for address in targets)
+        text = "\n".join(map(metrics_at, targets))
         samples = re.findall(rf'^ray_vllm_{name}{{.*WorkerId="{worker}".*}} (\S+)$', text, re.MULTILINE)
         return sum(map(float, samples)) if samples else None
 
@@ -152,6 +152,17 @@ class RayApp(Server):
 
 def lines_of(path: Path) -> list[str]:
     return ANSI_CODE.sub("", path.read_text(errors="replace")).splitlines() if path.exists() else []
+
+
+def metrics_at(address: str) -> str:
+    """Return the metrics that an address exports; nothing if it refuses the connection.
+
+    NOTE: Ray's dashboard starts without its metrics if another process has its fixed port, but still names the address.
+    """
+    try:
+        return requests.get(f"http://{address}/metrics", timeout=90).text
+    except requests.ConnectionError:
+        return ""
 
 
 def cmdline(process: psutil.Process) -> str:
