@@ -1,4 +1,6 @@
+import random
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import example, given
@@ -6,8 +8,10 @@ from hypothesis import strategies as st
 
 from vllm_hisparse.layout import (
     FP8_DS_MLA_ROW_BYTES,
+    MAX_ROW_CLASSES,
     KVLayout,
     StateLayout,
+    divide_rows,
     indexer_row_bytes,
     mla_row_bytes,
 )
@@ -212,3 +216,41 @@ def test_a_table_of_hot_blocks_is_never_wider_than_the_kernels_allow(device_buff
     num_blocks = layout.num_hot_blocks(device_buffer_size)
     assert MAX_HOT_ROWS - layout.rows_per_hot_block < num_blocks * layout.rows_per_hot_block <= MAX_HOT_ROWS
     assert layout.num_hot_blocks(device_buffer_size, 1 << 21) == num_blocks
+
+
+def shares_of(source: random.Random, num_groups: int) -> list[tuple[float, int]]:
+    return [(source.uniform(0.2, 5), source.randint(1, 4)) for _ in range(num_groups)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_divided_rows_fill_a_block_by_their_shares(seed: int) -> None:
+    source = random.Random(seed)
+    shares = shares_of(source, source.randint(1, 61))
+    num_layers = sum(num for _, num in shares)
+    num_rows = num_layers * source.choice([1, 3, 13, 40])
+    rows = divide_rows(shares, num_rows)
+    taken = sum(each * num for each, (_, num) in zip(rows, shares, strict=True))
+    assert min(rows) >= 1 and taken <= num_rows
+    assert len(set(rows)) <= MAX_ROW_CLASSES
+    ordered = [found for _, found in sorted(zip(shares, rows, strict=True))]
+    assert all(few <= many + 1 for few, many in combinations(ordered, 2)), "a larger share has fewer rows"
+    assert num_rows - taken < num_layers, "enough rows are left for one more in every layer"
+
+
+def test_whole_numbers_of_rows_are_divided_exactly() -> None:
+    assert divide_rows([(1, 2), (2, 1), (6, 1)], 40) == (4, 8, 24)
+    assert divide_rows([(5, 1), (5, 3)], 52) == (13, 13)
+    assert divide_rows([(0.001, 1), (1, 1)], 8) == (1, 7)
+
+
+def test_the_layer_with_the_fewest_rows_decides_whether_a_request_is_hot_as_a_whole() -> None:
+    equal = KVLayout(656, 132, 61, 61)
+    layout = replace(equal, row_shares=((1, 30), (3, 31)))
+    assert layout.rows_per_hot_block == equal.rows_per_hot_block == 13
+    assert layout.layer_rows == (6,) * 30 + (19,) * 31 and layout.fewest_rows == 6
+    assert layout.num_hot_blocks(4096) == equal.num_hot_blocks(4096), "the same memory"
+    assert layout.num_whole_blocks(30_000) == -(-30_001 // 6)
+    assert layout.num_hot_blocks(4096, 640) == -(-640 // 6) > equal.num_hot_blocks(4096, 640)
+    assert layout.num_whole_blocks(1 << 20) == MAX_HOT_ROWS // 19, "the layer with the most rows decides"
+    assert layout.device_block_bytes == equal.device_block_bytes
+    assert layout.residency_block_bytes == 8 * (6 + 19), "two layers select"

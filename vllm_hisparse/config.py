@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import finalize
 
@@ -11,7 +13,7 @@ from typing_extensions import TypedDict
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 from vllm_hisparse.compat.model_loading import OTHER_LOADERS
-from vllm_hisparse.layout import BLOCK_SIZE, MSA_BLOCK_SIZE
+from vllm_hisparse.layout import BLOCK_SIZE, MSA_BLOCK_SIZE, KVLayout
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
 from vllm_hisparse.tier_config import (
     BUFFER_SHARE,
@@ -115,6 +117,9 @@ class HiSparseConfig(BaseModel):
     """Tokens attended per query and layer. Default: what the model's indexer selects, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
+    rows_by_layer: list[Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)
+    """Share of the hot rows that each layer of a DSA model gets, relative to the others, for the layers that select.
+    Default: all layers get the same number of rows."""
     elastic: bool = True
     """True: hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
     that where device memory is free; else all have this size."""
@@ -255,6 +260,48 @@ class HiSparseConfig(BaseModel):
         assert self.device_buffer_size is not None
         return self.device_buffer_size
 
+    def row_shares(self, selects: Sequence[bool]) -> tuple[tuple[float, int], ...]:
+        """`KVLayout.row_shares` of a model.
+
+        Args:
+            selects: for each layer with hot rows, True if it selects, False if it shares the last selection.
+
+        Raises:
+            HiSparseConfigError: `rows_by_layer` has another number of entries than there are layers that select.
+        """
+        if self.rows_by_layer is None:
+            return ()
+        starts = [index for index, selecting in enumerate(selects) if selecting]
+        if len(self.rows_by_layer) != len(starts):
+            raise HiSparseConfigError(
+                "rows_by_layer",
+                self.rows_by_layer,
+                f"{len(starts)} numbers, not {len(self.rows_by_layer)}: one for each layer that selects",
+                "Correct the list, or remove it for equal rows.",
+            )
+        sizes = [end - start for start, end in pairwise([*starts, len(selects)])]
+        return tuple(zip(self.rows_by_layer, sizes, strict=True))
+
+    def check_rows_by_layer(self, layout: KVLayout) -> None:
+        """Refuse shares with which a layer has too few rows; the defaults must be filled in.
+
+        Args:
+            layout: sizes of the model.
+
+        Raises:
+            HiSparseConfigError: the layer with the fewest rows cannot hold the selections of a step.
+        """
+        rows = layout.num_hot_blocks(self.rows) * layout.fewest_rows - layout.max_query_len
+        least = layout.max_query_len * self.selection_size
+        if self.rows_by_layer is not None and rows < least:
+            raise HiSparseConfigError(
+                "rows_by_layer",
+                self.rows_by_layer,
+                f"shares with which every layer has {least} rows for the selections of a step, when device_buffer_size "
+                f"is {self.rows}; the layer with the smallest share has {rows}",
+                "Raise the smallest shares, or raise device_buffer_size.",
+            )
+
     def num_host_blocks(self, host_block_bytes: int, device_kv_bytes: int, num_pools: int = 1) -> int:
         """Number of blocks of a host pool.
 
@@ -365,6 +412,13 @@ class HiSparseConfig(BaseModel):
         if algorithm.model_family != "gqa":
             _check_text_alone(vllm_config)
         _check_trace(self, vllm_config.device_config.device_type)
+        if self.rows_by_layer is not None and algorithm.model_family != "mla":
+            raise HiSparseConfigError(
+                "rows_by_layer",
+                self.rows_by_layer,
+                f"none with algorithm '{self.algorithm}': only rows of a DSA model can be divided",
+                "Remove it.",
+            )
         if vllm_config.speculative_config is not None:
             _check_drafts(self, vllm_config)
         top_k, unit = updates["top_k"], self.tokens_per_unit

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from operator import mul
 
 from vllm_hisparse.ops.limits import MAX_HOT_ROWS
 
@@ -18,6 +20,7 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: Fla
 RESIDENCY_ENTRY_BYTES = 8  # position and last use
 MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
 MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
+MAX_ROW_CLASSES = 8  # different numbers of rows that layers may have in a block; each costs small launches in a step
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:
@@ -51,6 +54,44 @@ def dense_block_size(num_hot: int, num_resident: int | Fraction, unit: int) -> i
     if size == unit and num_hot < num_resident < 2 * num_hot:
         size *= 2
     return size if num_resident else MIN_BLOCK_SIZE
+
+
+def divide_rows(shares: Sequence[tuple[float, int]], num_rows: int) -> tuple[int, ...]:
+    """Divide the hot rows of a device block among layers.
+
+    Groups of layers with the same share get the same number of rows, and at most `MAX_ROW_CLASSES` numbers occur: the
+    nearest shares become their mean. Numbers are rounded down; then those groups that are furthest below their shares
+    get one more, while enough rows are left for a group.
+
+    Args:
+        shares: for each group of layers, the share of one of its layers relative to the others', and its layers.
+        num_rows: rows of all layers together; at least one for each layer.
+
+    Returns:
+        Rows of a layer of each group, at least 1. All together, they are at most `num_rows`.
+    """
+    classes = [([share], num_layers * share, num_layers) for share, num_layers in _sum_by_share(shares)]
+    while len(classes) > MAX_ROW_CLASSES:
+        means = [total / num_layers for _, total, num_layers in classes]
+        nearest = min(range(len(classes) - 1), key=lambda index: means[index + 1] - means[index])
+        one, other = classes[nearest : nearest + 2]
+        classes[nearest : nearest + 2] = [(one[0] + other[0], one[1] + other[1], one[2] + other[2])]
+    sizes, whole = [num_layers for _, _, num_layers in classes], sum(total for _, total, _ in classes)
+    wanted = [total / num_layers / whole * num_rows for _, total, num_layers in classes]
+    rows = [max(int(each), 1) for each in wanted]
+    while (num_left := num_rows - sum(map(mul, rows, sizes))) < 0:
+        rows[max((i for i in range(len(rows)) if rows[i] > 1), key=lambda index: rows[index] - wanted[index])] -= 1
+    while fitting := [i for i, size in enumerate(sizes) if size <= num_left and rows[i] < wanted[i]]:
+        index = max(fitting, key=lambda index: wanted[index] - rows[index])
+        rows[index], num_left = rows[index] + 1, num_left - sizes[index]
+    by_share = {share: each for (members, _, _), each in zip(classes, rows, strict=True) for share in members}
+    return tuple(by_share[share] for share, _ in shares)
+
+
+def _sum_by_share(shares: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Each share, ascending, and the number of its layers."""
+    distinct = sorted({share for share, _ in shares})
+    return [(each, sum(num for share, num in shares if share == each)) for each in distinct]
 
 
 @dataclass(frozen=True)
@@ -125,6 +166,9 @@ class KVLayout:
         full_kv_row_bytes: bytes of one token's KV in all layers of a DSA model that do not select.
         narrow_key_bytes: bytes of one token's indexer key in one layer on the device, without draft layers, if the
             device keeps it in fewer bits than the host, which keeps `resident_row_bytes`. None: both keep the same.
+        row_shares: for each layer of a DSA model that selects, in order, its share of the hot rows of a block relative
+            to other layers', and the number of layers that share its selection, itself included. (): all layers have
+            the same number of rows.
     """
 
     row_bytes: int
@@ -139,10 +183,11 @@ class KVLayout:
     state_entries: tuple[tuple[int, int], ...] = ()
     full_kv_row_bytes: int = 0
     narrow_key_bytes: int | None = None
+    row_shares: tuple[tuple[float, int], ...] = ()
 
     @cached_property
     def rows_per_hot_block(self) -> int:
-        """Hot rows of a layer in one device block.
+        """Hot rows of a layer in one device block, in the mean of all layers (`layer_rows`).
 
         A block has as many whole units as fit into the bytes of a block of device-resident KV, and one more if the
         block becomes only a little larger with it. Both groups share vLLM's block pool, whose blocks have the size of
@@ -162,6 +207,24 @@ class KVLayout:
         if not has_as_many and self._is_page_of_both(num_units):
             num_units = max(1, num_units - 1)
         return num_units * self.tokens_per_unit
+
+    @cached_property
+    def selecting_rows(self) -> tuple[int, ...]:
+        """Hot rows in one device block of each layer that selects; () if all layers have the same number."""
+        return divide_rows(self.row_shares, self.num_layers * self.rows_per_hot_block) if self.row_shares else ()
+
+    @cached_property
+    def layer_rows(self) -> tuple[int, ...]:
+        """Hot rows of each layer in one device block, in which they lie one after the other."""
+        if not self.row_shares:
+            return (self.rows_per_hot_block,) * self.num_layers
+        groups = zip(self.selecting_rows, self.row_shares, strict=True)
+        return tuple(rows for rows, (_, num_layers) in groups for _ in range(num_layers))
+
+    @property
+    def fewest_rows(self) -> int:
+        """Hot rows in one device block of the layer that has the fewest."""
+        return min(self.layer_rows)
 
     def _is_page_of_both(self, num_units: int) -> bool:
         page_bytes = num_units * self.tokens_per_unit * self.row_bytes
@@ -196,7 +259,8 @@ class KVLayout:
         block.
         """
         if self.num_kv_heads is None:
-            return self.num_resident_layers * self.rows_per_hot_block * RESIDENCY_ENTRY_BYTES
+            equal = self.num_resident_layers * self.rows_per_hot_block
+            return (sum(self.selecting_rows) or equal) * RESIDENCY_ENTRY_BYTES
         return self.device_block_bytes // self.unit_bytes * RESIDENCY_ENTRY_BYTES
 
     @cached_property
@@ -264,14 +328,29 @@ class KVLayout:
             num_tokens: tokens of the sequence, if the hot buffer grows with it, `block_size` tokens at a time. None:
                 the hot buffer of a long sequence.
         """
-        unit, num_new = self.tokens_per_unit, self.max_query_len
-        num_rows = device_buffer_size + num_new * unit
-        if num_tokens is not None:
-            # NOTE: slots for drafts are reserved before their number is known.
-            num_whole = ((num_tokens - 1) // unit + num_new) * unit
-            num_rows = min(num_rows, self.num_blocks(num_whole) * self.block_size)
-        most_blocks = MAX_HOT_ROWS // (self.rows_per_hot_block // unit)  # the last block may exceed the kernels' limit
-        return min(-(-num_rows // self.rows_per_hot_block), most_blocks)
+        num_rows = device_buffer_size + self.max_query_len * self.tokens_per_unit
+        num_blocks = self._blocks_of(num_rows, self.rows_per_hot_block)
+        if num_tokens is None:
+            return num_blocks
+        return min(num_blocks, self._blocks_of(self._grown_rows(num_tokens), self.fewest_rows))
+
+    def num_whole_blocks(self, num_tokens: int) -> int:
+        """Device blocks in which every layer holds a sequence of `num_tokens`, at most as many as the kernels can use.
+
+        NOTE: the layer with the fewest rows decides, because a request is hot as a whole or is not, in all layers.
+        """
+        num_rows = num_tokens + self.max_query_len * self.tokens_per_unit
+        return self._blocks_of(min(num_rows, self._grown_rows(num_tokens)), self.fewest_rows)
+
+    def _grown_rows(self, num_tokens: int) -> int:
+        """Rows of a hot buffer that grows with its sequence, `block_size` tokens at a time."""
+        # NOTE: slots for drafts are reserved before their number is known.
+        num_whole = ((num_tokens - 1) // self.tokens_per_unit + self.max_query_len) * self.tokens_per_unit
+        return self.num_blocks(num_whole) * self.block_size
+
+    def _blocks_of(self, num_rows: int, rows_per_block: int) -> int:
+        most_blocks = MAX_HOT_ROWS // (max(self.layer_rows) // self.tokens_per_unit)  # of a block more, no kernel runs
+        return min(-(-num_rows // rows_per_block), most_blocks)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens` with a full-grown hot buffer."""

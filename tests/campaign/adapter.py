@@ -291,6 +291,7 @@ def _kv_cache_config(sizes: Sizes, configuration: Configuration) -> KVCacheConfi
         state_entries=configuration.state_entries,
         full_kv_row_bytes=24 if configuration.tokens_per_unit > 1 else 0,
         narrow_key_bytes=NARROW_KEY_BYTES if configuration.has_narrow_keys else None,
+        row_shares=configuration.row_shares,
     )
     buffer = configuration.device_buffer_size, configuration.is_elastic
     hot = HotBufferSpec.from_mla_spec(mla_spec(12, torch.bfloat16), layout, *buffer)

@@ -40,6 +40,7 @@ class Configuration:
         limits_running: whether requests are held back, by measurements that are drawn.
         tokens_per_unit: tokens that are selected together; above 1, each of two KV heads selects for itself.
         has_narrow_keys: whether the device keeps keys in fewer bits than the host, so that pulls bring them there.
+        row_shares: shares of the two layers' hot rows, as in `KVLayout`; empty: both have as many.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Configuration:
     limits_running: bool = False
     tokens_per_unit: int = 1
     has_narrow_keys: bool = False
+    row_shares: tuple[tuple[float, int], ...] = ()
 
     @property
     def has_state(self) -> bool:
@@ -109,6 +111,7 @@ CONFIGURATIONS = (
     ),
     Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, state_entries=STATE_ENTRIES),
     _pd("spare blocks, P/D", lends_blocks=True),
+    _pd("spare blocks, P/D, rows by layer", lends_blocks=True, row_shares=((1.0, 1), (2.0, 1))),
     Configuration("held back, sessions, tier", limits_running=True, has_sessions=True, has_tier=True),
     _pd("held back, spare blocks, P/D", limits_running=True, lends_blocks=True, sibling_share=0.2),
     Configuration("tier", has_tier=True),

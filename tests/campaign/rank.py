@@ -232,9 +232,7 @@ class Rank:
         )
         check(bool(hot), f"{step.reads(entry, self)}: without hot blocks")
         num_rows = min(entry.last, FIXED_BUFFER_SIZE + 1)
-        check(
-            len(hot) * self.layout.rows_per_hot_block >= num_rows, f"{step.reads(entry, self)}: {len(hot)} hot blocks"
-        )
+        check(len(hot) * self.layout.fewest_rows >= num_rows, f"{step.reads(entry, self)}: {len(hot)} hot blocks")
         num_state_blocks = self.layout.state.num_blocks(entry.last)
         check(len(state) >= num_state_blocks, f"{step.reads(entry, self)}: {len(state)} state blocks")
         for kind, blocks in (("hot rows", hot), ("state", state)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_hisparse.config import HiSparseConfig
-from vllm_hisparse.connector.worker import HiSparseWorkerConnector
+from vllm_hisparse.connector.worker import HiSparseWorkerConnector, layer_views
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
@@ -114,11 +115,28 @@ def test_every_layer_gets_its_own_rows_in_order() -> None:
     worker.register_kv_caches(caches)
     for index, (impl, name) in enumerate(zip(worker.impls, HOT_LAYERS, strict=True)):
         assert impl.hot_buffer is worker.hot_buffer and impl.layer_index == index
-        assert impl.cache is caches[name]
+        assert impl.cache.data_ptr() == caches[name].data_ptr()
+        assert (impl.cache.shape, impl.cache.stride()) == (caches[name].shape, caches[name].stride())
         assert impl.host_rows is worker.store.main_kv[name]
     shape = worker.hot_buffer.shape
     assert (shape.num_requests, shape.max_batch, shape.top_k) == (4, 4, 32)
     assert (shape.max_blocks, shape.block_size, shape.num_device_blocks) == (5, 64, NUM_DEVICE_BLOCKS)
+
+
+def test_layers_with_different_numbers_of_rows_lie_one_after_the_other() -> None:
+    shares = tuple((1.0 + index, 1) for index in range(NUM_LAYERS))
+    layout, caches = replace(MLA_LAYOUT, row_shares=shares), list(device_caches().values())[:NUM_LAYERS]
+    assert len(set(layout.layer_rows)) > 1, "all layers have the same number of rows"
+    owners = torch.zeros(NUM_DEVICE_BLOCKS, layout.device_block_bytes // layout.row_bytes, dtype=torch.int32)
+    for index, view in enumerate(layer_views(caches, layout)):
+        assert view.shape == (NUM_DEVICE_BLOCKS, 1, layout.layer_rows[index], WIDTH)
+        hot = HotRows.from_cache(view.squeeze(1))
+        assert hot.block_stride_rows == owners.shape[1]
+        first = (view.data_ptr() - caches[0].data_ptr()) // layout.row_bytes
+        owners[:, first : first + hot.rows_per_block] += 1
+        assert first + hot.rows_per_block <= owners.shape[1], "the rows of the last layer exceed the block"
+    assert owners.max() == 1, "a row belongs to two layers"
+    assert owners[0].sum() == sum(layout.layer_rows)
 
 
 def test_as_many_requests_as_have_hot_blocks() -> None:

@@ -52,22 +52,22 @@ class RowCheck:
         take_stats = worker.take_stats  # called once, when a step is over
 
         def checked() -> Any:
-            decode = worker.hot_buffer.step.decode
-            if decode is not None:
+            if worker.hot_buffer.step.by_class:
                 self.num_steps += 1
                 if corrupt and self.num_steps == every:
-                    self.corrupt(worker, decode)
+                    self.corrupt(worker)
                 if self.num_steps % every == 0:
-                    self.check(worker, decode)
+                    self.check(worker)
             return take_stats()
 
         worker.take_stats = checked
 
-    def held_rows(self, worker: Any, decode: Any, layer: int) -> Iterator[tuple[Any, Any]]:
+    def held_rows(self, worker: Any, layer: int) -> Iterator[tuple[Any, Any]]:
         """Flat hot row ids and flat host row ids of what each decoding request has hot in a layer."""
         import torch
 
         hot, residency = worker.impls[layer].hot, worker.hot_buffer.residency[layer]
+        decode = worker.hot_buffer.step.decode_of(layer)
         first_new = decode.seq_lens - (1 if decode.query_lens is None else decode.query_lens)
         is_whole = worker.hot_buffer.heads.tokens_per_unit == 1  # what lies behind the newest token may be anything
         states = decode.seq_indices[decode.first_hot_block_ids.long()].where(decode.first_hot_block_ids >= 0, -1)
@@ -83,12 +83,12 @@ class RowCheck:
             blocks = decode.host_block_tables[state].cpu().long()[positions // decode.block_size]
             yield row_ids.to(hot.rows.device), blocks * decode.block_size + positions % decode.block_size
 
-    def check(self, worker: Any, decode: Any) -> None:
+    def check(self, worker: Any) -> None:
         import torch
 
         layers = worker.hot_buffer.layers
         for layer, impl in enumerate(worker.impls):
-            for row_ids, host_row_ids in self.held_rows(worker, decode, layer):
+            for row_ids, host_row_ids in self.held_rows(worker, layer):
                 hot = impl.hot.rows[row_ids].cpu()
                 # NOTE: a dense model's host blocks are on the CPU as vLLM's kernels order them.
                 read, host_rows = getattr(worker.hot_buffer.ops, "read_host_rows", None), layers[layer].host
@@ -97,9 +97,9 @@ class RowCheck:
                 self.num_rows += len(same)
                 self.num_wrong += int((~same).sum())
 
-    def corrupt(self, worker: Any, decode: Any) -> None:
+    def corrupt(self, worker: Any) -> None:
         """Shift one hot row of one layer by one element: the check must find it."""
-        rows, (row_ids, _) = worker.impls[0].hot.rows, next(self.held_rows(worker, decode, 0))
+        rows, (row_ids, _) = worker.impls[0].hot.rows, next(self.held_rows(worker, 0))
         rows[row_ids[:1]] = rows[row_ids[:1]].roll(1, -1)
 
 

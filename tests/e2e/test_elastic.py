@@ -14,10 +14,17 @@ ROW_CHECK = {"every": 7, "corrupt": False}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_buffer_grows_and_shrinks_in_one_requests_life(run, reference, async_scheduling):
+@pytest.mark.parametrize(
+    ("async_scheduling", "options", "num_blocks"),
+    [
+        (False, {}, ALL_BLOCKS),
+        (True, {}, ALL_BLOCKS),
+        (True, {"rows_by_layer": [3, 2, 3, 4], "device_buffer_size": 390}, 1200),
+    ],
+)
+def test_a_buffer_grows_and_shrinks_in_one_requests_life(run, reference, async_scheduling, options, num_blocks):
     """The first request is hot as a whole; three others arrive, to which it gives blocks; they leave, and it grows."""
-    engine = hot_args(num_gpu_blocks_override=ALL_BLOCKS, max_model_len=2048)
+    engine = hot_args(options=options, num_gpu_blocks_override=num_blocks, max_model_len=2048)
     phase = {
         "prompts": [make_prompt(length) for length in LENGTHS],
         "max_tokens": MAX_TOKENS,

@@ -60,6 +60,20 @@ def test_smallest_buffer(run, reference):
     assert_pools_empty(record)
 
 
+@pytest.mark.parametrize("model", ["dsv32", pytest.param("glm53", marks=pytest.mark.slow)])
+def test_layers_with_different_numbers_of_rows(run, reference, model):
+    """With evictions in all layers, in layers with few rows only, and in none; then prefixes from the host pool."""
+    options = {"rows_by_layer": [6, 1, 3, 2] if model == "dsv32" else [2, 1], "device_buffer_size": 960}
+    engine, phases = hot_args(model, {**options, "elastic": False}), [phase(), {**phase(), "forgets": False}]
+    first, second = run(engine, phases, row_check={"every": 4, "corrupt": False})
+    for record in (first, second):
+        assert_same_but_rounding(record["completions"], reference(LENGTHS, MAX_TOKENS, model=model))
+        assert_pools_empty(record)
+        assert record["wrong_rows"] == 0 < record["checked_rows"]
+    assert first["counters"]["cache_misses"] > 0
+    assert sum(done["num_cached_tokens"] for done in second["completions"]) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["glm", "glm52", "glm53"])
 def test_glm_architectures(run, reference, model):

@@ -713,7 +713,7 @@ def test_hot_blocks_come_and_go_as_on_the_cpu(max_query_len: int) -> None:
     for step in range(20):
         for buffer in buffers:
             buffer.change_hot_block_tables(changes)
-        expected, found = ([each.table.entries, each.requests.hot_block_tables] for each in buffers)
+        expected, found = ([*each.table.entries, each.requests.hot_block_tables] for each in buffers)
         expected.append(buffers[0].requests.num_hot_rows), found.append(buffers[1].requests.num_hot_rows)
         for tensor, other in zip(expected, found, strict=True):
             assert torch.equal(tensor, other.cpu())

@@ -108,15 +108,32 @@ def test_parity_with_cuda_graphs(runs: dict[str, EngineRun], name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8", "bf16_flash_attn"])
 def test_both_forms_of_a_step(model: Path, tmp_path: Path, name: str) -> None:
     """28 requests decode in microbatches, or as a whole as soon as misses are known; graphs of both are replayed."""
+    check_both_forms(model, tmp_path, name, {})
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16_flash_attn"])
+def test_layers_with_different_numbers_of_rows(model: Path, tmp_path: Path, name: str) -> None:
+    """The same with layers that have more or fewer hot rows than others."""
+    check_both_forms(model, tmp_path, name, {"rows_by_layer": [0.6, 1.4, 0.8, 1.2]})
+
+
+def check_both_forms(model: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """Compare a divided step and a whole one with full KV.
+
+    Args:
+        model, tmp_path: model and folder of all engines.
+        name: a backend.
+        options: other options of the engines with hot buffers.
+    """
     graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, NUM_REQUESTS]}
     sizes = {"max_num_seqs": NUM_REQUESTS, "compilation_config": graphs}
     started = {"full": EngineRun.start(tmp_path, "full", engine_args(model, **sizes, **backend(name)), [PHASE])}
     for form, min_copied_bytes in (("divided", 0), ("whole", 1e15)):
-        engine = hot_args(model, **sizes, **backend(name))
-        options = {"row_check": ROW_CHECK, "min_copied_bytes": min_copied_bytes}
-        started[form] = EngineRun.start(tmp_path, form, engine, [PHASE], **options)
+        engine = hot_args(model, options, **sizes, **backend(name))
+        checks = {"row_check": ROW_CHECK, "min_copied_bytes": min_copied_bytes}
+        started[form] = EngineRun.start(tmp_path, form, engine, [PHASE], **checks)
     full, divided, whole = (run.phases()[0] for run in started.values())
-    report(f"forms_{name}", {"divided": divided, "whole": whole}, full)
+    report("_".join(["forms", name, *options]), {"divided": divided, "whole": whole}, full)
     for found in (divided, whole):
         assert_same_but_ties(found["completions"], full["completions"])
         assert_pools_empty(found)

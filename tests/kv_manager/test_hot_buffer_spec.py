@@ -31,6 +31,7 @@ def hot_spec(rows_per_block: int = 7, elastic: bool = True) -> HotBufferSpec:
         block_alignment_bytes=1152,
         block_size=64,
         num_hot_blocks=lambda size, num_tokens=None: size if num_tokens is None else min(size, num_tokens),
+        num_whole_blocks=lambda num_tokens: num_tokens,
         state=StateLayout((), 1, 0),
     )
     return HotBufferSpec.from_mla_spec(mla_spec(), layout, device_buffer_size=5, elastic=elastic)

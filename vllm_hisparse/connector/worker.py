@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,8 @@ class HiSparseWorkerConnector:
         hot_caches = {name: kv_caches[name] for name in self.groups.hot_group.layer_names}
         resident_caches = {name: kv_caches[name] for name in self.groups.resident_layers}
         any_cache = next(iter(hot_caches.values()))
+        if self.config.algorithm_class.model_family == "mla":
+            hot_caches = dict(zip(hot_caches, layer_views(list(hot_caches.values()), self.layout), strict=True))
         self.resident_kv = _block_view(list(resident_caches.values()), any_cache)
         in_memory = dict(sorted(resident_caches.items(), key=lambda item: item[1].data_ptr()))
         conversion = self._key_conversion(list(in_memory.values()))
@@ -322,7 +325,25 @@ def hot_buffer_shape(
         rows_per_hot_block=groups.layout.rows_per_hot_block,
         max_query_len=groups.layout.max_query_len,
         state_columns=groups.layout.state.columns(vllm_config.model_config.max_model_len),
+        layer_rows=groups.layout.layer_rows,
     )
+
+
+def layer_views(caches: list[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
+    """The hot rows of each layer of a DSA model, in vLLM's device blocks, which are divided by `KVLayout.layer_rows`.
+
+    Args:
+        caches: one per layer, [num_blocks, 1, rows per hot block, row elements], as vLLM divides the blocks.
+        layout: sizes of the blocks.
+
+    Returns:
+        One per layer, [num_blocks, 1, rows of the layer, row elements].
+    """
+    rows = _block_memory(caches, layout).view(caches[0].dtype)
+    width = caches[0].shape[-1]
+    ends = list(accumulate(layout.layer_rows))
+    parts = (rows[:, (end - num) * width : end * width] for num, end in zip(layout.layer_rows, ends, strict=True))
+    return [part.unflatten(1, (1, -1, width)) for part in parts]
 
 
 def _free_bytes(device: torch.device) -> int:

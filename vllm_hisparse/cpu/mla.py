@@ -153,7 +153,7 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        self.hot.rows[step.unpad_queries(step.newest_row_ids, len(new_rows))] = new_rows
+        self.hot.rows[step.unpad_queries(step.newest_rows_of(self.layer_index), len(new_rows))] = new_rows
         hot_row_ids, _ = self.locate_selection(selected_positions)
         out = self.attend(query, self.hot.rows, hot_row_ids)
         step.finish(self.layer_index)
@@ -168,7 +168,8 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
         return self.attend_prompt(query, selected, chunk.first, self.host_rows, partial(self._host_row_ids, chunk))
 
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
-        seeds = self.hot_buffer.seeds(chunk.first_hot_block_id, num_tokens)
+        row_class = self.hot_buffer.classes.of_layer[self.layer_index]
+        seeds = self.hot_buffer.seeds(chunk.first_hot_block_id, num_tokens, row_class)
         self.hot.rows[seeds.hot_row_ids[0]] = take_rows(self.host_rows, self._host_row_ids(chunk, seeds.units))
         self.hot_buffer.seed(self.layer_index, seeds)
 

@@ -91,7 +91,7 @@ class HotBufferSpec(AttentionSpec):
     def num_whole_blocks(self, num_tokens: int) -> int:
         """Hot blocks that hold a sequence of `num_tokens` as a whole, at most as many as the kernels can use."""
         num_rows = min(num_tokens, MAX_HOT_ROWS - self.layout.block_size)
-        return self.layout.num_hot_blocks(num_rows, num_rows)
+        return self.layout.num_whole_blocks(num_rows)
 
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """Largest number of hot blocks that a request can have."""

@@ -28,7 +28,7 @@ class Usage:
     curve: tuple[float, ...] | None = None
 
 
-def miss_curve(counts_by_age: np.ndarray) -> tuple[float, ...] | None:
+def miss_curve(counts_by_age: np.ndarray, scales: Sequence[float] | None = None) -> tuple[float, ...] | None:
     """Estimate the share of a selection that LRU buffers of other sizes would miss, from the ages of hot rows.
 
     A row's age is the time since its last use. Some rows of age `a` are used in the next step; the others become rows
@@ -38,6 +38,8 @@ def miss_curve(counts_by_age: np.ndarray) -> tuple[float, ...] | None:
     Args:
         counts_by_age: [buffers, ages] number of rows of each age, the newest first. An age without rows in all buffers
             belongs to no step, and is left out.
+        scales: [buffers] size of a hot buffer, in the mean of all layers, divided by its size in this buffer's layer.
+            None: 1 for all.
 
     Returns:
         Share of a selection that is missed with each of `SIZES`, as a mean of the buffers; NaN for sizes beyond the
@@ -49,6 +51,8 @@ def miss_curve(counts_by_age: np.ndarray) -> tuple[float, ...] | None:
         return None
     shares = by_step[:, 1:-1] / by_step[:, :1]
     sizes = by_step[:, :-2].cumsum(1) / by_step[:, :1]
+    if scales is not None:
+        sizes *= np.asarray(scales)[:, None]
     found = [
         np.interp(SIZES, each_sizes, each_shares, right=np.nan)
         for each_sizes, each_shares in zip(sizes, shares, strict=True)

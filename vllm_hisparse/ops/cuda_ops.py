@@ -24,7 +24,7 @@ class CudaSwapInOps(SwapInOps):
 
     def __init__(self) -> None:
         self._kernels = kernels()
-        self._layers: tuple[Sequence[HotRows], list[Any]] = ((), [])
+        self._layers: dict[int, tuple[Sequence[HotRows], list[Any]]] = {}  # by the id of the first layer's rows
 
     def resolve(
         self,
@@ -123,8 +123,8 @@ class CudaSwapInOps(SwapInOps):
         self._kernels.empty_latest(entries, hot_block_tables, head_stride, *requests, num_latest, current_stream())
 
     def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the layers of each launch of `write_back`, from a cache if they are the layers of the last call."""
-        given, groups = self._layers
+        """Return the layers of each launch of `write_back`, from a cache if they were the layers of a call."""
+        given, groups = self._layers.get(id(hot_rows[0]), ((), []))
         is_known = len(given) == len(hot_rows) and all(map(lambda a, b: a is b, given, hot_rows))
         if not is_known:
             pairs = list(zip(hot_rows, host_rows, strict=True))
@@ -132,5 +132,5 @@ class CudaSwapInOps(SwapInOps):
                 self._kernels.layer_group([hot.native for hot, _ in some], [host for _, host in some])
                 for some in (pairs[first : first + MAX_LAYERS] for first in range(0, len(pairs), MAX_LAYERS))
             ]
-            self._layers = hot_rows, groups
+            self._layers[id(hot_rows[0])] = hot_rows, groups
         return groups

@@ -13,10 +13,13 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_hisparse.attention.mla import base as mla_base
 from vllm_hisparse.attention.mla.base import HotMLAAttention
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
 
-def options(has_narrow_keys: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(rows=4096, elastic=True, has_narrow_keys=has_narrow_keys, import_buffer_bytes=0)
+def options(has_narrow_keys: bool = False, **others: Any) -> HiSparseConfig:
+    dtype = "fp4" if has_narrow_keys else "auto"
+    sizes = {"top_k": 2048, "device_buffer_size": 4096, "host_pool_gib": 1.0}
+    return HiSparseConfig(**{**sizes, **others}, indexer_key_dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,32 @@ def test_hot_blocks_are_as_wide_as_the_keys_of_the_indexers_there_are(
     assert spec.layout.draft_row_bytes == 0
     assert spec.layout.resident_token_bytes == num_indexers * (68 if has_narrow_keys else 132)
     assert spec.layout.saved_block_bytes == 64 * num_indexers * 132
+
+
+def layers_with(monkeypatch: pytest.MonkeyPatch, selects: str, **others: Any) -> tuple[list[Any], Any]:
+    """Layers, of which those with an S select, and the engine's configuration."""
+    full = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    monkeypatch.setattr(MLAAttention, "get_kv_cache_spec", lambda *_: full)
+    monkeypatch.setattr(mla_base.HiSparseConfig, "from_vllm_config", lambda _: options(**others))
+    layers = [bare(HotMLAAttention, indexer=object() if each == "S" else None) for each in selects]
+    return layers, engine(layers, len(layers))
+
+
+def test_layers_that_share_a_selection_have_the_rows_of_the_layer_that_selects(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, config = layers_with(monkeypatch, "SSffSf", rows_by_layer=[1, 2, 0.9], device_buffer_size=6000)
+    layout = layers[0].get_kv_cache_spec(config).layout
+    rows = layout.layer_rows
+    assert rows[1] == rows[2] == rows[3] > rows[0] >= rows[4] == rows[5]
+    assert sum(rows) <= 6 * layout.rows_per_hot_block
+
+
+@pytest.mark.parametrize(("shares", "expected"), [([1, 1], "3 numbers, not 2"), ([1, 0.1, 1], "every layer has 2048")])
+def test_shares_that_do_not_fit_the_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, shares: list[float], expected: str
+) -> None:
+    layers, config = layers_with(monkeypatch, "SSSf", rows_by_layer=shares)
+    with pytest.raises(HiSparseConfigError, match=f"rows_by_layer.*{expected}"):
+        layers[0].get_kv_cache_spec(config)
 
 
 def engine(layers: list[Any], num_layers: int) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep, LayerRows, MLADecodeStep, StepShape
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable
+from vllm_hisparse.kv_manager.rows.row_classes import RowClasses
 from vllm_hisparse.ops.base import HotRows
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
@@ -27,7 +28,7 @@ def make_layers(rows_per_block: int = NUM_SLOTS + 1, num_parts: int = NUM_BLOCKS
 
 
 def make_mla_step() -> MLADecodeStep:
-    requests = RequestTable(2, 5, 1, NUM_SLOTS + 1, NUM_BLOCKS, KVHeads(), CPU)
+    requests = RequestTable(2, 5, 1, RowClasses.of([NUM_SLOTS + 1] * NUM_LAYERS), NUM_BLOCKS, KVHeads(), CPU)
     for first_hot_block_id, ids in ((3, [9, 1, 4]), (5, [2, 7])):
         requests.add(first_hot_block_id)
         requests.extend({first_hot_block_id: (0, ids)})
@@ -45,8 +46,8 @@ def test_newest_rows_reach_the_host_after_the_last_layer() -> None:
     step.plan(tensor(3, 5, 0), torch.tensor([10, 3, 0], dtype=torch.int32))
     for index, layer in enumerate(step.layers):
         step.begin(index)
-        assert step.newest_row_ids[:3].tolist() == [3 * 7 + NUM_SLOTS, 5 * 7 + 2, -1]
-        layer.hot.rows[step.newest_row_ids[:2]] = torch.tensor([[1.0], [2.0]]) + 10 * index
+        assert step.newest_row_ids[0, :3].tolist() == [3 * 7 + NUM_SLOTS, 5 * 7 + 2, -1]
+        layer.hot.rows[step.newest_row_ids[0, :2]] = torch.tensor([[1.0], [2.0]]) + 10 * index
         assert not any(layer.host.any() for layer in step.layers)
         step.finish(index)
     for index, layer in enumerate(step.layers):
@@ -61,11 +62,11 @@ def test_requests_are_looked_up_when_the_step_begins() -> None:
     step.plan(tensor(3), torch.tensor([2], dtype=torch.int32))
     step.requests.remove(3)
     step.begin(0)
-    assert step.newest_row_ids[0] == -1
+    assert step.newest_row_ids[0, 0] == -1
     step.requests.add(3)
     step.requests.change_hot({3: (0, [3])})
     step.begin(0)
-    assert step.newest_row_ids[0] == 3 * 7 + 1
+    assert step.newest_row_ids[0, 0] == 3 * 7 + 1
 
 
 def test_what_a_step_needs_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,7 @@ def test_what_a_step_needs_once_is_done_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_dense_models_step_is_by_kv_head_and_unit() -> None:
     heads = KVHeads(num_heads=2, head_stride=5, tokens_per_unit=4)
-    requests = RequestTable(2, 5, 1, NUM_SLOTS + 1, NUM_BLOCKS, heads, CPU)
+    requests = RequestTable(2, 5, 1, RowClasses.of([NUM_SLOTS + 1] * NUM_LAYERS), NUM_BLOCKS, heads, CPU)
     requests.add(8)
     index = requests.add(3)
     requests.change_hot({3: (0, [3])})
@@ -98,8 +99,8 @@ def test_a_dense_models_step_is_by_kv_head_and_unit() -> None:
     step.begin(0)
     assert step.units.request_indices[0, :2].tolist() == [index, requests.num_requests]
     assert step.units.positions[0, :2].tolist() == [10, 0] and step.units.num_tokens[0, :2].tolist() == [11, 0]
-    assert step.decode.seq_lens.tolist() == [3, 3, 0, 0]  # units
-    assert step.decode.first_hot_block_ids.tolist() == [15, 16, -1, -1]
+    assert step.by_class[0].seq_lens.tolist() == [3, 3, 0, 0]  # units
+    assert step.by_class[0].first_hot_block_ids.tolist() == [15, 16, -1, -1]
     step.first_units.zero_()
     step.reload_newest_units(requests.seqs_of(index))
     assert (step.first_units == -1).nonzero().tolist() == [

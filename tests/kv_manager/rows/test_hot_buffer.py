@@ -215,7 +215,7 @@ def test_newest_rows_move_to_the_reserved_slot_when_the_buffer_is_full() -> None
     for newest, slot in [(0, 0), (5, 5), (6, 6), (7, 6), (20, 6)]:
         buffer.step.plan(tensor(3), torch.tensor([newest + 1], dtype=torch.int32))
         buffer.step.begin(0)
-        assert buffer.step.newest_row_ids[0] == 3 * ROWS_PER_BLOCK + slot
+        assert buffer.step.newest_row_ids[0, 0] == 3 * ROWS_PER_BLOCK + slot
 
 
 def test_the_least_recently_used_rows_make_room() -> None:
@@ -260,3 +260,35 @@ def test_a_step_may_be_padded_beyond_the_number_of_requests() -> None:
     first_hot_block_ids = (*range(NUM_REQUESTS), NUM_DEVICE_BLOCKS - 1)  # the last is padding
     resolved = decode(buffer, 0, *((first_hot_block_id, 3, [0, 2]) for first_hot_block_id in first_hot_block_ids))
     assert resolved.num_misses.tolist() == [2] * NUM_REQUESTS + [0]
+
+
+def test_layers_with_different_numbers_of_rows_decode_and_seed_by_their_own_numbers() -> None:
+    """A request with two blocks is hot as a whole in the layer with 10 rows of each, and evicts in that with 4."""
+    layer_rows, stride = (10, 4), 14
+    shape = replace(SHAPE, layer_rows=layer_rows)
+    buffer, host = MLAHotBuffer(shape, torch.device("cpu")), torch.arange(36.0)[:, None]
+    caches = torch.full((NUM_DEVICE_BLOCKS * stride, 1), float("nan"))
+    for first, rows in zip((0, 10), layer_rows, strict=True):
+        buffer.add_layer(HotRows(caches[first:], rows, stride), host.clone())
+    start(buffer, 40, list(range(9)))
+    buffer.change_hot_block_tables({40: (1, [50])})
+    assert buffer.requests.num_hot_rows[:, index_of(buffer, 40)].tolist() == [20, 8]
+    for layer in range(NUM_LAYERS):
+        buffer.seed(layer, buffer.seeds(tensor(40), 12, layer))
+        rows = layer_rows[layer]
+        held = buffer.residency[layer].positions.view(-1, rows)[[40, 50]].flatten().tolist()
+        assert held == ([*range(12), *[-1] * 8] if layer == 0 else [7, 8, 9, 10, 11, 5, 6, -1])
+        found = decode(buffer, layer, (40, 12, [12, 2, 11, 6]))
+        assert found.num_misses[0] == int(layer == 1)
+        assert (caches[layer * 10 :][found.hot_row_ids[0, 1].long()] == 2).all() or layer == 0
+    buffer.step.begin(0)
+    newest = [int(buffer.step.newest_rows_of(layer)[0]) for layer in range(NUM_LAYERS)]
+    assert newest == [50 * stride + 2, 50 * stride + 3]
+    for layer, row in enumerate(newest):
+        buffer.layers[layer].hot.rows[row] = 100 + layer
+        buffer.step.finish(layer)
+    assert [layer.host[12].item() for layer in buffer.layers] == [100, 101]
+    buffer.change_hot_block_tables({40: (1, [55])})
+    assert (buffer.residency[0].positions.view(-1, 10)[55] == -1).all()
+    assert (buffer.residency[1].positions.view(-1, 4)[55] == -1).all()
+    buffer.check_integrity()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_hisparse.kv_manager.rows.request_table import RequestTable
+from vllm_hisparse.kv_manager.rows.row_classes import RowClasses
 from vllm_hisparse.ops.kv_heads import KVHeads
 
 NUM_REQUESTS, MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS = 4, 9, 5, 7, 60
@@ -15,7 +16,7 @@ ONE_HEAD, TWO_HEADS = KVHeads(), KVHeads(num_heads=2, head_stride=6, tokens_per_
 
 @pytest.fixture(params=[ONE_HEAD, TWO_HEADS])
 def table(request: pytest.FixtureRequest) -> RequestTable:
-    sizes = MAX_BLOCKS, MAX_HOT_BLOCKS, ROWS_PER_HOT_BLOCK, NUM_DEVICE_BLOCKS
+    sizes = MAX_BLOCKS, MAX_HOT_BLOCKS, RowClasses.of([ROWS_PER_HOT_BLOCK]), NUM_DEVICE_BLOCKS
     return RequestTable(NUM_REQUESTS, *sizes, request.param, torch.device("cpu"), STATE_COLUMNS)
 
 
@@ -56,11 +57,11 @@ def test_hot_blocks_come_and_go(table: RequestTable) -> None:
     assert table.hot_block_tables[states, :3].tolist() == parts
     beyond = table.hot_block_tables[states, 3:] // table.heads.head_stride
     assert not beyond.any(), "blocks that it gave back are still in its table"
-    assert table.num_hot_rows[states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
+    assert table.num_hot_rows[0, states].tolist() == [3 * ROWS_PER_HOT_BLOCK] * len(states)
     assert table.hot_blocks_of(table.index_of(40)).tolist() == [40, 5, 8]
     table.remove(40)
     table.check_integrity()
-    assert not table.num_hot_rows[:-1].any()
+    assert not table.num_hot_rows[0, :-1].any()
 
 
 def test_state_blocks_have_their_places(table: RequestTable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +94,12 @@ def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, mo
     assert len(copied) == 1
     changed = table.change_hot({20: (0, [20, 2]), 10: (0, [10]), 30: (0, [30, 1, 4])})
     assert changed.added.tolist() == [20, 2, 10, 30, 1, 4]
-    assert changed.moved.seqs.tolist() == [] and changed.moved.most_blocks == 0
+    assert changed.moved[0].seqs.tolist() == [] and changed.moved[0].most_blocks == 0
     table.extend({30: (1, [9]), 10: (2, [1, 2])})
     changed = table.change_hot({30: (1, [4]), 10: (1, [50])})
     assert changed.added.tolist() == [50]
-    assert changed.moved.seqs.tolist() == [table.index_of(30) * table.heads.num_heads]
-    assert changed.moved.num_blocks.tolist() == [2] and changed.moved.most_blocks == 2
+    assert changed.moved[0].seqs.tolist() == [table.index_of(30) * table.heads.num_heads]
+    assert changed.moved[0].num_blocks.tolist() == [2] and changed.moved[0].most_blocks == 2
     assert len(copied) == 4
     host_block_tables = table.host_block_table(table.find(tensor(10, 20, 30)))
     assert host_block_tables[:, :4].tolist() == [[3, 4, 1, 2], [6, 7, 8, -1], [5, 9, -1, -1]]
@@ -106,7 +107,7 @@ def test_changes_of_many_requests_are_one_copy_per_table(table: RequestTable, mo
         for head, state in enumerate(table.find_seqs(tensor(first_hot_block_id)).tolist()):
             parts = [block * table.heads.head_stride + head for block in blocks]
             assert table.hot_block_tables[state, : len(blocks)].tolist() == parts
-            assert table.num_hot_rows[state] == len(blocks) * ROWS_PER_HOT_BLOCK
+            assert table.num_hot_rows[0, state] == len(blocks) * ROWS_PER_HOT_BLOCK
 
 
 def test_a_block_changes_hands_among_requests_that_change_together(table: RequestTable) -> None:
@@ -133,7 +134,7 @@ def test_changes_that_leave_a_gap_or_exceed_the_table_are_errors(table: RequestT
 def test_nobodys_hot_rows_are_those_of_the_null_block(table: RequestTable) -> None:
     nobody = table.find_seqs(tensor(39))
     assert (table.hot_block_tables[nobody] == 0).all()
-    assert (table.num_hot_rows[nobody] == MAX_HOT_BLOCKS * ROWS_PER_HOT_BLOCK).all()
+    assert (table.num_hot_rows[0, nobody] == MAX_HOT_BLOCKS * ROWS_PER_HOT_BLOCK).all()
 
 
 def test_handles_of_no_request_share_an_index_without_blocks(table: RequestTable) -> None:

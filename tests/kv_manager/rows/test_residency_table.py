@@ -101,7 +101,7 @@ def test_the_layers_of_a_dense_model_have_entries_of_their_own() -> None:
         assert (residency.positions[entries] == layer).all()
     blocks = torch.tensor([1])
     buffer.table.empty(blocks)
-    assert (buffer.table.held(blocks) == -1).all() and (buffer.table.held(torch.tensor([0, 2])) >= 0).any()
+    assert (buffer.table.held(blocks)[0] == -1).all() and (buffer.table.held(torch.tensor([0, 2]))[0] >= 0).any()
 
 
 def shared_layers_buffer(max_query_len: int) -> HotBuffer:
@@ -123,7 +123,7 @@ class PlainTables:
     """Changes of hot blocks in lists, request by request: the reference of hot buffers."""
 
     def __init__(self, buffer: HotBuffer):
-        self.num_latest, self.entries = buffer.shape.max_query_len, buffer.table.entries.clone()
+        self.num_latest, self.entries = buffer.shape.max_query_len, buffer.table.entries[0].clone()
         self.blocks: dict[int, list[int]] = {}
 
     def change(self, changes: dict[int, tuple[int, list[int]]]) -> None:
@@ -153,8 +153,8 @@ def test_requests_whose_blocks_change_forget_what_they_must(
         buffer.change_hot_block_tables({name: (0, [name])})
         plain.change({name: (0, [name])})
     for _ in range(4):
-        table.entries[..., 0].random_(-1, source.choice([2, 40]), generator=generator)
-        plain.entries.copy_(table.entries)
+        table.entries[0][..., 0].random_(-1, source.choice([2, 40]), generator=generator)
+        plain.entries.copy_(table.entries[0])
         changed = {}
         for name in source.sample(names, source.randint(0, 3)):
             blocks = plain.blocks[name]
@@ -167,7 +167,7 @@ def test_requests_whose_blocks_change_forget_what_they_must(
             free -= set(changes[name][1])
         buffer.change_hot_block_tables(changes)
         plain.change(changes)
-        assert torch.equal(table.entries, plain.entries)
+        assert torch.equal(table.entries[0], plain.entries)
         for name, blocks in plain.blocks.items():
             index, seqs = requests.index_of(name), buffer.heads.seqs(requests.index_of(name))
             assert requests.hot_blocks_of(index).tolist() == blocks and requests.num_hot_blocks[index] == len(blocks)

@@ -73,7 +73,9 @@ class HotBufferLayer:
             draft_row_bytes=sum(row_bytes[name] for name in drafting) + key_bytes * num_draft_indexers,
             full_kv_row_bytes=sum(row_bytes[name] for name in row_bytes.keys() - drafting),
             narrow_key_bytes=KEY_BYTES if config.has_narrow_keys else None,
+            row_shares=config.row_shares(has_indexer),
         )
+        config.check_rows_by_layer(layout)
         check_resident_layers(layout.num_layers, sum(has_indexer) + num_draft_indexers, row_bytes)
         reserve_memory(layout, vllm_config, config.import_buffer_bytes)
         return HotBufferSpec.from_mla_spec(spec, layout, config.rows, config.elastic)

@@ -205,7 +205,7 @@ class HotMLACudaImpl(HotMLAImpl):
         """
         step = self.hot_buffer.step
         step.begin(self.layer_index)
-        return self.hot.rows.unsqueeze(1), step.unpad_queries(step.newest_row_ids, num_tokens)
+        return self.hot.rows.unsqueeze(1), step.unpad_queries(step.newest_rows_of(self.layer_index), num_tokens)
 
     def locate_leading(self, q: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the selections of decoding tokens hot, as in `locate_selection`, for kernels that read every leading id.

@@ -63,7 +63,7 @@ class DecodeStep(ABC):
         device: device of the hot rows.
 
     Attributes:
-        decode: metadata of the decoding requests; None before the first `plan`.
+        by_class: metadata of the decoding requests in the layers of each row class; empty before the first `plan`.
         resolved: output of the last `resolve` or `swap_in`.
         runs_whole: True if layers that could divide the step into microbatches are to run it as a whole. Set before the
             forward, and while a CUDA graph is captured.
@@ -75,10 +75,10 @@ class DecodeStep(ABC):
         self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device
     ):
         self.requests, self.layers, self.ops, self.shape = requests, layers, ops, shape
-        self.decode: DecodeMetadata | None = None
+        self.by_class: tuple[DecodeMetadata, ...] = ()
         self._num_queries = 0
         self._query_indices: torch.Tensor | None = None
-        self._slices: dict[tuple[int, int], tuple[DecodeMetadata, Resolved]] = {}  # of the step, by request range
+        self._slices: dict[tuple[int, int], tuple[tuple[DecodeMetadata, ...], Resolved]] = {}  # by request range
         num_columns = shape.num_selected * shape.max_query_len
         self.resolved = Resolved.allocate(shape.max_batch, num_columns, device, shape.max_query_len)
 
@@ -100,7 +100,7 @@ class DecodeStep(ABC):
         """
         self._num_queries, self._query_indices = len(seq_lens) * self.shape.max_query_len, query_indices
         self._slices.clear()
-        self.decode = self._plan(first_hot_block_ids, seq_lens, query_lens)
+        self.by_class = self._plan(first_hot_block_ids, seq_lens, query_lens)
 
     def pad_queries(self, values: torch.Tensor, empty: int = 0) -> torch.Tensor:
         """Turn a step's tokens into padded queries.
@@ -121,15 +121,25 @@ class DecodeStep(ABC):
         """Drop the padding: [batch * max_query_len, ...] to [num_tokens, ...]."""
         return values[:num_tokens] if self._query_indices is None else values[self._query_indices]
 
-    def of_requests(self, requests: slice | None) -> tuple[DecodeMetadata, Resolved]:
-        """Metadata and resolution of a range of the step's requests, in the same memory; None: of all requests."""
-        assert self.decode is not None
+    def decode_of(self, layer_index: int) -> DecodeMetadata:
+        """Metadata of the decoding requests in a layer."""
+        return self.by_class[self.requests.classes.of_layer[layer_index]]
+
+    def of_requests(self, layer_index: int, requests: slice | None) -> tuple[DecodeMetadata, Resolved]:
+        """Metadata in a layer and resolution of a range of the step's requests, in the same memory.
+
+        Args:
+            layer_index: index of the layer.
+            requests: the range; None: all requests.
+        """
         if requests is None:
-            return self.decode, self.resolved
+            return self.decode_of(layer_index), self.resolved
         key = requests.start, requests.stop
         if key not in self._slices:
-            self._slices[key] = self.decode.slice_requests(requests), self.resolved.slice_requests(requests)
-        return self._slices[key]
+            decodes = tuple(decode.slice_requests(requests) for decode in self.by_class)
+            self._slices[key] = decodes, self.resolved.slice_requests(requests)
+        decodes, resolved = self._slices[key]
+        return decodes[self.requests.classes.of_layer[layer_index]], resolved
 
     def begin(self, layer_index: int) -> None:
         """Begin a layer; every layer calls this before its new tokens are written."""
@@ -144,8 +154,8 @@ class DecodeStep(ABC):
     @abstractmethod
     def _plan(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> DecodeMetadata:
-        """Make the step's metadata; arguments as for `plan`."""
+    ) -> tuple[DecodeMetadata, ...]:
+        """Make the step's metadata for each row class; arguments as for `plan`."""
 
     @abstractmethod
     def _begin(self) -> None:
@@ -157,18 +167,21 @@ class DecodeStep(ABC):
 
     def _make_tables(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> DecodeMetadata:
+    ) -> tuple[DecodeMetadata, ...]:
         requests, shape = self.requests, self.shape
-        return DecodeMetadata(
-            requests.seq_indices,
-            first_hot_block_ids,
-            seq_lens,
-            requests.hot_block_tables,
-            requests.num_hot_rows,
-            requests.host_block_tables,
-            shape.block_size,
-            query_lens,
-            shape.max_query_len,
+        return tuple(
+            DecodeMetadata(
+                requests.seq_indices,
+                first_hot_block_ids,
+                seq_lens,
+                requests.hot_block_tables,
+                num_hot_rows,
+                requests.host_block_tables,
+                shape.block_size,
+                query_lens,
+                shape.max_query_len,
+            )
+            for num_hot_rows in requests.num_hot_rows.unbind()
         )
 
 
@@ -176,8 +189,8 @@ class MLADecodeStep(DecodeStep):
     """A step of a DSA model: new rows are written to `newest_row_ids`, and copied to the host after the last layer.
 
     Attributes:
-        newest_row_ids: [max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1 for
-            padding. They are the same in all layers.
+        newest_row_ids: [row classes, max_batch * max_query_len] int64 flat hot row of each new position in the layers
+            of each class, request by request, -1 for padding.
     """
 
     def __init__(
@@ -185,7 +198,13 @@ class MLADecodeStep(DecodeStep):
     ):
         super().__init__(requests, layers, ops, shape, device)
         num_rows = shape.max_batch * shape.max_query_len
-        self.newest_row_ids = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+        shape_of_ids = len(requests.classes), num_rows
+        self.newest_row_ids = torch.full(shape_of_ids, -1, dtype=torch.int64, device=device)
+        self._newest_by_class = self.newest_row_ids.unbind()
+
+    def newest_rows_of(self, layer_index: int) -> torch.Tensor:
+        """`newest_row_ids` in a layer: [max_batch * max_query_len] int64."""
+        return self._newest_by_class[self.requests.classes.of_layer[layer_index]]
 
     def join_selections(self, selected_positions: torch.Tensor) -> torch.Tensor:
         """Turn selections of a step's tokens, [tokens, num_selected] int32, into the form that a `SwapIn` takes:
@@ -196,17 +215,18 @@ class MLADecodeStep(DecodeStep):
 
     def _plan(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> DecodeMetadata:
+    ) -> tuple[DecodeMetadata, ...]:
         return self._make_tables(first_hot_block_ids, seq_lens, query_lens)
 
     def _begin(self) -> None:
-        assert self.decode is not None
-        self.ops.newest_row_ids(self.decode, self.layers[0].hot, self.newest_row_ids)
+        classes = self.requests.classes.layers
+        for decode, out, (first, *_) in zip(self.by_class, self._newest_by_class, classes, strict=True):
+            self.ops.newest_row_ids(decode, self.layers[first].hot, out)
 
     def _finish(self) -> None:
-        assert self.decode is not None
-        hot, host = zip(*((layer.hot, layer.host) for layer in self.layers), strict=True)
-        self.ops.write_back(hot, host, self.decode)
+        for decode, indices in zip(self.by_class, self.requests.classes.layers, strict=True):
+            layers = [self.layers[index] for index in indices]
+            self.ops.write_back([layer.hot for layer in layers], [layer.host for layer in layers], decode)
 
 
 class GQADecodeStep(DecodeStep):
@@ -254,13 +274,12 @@ class GQADecodeStep(DecodeStep):
             layer_index: index of the layer.
             key, value: [batch * max_query_len, num_kv_heads, head_size], padded.
         """
-        assert self.decode is not None
         layer, first_units = self.layers[layer_index], self.first_units[layer_index]
-        self.ops.write_tokens(key, value, self.units, self.decode, layer.hot, layer.host, first_units)
+        self.ops.write_tokens(key, value, self.units, self.decode_of(layer_index), layer.hot, layer.host, first_units)
 
     def _plan(
         self, first_hot_block_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor | None
-    ) -> DecodeMetadata:
+    ) -> tuple[DecodeMetadata, ...]:
         units, by_head = self.units, slice(0, len(seq_lens) * self.requests.heads.num_heads)
         self._by_request = first_hot_block_ids, seq_lens, query_lens
         # NOTE: the new tokens may lie in fewer units than there are tokens; slots are reserved for these units only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,6 +13,7 @@ from vllm_hisparse.kv_manager.rows.decode_step import DecodeStep, LayerRows, Ste
 from vllm_hisparse.kv_manager.rows.hit_counts import HitCounts
 from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges, HotBlockChanges, RequestTable
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
+from vllm_hisparse.kv_manager.rows.row_classes import RowClasses
 from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
 from vllm_hisparse.ops.base import HotRows, SwapInOps
 from vllm_hisparse.ops.kv_heads import KVHeads
@@ -34,9 +36,10 @@ class HotBufferShape:
         block_size: tokens of a host block.
         num_device_blocks: blocks of vLLM's device pool.
         max_hot_blocks: hot blocks that a request can have.
-        rows_per_hot_block: hot rows of a layer in a device block.
+        rows_per_hot_block: hot rows of a layer in a device block, in the mean of all layers.
         max_query_len: tokens that a decoding request computes in a step: one and its drafts.
         state_columns: as in `RequestTable`.
+        layer_rows: hot rows of each layer in a device block; (): all have as many.
     """
 
     num_requests: int
@@ -50,11 +53,22 @@ class HotBufferShape:
     rows_per_hot_block: int
     max_query_len: int = 1
     state_columns: Sequence[int] = ()
+    layer_rows: tuple[int, ...] = ()
+
+    @cached_property
+    def classes(self) -> RowClasses:
+        """The layers by their hot rows in a device block."""
+        return RowClasses.of(self.layer_rows or [self.rows_per_hot_block] * self.num_layers)
+
+    @property
+    def fewest_rows(self) -> int:
+        """Hot rows in a device block of the layer that has the fewest."""
+        return min(self.classes.rows_per_block)
 
     def holds_all(self, num_requests: int) -> bool:
         """Return True if `num_requests` of the longest sequences can all be hot as a whole."""
         longest = self.max_blocks * self.block_size
-        return num_requests * longest <= self.num_device_blocks * self.rows_per_hot_block
+        return num_requests * longest <= self.num_device_blocks * self.fewest_rows
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,7 @@ class HotBuffer(ABC):
 
     Attributes:
         ops: swap-in operations.
+        classes: the layers by their hot rows of a KV head in a device block, in units.
         requests: the running requests.
         layers: rows of each layer, in order; `add_layer` fills it.
         residency: residency of each layer, in the table.
@@ -118,12 +133,13 @@ class HotBuffer(ABC):
         selects: Sequence[bool],
         ops: SwapInOps | None = None,
     ):
-        self.shape, self.heads, self.device = shape, heads, table.entries.device
+        self.shape, self.heads, self.device = shape, heads, table.entries[0].device
         self.table, self.residency, self.selects = table, table.layers, list(selects)
         device = self.device
         self.ops = ops or swap_in_ops(device)
-        units_per_block = shape.rows_per_hot_block // heads.tokens_per_unit
-        blocks = shape.max_blocks, shape.max_hot_blocks, units_per_block, shape.num_device_blocks
+        rows_per_block, of_layer = shape.classes.rows_per_block, shape.classes.of_layer
+        self.classes = RowClasses(tuple(rows // heads.tokens_per_unit for rows in rows_per_block), of_layer)
+        blocks = shape.max_blocks, shape.max_hot_blocks, self.classes, shape.num_device_blocks
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
         self.layers: list[LayerRows] = []
         takes_per_snapshot = 1 if device.type == "cpu" else TAKES_PER_SNAPSHOT
@@ -171,10 +187,11 @@ class HotBuffer(ABC):
         """Make the rows empty that `change_hot_block_tables` says, after the change of the tables."""
         if len(changed.added):
             self.table.empty(changed.added)
-        if len(changed.moved.seqs):
-            tables, stride = self.requests.hot_block_tables, self.heads.head_stride
-            # NOTE: no layer holds a position that the request's last step did not compute.
-            self.ops.empty_latest(self.table.entries, tables, stride, changed.moved, self.shape.max_query_len)
+        tables, stride = self.requests.hot_block_tables, self.heads.head_stride
+        for entries, moved in zip(self.table.entries, changed.moved, strict=True):
+            if len(moved.seqs):
+                # NOTE: no layer holds a position that the request's last step did not compute.
+                self.ops.empty_latest(entries, tables, stride, moved, self.shape.max_query_len)
 
     def release(self, first_hot_block_id: int) -> None:
         """Forget a request; `counts` reports its hits and misses."""
@@ -197,7 +214,7 @@ class HotBuffer(ABC):
     def swap_in_of(self, layer_index: int) -> SwapIn:
         """Choose the way in which a layer makes its selection hot."""
 
-    def seeds(self, first_hot_block_id: torch.Tensor, num_tokens: int) -> Seeds:
+    def seeds(self, first_hot_block_id: torch.Tensor, num_tokens: int, row_class: int = 0) -> Seeds:
         """Choose the units that become hot when a chunk of a prompt is computed.
 
         If the next token would still fit into the request's hot blocks (`SwapInOps`), unit u goes to slot u. If not,
@@ -210,12 +227,14 @@ class HotBuffer(ABC):
         Args:
             first_hot_block_id: [1] int32.
             num_tokens: tokens of the request, including the chunk.
+            row_class: row class of the layers in which the units become hot.
         """
-        hot, num_new = self.layers[0].hot, self.shape.max_query_len
+        hot, num_new = self.layers[self.classes.layers[row_class][0]].hot, self.shape.max_query_len
         last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, int(self.requests.num_hot_blocks.max())
         first_unit = max(last_unit - max(most_blocks * hot.rows_per_block - num_new, 0), 0)
         seqs = self.requests.find_seqs(first_hot_block_id)
-        tables, num_rows = self.requests.hot_block_tables[seqs], self.requests.num_hot_rows[seqs, None].long()
+        tables = self.requests.hot_block_tables[seqs]
+        num_rows = self.requests.num_hot_rows[row_class][seqs, None].long()
         num_slots = (num_rows - num_new).clamp_min(1)
         units = torch.arange(first_unit, last_unit, device=first_hot_block_id.device)
         fits = -(-num_tokens // self.heads.tokens_per_unit) + num_new <= num_rows
@@ -277,5 +296,5 @@ class HotBuffer(ABC):
         self.requests.check_integrity()
         num_positions = self.shape.max_blocks * self.shape.block_size // self.heads.tokens_per_unit
         for request_index in range(self.requests.num_requests):
-            held = self.table.held(self._hot_blocks_of(request_index))
-            assert ((held >= -1) & (held < num_positions)).all(), "a hot row holds no position"
+            for held in self.table.held(self._hot_blocks_of(request_index)):
+                assert ((held >= -1) & (held < num_positions)).all(), "a hot row holds no position"

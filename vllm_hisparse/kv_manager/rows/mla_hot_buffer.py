@@ -42,7 +42,7 @@ class MLAHotBuffer(HotBuffer):
         copies_ahead: bool | None = None,
     ):
         selects = [True] * shape.num_layers if selects is None else selects
-        sizes = shape.num_device_blocks, shape.rows_per_hot_block
+        sizes = shape.num_device_blocks, shape.classes
         super().__init__(shape, KVHeads(), ResidencyTable.by_selection(*sizes, selects, device), selects)
         self.copies_ahead = device.type == "cuda" if copies_ahead is None else copies_ahead
         self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
@@ -56,7 +56,7 @@ class MLAHotBuffer(HotBuffer):
         last = layer_index + self.residency[layer_index].num_layers
         if not self.selects[layer_index]:
             if self.copies_ahead:
-                return FollowingSwapIn(self.step, self._copied[layer_index])
+                return FollowingSwapIn(self.step, layer_index, self._copied[layer_index])
             return SharingSwapIn(self.step, layer_index)
         own = SelectingSwapIn(self.step, layer_index, self.residency[layer_index], self.counts.by_seq)
         if not self.copies_ahead or last == layer_index + 1:

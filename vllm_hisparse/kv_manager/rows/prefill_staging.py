@@ -39,15 +39,16 @@ class PrefillPlan:
     Attributes:
         request: the request.
         host_block_table: [blocks] int32 host blocks, -1 beyond the request's blocks.
-        seeds: units that become hot.
-        staged_seeds: [KV heads, units] int64 places of the seeds in the staging memory, in units of one KV head.
+        seeds: units that become hot in the layers of each row class.
+        staged_seeds: for each row class, [KV heads, units] int64 places of the seeds in the staging memory, in units of
+            one KV head.
         key_spans: keys that a dense model's algorithm represents once the query tokens are on the host.
     """
 
     request: PrefillRequest
     host_block_table: torch.Tensor
-    seeds: Seeds
-    staged_seeds: torch.Tensor
+    seeds: tuple[Seeds, ...]
+    staged_seeds: tuple[torch.Tensor, ...]
     key_spans: tuple[KeySpan, ...]
 
 
@@ -154,17 +155,24 @@ class PrefillStaging:
     def _make_plan(
         self, request: PrefillRequest, host_block_table: torch.Tensor, key_spans: tuple[KeySpan, ...]
     ) -> PrefillPlan:
-        seeds, heads = self.hot_buffer.seeds(request.first_hot_block_id, request.last), self.hot_buffer.heads
-        units, units_per_block = seeds.units, self.block_size // heads.tokens_per_unit
-        parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
-        staged_seeds = parts * units_per_block + units % units_per_block
+        buffer, place = self.hot_buffer, (request.first_hot_block_id, request.last)
+        seeds = tuple(buffer.seeds(*place, row_class) for row_class in range(len(buffer.classes)))
+        staged_seeds = tuple(self._places(request, each.units) for each in seeds)
         return PrefillPlan(request, host_block_table, seeds, staged_seeds, key_spans)
 
+    def _places(self, request: PrefillRequest, units: torch.Tensor) -> torch.Tensor:
+        """Places of a request's units in the staging memory: [KV heads, units] int64, in units of one KV head."""
+        heads = self.hot_buffer.heads
+        units_per_block = self.block_size // heads.tokens_per_unit
+        parts = heads.host_parts(request.first_block + units // units_per_block)  # numbered as on the host
+        return parts * units_per_block + units % units_per_block
+
     def _seed(self, plan: PrefillPlan, layer_index: int) -> None:
-        hot = self.hot_buffer.layers[layer_index].hot
-        staged = self.cache.view(-1, hot.rows.shape[1])[plan.staged_seeds.flatten()]
-        hot.rows.index_copy_(0, plan.seeds.hot_row_ids.flatten(), staged)
-        self.hot_buffer.seed(layer_index, plan.seeds)
+        hot, row_class = self.hot_buffer.layers[layer_index].hot, self.hot_buffer.classes.of_layer[layer_index]
+        seeds = plan.seeds[row_class]
+        staged = self.cache.view(-1, hot.rows.shape[1])[plan.staged_seeds[row_class].flatten()]
+        hot.rows.index_copy_(0, seeds.hot_row_ids.flatten(), staged)
+        self.hot_buffer.seed(layer_index, seeds)
 
     def _rows_of(self, request: PrefillRequest, first: int, last: int) -> torch.Tensor:
         """Staged rows of positions [first, last) of a request: [last - first, row elements]."""

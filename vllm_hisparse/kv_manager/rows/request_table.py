@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from vllm_hisparse.kv_manager.rows.row_classes import RowClasses
 from vllm_hisparse.ops.base import MovedRequests
 from vllm_hisparse.ops.kv_heads import KVHeads
 
@@ -25,12 +26,12 @@ class HotBlockChanges:
     Attributes:
         seqs: [requests * num_heads] int64 sequence indices of the requests.
         added: [n] int64 blocks that a request did not have before.
-        moved: the requests that had blocks where they have others or none now.
+        moved: the requests that had blocks where they have others or none now, once for each row class.
     """
 
     seqs: torch.Tensor
     added: torch.Tensor
-    moved: MovedRequests
+    moved: tuple[MovedRequests, ...]
 
 
 class RequestTable:
@@ -43,7 +44,7 @@ class RequestTable:
         num_requests: requests that can run at once.
         max_blocks: host blocks of the longest request.
         max_hot_blocks: hot blocks that a request can have.
-        rows_per_hot_block: hot rows of a KV head in a block.
+        classes: the layers by their hot rows of a KV head in a block.
         num_device_blocks: blocks of vLLM's device pool.
         heads: numbering of KV heads' sequences and of their parts of blocks.
         device: device that reads the tables.
@@ -56,7 +57,7 @@ class RequestTable:
             -1 elsewhere.
         hot_block_tables: [num_seqs + 1, max_hot_blocks] int32 parts of hot blocks. Entries beyond a request's blocks,
             and the entries for no request, name the null block.
-        num_hot_rows: [num_seqs + 1] int32 rows of these parts.
+        num_hot_rows: [row classes, num_seqs + 1] int32 rows of these parts in a layer of each class.
         num_hot_blocks: [num_requests] int64 hot blocks of each request, on the host.
         state_block_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state.
             Entries beyond a request's blocks, and the entries for no request, name the null block.
@@ -69,23 +70,24 @@ class RequestTable:
         num_requests: int,
         max_blocks: int,
         max_hot_blocks: int,
-        rows_per_hot_block: int,
+        classes: RowClasses,
         num_device_blocks: int,
         heads: KVHeads,
         device: torch.device,
         state_columns: Sequence[int] = (),
     ):
         self.heads, self.num_requests, self.num_seqs = heads, num_requests, num_requests * heads.num_heads
+        self.classes = classes
         num_parts = num_device_blocks * heads.head_stride
         self.seq_indices = torch.full((num_parts,), -1, dtype=torch.int32, device=device)
         self.host_block_tables = torch.full((self.num_seqs + 1, max_blocks), -1, dtype=torch.int32, device=device)
         self.hot_block_tables = torch.zeros((self.num_seqs + 1, max_hot_blocks), dtype=torch.int32, device=device)
-        self.num_hot_rows = torch.zeros(self.num_seqs + 1, dtype=torch.int32, device=device)
+        self.num_hot_rows = torch.zeros((len(classes), self.num_seqs + 1), dtype=torch.int32, device=device)
         self.num_hot_blocks = np.zeros(num_requests, np.int64)
         self.state_block_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
         self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
-        self.num_hot_rows[-1] = max_hot_blocks * rows_per_hot_block
-        self._rows_per_hot_block = rows_per_hot_block
+        self._rows_per_hot_block = np.array(classes.rows_per_block)[:, None]
+        self.num_hot_rows[:, -1:] = torch.from_numpy(max_hot_blocks * self._rows_per_hot_block)
         # Ids of hot blocks, on the host; those beyond `num_hot_blocks` have no meaning.
         self._hot_blocks = np.zeros((num_requests, max_hot_blocks), np.int32)
         self._former_owners = np.full(num_device_blocks, -1, np.int32)  # used by `change_hot`; -1 between its calls
@@ -149,17 +151,19 @@ class RequestTable:
         places = self._places_by_head(self.hot_block_tables, *map(torch.from_numpy, (set_rows, set_columns)))
         parts = self.heads.parts_of(torch.from_numpy(set_ids)).t()
         seqs = self.heads.seq_indices(torch.from_numpy(indices))
-        num_rows = torch.from_numpy(later * self._rows_per_hot_block).repeat_interleave(self.heads.num_heads)
+        num_rows = torch.from_numpy(later * self._rows_per_hot_block).repeat_interleave(self.heads.num_heads, 1)
         has_moved = firsts < earlier
         num_blocks = later[has_moved]
-        moved_seqs, latest = indices[has_moved] * self.heads.num_heads, np.full_like(num_blocks, -1)
-        of_moved = torch.from_numpy(np.stack((moved_seqs, num_blocks, latest)))
-        places, parts, seqs, num_rows, added, of_moved = self._upload(
-            places, parts, seqs, num_rows, torch.from_numpy(added_ids), of_moved
-        )
+        num_classes = len(self.classes)
+        of_moved = np.full((2 + num_classes, len(num_blocks)), -1)
+        of_moved[:2] = indices[has_moved] * self.heads.num_heads, num_blocks
+        changed = self._upload(places, parts, seqs, num_rows, torch.from_numpy(added_ids), torch.from_numpy(of_moved))
+        places, parts, seqs, num_rows, added, moved_values = changed
         self.hot_block_tables.view(-1).index_copy_(0, places, parts.int())
-        self.num_hot_rows.index_copy_(0, seqs, num_rows.int())
-        moved = MovedRequests(*of_moved.view(3, -1), most_blocks=int(num_blocks.max(initial=0)))
+        self.num_hot_rows.index_copy_(1, seqs, num_rows.view(num_classes, -1).int())
+        moved_seqs, num_left, *latest = moved_values.view(2 + num_classes, -1)
+        most_blocks = int(num_blocks.max(initial=0))
+        moved = tuple(MovedRequests(moved_seqs, num_left, each, most_blocks) for each in latest)
         return HotBlockChanges(seqs, added, moved)
 
     def hot_blocks_of(self, index: int) -> np.ndarray:
@@ -175,7 +179,7 @@ class RequestTable:
         index = self._index_by_first_hot_block.pop(first_hot_block_id)
         self.seq_indices[self.heads.device_parts(first_hot_block_id)] = -1
         self.host_block_tables[self.heads.seqs(index)] = -1
-        self.hot_block_tables[self.heads.seqs(index)] = self.num_hot_rows[self.heads.seqs(index)] = 0
+        self.hot_block_tables[self.heads.seqs(index)] = self.num_hot_rows[:, self.heads.seqs(index)] = 0
         self.state_block_tables[index] = NULL_BLOCK
         self.num_hot_blocks[index] = 0
         self._free_indices.append(index)

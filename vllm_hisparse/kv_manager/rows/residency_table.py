@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from vllm_hisparse.kv_manager.rows.row_classes import RowClasses
 from vllm_hisparse.ops.base import Residency
 
 
@@ -18,33 +19,41 @@ class ResidencyTable:
     entries lie side by side as their rows do.
 
     Args:
-        entries: [num_tables, num_device_blocks, entries of a block, 2] int32 position and last use of each row, as in
-            `Residency`.
+        entries: for each row class, [num_tables, num_device_blocks, entries of a block, 2] int32 position and last use
+            of each row, as in `Residency`.
         layers: residency of each layer; views of `entries`.
     """
 
-    def __init__(self, entries: torch.Tensor, layers: Sequence[Residency]):
-        self.entries, self.layers = entries, list(layers)
-        self._positions = entries[..., 0]
+    def __init__(self, entries: Sequence[torch.Tensor], layers: Sequence[Residency]):
+        self.entries, self.layers = list(entries), list(layers)
+        self._positions = [each[..., 0] for each in entries]
 
     @classmethod
     def by_selection(
-        cls, num_device_blocks: int, rows_per_block: int, selects: Sequence[bool], device: torch.device
+        cls, num_device_blocks: int, classes: RowClasses, selects: Sequence[bool], device: torch.device
     ) -> ResidencyTable:
         """Make a table for each layer that selects; all rows are empty.
 
         Args:
             num_device_blocks: blocks of vLLM's device pool.
-            rows_per_block: rows of a layer in a block.
+            classes: the layers by their rows in a block.
             selects: for each layer, True if it selects; False if it shares the residency of the last layer that does.
             device: device of the rows.
+
+        Raises:
+            AssertionError: layers that share a residency have different numbers of rows.
         """
         assert selects[0], "the first layer has nobody to share a selection with"
         starts = [index for index, selecting in enumerate(selects) if selecting]
-        entries = _empty_entries(len(starts), num_device_blocks, rows_per_block, device)
-        layers: list[Residency] = []
-        for table, (first, end) in zip(entries, pairwise([*starts, len(selects)]), strict=True):
-            layers += [Residency(table.flatten(0, 1), end - first)] * (end - first)
+        class_of = classes.of_layer
+        entries = [
+            _empty_entries(sum(class_of[start] == index for start in starts), num_device_blocks, num_rows, device)
+            for index, num_rows in enumerate(classes.rows_per_block)
+        ]
+        unused, layers = list(map(iter, entries)), list[Residency]()
+        for first, end in pairwise([*starts, len(selects)]):
+            assert len(set(class_of[first:end])) == 1, "layers that share a selection have different numbers of rows"
+            layers += [Residency(next(unused[class_of[first]]).flatten(0, 1), end - first)] * (end - first)
         return cls(entries, layers)
 
     @classmethod
@@ -66,12 +75,12 @@ class ResidencyTable:
         assert num_layers * layer_rows <= rows_per_block, "the layers' rows do not fit into a block"
         entries = _empty_entries(1, num_device_blocks, rows_per_block, device)
         flat = entries.view(-1, 2)
-        return cls(entries, [Residency(flat[layer * layer_rows :]) for layer in range(num_layers)])
+        return cls([entries], [Residency(flat[layer * layer_rows :]) for layer in range(num_layers)])
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        return self.entries.nbytes
+        return sum(each.nbytes for each in self.entries)
 
     def empty(self, blocks: torch.Tensor) -> None:
         """Make all rows of some blocks empty.
@@ -79,15 +88,17 @@ class ResidencyTable:
         Args:
             blocks: [n] int64, on the device.
         """
-        self._positions.index_fill_(1, blocks, -1)
+        for positions in self._positions:
+            positions.index_fill_(1, blocks, -1)
 
-    def held(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Positions that blocks hold: [num_tables, n, entries of a block] int32, -1 where a row is empty.
+    def held(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Positions that blocks hold: for each row class, [num_tables, n, entries of a block] int32, -1 where a row is
+        empty.
 
         Args:
             blocks: [n] int64.
         """
-        return self._positions[:, blocks]
+        return [positions[:, blocks] for positions in self._positions]
 
 
 def _empty_entries(num_tables: int, num_blocks: int, num_rows: int, device: torch.device) -> torch.Tensor:

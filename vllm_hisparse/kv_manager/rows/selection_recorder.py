@@ -143,7 +143,7 @@ class RecordingHotBuffer(MLAHotBuffer):
             self._selected = np.empty((self.shape.num_layers, *selected_positions.shape), np.int32)
         self._selected[layer_index] = selected_positions.numpy()
         if layer_index == self.shape.num_layers - 1:
-            decode = self.step.decode
+            decode = self.step.decode_of(layer_index)
             requests, newest = self.requests.find(decode.first_hot_block_ids), decode.seq_lens - 1
             known = requests < self.requests.num_requests
             self.recorder.add_step(requests[known].tolist(), newest[known].tolist(), self._selected[:, known.numpy()])

@@ -50,7 +50,7 @@ class SelectingSwapIn(SwapIn):
     counts: torch.Tensor
 
     def __call__(self, selected_positions: torch.Tensor, requests: slice | None = None) -> Resolved:
-        decode, resolved = self.step.of_requests(requests)
+        decode, resolved = self.step.of_requests(self.layer_index, requests)
         layer, selection = self.step.layers[self.layer_index], (self.residency, decode, selected_positions)
         shares_device = requests is not None
         self.step.ops.swap_in(*selection, layer.host, layer.hot, self.counts, resolved, shares_device)
@@ -69,7 +69,7 @@ class SharingSwapIn(SwapIn):
     layer_index: int
 
     def __call__(self, selected_positions: torch.Tensor, requests: slice | None = None) -> Resolved:
-        layer, (_, resolved) = self.step.layers[self.layer_index], self.step.of_requests(requests)
+        layer, (_, resolved) = self.step.layers[self.layer_index], self.step.of_requests(self.layer_index, requests)
         self.step.ops.gather(layer.host, layer.hot, resolved, len(selected_positions), shares_device=True)
         return resolved
 
@@ -104,13 +104,14 @@ class FollowingSwapIn(SwapIn):
     """Swap-in of a layer on CUDA that shares a selection: it waits for its rows, which `LeadingSwapIn` copies.
 
     Attributes:
-        step: the decoding requests.
+        step, layer_index: as in `SelectingSwapIn`.
         copied: event that is recorded when the layer's rows are hot.
     """
 
     step: DecodeStep
+    layer_index: int
     copied: torch.cuda.Event
 
     def __call__(self, selected_positions: torch.Tensor, requests: slice | None = None) -> Resolved:
         torch.cuda.current_stream().wait_event(self.copied)
-        return self.step.of_requests(requests)[1]
+        return self.step.of_requests(self.layer_index, requests)[1]

@@ -27,7 +27,8 @@ class UsageSampler:
         self._num_steps = self._num_reports = 0
         self._request_index = -1  # that was looked at last
         self._reported = (0, 0)
-        self._pending: tuple[int, CountSnapshot, CountSnapshot | None] | None = None
+        # Number of the step, counts, ages in some layers (None: no request), and the layers.
+        self._pending: tuple[int, CountSnapshot, CountSnapshot | None, list[int]] | None = None
 
     def step_ends(self, number: int) -> None:
         """Look, if it is time to; called once per step, when its kernels have been enqueued.
@@ -40,18 +41,19 @@ class UsageSampler:
             return
         counts = CountSnapshot(self._buffer.counts.by_seq.sum(0))
         index = self._next_request() if self._looks_at_rows else None
-        self._pending = number, counts, None if index is None else CountSnapshot(self._ages(index))
+        layers = [] if index is None else self._next_layers()
+        self._pending = number, counts, None if index is None else CountSnapshot(self._ages(index, layers)), layers
 
     def take(self) -> Usage | None:
         """Return a report, once it has arrived on the host."""
         if self._pending is None:
             return None
-        number, counts, ages = self._pending
+        number, counts, ages, layers = self._pending
         if not (counts.ready and (ages is None or ages.ready)):
             return None
         self._pending, before = None, self._reported
         hits, misses = self._reported = counts.values
-        curve = None if ages is None else miss_curve(ages.array)
+        curve = None if ages is None else miss_curve(ages.array, self._scales(layers))
         return Usage(number, hits - before[0], misses - before[1], curve)
 
     def _next_request(self) -> int | None:
@@ -59,13 +61,26 @@ class UsageSampler:
         num_blocks, heads, shape = self._buffer.requests.num_hot_blocks, self._buffer.heads, self._buffer.shape
         for offset in range(1, len(num_blocks) + 1):
             index = (self._request_index + offset) % len(num_blocks)
-            if num_blocks[index] * shape.rows_per_hot_block > shape.top_k + shape.max_query_len * heads.tokens_per_unit:
+            if num_blocks[index] * shape.fewest_rows > shape.top_k + shape.max_query_len * heads.tokens_per_unit:
                 self._request_index = index
                 return index
         return None
 
-    def _ages(self, request_index: int) -> torch.Tensor:
-        """Count a request's hot rows by the tokens since their last use.
+    def _next_layers(self) -> list[int]:
+        """Choose the layers whose rows are looked at."""
+        first, num_layers = self._num_reports * LAYERS_PER_REPORT, len(self._selecting)
+        self._num_reports += 1
+        return sorted({self._selecting[(first + index) % num_layers] for index in range(LAYERS_PER_REPORT)})
+
+    def _scales(self, layers: list[int]) -> list[float]:
+        """Size of a hot buffer, in the mean of all layers, over its size in each of these layers and its KV heads."""
+        heads = self._buffer.heads
+        mean = self._buffer.shape.rows_per_hot_block // heads.tokens_per_unit
+        scales = [mean / self._buffer.layers[layer].hot.rows_per_block for layer in layers]
+        return [scale for scale in scales for _ in range(heads.num_heads)]
+
+    def _ages(self, request_index: int, layers: list[int]) -> torch.Tensor:
+        """Count a request's hot rows in some layers by the tokens since their last use.
 
         Rows that were not used since they became hot, such as those of the prompt, do not count.
 
@@ -73,17 +88,18 @@ class UsageSampler:
             [layers * heads, MAX_AGE + 1] int32 on the device; higher ages count as `MAX_AGE`.
         """
         buffer, heads = self._buffer, self._buffer.heads
-        hot, tables = buffer.layers[0].hot, buffer.requests.hot_block_tables[heads.seqs(request_index)]
-        num_rows = int(buffer.requests.num_hot_blocks[request_index]) * hot.rows_per_block
-        slots = torch.arange(num_rows, device=buffer.device).expand(heads.num_heads, -1)
-        entries = hot.entries(tables, slots)
-        first, num_layers = self._num_reports * LAYERS_PER_REPORT, len(self._selecting)
-        self._num_reports += 1
-        chosen = {self._selecting[(first + index) % num_layers] for index in range(LAYERS_PER_REPORT)}
-        held = torch.cat([buffer.residency[layer].entries[entries] for layer in sorted(chosen)])
-        positions, last_uses = held.unbind(-1)  # [layers * heads, num_rows] each
+        tables = buffer.requests.hot_block_tables[heads.seqs(request_index)]
+        num_blocks = int(buffer.requests.num_hot_blocks[request_index])
+        # NOTE: rows that a layer with fewer rows lacks are empty.
+        most_rows = num_blocks * max(buffer.layers[layer].hot.rows_per_block for layer in layers)
+        held = torch.full((len(layers), heads.num_heads, most_rows, 2), -1, dtype=torch.int32, device=buffer.device)
+        for index, layer in enumerate(layers):
+            hot = buffer.layers[layer].hot
+            slots = torch.arange(num_blocks * hot.rows_per_block, device=buffer.device).expand(heads.num_heads, -1)
+            held[index, :, : slots.shape[1]] = buffer.residency[layer].entries[hot.entries(tables, slots)]
+        positions, last_uses = held.flatten(0, 1).unbind(-1)  # [layers * heads, most_rows] each
         is_used = (positions >= 0) & (last_uses > positions)
         newest = last_uses.where(is_used, -1).amax()
         ages = (newest - last_uses).clamp(0, MAX_AGE).long()
-        counts = torch.zeros((len(held), MAX_AGE + 1), dtype=torch.int32, device=buffer.device)
+        counts = torch.zeros((len(positions), MAX_AGE + 1), dtype=torch.int32, device=buffer.device)
         return counts.scatter_add_(1, ages, is_used.int())

@@ -102,7 +102,8 @@ class BlockIdentity:
         dtype = f"{model.dtype}, KV {cache.cache_dtype}".replace("torch.", "")
         seed = os.environ.get("PYTHONHASHSEED")
         sizes = asdict(layout)
-        del sizes["max_query_len"], sizes["state_entries"]  # sizes of steps and of the device do not change blocks
+        # NOTE: sizes of steps and of the device do not change blocks.
+        del sizes["max_query_len"], sizes["state_entries"], sizes["row_shares"]
         if not layout.full_kv_row_bytes:
             del sizes["full_kv_row_bytes"]  # so that blocks of versions without it are found
         if layout.narrow_key_bytes is None:
