@@ -67,6 +67,7 @@ PARTS: dict[str, Part] = {
     "parity_bf16_flash_attn": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flash_attn", 3),
     "parity_bf16_flashmla": Part((PARITY,), "test_parity_with_cuda_graphs and bf16_flashmla", 3),
     "forms": Part((PARITY,), "test_both_forms_of_a_step", 3),
+    "rows_by_layer": Part((PARITY,), "test_layers_with_different_numbers_of_rows", 3),
     "preemption": Part((PARITY,), "test_preemption_and_prefix_reuse", 2),
     "dense": Part((DENSE,), "test_evicted or (test_budget_of_everything and (quest or pq_cache))", 7),
     "mtp": Part((PARITY,), "test_a_draft_layer_with_cuda_graphs and fp8", 3),
