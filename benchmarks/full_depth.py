@@ -31,6 +31,8 @@ import typer
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
 from benchmarks.decode import counters, moved
 from vllm_hisparse.cli.plan.models import PRESETS
+from vllm_hisparse.cli.replay import WARM_UP_STEPS
+from vllm_hisparse.cli.replay_layers import LayerMisses
 
 PLOTTED = ("full_depth.json", "full_depth_shared.json")
 
@@ -92,6 +94,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1024  # prompts are not computed
 TRACES = Path(__file__).parent / "traces"
 TRACE_FILES = {35_064: "code-dsa-4096.trace", 67_832: "code-dsa-8192.trace"}  # context -> trace, see `scaled_trace`
+EQUAL_ROWS = "equal"  # all layers have the same number of hot rows
 STOP_TIMEOUT_S = 60
 
 
@@ -275,6 +278,8 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
     else:
         names = "host_pool_gib", "device_buffer_size", "elastic", "admission", "indexer_key_dtype"
         options = {name: job[name] for name in names}
+        if job["row_shares"] is not None:
+            options["rows_by_layer"] = job["row_shares"]
         args["kv_transfer_config"] = connector | {
             "kv_connector": "HiSparseHostConnector",
             "kv_connector_extra_config": options,
@@ -381,6 +386,32 @@ def scaled_trace(context: int) -> np.ndarray:
     trace = Trace.read(TRACES / TRACE_FILES[context])
     num_steps = min(request.num_steps for request in trace.requests)
     return np.stack([request.positions[:, :num_steps, : trace.top_k] for request in trace.requests])
+
+
+def learned_shares(rows_by_layer: str, num_layers: int) -> list[float] | None:
+    """Shares of the layers in hot rows: the best division of a trace that is forced upon the layers.
+
+    Args:
+        rows_by_layer: `equal` (None is returned), or `<trace>:<top-k rows of a mean layer>`.
+        num_layers: layers of the model, each with an indexer.
+    """
+    if rows_by_layer == EQUAL_ROWS:
+        return None
+    from benchmarks.selection_kernel import TRACE_LAYERS
+    from vllm_hisparse.trace import Trace
+
+    name, _, size = rows_by_layer.partition(":")
+    try:
+        misses = LayerMisses.of(Trace.read(TRACES / f"{name}.trace"))
+        if len(misses.layers) != TRACE_LAYERS or not 1 <= float(size) <= misses.sizes[-1]:
+            raise ValueError("not the layers that are forced, or no size of a hot buffer")
+    except (OSError, ValueError):
+        expected = f"{EQUAL_ROWS} or <trace>:<top-k rows of a mean layer>, a trace of {TRACE_LAYERS} layers in {TRACES}"
+        raise typer.BadParameter(f"got {rows_by_layer!r}, expected {expected}", param_hint="--rows-by-layer") from None
+    misses = misses.of_layers([layer % TRACE_LAYERS for layer in range(num_layers)])
+    shares = np.array(misses.rows_by_layer(float(size), WARM_UP_STEPS))
+    same = [shares[layer % TRACE_LAYERS :: TRACE_LAYERS] for layer in range(num_layers)]  # the same trace's layer
+    return [round(float(each.mean()), 2) for each in same]
 
 
 def serve(connection: Connection, system: System, job: dict[str, Any], rank: int) -> None:
@@ -498,8 +529,10 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     described |= {"selection": str(case.selection), "overlap": case.overlap}
     if case.context:
         described["settle"] = job["settle"] if case.settle is None else case.settle
-    key_dtype = job["indexer_key_dtype"] if system == System.ours else "auto"
-    return described | {name: job[name] for name in (*names, *parallel)} | {"indexer_key_dtype": key_dtype}
+    own = {"indexer_key_dtype": "auto", "rows_by_layer": EQUAL_ROWS}  # options that other systems lack
+    if system == System.ours:
+        own = {name: job[name] for name in own}
+    return described | {name: job[name] for name in (*names, *parallel)} | own
 
 
 @app.command()
@@ -525,6 +558,10 @@ def run(
         Admission, typer.Option(help="Of the plugin: limit running requests, or not.")
     ] = Admission.off,
     indexer_key_dtype: Annotated[str, typer.Option(help="auto or fp4, of the plugin.")] = "auto",
+    rows_by_layer: Annotated[
+        str,
+        typer.Option(help="Of the plugin: equal, or <trace>:<top-k rows of a mean layer> whose best division it has."),
+    ] = EQUAL_ROWS,
     drafts: Annotated[int, typer.Option(min=0, help="Drafts of a step, by a draft layer.")] = 0,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Probability of each, if those before it are.")] = 0.8,
     settle: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 128,
@@ -542,6 +579,9 @@ def run(
     """Measure the cases with each system."""
     cases = [Case.parse(text) for text in case]
     check(cases, data_parallel_size)
+    if shared_indexers > 1 and rows_by_layer != EQUAL_ROWS:
+        message = f"got {rows_by_layer!r}, expected {EQUAL_ROWS} with shared indexers: traces have one for each layer"
+        raise typer.BadParameter(message, param_hint="--rows-by-layer")
     longest = max(65_536 if each.context == 0 else each.context for each in cases)
     numbers = [each.requests // data_parallel_size for each in cases if each.context]
     num_layers = layers or MODELS[model]["num_hidden_layers"]
@@ -559,6 +599,8 @@ def run(
         "elastic": elastic,
         "admission": str(admission),
         "indexer_key_dtype": indexer_key_dtype,
+        "rows_by_layer": rows_by_layer,
+        "row_shares": learned_shares(rows_by_layer, num_layers),
         "settle": settle,
         "steps": steps,
         "mixed_s": mixed_s,
@@ -584,6 +626,7 @@ def run(
         "system",
         "admission",
         "indexer_key_dtype",
+        "rows_by_layer",
         "drafts",
         "context",
         "requests",

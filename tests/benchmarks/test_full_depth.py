@@ -14,6 +14,9 @@ import typer
 from benchmarks import full_depth
 from benchmarks.full_depth import Case, Clock, ModelName, Selection, merged, relative_speeds, scaled_trace, write_config
 from benchmarks.kernel_profile import KernelProfile, times_by_kind
+from benchmarks.selection_kernel import TRACE_LAYERS
+from vllm_hisparse.cli.replay_layers import LayerMisses
+from vllm_hisparse.trace import Trace
 
 
 def test_cases_are_parsed() -> None:
@@ -147,6 +150,69 @@ def test_the_model_is_as_asked_for(tmp_path: Path) -> None:
     config = json.loads((write_config(tmp_path, ModelName.glm, 5, 4, 96, 1, False) / "config.json").read_text())
     assert "index_topk_freq" not in config and config["num_nextn_predict_layers"] == 0
     assert config["architectures"] == ["GlmMoeDsaForCausalLM"] and config["v_head_dim"] == 256
+
+
+JOB = {
+    "model": "some",
+    "max_num_seqs": 4,
+    "graph_sizes": [4],
+    "drafts": 0,
+    "quantization": None,
+    "max_model_len": 4096,
+    "kv_dtype": "fp8",
+    "device_kv_gib": 1.0,
+    "host_pool_gib": 2.0,
+    "device_buffer_size": 4096,
+    "elastic": True,
+    "admission": "off",
+    "indexer_key_dtype": "auto",
+    "tensor_parallel": 1,
+    "data_parallel": 1,
+    "forces_selections": True,
+}
+
+
+def test_layers_get_their_shares_only_if_they_differ() -> None:
+    def options(system: full_depth.System, row_shares: list[float] | None) -> dict[str, object]:
+        args = full_depth.engine_args(system, JOB | {"row_shares": row_shares})
+        return args["kv_transfer_config"]["kv_connector_extra_config"]
+
+    assert options(full_depth.System.ours, [0.5, 1.5])["rows_by_layer"] == [0.5, 1.5]
+    assert "rows_by_layer" not in options(full_depth.System.ours, None)
+    assert "rows_by_layer" not in options(full_depth.System.vllm_native, [0.5, 1.5])
+
+
+def test_a_result_says_how_rows_were_divided() -> None:
+    names = ("name", "layers", "shared_indexers", "experts", "acceptance", "settle")
+    job = JOB | dict.fromkeys(names) | {"rows_by_layer": "code-dsa:7"}
+    case = Case.parse("500x4")
+    found = [full_depth.describe(system, job, case)["rows_by_layer"] for system in full_depth.System]
+    assert found == ["equal", "equal", "code-dsa:7"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("context", "rows_by_layer", "expected"), [(35_064, "code-dsa-8192:3.5", 0.59), (67_832, "code-dsa-4096:7", 0.49)]
+)
+def test_shares_learned_on_another_trace_save_misses(context: int, rows_by_layer: str, expected: float) -> None:
+    shares, size = full_depth.learned_shares(rows_by_layer, 61), float(rows_by_layer.partition(":")[2])
+    assert shares is not None and len(shares) == 61
+    assert shares[8:] == shares[:-8], "layers with the same selections have different shares"
+    assert np.mean(shares) == pytest.approx(1, abs=0.01)
+    assert min(shares) * 2 > 1.06, "too few rows for a selection"
+    misses = LayerMisses.of(Trace.read(full_depth.TRACES / full_depth.TRACE_FILES[context]))
+    misses = misses.of_layers([layer % TRACE_LAYERS for layer in range(61)])  # the kernel's
+    assert misses.shared(shares, size, 32) / misses.equal(size, 32) == pytest.approx(expected, abs=0.015)
+
+
+def test_equal_rows_need_no_shares() -> None:
+    assert full_depth.learned_shares("equal", 61) is None
+
+
+@pytest.mark.parametrize("text", ["code-dsa", "code-dsa:0.5", "code-dsa:nan", "code-dsa-shared:4", "other:4", ""])
+def test_traces_that_give_no_shares(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected equal or <trace>:<top-k rows of a mean layer>"):
+        full_depth.learned_shares(text, 61)
 
 
 @pytest.mark.parametrize("context", list(full_depth.TRACE_FILES))

@@ -63,6 +63,32 @@ def test_a_cliff_is_seen_from_afar() -> None:
     assert sizes.tolist() == [1.0, 2.5] and found == 25.0
 
 
+def test_each_layer_keeps_its_least_share() -> None:
+    falls, flat = [50.0 - index for index in range(41)], [50.0] * 41
+    misses = layered(falls, flat)
+    assert misses.best(4.0, 0)[1].tolist() == [7.0, 1.0]
+    found, sizes = misses.best(4.0, 0, least_share=0.5)
+    assert sizes.tolist() == [6.0, 2.0] and found == misses.divided(sizes, 0) == 40.0
+    assert misses.rows_by_layer(4.0, 0, least_share=0.5) == [1.5, 0.5]
+    assert misses.shared([3.0, 1.0], 4.0, 0) == found, "shares are relative to each other"
+    assert misses.best(1.5, 0, least_share=0.5)[1].tolist() == [2.0, 1.0], "a layer without room for a selection"
+
+
+@pytest.mark.parametrize("size", [1, 1.75, 2, 3.5, 16])
+def test_shares_leave_room_for_a_selection_in_two(size: float) -> None:
+    """A layer needs room for one selection and new tokens if `device_buffer_size` is two selections."""
+    convex = [100 * 0.7**index for index in range(61)]
+    for curves in ([convex, [5.0] * 61, [1.0] * 61], [convex] * 5, [[0.0] * 61] * 2):
+        shares = np.array(layered(*curves, num_steps=2).rows_by_layer(size, 0))
+        assert shares.min() * 2 >= 1.0625 and shares.mean() == pytest.approx(1, abs=0.005)
+        assert (shares == np.round(shares, 2)).all()
+
+
+def test_layers_that_come_several_times() -> None:
+    misses = layered([4.0, 2.0], [8.0, 0.0], num_steps=2).of_layers([0, 1, 0])
+    assert misses.layers == ("0", "1", "0") and misses.missed[0, :, 0].tolist() == [[4.0, 2.0], [8.0, 0.0], [4.0, 2.0]]
+
+
 def test_the_controller_moves_rows_where_they_are_missed_and_stays() -> None:
     convex = [100 * 0.7**index for index in range(30)]
     misses = layered([90.0 - index for index in range(30)], convex, [5.0] * 30)

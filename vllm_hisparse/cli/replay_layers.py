@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ PERIOD = 4  # steps between two moves of the controller
 OLDEST = 2  # sizes in the oldest part of a buffer, whose hits the controller counts
 LEAST_GAIN = 1.25  # times the hits that a layer loses is what another one must gain
 MEMORY = 0.8  # weight of earlier periods in the counted hits
+LEAST_SHARE = 0.54  # with `device_buffer_size` of two selections, each layer has room for 1.08
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class LayerMisses:
                 _count(positions[:num_steps, : trace.top_k], request.first_position, sizes * trace.top_k, of_layer)
         return cls(tuple(trace.layers[place] for place in places), trace.top_k, sizes, missed)
 
+    def of_layers(self, places: Sequence[int]) -> LayerMisses:
+        """Return the misses of a model with these layers, each of which may come several times."""
+        return replace(self, layers=tuple(self.layers[place] for place in places), missed=self.missed[:, places])
+
     def equal(self, size: float, first_step: int) -> float:
         """Mean rows that a request misses in a layer in a step, from a step on, if each layer has `size` selections."""
         return self.divided(np.full(self.missed.shape[1], size), first_step)
@@ -62,15 +68,23 @@ class LayerMisses:
         """
         return float(self._at(sizes, first_step).mean())
 
-    def best(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
+    def best(self, size: float, first_step: int, least_share: float = 0.0) -> tuple[float, np.ndarray]:
         """The same for the best division that stays, which knows all steps; and the size of each layer.
 
         It gives rows to the layer that saves most misses per row, looking at every number of rows
         (utility-based cache partitioning).
+
+        Args:
+            size: selections of a mean layer.
+            first_step: as in `equal`.
+            least_share: size of each layer at least, over that of a mean layer; each has at least 1 selection, too.
         """
-        curves = self.missed[:, :, first_step:].mean((0, 2))
-        held = np.zeros(len(curves), int)
-        left = round((size - 1) / STEP) * len(curves)
+        least, num_layers = max(1.0, least_share * size), len(self.layers)
+        sizes = np.arange(least, max(least, self.sizes[-1]) + STEP, STEP)
+        means = self.missed[:, :, first_step:].mean((0, 2))
+        curves = _interpolate(np.broadcast_to(means[:, None], (num_layers, len(sizes), means.shape[-1])), sizes[None])
+        held = np.zeros(num_layers, int)
+        left = int((size - least) / STEP * num_layers + 1e-6)
         while left > 0:
             gains = [
                 max(
@@ -86,8 +100,18 @@ class LayerMisses:
                 break
             held[layer] += gains[layer][1]
             left -= gains[layer][1]
-        sizes = self.sizes[held]
-        return self.divided(sizes, first_step), sizes
+        found = sizes[held]
+        return self.divided(found, first_step), found
+
+    def rows_by_layer(self, size: float, first_step: int, least_share: float = LEAST_SHARE) -> list[float]:
+        """Return the best division as shares with a mean of 1, as in the option `rows_by_layer`."""
+        _, sizes = self.best(size, first_step, least_share)
+        return np.round(sizes / sizes.mean(), 2).tolist()
+
+    def shared(self, rows_by_layer: list[float], size: float, first_step: int) -> float:
+        """The same as `equal` if memory of so many selections in each layer is divided by these shares."""
+        shares = np.array(rows_by_layer)
+        return self.divided(shares / shares.mean() * size, first_step)
 
     def controlled(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
         """The same for a controller that knows the past alone: every `PERIOD` steps, it moves rows from the layer with
@@ -121,23 +145,27 @@ class LayerMisses:
         return _interpolate(curves, np.broadcast_to(sizes[None, :, None], curves.shape[:-1]))
 
 
-def by_layer(misses: LayerMisses, size: float, first_step: int) -> dict[str, Any]:
+def by_layer(misses: LayerMisses, size: float, first_step: int, least_share: float = LEAST_SHARE) -> dict[str, Any]:
     """Compare the divisions of one size.
 
     Returns:
-        Rows that a request misses in a layer in a step with equal shares, misses of the others over these, and the size
-        of each layer, in selections.
+        Rows that a request misses in a layer in a step with equal shares; misses of the others over these: of a
+        controller, of the best division, and of the best one that leaves each layer its least share; the sizes of each
+        layer for the first two, in selections, and the shares of the last one.
     """
     equal = misses.equal(size, first_step)
     best, best_sizes = misses.best(size, first_step)
     controlled, sizes = misses.controlled(size, first_step)
+    shares = misses.rows_by_layer(size, first_step, least_share)
     return {
         "size": size,
         "missed": round(equal, 1),
         "controller": round(controlled / max(equal, 1e-9), 3),
         "best": round(best / max(equal, 1e-9), 3),
+        "fixed": round(misses.shared(shares, size, first_step) / max(equal, 1e-9), 3),
         "controller_sizes": sizes.tolist(),
         "best_sizes": best_sizes.tolist(),
+        "rows_by_layer": shares,
     }
 
 
