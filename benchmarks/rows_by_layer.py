@@ -2,8 +2,9 @@
 
     python -m benchmarks.rows_by_layer
 
-The division that is best for one trace is also tried on the other traces with as many layers: `best_of_<trace>` has the
-misses over those with equal shares.
+`best` may give a layer one selection alone; `fixed` leaves each layer the share that the option `rows_by_layer` needs. The
+fixed division of one trace is also tried on the other traces with as many layers: `fixed_of_<trace>` has the misses over
+those with equal shares.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ app = typer.Typer(add_completion=False)
 
 
 def from_others(misses: dict[str, LayerMisses], name: str, size: float) -> dict[str, float]:
-    """Return the misses of a trace, over those with equal shares, with the divisions that are best for other traces."""
+    """Return the misses of a trace, over those with equal shares, with the fixed divisions of other traces."""
     own = misses[name]
     others = [other for other in misses if other != name and misses[other].layers == own.layers]
-    best = {other: misses[other].best(size, WARM_UP_STEPS)[1] for other in others}
+    shares = {other: misses[other].rows_by_layer(size, WARM_UP_STEPS) for other in others}
     equal = max(own.equal(size, WARM_UP_STEPS), 1e-9)
-    return {f"best_of_{other}": round(own.divided(sizes, WARM_UP_STEPS) / equal, 3) for other, sizes in best.items()}
+    return {
+        f"fixed_of_{other}": round(own.shared(each, size, WARM_UP_STEPS) / equal, 3) for other, each in shares.items()
+    }
 
 
 @app.command()
@@ -47,15 +50,14 @@ def main(
     ],
     output: Annotated[Path, typer.Option(help="result file")] = RESULTS / "rows_by_layer.json",
 ) -> None:
-    """Divide the same memory among the layers in three ways."""
+    """Divide the same memory among the layers in four ways."""
     misses = {name: LayerMisses.of(Trace.read(TRACES / f"{name}.trace")) for name in trace}
     rows = []
     for name, each in product(trace, size):
         rows.append({"trace": name} | by_layer(misses[name], each, WARM_UP_STEPS) | from_others(misses, name, each))
     write_result(output, ctx, "benchmarks.rows_by_layer", rows)
-    show(
-        "Rows by layer", [{key: row[key] for key in ("trace", "size", "missed", "controller", "best")} for row in rows]
-    )
+    columns = ("trace", "size", "missed", "controller", "best", "fixed")
+    show("Rows by layer", [{key: row[key] for key in columns} for row in rows])
 
 
 if __name__ == "__main__":
