@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.replay_buffers import Replay, sequences
-from vllm_hisparse.cli.replay_layers import STEP, LayerMisses, by_layer
+from vllm_hisparse.cli.replay_layers import STEP, LayerMisses, by_layer, from_others
 from vllm_hisparse.trace import Trace
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
@@ -111,13 +113,51 @@ def test_committed_traces(name: str, expected: dict[float, float]) -> None:
     for size, share in expected.items():
         row = by_layer(misses, size, 32)
         assert row["best"] == pytest.approx(share, abs=0.011)
-        assert row["best"] <= row["controller"] <= 1.03
+        assert row["best"] <= row["controller"] <= 1.03 and row["best"] <= row["fixed"] <= 1
         assert sum(row["best_sizes"]) <= size * len(misses.layers) + 1e-6
 
 
-def test_the_command_shows_them(tmp_path: Path) -> None:
-    path = tmp_path / "some.trace"
-    random_trace(2, top_k=16, num_steps=50, first_position=300, num_layers=2).write(path)
-    result = CliRunner().invoke(app, ["replay", str(path), "--by-layer", "--size", "2", "--size", "4"])
+def test_a_division_is_tried_on_files_from_which_it_was_not_learned() -> None:
+    falls, flat = [50.0 - index for index in range(41)], [50.0] * 41
+    first, other = layered(falls, flat, num_steps=2), layered(flat, falls, num_steps=2)
+    misses = replace(first, missed=np.concatenate([first.missed, other.missed, other.missed]))
+    found = from_others(misses, [1, 2], 4.0, 0, least_share=0.5)
+    own, others = misses.of_requests(np.array([0])), misses.of_requests(np.array([1, 2]))
+    assert found == [
+        round(one.shared(other.rows_by_layer(4.0, 0, 0.5), 4.0, 0) / one.equal(4.0, 0), 3)
+        for one, other in ((own, others), (others, own))
+    ]
+    assert min(found) > 1, "the files need opposite divisions"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Files of two traces."""
+    found = [tmp_path / f"{index}.trace" for index in range(2)]
+    for index, path in enumerate(found):
+        random_trace(index, top_k=16, num_steps=50, first_position=300, num_layers=2).write(path)
+    return [str(path) for path in found]
+
+
+def shown_lists(output: str) -> dict[str, list[float]]:
+    """Return the lists of the command's output, as a configuration has them, by the size before them."""
+    lines = [line.partition(" top-k: ") for line in output.splitlines() if "rows_by_layer" in line]
+    return {size: json.loads("{" + entry + "}")["rows_by_layer"] for size, _, entry in lines}
+
+
+def test_the_command_shows_lists_for_the_configuration(paths: list[str]) -> None:
+    result = CliRunner().invoke(app, ["replay", paths[0], "--by-layer", "--size", "2", "--size", "4"])
     assert result.exit_code == 0, result.output
-    assert "rows by layer: " in result.output and result.output.count("\n") > 5
+    assert "rows by layer: " in result.output
+    misses = LayerMisses.of(Trace.read(Path(paths[0])))
+    assert shown_lists(result.output) == {f"{size:g}": misses.rows_by_layer(size, 32) for size in (2.0, 4.0)}
+
+
+def test_the_command_learns_one_list_from_several_files(paths: list[str]) -> None:
+    command = ["replay", *paths, "--by-layer", "--size", "4", "--least-share", "0.9"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    misses = LayerMisses.of(Trace.join([Trace.read(Path(path)) for path in paths]))
+    assert shown_lists(result.output) == {"4": misses.rows_by_layer(4.0, 32, 0.9)}
+    for share in from_others(misses, [1, 1], 4.0, 32, 0.9):
+        assert f"{share:.2f}" in result.output

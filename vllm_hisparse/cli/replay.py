@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_hisparse.cli.replay_buffers import SCOPES, Replay, sequences
-from vllm_hisparse.cli.replay_layers import LayerMisses
+from vllm_hisparse.cli.replay_layers import LEAST_SHARE, LayerMisses, from_others
 from vllm_hisparse.cli.replay_layers import by_layer as compare_layers
 from vllm_hisparse.cli.replay_policies import POLICIES
 from vllm_hisparse.trace import Trace, TraceError
@@ -21,7 +21,8 @@ from vllm_hisparse.trace import Trace, TraceError
 WARM_UP_STEPS = 32
 LAYER_CAPTION = (
     "missed: rows per request and layer in a step, with equal shares; controller, best: misses over these, if a slow "
-    "controller or one that knows all steps divides the same memory; rows in top-k"
+    "controller or one that knows all steps divides the same memory; fixed: the same with the shares below, which "
+    "leave each layer its least share; of others: for each file, with the shares of all other files; rows in top-k"
 )
 CAPTION = (
     "buffers: one per request and layer; pool: one of the same memory for all. missed: rows per request and layer in a "
@@ -45,6 +46,9 @@ def replay_command(
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Instead: LRU, with rows given to the layers that save most misses.")
     ] = False,
+    least_share: Annotated[
+        float, typer.Option(min=0, max=1, help="By layer: rows of a layer at least, over those of a mean layer.")
+    ] = LEAST_SHARE,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
 ) -> None:
     """Simulate hot buffers over traces of selections, on the CPU."""
@@ -53,7 +57,8 @@ def replay_command(
             f"got {', '.join(unknown)}, expected any of {', '.join(POLICIES)}", param_hint="--policy"
         )
     try:
-        selections = Trace.join([Trace.read(path) for path in trace])
+        traces = [Trace.read(path) for path in trace]
+        selections = Trace.join(traces)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     shortest = min((request.num_steps for request in selections.requests), default=0)
@@ -61,8 +66,14 @@ def replay_command(
         message = f"got {warm_up}, expected fewer than the {shortest} steps of the shortest request"
         raise typer.BadParameter(message, param_hint="--warm-up")
     if by_layer:
-        misses = LayerMisses.of(selections)
-        Console().print(layer_table([compare_layers(misses, each, warm_up) for each in size], misses))
+        misses, files = LayerMisses.of(selections), [len(each.requests) for each in traces]
+        compared = [compare_layers(misses, each, warm_up, least_share) for each in size]
+        if len(files) > 1:
+            for row in compared:
+                row["of_others"] = from_others(misses, files, row["size"], warm_up, least_share)
+        Console().print(layer_table(compared, misses))
+        for row in compared:
+            typer.echo(f'{row["size"]:g} top-k: "rows_by_layer": {row["rows_by_layer"]}')
         return
     scale = (layers or len(selections.layers)) * requests * (row_bytes or selections.row_bytes)
     rows = []
@@ -77,12 +88,14 @@ def layer_table(rows: list[dict[str, Any]], misses: LayerMisses) -> Table:
     """One line for each size."""
     title = f"rows by layer: {', '.join(misses.layers)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, caption=LAYER_CAPTION, caption_justify="left", pad_edge=False)
-    for header in ("top-k", "missed", "controller", "best", "controller's rows", "best rows"):
-        table.add_column(header, justify="right")
+    shares = ("controller", "best", "fixed")
+    for header in ("top-k", "missed", *shares, "of others", "controller's rows", "best rows"):
+        table.add_column(header, justify="right", no_wrap=not header.endswith("rows"))
     for row in rows:
         sizes = (" ".join(f"{each:g}" for each in row[name]) for name in ("controller_sizes", "best_sizes"))
-        figures = (f"{row['size']:g}", f"{row['missed']:.1f}", f"{row['controller']:.2f}", f"{row['best']:.2f}")
-        table.add_row(*figures, *sizes)
+        figures = (f"{row['size']:g}", f"{row['missed']:.1f}", *(f"{row[name]:.2f}" for name in shares))
+        others = " ".join(f"{each:.2f}" for each in row.get("of_others", ())) or "–"
+        table.add_row(*figures, others, *sizes)
     return table
 
 

@@ -55,6 +55,9 @@ class LayerMisses:
         """Return the misses of a model with these layers, each of which may come several times."""
         return replace(self, layers=tuple(self.layers[place] for place in places), missed=self.missed[:, places])
 
+    def of_requests(self, places: np.ndarray) -> LayerMisses:
+        return replace(self, missed=self.missed[places])
+
     def equal(self, size: float, first_step: int) -> float:
         """Mean rows that a request misses in a layer in a step, from a step on, if each layer has `size` selections."""
         return self.divided(np.full(self.missed.shape[1], size), first_step)
@@ -167,6 +170,27 @@ def by_layer(misses: LayerMisses, size: float, first_step: int, least_share: flo
         "best_sizes": best_sizes.tolist(),
         "rows_by_layer": shares,
     }
+
+
+def from_others(
+    misses: LayerMisses, files: Sequence[int], size: float, first_step: int, least_share: float = LEAST_SHARE
+) -> list[float]:
+    """Try a fixed division on requests from which it was not learned.
+
+    Args:
+        misses: of the requests of all files, in order.
+        files: number of requests of each file, at least two files.
+        size, first_step, least_share: as in `by_layer`.
+
+    Returns:
+        Misses over those with equal shares, for each file with the division of all others.
+    """
+    file_of, found = np.repeat(np.arange(len(files)), files), []
+    for file in range(len(files)):
+        own, others = (misses.of_requests(np.flatnonzero(each)) for each in (file_of == file, file_of != file))
+        shares = others.rows_by_layer(size, first_step, least_share)
+        found.append(round(own.shared(shares, size, first_step) / max(own.equal(size, first_step), 1e-9), 3))
+    return found
 
 
 def _interpolate(curves: np.ndarray, sizes: np.ndarray) -> np.ndarray:
