@@ -2,9 +2,9 @@
 
     python -m benchmarks.rows_by_layer
 
-`best` may give a layer one selection alone; `fixed` leaves each layer the share that the option `rows_by_layer` needs. The
-fixed division of one trace is also tried on the other traces with as many layers: `fixed_of_<trace>` has the misses over
-those with equal shares.
+`best` may give a layer one selection alone; `fixed` leaves each layer the share that the option `rows_by_layer` needs.
+The fixed division of one trace is also tried on the other traces with as many layers: `fixed_of_<trace>` has the misses
+over those with equal shares.
 """
 
 from __future__ import annotations
