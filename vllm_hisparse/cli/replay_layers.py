@@ -178,7 +178,7 @@ def from_others(
     """Try a fixed division on requests from which it was not learned.
 
     Args:
-        misses: of the requests of all files, in order.
+        misses: misses of the requests of all files, in order.
         files: number of requests of each file, at least two files.
         size, first_step, least_share: as in `by_layer`.
 
