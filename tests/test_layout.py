@@ -243,14 +243,23 @@ def test_whole_numbers_of_rows_are_divided_exactly() -> None:
     assert divide_rows([(0.001, 1), (1, 1)], 8) == (1, 7)
 
 
+def test_divided_rows_use_the_whole_block() -> None:
+    equal = KVLayout(656, 132, 61, 61, narrow_key_bytes=68)
+    layout = replace(equal, row_shares=((1, 61),))
+    assert equal.rows_per_hot_block == 6 and equal.device_block_bytes // 656 == 405 > 61 * 6
+    assert replace(equal, row_shares=tuple((1 + layer / 100, 1) for layer in range(61))).mean_rows > 6.5
+    assert layout.layer_rows == (6,) * 61, "one share means one number of rows"
+
+
 def test_the_layer_with_the_fewest_rows_decides_whether_a_request_is_hot_as_a_whole() -> None:
     equal = KVLayout(656, 132, 61, 61)
     layout = replace(equal, row_shares=((1, 30), (3, 31)))
     assert layout.rows_per_hot_block == equal.rows_per_hot_block == 13
     assert layout.layer_rows == (6,) * 30 + (19,) * 31 and layout.fewest_rows == 6
-    assert layout.num_hot_blocks(4096) == equal.num_hot_blocks(4096), "the same memory"
+    assert layout.num_hot_blocks(4096) == -(-4097 * 61 // (30 * 6 + 31 * 19)), "a mean layer has 4097 rows"
     assert layout.num_whole_blocks(30_000) == -(-30_001 // 6)
     assert layout.num_hot_blocks(4096, 640) == -(-640 // 6) > equal.num_hot_blocks(4096, 640)
+    assert layout.mean_rows == (30 * 6 + 31 * 19) / 61
     assert layout.num_whole_blocks(1 << 20) == MAX_HOT_ROWS // 19, "the layer with the most rows decides"
     assert layout.device_block_bytes == equal.device_block_bytes
     assert layout.residency_block_bytes == 8 * (6 + 19), "two layers select"

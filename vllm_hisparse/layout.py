@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from operator import mul
 
 from vllm_hisparse.ops.limits import MAX_HOT_ROWS
@@ -60,8 +61,8 @@ def divide_rows(shares: Sequence[tuple[float, int]], num_rows: int) -> tuple[int
     """Divide the hot rows of a device block among layers.
 
     Groups of layers with the same share get the same number of rows, and at most `MAX_ROW_CLASSES` numbers occur: the
-    nearest shares become their mean. Numbers are rounded down; then those groups that are furthest below their shares
-    get one more, while enough rows are left for a group.
+    nearest shares become their mean. Numbers are rounded down; then those groups get one more that have the smallest
+    part of their shares, while enough rows are left for a group.
 
     Args:
         shares: for each group of layers, the share of one of its layers relative to the others', and its layers.
@@ -80,9 +81,9 @@ def divide_rows(shares: Sequence[tuple[float, int]], num_rows: int) -> tuple[int
     wanted = [total / num_layers / whole * num_rows for _, total, num_layers in classes]
     rows = [max(int(each), 1) for each in wanted]
     while (num_left := num_rows - sum(map(mul, rows, sizes))) < 0:
-        rows[max((i for i in range(len(rows)) if rows[i] > 1), key=lambda index: rows[index] - wanted[index])] -= 1
+        rows[max((i for i in range(len(rows)) if rows[i] > 1), key=lambda index: rows[index] / wanted[index])] -= 1
     while fitting := [i for i, size in enumerate(sizes) if size <= num_left and rows[i] < wanted[i]]:
-        index = max(fitting, key=lambda index: wanted[index] - rows[index])
+        index = min(fitting, key=lambda index: rows[index] / wanted[index])
         rows[index], num_left = rows[index] + 1, num_left - sizes[index]
     by_share = {share: each for (members, _, _), each in zip(classes, rows, strict=True) for share in members}
     return tuple(by_share[share] for share, _ in shares)
@@ -187,7 +188,7 @@ class KVLayout:
 
     @cached_property
     def rows_per_hot_block(self) -> int:
-        """Hot rows of a layer in one device block, in the mean of all layers (`layer_rows`).
+        """Hot rows of a layer in one device block, if all layers have as many (else `layer_rows`).
 
         A block has as many whole units as fit into the bytes of a block of device-resident KV, and one more if the
         block becomes only a little larger with it. Both groups share vLLM's block pool, whose blocks have the size of
@@ -211,7 +212,7 @@ class KVLayout:
     @cached_property
     def selecting_rows(self) -> tuple[int, ...]:
         """Hot rows in one device block of each layer that selects; () if all layers have the same number."""
-        return divide_rows(self.row_shares, self.num_layers * self.rows_per_hot_block) if self.row_shares else ()
+        return divide_rows(self.row_shares, self.device_block_bytes // self.row_bytes) if self.row_shares else ()
 
     @cached_property
     def layer_rows(self) -> tuple[int, ...]:
@@ -221,10 +222,15 @@ class KVLayout:
         groups = zip(self.selecting_rows, self.row_shares, strict=True)
         return tuple(rows for rows, (_, num_layers) in groups for _ in range(num_layers))
 
-    @property
+    @cached_property
     def fewest_rows(self) -> int:
         """Hot rows in one device block of the layer that has the fewest."""
         return min(self.layer_rows)
+
+    @cached_property
+    def mean_rows(self) -> float:
+        """Hot rows of a mean layer in one device block."""
+        return sum(self.layer_rows) / self.num_layers
 
     def _is_page_of_both(self, num_units: int) -> bool:
         page_bytes = num_units * self.tokens_per_unit * self.row_bytes
@@ -324,12 +330,12 @@ class KVLayout:
         """Device blocks of a request's hot buffer.
 
         Args:
-            device_buffer_size: hot tokens of a long sequence, without those of its newest units.
+            device_buffer_size: hot tokens of a long sequence in a mean layer, without those of its newest units.
             num_tokens: tokens of the sequence, if the hot buffer grows with it, `block_size` tokens at a time. None:
                 the hot buffer of a long sequence.
         """
         num_rows = device_buffer_size + self.max_query_len * self.tokens_per_unit
-        num_blocks = self._blocks_of(num_rows, self.rows_per_hot_block)
+        num_blocks = self._blocks_of(num_rows, self.mean_rows)
         if num_tokens is None:
             return num_blocks
         return min(num_blocks, self._blocks_of(self._grown_rows(num_tokens), self.fewest_rows))
@@ -348,9 +354,9 @@ class KVLayout:
         num_whole = ((num_tokens - 1) // self.tokens_per_unit + self.max_query_len) * self.tokens_per_unit
         return self.num_blocks(num_whole) * self.block_size
 
-    def _blocks_of(self, num_rows: int, rows_per_block: int) -> int:
+    def _blocks_of(self, num_rows: int, rows_per_block: float) -> int:
         most_blocks = MAX_HOT_ROWS // (max(self.layer_rows) // self.tokens_per_unit)  # of a block more, no kernel runs
-        return min(-(-num_rows // rows_per_block), most_blocks)
+        return min(ceil(num_rows / rows_per_block), most_blocks)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens` with a full-grown hot buffer."""

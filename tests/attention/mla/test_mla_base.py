@@ -63,7 +63,7 @@ def test_layers_that_share_a_selection_have_the_rows_of_the_layer_that_selects(m
     layout = layers[0].get_kv_cache_spec(config).layout
     rows = layout.layer_rows
     assert rows[1] == rows[2] == rows[3] > rows[0] >= rows[4] == rows[5]
-    assert sum(rows) <= 6 * layout.rows_per_hot_block
+    assert sum(rows) <= layout.device_block_bytes // layout.row_bytes
 
 
 @pytest.mark.parametrize(("shares", "expected"), [([1, 1], "3 numbers, not 2"), ([1, 0.1, 1], "every layer has 2048")])

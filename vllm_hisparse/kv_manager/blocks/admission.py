@@ -39,7 +39,7 @@ class Demand:
         more: [n] float64 further blocks with which it is hot as a whole.
         rows: [n] float64 hot rows that it always has.
         num_blocks: blocks of the device.
-        rows_per_block: hot rows in a block.
+        rows_per_block: hot rows of a mean layer in a block.
     """
 
     num_requests: int
@@ -48,7 +48,7 @@ class Demand:
     more: np.ndarray
     rows: np.ndarray
     num_blocks: int
-    rows_per_block: int
+    rows_per_block: float
 
     @classmethod
     def of(cls, spec: HotBufferSpec, lengths: Sequence[int], num_blocks: int) -> Demand:
@@ -64,9 +64,9 @@ class Demand:
         sample = [ordered[(2 * index + 1) * len(ordered) // (2 * size)] for index in range(size)]
         least = np.array([spec.num_request_blocks(length) for length in sample], np.float64)
         whole = np.array([spec.num_request_blocks(length, is_whole=True) for length in sample], np.float64)
-        rows = np.array([spec.num_blocks(length) for length in sample], np.float64) * spec.layout.rows_per_hot_block
+        rows = np.array([spec.num_blocks(length) for length in sample], np.float64) * spec.layout.mean_rows
         sizes = np.array(sample, np.float64), least, whole - least, rows
-        return cls(len(lengths), *sizes, num_blocks, spec.layout.rows_per_hot_block)
+        return cls(len(lengths), *sizes, num_blocks, spec.layout.mean_rows)
 
     @property
     def most(self) -> int:

@@ -455,13 +455,16 @@ class RequestTracker:
     def lent_row_counts(self) -> dict[str, int]:
         """Hot rows that are lent, and hot rows that requests wanted when blocks were last divided."""
         num_lent = sum(len(admitted.lent) for admitted in self.admitted.values())
-        rows_per_block = self.layout.rows_per_hot_block
-        return {"hot_rows_lent": num_lent * rows_per_block, "hot_rows_wanted": self._num_wanted * rows_per_block}
+        return {"hot_rows_lent": self._rows_of(num_lent), "hot_rows_wanted": self._rows_of(self._num_wanted)}
 
     def take_rows_taken_back(self) -> int:
         """Hot rows taken back since the last call."""
         num_blocks, self._num_taken_back = self._num_taken_back, 0
-        return num_blocks * self.layout.rows_per_hot_block
+        return self._rows_of(num_blocks)
+
+    def _rows_of(self, num_blocks: int) -> int:
+        """Hot rows of a mean layer in blocks."""
+        return round(num_blocks * self.layout.mean_rows)
 
     def _balance(self, num_scheduled: Mapping[str, int]) -> None:
         """Lend blocks or take them back, if a balance is due or blocks are needed.

@@ -36,10 +36,10 @@ class HotBufferShape:
         block_size: tokens of a host block.
         num_device_blocks: blocks of vLLM's device pool.
         max_hot_blocks: hot blocks that a request can have.
-        rows_per_hot_block: hot rows of a layer in a device block, in the mean of all layers.
+        rows_per_hot_block: hot rows of a layer in a device block, if all layers have as many.
         max_query_len: tokens that a decoding request computes in a step: one and its drafts.
         state_columns: as in `RequestTable`.
-        layer_rows: hot rows of each layer in a device block; (): all have as many.
+        layer_rows: hot rows of each layer in a device block; (): `rows_per_hot_block`.
     """
 
     num_requests: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import torch
 
 from vllm_hisparse.kv_manager.rows.hit_counts import CountSnapshot
@@ -74,10 +76,9 @@ class UsageSampler:
 
     def _scales(self, layers: list[int]) -> list[float]:
         """Size of a hot buffer, in the mean of all layers, over its size in each of these layers and its KV heads."""
-        heads = self._buffer.heads
-        mean = self._buffer.shape.rows_per_hot_block // heads.tokens_per_unit
-        scales = [mean / self._buffer.layers[layer].hot.rows_per_block for layer in layers]
-        return [scale for scale in scales for _ in range(heads.num_heads)]
+        rows = [self._buffer.classes.rows_per_block[each] for each in self._buffer.classes.of_layer]
+        scales = [fmean(rows) / rows[layer] for layer in layers]
+        return [scale for scale in scales for _ in range(self._buffer.heads.num_heads)]
 
     def _ages(self, request_index: int, layers: list[int]) -> torch.Tensor:
         """Count a request's hot rows in some layers by the tokens since their last use.
