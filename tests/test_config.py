@@ -191,6 +191,9 @@ def test_refuses_unknown_options(name: str) -> None:
         ("algorithm_options", [], "a valid dictionary"),
         ("log_request_stats", 1, "a valid boolean"),
         ("log_request_stats", "true", "a valid boolean"),
+        ("rows_by_layer", 2.5, "a valid list"),
+        ("rows_by_layer", [], "at least 1 item"),
+        ("log_rows_by_layer", "yes", "a valid boolean"),
         ("selection_trace_dir", True, "a valid string"),
         ("selection_trace_dir", "", "at least 1 character"),
     ],
@@ -432,6 +435,27 @@ def test_refuses_indexer_keys_in_4_bits_without_an_indexer() -> None:
     message = dense_refusal({"algorithm": "quest", "indexer_key_dtype": "fp4"})
     expected = "auto with algorithm 'quest', which has no DSA indexer"
     check_parts(message, "indexer_key_dtype", "'fp4'", expected, "Remove it.")
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0, "greater than 0"),
+        (-1.0, "greater than 0"),
+        (1e308, "less than"),
+        (float("inf"), "a finite"),
+        ("1", "a valid"),
+    ],
+)
+def test_refuses_shares_of_rows_that_are_no_numbers_above_0(share: Any, expected: str) -> None:
+    message = parse_refusal({**GIB, "rows_by_layer": [1, share]})
+    check_parts(message, "rows_by_layer.1", repr(share), expected, "Correct the value")
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows_by_layer", [1.0, 2.0]), ("log_rows_by_layer", True)])
+def test_refuses_to_divide_rows_of_dense_models(name: str, value: Any) -> None:
+    message = dense_refusal({"algorithm": "quest", name: value})
+    check_parts(message, name, repr(value), "none with algorithm 'quest'", "Remove it.")
 
 
 class Unforgetting(StreamingLLM):

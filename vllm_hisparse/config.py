@@ -101,6 +101,8 @@ class NixlOptions(TypedDict, total=False):
     num_threads: Annotated[int, Field(ge=0)]
 
 
+Share = Annotated[float, Field(gt=0, le=1e6)]
+
 NIXL_OPTIONS = frozenset(NixlOptions.__annotations__)
 
 
@@ -117,9 +119,11 @@ class HiSparseConfig(BaseModel):
     """Tokens attended per query and layer. Default: what the model's indexer selects, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
-    rows_by_layer: list[Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)
+    rows_by_layer: list[Share] | None = Field(default=None, min_length=1)
     """Share of the hot rows that each layer of a DSA model gets, relative to the others, for the layers that select.
     Default: all layers get the same number of rows."""
+    log_rows_by_layer: bool = False
+    """True: log the list for `rows_by_layer` that would miss least, learned from the running requests."""
     elastic: bool = True
     """True: hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
     that where device memory is free; else all have this size."""
@@ -269,18 +273,16 @@ class HiSparseConfig(BaseModel):
         Raises:
             HiSparseConfigError: `rows_by_layer` has another number of entries than there are layers that select.
         """
-        if self.rows_by_layer is None:
-            return ()
         starts = [index for index, selecting in enumerate(selects) if selecting]
-        if len(self.rows_by_layer) != len(starts):
+        shares = [1.0] * len(starts) if self.rows_by_layer is None else self.rows_by_layer
+        if len(shares) != len(starts):
             raise HiSparseConfigError(
                 "rows_by_layer",
-                self.rows_by_layer,
-                f"{len(starts)} numbers, not {len(self.rows_by_layer)}: one for each layer that selects",
+                shares,
+                f"{len(starts)} numbers, not {len(shares)}: one for each layer that selects",
                 "Correct the list, or remove it for equal rows.",
             )
-        sizes = [end - start for start, end in pairwise([*starts, len(selects)])]
-        return tuple(zip(self.rows_by_layer, sizes, strict=True))
+        return tuple(zip(shares, (end - start for start, end in pairwise([*starts, len(selects)])), strict=True))
 
     def check_rows_by_layer(self, layout: KVLayout) -> None:
         """Refuse shares with which a layer has too few rows; the defaults must be filled in.
@@ -412,13 +414,10 @@ class HiSparseConfig(BaseModel):
         if algorithm.model_family != "gqa":
             _check_text_alone(vllm_config)
         _check_trace(self, vllm_config.device_config.device_type)
-        if self.rows_by_layer is not None and algorithm.model_family != "mla":
-            raise HiSparseConfigError(
-                "rows_by_layer",
-                self.rows_by_layer,
-                f"none with algorithm '{self.algorithm}': only rows of a DSA model can be divided",
-                "Remove it.",
-            )
+        for name in ("rows_by_layer", "log_rows_by_layer") if algorithm.model_family != "mla" else ():
+            if value := getattr(self, name):
+                expected = f"none with algorithm '{self.algorithm}', because only a DSA model's rows can be divided"
+                raise HiSparseConfigError(name, value, expected, "Remove it.")
         if vllm_config.speculative_config is not None:
             _check_drafts(self, vllm_config)
         top_k, unit = updates["top_k"], self.tokens_per_unit

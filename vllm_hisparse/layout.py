@@ -211,8 +211,10 @@ class KVLayout:
 
     @cached_property
     def selecting_rows(self) -> tuple[int, ...]:
-        """Hot rows in one device block of each layer that selects; () if all layers have the same number."""
-        return divide_rows(self.row_shares, self.device_block_bytes // self.row_bytes) if self.row_shares else ()
+        """Hot rows in one device block of each layer that selects, by `row_shares`."""
+        if len({share for share, _ in self.row_shares}) <= 1:
+            return (self.rows_per_hot_block,) * len(self.row_shares)
+        return divide_rows(self.row_shares, self.device_block_bytes // self.row_bytes)
 
     @cached_property
     def layer_rows(self) -> tuple[int, ...]:

@@ -141,8 +141,8 @@ class Product:
     @staticmethod
     def usage(step: int, rng: random.Random) -> HiSparseWorkerMetadata:
         """A report of a worker, with any numbers."""
-        curve = sorted((rng.random() for _ in SIZES), reverse=True) if rng.random() < 0.8 else None
-        return HiSparseWorkerMetadata(usage=Usage(step, rng.randint(0, 500), rng.randint(0, 500), curve))
+        curves = {0: tuple(sorted((rng.random() for _ in SIZES), reverse=True))} if rng.random() < 0.8 else None
+        return HiSparseWorkerMetadata(usage=Usage(step, rng.randint(0, 500), rng.randint(0, 500), curves))
 
     @property
     def layout(self) -> KVLayout:

@@ -14,6 +14,8 @@ from conftest import (
     make_prompt,
 )
 
+from vllm_hisparse.kv_manager.blocks.rows_by_layer import FIRST_LOOKS
+
 pytestmark = pytest.mark.e2e
 
 BLOCK = 64
@@ -72,6 +74,15 @@ def test_layers_with_different_numbers_of_rows(run, reference, model):
         assert record["wrong_rows"] == 0 < record["checked_rows"]
     assert first["counters"]["cache_misses"] > 0
     assert sum(done["num_cached_tokens"] for done in second["completions"]) > 0
+
+
+def test_an_engine_logs_which_layers_need_more_rows(start, reference):
+    options = {"log_rows_by_layer": True, "elastic": False, "device_buffer_size": 1024}
+    lengths, max_tokens = [1201, 1500], 16 * FIRST_LOOKS + 20
+    engine = start(hot_args(options=options))
+    record = engine.run({**phase(lengths), "max_tokens": max_tokens})
+    assert_same_but_rounding(record["completions"], reference(lengths, max_tokens))
+    assert engine.log_has("HiSparse rows by layer: ")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_hisparse.kv_manager.usage import SIZES, MeanCurve, miss_curve
+from vllm_hisparse.kv_manager.usage import SIZES, MeanCurve, miss_curves
 
 TOP_K, NUM_POSITIONS = 64, 640
 
@@ -52,7 +52,7 @@ def test_ages_tell_what_smaller_buffers_miss(kept: float) -> None:
     steps = selections(400, kept)
     counts = np.stack([ages_of(last_uses(steps[: 200 + 5 * index]), 400, 512) for index in range(40)])
     counts = np.stack([np.roll(each, -(200 - 5 * index)) for index, each in enumerate(counts)])  # from age 0 on
-    curve = np.array(miss_curve(counts))
+    curve = miss_curves(counts).mean(0)
     for size in (1, 1.5, 2, 3, 4, 6):
         expected = lru_misses(steps, int(size * TOP_K), warm_up=100)
         assert curve[SIZES.index(size)] == pytest.approx(expected, abs=0.03), size
@@ -63,12 +63,12 @@ def test_steps_with_several_tokens_are_told_apart_from_ages_without_a_step() -> 
     by_step = np.array([[64, 32, 16, 8, 4]])
     with_gaps = np.zeros((1, 15), int)
     with_gaps[:, ::3] = by_step
-    assert miss_curve(with_gaps) == pytest.approx(miss_curve(by_step), nan_ok=True)
+    assert miss_curves(with_gaps) == pytest.approx(miss_curves(by_step), nan_ok=True)
 
 
 @pytest.mark.parametrize("counts", [[[0, 0, 0]], [[64, 3]], [[64, 30, 10], [0, 3, 3]]])
 def test_too_few_ages_tell_nothing(counts: list[list[int]]) -> None:
-    assert miss_curve(np.array(counts)) is None
+    assert miss_curves(np.array(counts)) is None
 
 
 def test_a_mean_knows_what_any_curve_tells() -> None:

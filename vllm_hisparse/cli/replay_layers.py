@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from vllm_hisparse.kv_manager.blocks.rows_by_layer import ROOM, STEP, best_division
 from vllm_hisparse.trace import Trace
 
 DRAFT_LAYER = "draft"
-STEP = 0.25  # distance of the sizes that are looked at, in selections
 PERIOD = 4  # steps between two moves of the controller
 OLDEST = 2  # sizes in the oldest part of a buffer, whose hits the controller counts
 LEAST_GAIN = 1.25  # times the hits that a layer loses is what another one must gain
 MEMORY = 0.8  # weight of earlier periods in the counted hits
-LEAST_SHARE = 0.54  # with `device_buffer_size` of two selections, each layer has room for 1.08
+LEAST_SHARE = ROOM / 2  # for a `device_buffer_size` of two selections
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,6 @@ class LayerMisses:
     def best(self, size: float, first_step: int, least_share: float = 0.0) -> tuple[float, np.ndarray]:
         """The same for the best division that stays, which knows all steps; and the size of each layer.
 
-        It gives rows to the layer that saves most misses per row, looking at every number of rows
-        (utility-based cache partitioning).
-
         Args:
             size: selections of a mean layer.
             first_step: as in `equal`.
@@ -86,24 +83,8 @@ class LayerMisses:
         sizes = np.arange(least, max(least, self.sizes[-1]) + STEP, STEP)
         means = self.missed[:, :, first_step:].mean((0, 2))
         curves = _interpolate(np.broadcast_to(means[:, None], (num_layers, len(sizes), means.shape[-1])), sizes[None])
-        held = np.zeros(num_layers, int)
-        left = int((size - least) / STEP * num_layers + 1e-6)
-        while left > 0:
-            gains = [
-                max(
-                    ((curve[at] - curve[at + more]) / more, more)
-                    for more in range(1, min(left, len(curve) - 1 - at) + 1)
-                )
-                if at < len(curve) - 1
-                else (0.0, 0)
-                for curve, at in zip(curves, held, strict=True)
-            ]
-            layer = max(range(len(gains)), key=lambda index: gains[index][0])
-            if gains[layer][0] <= 0:
-                break
-            held[layer] += gains[layer][1]
-            left -= gains[layer][1]
-        found = sizes[held]
+        budget = int((size - least) / STEP * num_layers + 1e-6)
+        found = sizes[best_division(curves, budget, np.ones(num_layers, int))]
         return self.divided(found, first_step), found
 
     def rows_by_layer(self, size: float, first_step: int, least_share: float = LEAST_SHARE) -> list[float]:

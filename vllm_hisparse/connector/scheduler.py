@@ -20,6 +20,7 @@ from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import serve_managers
 from vllm_hisparse.kv_manager.blocks.request_tracker import Obstacle, RequestTracker
+from vllm_hisparse.kv_manager.blocks.rows_by_layer import RowsByLayer
 from vllm_hisparse.kv_manager.blocks.step_form import StepForm
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
@@ -74,6 +75,9 @@ class HiSparseSchedulerConnector:
         if config.controls_admission(self.layout.max_query_len):
             sizes = config.selection_size, self.layout.unit_bytes, max_num_running, self.layout.max_query_len
             self.admission = AdmissionControl(*sizes)
+        self.rows_by_layer: RowsByLayer | None = None
+        if config.log_rows_by_layer:
+            self.rows_by_layer = RowsByLayer(self.layout, config.selection_size, config.rows, config.elastic)
         self.step_form = StepForm(config.selection_size * self.layout.unit_bytes)
         self.tracker = RequestTracker(
             self.host_pool,
@@ -191,8 +195,9 @@ class HiSparseSchedulerConnector:
                 self.counts.transfer_took(request_id, seconds)
             if worker_meta.usage:
                 self.step_form.measured(worker_meta.usage)
-            if self.admission and worker_meta.usage:
-                self.admission.measured(worker_meta.usage, self.tracker.demand())
+            for learner in (self.admission, self.rows_by_layer) if worker_meta.usage else ():
+                if learner:
+                    learner.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():
             received = self.counts.transfer_ended(request_id, request_id in failed)
             if received and request_id in self.tracker.requests:

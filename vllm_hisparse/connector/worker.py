@@ -108,8 +108,9 @@ class HiSparseWorkerConnector:
         controls_admission = self.config.controls_admission(self.layout.max_query_len)
         selects = isinstance(self.hot_buffer, MLAHotBuffer) and all(self.hot_buffer.selects)
         divides_steps = selects and self.impls[0].divides_steps
-        if self.reports_requests and (controls_admission or divides_steps):
-            self._sampler = UsageSampler(self.hot_buffer, looks_at_rows=controls_admission)
+        looks_at_rows = controls_admission or self.config.log_rows_by_layer
+        if self.reports_requests and (looks_at_rows or divides_steps):
+            self._sampler = UsageSampler(self.hot_buffer, looks_at_rows)
         if self.transport:
             received = resident_caches
             if conversion is not None:

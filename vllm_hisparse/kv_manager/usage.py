@@ -18,17 +18,23 @@ class Usage:
     Attributes:
         step: number of the last step that is counted.
         hits, misses: selected units that were hot, and that were copied.
-        curve: share of a selection that a hot buffer of each of `SIZES` would miss, from the last uses of the hot rows
-            of one request, NaN for sizes that these do not determine. None: no request was sampled.
+        curves: for some of the layers that select, by their number among these: share of a selection that a hot buffer
+            of each of `SIZES` would miss, from the last uses of the hot rows of one request, NaN for sizes that these
+            do not determine. None: no request was sampled.
     """
 
     step: int
     hits: int
     misses: int
-    curve: tuple[float, ...] | None = None
+    curves: dict[int, tuple[float, ...]] | None = None
+
+    @property
+    def curve(self) -> tuple[float, ...] | None:
+        """The mean of all curves."""
+        return tuple(np.mean([*self.curves.values()], axis=0).tolist()) if self.curves else None
 
 
-def miss_curve(counts_by_age: np.ndarray, scales: Sequence[float] | None = None) -> tuple[float, ...] | None:
+def miss_curves(counts_by_age: np.ndarray, scales: Sequence[float] | None = None) -> np.ndarray | None:
     """Estimate the share of a selection that LRU buffers of other sizes would miss, from the ages of hot rows.
 
     A row's age is the time since its last use. Some rows of age `a` are used in the next step; the others become rows
@@ -42,8 +48,8 @@ def miss_curve(counts_by_age: np.ndarray, scales: Sequence[float] | None = None)
             None: 1 for all.
 
     Returns:
-        Share of a selection that is missed with each of `SIZES`, as a mean of the buffers; NaN for sizes beyond the
-        known rows. None: there are too few ages.
+        [buffers, len(SIZES)] share of a selection that is missed with each of `SIZES`; NaN for sizes beyond the known
+        rows. None: there are too few ages.
     """
     by_step = counts_by_age[:, counts_by_age.sum(0) > 0].astype(np.float64)
     # NOTE: rows of the highest age are left out, because some of them may have been evicted.
@@ -57,7 +63,7 @@ def miss_curve(counts_by_age: np.ndarray, scales: Sequence[float] | None = None)
         np.interp(SIZES, each_sizes, each_shares, right=np.nan)
         for each_sizes, each_shares in zip(sizes, shares, strict=True)
     ]
-    return tuple(np.mean(found, axis=0).tolist())
+    return np.stack(found)
 
 
 class MeanCurve:

@@ -208,7 +208,7 @@ class SimulatedEngine:
             curve = self.missed(sizes * TOP_K, np.full(len(sizes), float(request.tokens)))
             curve = curve * (1 + 0.02 * self.rng.standard_normal(len(sizes)))
             curve[sizes > covered] = np.nan
-            usage = Usage(self.num_steps, int(self.hits), int(self.misses), None if covered < 1 else tuple(curve))
+            usage = Usage(self.num_steps, int(self.hits), int(self.misses), None if covered < 1 else {0: tuple(curve)})
             self.hits = self.misses = 0.0
             self.reports.append((self.num_steps + STEPS_LATE, usage))
         while self.reports and self.reports[0][0] <= self.num_steps:

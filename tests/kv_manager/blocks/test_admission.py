@@ -201,7 +201,7 @@ def test_before_any_measurement_a_request_waits_but_not_for_long() -> None:
 def test_reports_without_a_curve_or_steps_are_no_measurement() -> None:
     control, demand = AdmissionControl(2048, 656, 100, 1), Demand.of(hot_spec(), [30_000] * 20, 60_000)
     control.measured(Usage(3, 0, 0), None)
-    control.measured(Usage(5, 10, 5, tuple(np.linspace(0.5, 0.1, len(SIZES)))), demand)
+    control.measured(Usage(5, 10, 5, {0: tuple(np.linspace(0.5, 0.1, len(SIZES)))}), demand)
     for report in range(1, DECISIONS + 1):
         assert control.num_missing_predictions == DECISIONS + 1 - report and control.holds_back(2, lambda: False)
         for _ in range(20):

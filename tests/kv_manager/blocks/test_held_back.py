@@ -30,7 +30,7 @@ def predict(engine: ScriptedEngine) -> None:
     """Let the engine measure and predict once."""
     engine.ask(f"measured at {len(engine.log)}", [7])
     engine.run_to_end()
-    usage = Usage(len(engine.log), 1, 1, (0.5,) * len(SIZES))
+    usage = Usage(len(engine.log), 1, 1, {0: (0.5,) * len(SIZES)})
     engine.half.admission.measured(usage, Demand.of(engine.tracker.spec, [20], 32))
 
 

@@ -148,7 +148,7 @@ class AdmissionControl:
 
     The time of a step grows with its requests and with the rows that it copies. Each request misses more rows if more
     requests share the device memory. Both relations are learned from measurements: times of decode steps, counts of
-    misses, and ages of hot rows, from which the misses with fewer rows are estimated (`usage.miss_curve`). Before it
+    misses, and ages of hot rows, from which the misses with fewer rows are estimated (`usage.miss_curves`). Before it
     has made some predictions, requests that would not be hot as a whole wait, at most for `MAX_STEPS_WITHOUT` steps.
 
     The limit holds for requests that have yet to start; no running request is stopped.

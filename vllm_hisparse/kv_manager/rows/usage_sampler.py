@@ -8,7 +8,7 @@ import torch
 
 from vllm_hisparse.kv_manager.rows.hit_counts import CountSnapshot
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
-from vllm_hisparse.kv_manager.usage import Usage, miss_curve
+from vllm_hisparse.kv_manager.usage import Usage, miss_curves
 from vllm_hisparse.ops.limits import MAX_AGE
 
 STEPS_PER_REPORT = 16
@@ -55,8 +55,13 @@ class UsageSampler:
             return None
         self._pending, before = None, self._reported
         hits, misses = self._reported = counts.values
-        curve = None if ages is None else miss_curve(ages.array, self._scales(layers))
-        return Usage(number, hits - before[0], misses - before[1], curve)
+        curves = None if ages is None else miss_curves(ages.array, self._scales(layers))
+        if curves is None:
+            return Usage(number, hits - before[0], misses - before[1])
+        by_layer = curves.reshape(len(layers), self._buffer.heads.num_heads, -1).mean(1)
+        places = map(self._selecting.index, layers)
+        found = {place: tuple(curve.tolist()) for place, curve in zip(places, by_layer, strict=True)}
+        return Usage(number, hits - before[0], misses - before[1], found)
 
     def _next_request(self) -> int | None:
         """Choose the next request whose buffer can hold a selection; None: there is none."""
