@@ -53,6 +53,13 @@ def test_parts_name_tests(part: str) -> None:
     assert sources and all(word in sources for word in words if word not in ("and", "or", "not"))
 
 
+def test_parts_run_all_gpu_tests() -> None:
+    """A benchmark's own test is not about a release of vLLM."""
+    found = {path.relative_to(release.ROOT).as_posix() for path in release.ROOT.glob("tests/gpu/test_*.py")}
+    in_parts = {name for part in PARTS.values() for name in part.files}
+    assert found - in_parts == {"tests/gpu/test_swap_in_benchmark.py"}
+
+
 def completion(tokens: list[int]) -> dict[str, list]:
     return {"tokens": tokens, "logprobs": [0.0] * len(tokens), "margins": [0.1] * len(tokens)}
 
