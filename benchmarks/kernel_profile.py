@@ -15,12 +15,12 @@ NAME_LENGTH = 120  # of a kernel's name in a result
 KINDS = {
     "copies": r"hisparse.*(gather_kernel|write_back|stage_rows|save_rows)|gather_rows|swap_in"
     r"|load_cache_to_device_buffer|hicache",
-    "resolve": r"hisparse",
+    "resolve": r"^(?!.*(select_positions|indexer_|_keys_kernel)).*hisparse",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter|cross_device",
     "forced selection": r"^_select$",
     "attention": r"mla.*sparse|sparse.*mla|flash::|flash_fwd|flash_mla|FlashAttn|combine_kernel|get_mla_metadata"
     r"|sched_meta",
-    "indexer": r"mqa_logits|topk_transform|fast_topk|hadamard"
+    "indexer": r"select_positions|_keys_kernel|mqa_logits|topk_transform|fast_topk|hadamard"
     r"|cooperative_topk|persistent_topk|top_?k.*(radix|per_row)|_fused_q_kernel|indexer",
     "experts": r"moe|single_group_topk|grouped_topk|expert",
     "matrix products": r"nvjet|gemm|cublas|cutlass|splitK",

@@ -95,6 +95,9 @@ def test_kernel_times_are_summed_by_kind() -> None:
         ("hisparse::(anonymous namespace)::gather_kernel(hisparse::HostRows)", 8000.0),
         ("hisparse::(anonymous namespace)::stage_rows_kernel(hisparse::HostRows)", 3000.0),
         ("hisparse::(anonymous namespace)::save_rows_kernel(unsigned char const*)", 1000.0),
+        ("hisparse::(anonymous namespace)::select_positions_kernel(float const*, long)", 2000.0),
+        ("hisparse::(anonymous namespace)::indexer_logits_kernel(hisparse::NarrowKeys)", 1500.0),
+        ("hisparse::(anonymous namespace)::insert_keys_kernel(hisparse::NarrowKeys)", 500.0),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", 1000.0),
         ("fused_moe_kernel", 2000.0),
         ("nvjet_sm90_tst_8x64_64x16_4x1_v_bz_TNN", 500.0),
@@ -103,6 +106,7 @@ def test_kernel_times_are_summed_by_kind() -> None:
     times = times_by_kind(kernels, num_steps=2)
     assert list(times.items()) == [
         ("copies", 6.0),
+        ("indexer", 2.0),
         ("resolve", 1.5),
         ("experts", 1.0),
         ("communication", 0.5),
