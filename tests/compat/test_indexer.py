@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers import sparse_attn_indexer
 
 from vllm_hisparse.compat import indexer
 from vllm_hisparse.ops import indexer_keys
@@ -109,3 +110,18 @@ def test_positions_are_selected_by_our_kernel_where_it_can() -> None:
         get_indexer_topk("auto")(*args, 1, positions, 2, 4)
         assert stock.calls.pop()[0] == (*args, 1, positions, 2, 4)
     assert get_indexer_topk("persistent") is stock, "what the user chooses runs"
+
+
+def test_the_kernel_is_put_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Stock()
+    monkeypatch.setattr(sparse_attn_indexer, "get_indexer_topk", lambda backend: stock)
+    indexer.select_with_own_kernel()
+    placed = sparse_attn_indexer.get_indexer_topk
+    indexer.select_with_own_kernel()
+    assert sparse_attn_indexer.get_indexer_topk is placed and placed("per_row") is stock
+    scores, positions = torch.rand(2, 8), torch.empty(2, 3, dtype=torch.int32)
+    placed("auto")(scores, torch.tensor([[2, 7]], dtype=torch.int32), 2, positions, 3, 8)
+    assert positions[0].tolist() == [0, 1, -1] and not stock.calls, "each draft has a length of its own"
+    shared = torch.tensor([[7]], dtype=torch.int32)
+    placed("auto")(scores, shared, 2, positions, 3, 8)
+    assert len(stock.calls) == 1, "lengths of a request that has drafts are vLLM's to expand"

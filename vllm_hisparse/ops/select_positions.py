@@ -27,8 +27,9 @@ def select_positions(scores: torch.Tensor, lengths: torch.Tensor, positions: tor
     """Select the positions with the best scores of each query.
 
     Args:
-        scores: [queries, max_length] float32. Scores from a query's length on are ignored.
-        lengths: [queries] int32 positions that a query may select.
+        scores: [queries, max_length] float32. Scores from a query's length on are ignored. NaN is the best score; on
+            CUDA, NaN with a sign is the worst one, and 0.0 is better than -0.0.
+        lengths: [queries] int32 positions that a query may select, at most max_length; 0 or less: none.
         positions: [queries, top_k] int32, overwritten: the positions with better scores than the lowest selected one in
             ascending order, then the first positions with this score; -1 behind the last one. All positions in
             ascending order if a query has no more than top_k.
