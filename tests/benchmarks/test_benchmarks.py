@@ -149,6 +149,22 @@ def test_the_decode_benchmark_runs_each_back_end_with_either_system(monkeypatch:
     assert CliRunner().invoke(decode.app, ["backends", "--backend", "FLEX"]).exit_code == 2
 
 
+def test_the_prefill_benchmark_runs_both_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The engines differ in the connector alone."""
+    monkeypatch.syspath_prepend(ROOT)
+    prefill, found = importlib.import_module("benchmarks.prefill"), []
+
+    def measure_all(system: Any, job: dict[str, Any], *_: Any) -> list[dict[str, Any]]:
+        found.append(prefill.engine_args(system, job))
+        return []
+
+    monkeypatch.setattr(prefill, "measure_all", measure_all)
+    monkeypatch.setattr(prefill, "show", lambda *_: None)
+    CliRunner().invoke(prefill.app, ["--model-dir", str(tmp_path)], catch_exceptions=False)
+    options = [each.pop("kv_transfer_config", {}).get("kv_connector") for each in found]
+    assert options == [None, "HiSparseHostConnector"] and found[0] == found[1]
+
+
 def test_the_profile_of_a_step_adds_up_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     module = importlib.import_module("benchmarks.decode_profile")

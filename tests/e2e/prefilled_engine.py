@@ -17,6 +17,7 @@ JOB = {
     "elastic": True,
     "admission": "off",
     "indexer_key_dtype": "auto",
+    "row_shares": None,
     "drafts": 0,
     "tensor_parallel": 1,
     "data_parallel": 1,
