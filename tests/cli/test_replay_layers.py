@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.replay_buffers import Replay, sequences
 from vllm_hisparse.cli.replay_layers import STEP, LayerMisses, by_layer, from_others
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.trace import Trace
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
@@ -84,6 +86,21 @@ def test_shares_leave_room_for_a_selection_in_two(size: float) -> None:
         shares = np.array(layered(*curves, num_steps=2).rows_by_layer(size, 0))
         assert shares.min() * 2 >= 1.0625 and shares.mean() == pytest.approx(1, abs=0.005)
         assert (shares == np.round(shares, 2)).all()
+
+
+def test_blocks_of_few_rows_need_a_larger_least_share() -> None:
+    """A block has 405 rows of 61 layers: rounded down, 0.54 of a mean layer's rows are 3, and 0.61 are 4."""
+    falls, flat = [50.0 - index for index in range(41)], [50.0] * 41
+    misses = layered(falls, flat).of_layers([min(layer % 4, 1) for layer in range(61)])
+
+    def check(shares: list[float]) -> None:
+        config = HiSparseConfig(host_pool_gib=1, device_buffer_size=4096, top_k=2048, rows_by_layer=shares)
+        row_shares = config.row_shares([True] * 61)
+        config.check_rows_by_layer(KVLayout(656, 132, 61, 61, narrow_key_bytes=68, row_shares=row_shares))
+
+    with pytest.raises(HiSparseConfigError, match="the layer with the smallest share has"):
+        check(misses.rows_by_layer(4.0, 0))
+    check(misses.rows_by_layer(4.0, 0, least_share=0.61))
 
 
 def test_layers_that_come_several_times() -> None:
