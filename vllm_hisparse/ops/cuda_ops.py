@@ -24,7 +24,8 @@ class CudaSwapInOps(SwapInOps):
 
     def __init__(self) -> None:
         self._kernels = kernels()
-        self._layers: dict[int, tuple[Sequence[HotRows], list[Any]]] = {}  # by the id of the first layer's rows
+        # Layers of each launch of `write_back`, by the ids of all layers' rows, which are kept so that ids stay theirs.
+        self._layers: dict[tuple[int, ...], tuple[Sequence[HotRows], list[Any]]] = {}
 
     def resolve(
         self,
@@ -124,13 +125,12 @@ class CudaSwapInOps(SwapInOps):
 
     def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[Any]:
         """Return the layers of each launch of `write_back`, from a cache if they were the layers of a call."""
-        given, groups = self._layers.get(id(hot_rows[0]), ((), []))
-        is_known = len(given) == len(hot_rows) and all(map(lambda a, b: a is b, given, hot_rows))
-        if not is_known:
+        key = tuple(map(id, hot_rows))
+        if key not in self._layers:
             pairs = list(zip(hot_rows, host_rows, strict=True))
             groups = [
                 self._kernels.layer_group([hot.native for hot, _ in some], [host for _, host in some])
                 for some in (pairs[first : first + MAX_LAYERS] for first in range(0, len(pairs), MAX_LAYERS))
             ]
-            self._layers[id(hot_rows[0])] = hot_rows, groups
-        return groups
+            self._layers[key] = hot_rows, groups
+        return self._layers[key][1]
