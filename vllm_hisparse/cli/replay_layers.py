@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_hisparse.kv_manager.blocks.rows_by_layer import ROOM, STEP, best_division
+from vllm_hisparse.kv_manager.blocks.rows_by_layer import STEP, best_division
 from vllm_hisparse.trace import Trace
 
 DRAFT_LAYER = "draft"
@@ -16,7 +16,7 @@ PERIOD = 4  # steps between two moves of the controller
 OLDEST = 2  # sizes in the oldest part of a buffer, whose hits the controller counts
 LEAST_GAIN = 1.25  # times the hits that a layer loses is what another one must gain
 MEMORY = 0.8  # weight of earlier periods in the counted hits
-LEAST_SHARE = ROOM / 2  # for a `device_buffer_size` of two selections
+LEAST_SHARE = 0.54  # with `device_buffer_size` of two selections, each layer has room for 1.08
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import logging
 import re
 import unittest
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from campaign.script import ScriptedEngine
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_hisparse.cli.replay_layers import LayerMisses
+from vllm_hisparse.config import HiSparseConfig
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.kv_manager.blocks.admission import Demand
 from vllm_hisparse.kv_manager.blocks.rows_by_layer import FIRST_LOOKS, RowsByLayer, best_division
@@ -92,6 +94,28 @@ def test_groups_of_layers_take_as_much_memory_as_they_have_layers() -> None:
     shares, ratio = rows.best(4.0, 16.0)
     assert shares == pytest.approx([1, 1], abs=0.1) and ratio == pytest.approx(1, abs=0.03)
     assert (3 * shares[0] + shares[1]) / 4 == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("key_bytes", [None, 68])
+@pytest.mark.parametrize("num_drafts", [0, 1])
+@pytest.mark.parametrize("ratio", [1, 1.5, 2, 4])
+def test_a_learned_list_leaves_every_layer_room_for_a_selection(
+    key_bytes: int | None, num_drafts: int, ratio: float
+) -> None:
+    """Layers that miss nothing beside one that misses much; blocks have 6 or 13 rows of a mean layer."""
+    query_len, rng = 1 + num_drafts, np.random.default_rng(0)
+    options = {"device_buffer_size": int(ratio * query_len * TOP_K), "top_k": TOP_K}
+    sizes = {"narrow_key_bytes": key_bytes, "max_query_len": query_len}
+    config = HiSparseConfig(host_pool_gib=1, **options)
+    layout = KVLayout(656, 132, 61, 61, row_shares=config.row_shares([True] * 61), **sizes)
+    rows = RowsByLayer(layout, TOP_K, config.rows)
+    for layer in range(61):
+        power = rng.choice([0.05, 0.1, 2, 8])
+        rows.measured(Usage(1, 1, 1, {layer: tuple(size**-power for size in SIZES)}), None)
+    shares, _ = rows.best(1.7 * ratio * query_len, 64.0)
+    assert (len(set(shares)) == 1) == (ratio == 1)
+    found = HiSparseConfig(host_pool_gib=1, rows_by_layer=shares, **options)
+    found.check_rows_by_layer(replace(layout, row_shares=found.row_shares([True] * 61)))
 
 
 def divisions(num_groups: int, budget: int, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:

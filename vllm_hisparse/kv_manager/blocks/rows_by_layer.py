@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import numpy as np
 from vllm.logger import init_logger
 
@@ -11,7 +13,7 @@ from vllm_hisparse.layout import KVLayout
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
-ROOM = 1.08  # rows that a layer keeps at least of its own, in selections of a step
+MARGIN = 0.01  # added to the least share, because shares are rounded to two decimals
 STEP = 0.25  # distance of the sizes that are looked at, in selections
 FIRST_LOOKS = 8  # looks at each layer before the first log line; each further line needs twice as many
 LEAST_GAIN = 0.05  # share of the misses that a division has to save
@@ -30,7 +32,11 @@ class RowsByLayer:
 
     def __init__(self, layout: KVLayout, top_k: int, device_buffer_size: int, elastic: bool = True):
         self._elastic = elastic
-        self._top_k, self._least_share = top_k, ROOM * layout.max_query_len * top_k / device_buffer_size
+        self._top_k = top_k
+        # A layer with this share has room for the selections of a step, however its rows are rounded.
+        mean_rows = layout.device_block_bytes // layout.row_bytes / layout.num_layers
+        needed, size = layout.max_query_len * (top_k + 1), device_buffer_size + layout.max_query_len
+        self._least_share = min(ceil(needed / size * mean_rows) / mean_rows + MARGIN, 1.0)
         self._group_sizes = np.array([num_layers for _, num_layers in layout.row_shares])
         self.present_shares = np.array(layout.selecting_rows) / layout.mean_rows
         num_groups = len(self.present_shares)
