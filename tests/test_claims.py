@@ -505,6 +505,24 @@ def test_equal_shares_and_own_selection() -> None:
         assert f"{ours / full:.2f}" in section(heading)
 
 
+def test_rows_by_layer() -> None:
+    name, heading, expected = "full_depth_rows_by_layer", "### Rows by layer", []
+    for key_dtype, label in (("fp4", "4 bits"), ("auto", "8 bits")):
+        for case in list(CASES)[2:4]:
+            (full,) = rows(name, system="full", **CASES[case])
+            (ours,) = rows(name, system="ours", indexer_key_dtype=key_dtype, **CASES[case])
+            (equal_full,) = rows("full_depth_equal_shares", system="full", **CASES[case])
+            (equal,) = rows("full_depth_select_positions", indexer_key_dtype=key_dtype, **CASES[case])
+            found = f"{whole(ours['tokens_per_s'])}, {ours['hit_rate']:.1%} hits", whole(full["tokens_per_s"])
+            times = (each["tokens_per_s"] / of["tokens_per_s"] for each, of in ((ours, full), (equal, equal_full)))
+            expected.append([case, label, *found, *(f"{each:.2f}" for each in times)])
+            assert ours["rows_by_layer"] != "equal" and ours["running_max"] == ours["requests"]
+            if "kernel_ms" in ours:
+                copies = f"copies take {ours['kernel_ms']['copies']:.0f} of the {ours['itl_ms_p50']:.0f} ms of a step"
+    assert table(heading) == expected
+    assert copies in section(heading)
+
+
 def test_kernel_of_keys_in_4_bits() -> None:
     def times(queries: int, *requests: int) -> str:
         found = [row["ratio"] for row in rows("indexer_keys_kernel", queries=queries) if row["requests"] in requests]
