@@ -517,6 +517,9 @@ def test_rows_by_layer() -> None:
             times = (each["tokens_per_s"] / of["tokens_per_s"] for each, of in ((ours, full), (equal, equal_full)))
             expected.append([case, label, *found, *(f"{each:.2f}" for each in times)])
             assert ours["rows_by_layer"] != "equal" and ours["running_max"] == ours["requests"]
+            if key_dtype == "fp4":
+                times = f"{ours['tokens_per_s'] / full['tokens_per_s']:.1f} times"
+                assert times in README
             if "kernel_ms" in ours:
                 copies = f"copies take {ours['kernel_ms']['copies']:.0f} of the {ours['itl_ms_p50']:.0f} ms of a step"
     assert table(heading) == expected
