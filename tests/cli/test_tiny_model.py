@@ -199,6 +199,15 @@ def test_command_makes_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "m" / MANIFEST).is_file()
 
 
+@pytest.mark.parametrize("variant", ["llama", "minimax_m3"])
+def test_command_refuses_draft_layers_of_other_models(tmp_path: Path, variant: str) -> None:
+    arguments = ["make-model", variant, "--out", str(tmp_path / "m"), "--draft-layers", "1"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "Invalid value for --draft-layers" in result.output
+    assert f"got 1, expected 0 with the variant {variant}" in result.output
+
+
 @pytest.mark.parametrize("out", ["file", "file/model"])
 def test_command_refuses_a_file(tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()

@@ -192,6 +192,7 @@ VARIANTS["minimax_m3"] = {
     "partial_rotary_factor": 0.5,
 }
 DENSE_VARIANTS = ("llama", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "ernie45_moe")
+WITHOUT_DRAFTS = (*DENSE_VARIANTS, "minimax_m3")  # variants that have no draft layer
 HEADS_PER_KV_HEAD = 4  # query heads per KV head in dense variants
 M3_HEADS_PER_KV_HEAD, M3_BLOCK, M3_FULL_LAYERS = 16, 128, 2  # the last: leading layers that do not select
 
@@ -229,7 +230,7 @@ def make_model(
         raise ValueError(f"variant is {variant!r}, expected one of {', '.join(VARIANTS)}")
     if dtype not in list(Dtype):
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(Dtype)}")
-    if draft_layers and variant in (*DENSE_VARIANTS, "minimax_m3"):
+    if draft_layers and variant in WITHOUT_DRAFTS:
         raise ValueError(f"draft_layers is {draft_layers}, expected 0 with the variant {variant!r}")
     out_dir = Path(out_dir)
     config = model_config(variant, num_layers, num_heads, index_n_heads, index_topk, draft_layers, dtype)
@@ -569,6 +570,9 @@ def make_model_command(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a tiny model with random weights and a tokenizer; nothing to do when it is there already."""
+    if draft_layers and variant.value in WITHOUT_DRAFTS:
+        message = f"got {draft_layers}, expected 0 with the variant {variant.value}"
+        raise typer.BadParameter(message, param_hint="--draft-layers")
     try:
         path = make_model(
             variant.value,
