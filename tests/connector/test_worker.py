@@ -88,14 +88,19 @@ def make_worker(
     return HiSparseWorkerConnector(vllm_config, config, device_groups(is_dense), NUM_HOST_BLOCKS, transport)
 
 
-def device_caches(is_dense: bool = False) -> dict[str, torch.Tensor]:
-    """All layers of a block side by side, as vLLM lays them out; each layer's hot rows are filled with its index."""
+def device_caches(is_dense: bool = False, num_more_rows: int = 0) -> dict[str, torch.Tensor]:
+    """All layers of a block side by side, as vLLM lays them out.
+
+    Args:
+        is_dense: True for a dense model.
+        num_more_rows: rows of a DSA model by which blocks are larger than its layers need.
+    """
     if is_dense:
         memory = torch.zeros(NUM_DEVICE_BLOCKS, NUM_LAYERS, 2, 64, 64)
         assert memory[0].nbytes == GQA_LAYOUT.device_block_bytes
         return {name: memory[:, index] for index, name in enumerate(HOT_LAYERS)}
-    rows, num_bytes = MLA_LAYOUT.rows_per_hot_block, MLA_LAYOUT.device_block_bytes
-    memory = torch.zeros(NUM_DEVICE_BLOCKS, num_bytes, dtype=torch.uint8)
+    rows, more_bytes = MLA_LAYOUT.rows_per_hot_block, num_more_rows * MLA_LAYOUT.row_bytes
+    memory = torch.zeros(NUM_DEVICE_BLOCKS, MLA_LAYOUT.device_block_bytes + more_bytes, dtype=torch.uint8)
     hot = memory.view(torch.float32)[:, : NUM_LAYERS * rows * WIDTH].view(-1, NUM_LAYERS, 1, rows, WIDTH)
     keys = memory[:, : MLA_LAYOUT.resident_block_bytes].view(-1, 2, 1, 64, KEY_BYTES)
     layers = [hot[:, index] for index in range(NUM_LAYERS)] + [keys[:, index] for index in range(2)]
@@ -110,8 +115,10 @@ def worker() -> Iterator[HiSparseWorkerConnector]:
     worker.shutdown()
 
 
-def test_every_layer_gets_its_own_rows_in_order() -> None:
-    worker, caches = make_worker(), device_caches()
+@pytest.mark.parametrize("num_more_rows", [0, 5])
+def test_every_layer_gets_its_own_rows_in_order(num_more_rows: int) -> None:
+    """vLLM's blocks are larger if the backend of a draft layer asks for pages of several rows."""
+    worker, caches = make_worker(), device_caches(num_more_rows=num_more_rows)
     worker.register_kv_caches(caches)
     for index, (impl, name) in enumerate(zip(worker.impls, HOT_LAYERS, strict=True)):
         assert impl.hot_buffer is worker.hot_buffer and impl.layer_index == index
@@ -123,15 +130,17 @@ def test_every_layer_gets_its_own_rows_in_order() -> None:
     assert (shape.max_blocks, shape.block_size, shape.num_device_blocks) == (5, 64, NUM_DEVICE_BLOCKS)
 
 
-def test_layers_with_different_numbers_of_rows_lie_one_after_the_other() -> None:
+@pytest.mark.parametrize("num_more_rows", [0, 5])
+def test_layers_with_different_numbers_of_rows_lie_one_after_the_other(num_more_rows: int) -> None:
     shares = tuple((1.0 + index, 1) for index in range(NUM_LAYERS))
-    layout, caches = replace(MLA_LAYOUT, row_shares=shares), list(device_caches().values())[:NUM_LAYERS]
+    layout, caches = replace(MLA_LAYOUT, row_shares=shares), list(device_caches(num_more_rows=num_more_rows).values())
+    caches = caches[:NUM_LAYERS]
     assert len(set(layout.layer_rows)) > 1, "all layers have the same number of rows"
     owners = torch.zeros(NUM_DEVICE_BLOCKS, layout.device_block_bytes // layout.row_bytes, dtype=torch.int32)
     for index, view in enumerate(layer_views(caches, layout)):
         assert view.shape == (NUM_DEVICE_BLOCKS, 1, layout.layer_rows[index], WIDTH)
         hot = HotRows.from_cache(view.squeeze(1))
-        assert hot.block_stride_rows == owners.shape[1]
+        assert hot.block_stride_rows == owners.shape[1] + num_more_rows
         first = (view.data_ptr() - caches[0].data_ptr()) // layout.row_bytes
         owners[:, first : first + hot.rows_per_block] += 1
         assert first + hot.rows_per_block <= owners.shape[1], "the rows of the last layer exceed the block"

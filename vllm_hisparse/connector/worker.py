@@ -340,8 +340,10 @@ def layer_views(caches: list[torch.Tensor], layout: KVLayout) -> list[torch.Tens
     Returns:
         One per layer, [num_blocks, 1, rows of the layer, row elements].
     """
-    rows = _block_memory(caches, layout).view(caches[0].dtype)
-    width = caches[0].shape[-1]
+    first, width = min(caches, key=torch.Tensor.data_ptr), caches[0].shape[-1]
+    # NOTE: blocks may be larger than the layout's, because backends of draft layers may ask for pages of several rows.
+    assert first.stride(0) * first.element_size() >= layout.device_block_bytes, "blocks are too small"
+    rows = first.as_strided((len(first), sum(layout.layer_rows) * width), (first.stride(0), 1))
     ends = list(accumulate(layout.layer_rows))
     parts = (rows[:, (end - num) * width : end * width] for num, end in zip(layout.layer_rows, ends, strict=True))
     return [part.unflatten(1, (1, -1, width)) for part in parts]
