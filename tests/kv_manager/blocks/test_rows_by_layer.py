@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from campaign.script import ScriptedEngine
+from simulated_engine import hot_spec
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_hisparse.cli.replay_layers import LayerMisses
@@ -147,7 +148,7 @@ def test_the_log_has_a_list_after_some_looks_and_after_twice_as_many() -> None:
     rows, misses = learner(), misses_of("code-dsa-4096")
     curves = curves_of(misses, np.full(8, 3.5))
     blocks = np.full(4, 100.0)
-    demand = Demand(4, np.full(4, 8.0 * TOP_K), blocks, 10 * blocks, np.full(4, 3.5 * TOP_K), 400, 13)
+    demand = Demand(4, np.full(4, 8.0 * TOP_K), blocks, 10 * blocks, np.full(4, 3.5 * TOP_K), 400, 13, 13)
     looks = []
     with unittest.TestCase().assertLogs(LOGGER, logging.INFO) as logs:
         for look, layer in itertools.product(range(1, 3 * FIRST_LOOKS), range(8)):
@@ -163,13 +164,29 @@ def test_the_log_has_a_list_after_some_looks_and_after_twice_as_many() -> None:
 @pytest.mark.parametrize(("more", "expected"), [(0, "hot as a whole"), (900, "no list misses clearly fewer")])
 def test_the_log_says_if_no_layer_needs_more_rows(more: float, expected: str) -> None:
     rows, blocks = learner(), np.full(1, 100.0)
-    demand = Demand(1, np.full(1, 3.0 * TOP_K), blocks, np.full(1, more), np.full(1, 2.0 * TOP_K), 100, 13)
+    demand = Demand(1, np.full(1, 3.0 * TOP_K), blocks, np.full(1, more), np.full(1, 2.0 * TOP_K), 100, 13, 13)
     curves = dict.fromkeys(range(8), tuple(1 / size for size in SIZES))
     with unittest.TestCase().assertLogs(LOGGER, logging.INFO) as logs:
         for look in range(FIRST_LOOKS):
             rows.measured(Usage(look, 1, 1, curves), demand)
     (record,) = logs.records
     assert expected in record.getMessage()
+
+
+@pytest.mark.parametrize("num_missing_blocks", [0, 100])
+def test_requests_are_hot_as_a_whole_if_the_layer_with_the_fewest_rows_holds_them(num_missing_blocks: int) -> None:
+    """A mean layer has more rows than a request has tokens in both cases."""
+    shares, equal, tokens = (2.0, *[0.5, 0.75] * 30), hot_spec(), 10_000
+    spec = replace(equal, layout=replace(equal.layout, row_shares=tuple((share, 1) for share in shares)))
+    num_blocks = spec.num_request_blocks(tokens, is_whole=True) - num_missing_blocks
+    demand, rows = Demand.of(spec, [tokens], num_blocks), RowsByLayer(spec.layout, TOP_K, 2 * TOP_K)
+    assert demand.rows_with(np.ones(1))[0, 0] > tokens
+    curves = dict.fromkeys(range(61), tuple(1 / size for size in SIZES))
+    with unittest.TestCase().assertLogs(LOGGER, logging.INFO) as logs:
+        for look in range(FIRST_LOOKS):
+            rows.measured(Usage(look, 1, 1, curves), demand)
+    (record,) = logs.records
+    assert ("hot as a whole" in record.getMessage()) == (num_missing_blocks == 0)
 
 
 def test_an_engine_learns_from_the_reports_of_its_workers() -> None:

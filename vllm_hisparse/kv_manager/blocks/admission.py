@@ -40,6 +40,7 @@ class Demand:
         rows: [n] float64 hot rows that it always has.
         num_blocks: blocks of the device.
         rows_per_block: hot rows of a mean layer in a block.
+        fewest_rows: hot rows in a block of the layer that has the fewest.
     """
 
     num_requests: int
@@ -49,6 +50,7 @@ class Demand:
     rows: np.ndarray
     num_blocks: int
     rows_per_block: float
+    fewest_rows: int
 
     @classmethod
     def of(cls, spec: HotBufferSpec, lengths: Sequence[int], num_blocks: int) -> Demand:
@@ -66,7 +68,7 @@ class Demand:
         whole = np.array([spec.num_request_blocks(length, is_whole=True) for length in sample], np.float64)
         rows = np.array([spec.num_blocks(length) for length in sample], np.float64) * spec.layout.mean_rows
         sizes = np.array(sample, np.float64), least, whole - least, rows
-        return cls(len(lengths), *sizes, num_blocks, spec.layout.mean_rows)
+        return cls(len(lengths), *sizes, num_blocks, spec.layout.mean_rows, spec.layout.fewest_rows)
 
     @property
     def most(self) -> int:
@@ -77,6 +79,11 @@ class Demand:
     def most_whole(self) -> int:
         """Number of requests of such lengths that can all be hot as a whole."""
         return int(self.num_blocks / (self.least + self.more).mean())
+
+    @property
+    def whole_rows(self) -> np.ndarray:
+        """Hot rows of a mean layer with which each request is hot as a whole: [n] float64."""
+        return self.tokens * self.rows_per_block / self.fewest_rows
 
     def rows_with(self, numbers: np.ndarray) -> np.ndarray:
         """Divide the memory like `lending.divide`, for other numbers of requests of the same lengths.
@@ -257,7 +264,7 @@ class AdmissionControl:
 
     def _missed(self, demand: Demand, numbers: np.ndarray) -> np.ndarray:
         """Return the share of a selection that a mean request misses, [m] float64, for numbers of requests [m]."""
-        wholes = demand.tokens / self._top_k
+        wholes = demand.whole_rows / self._top_k
         sizes = np.minimum(demand.rows_with(numbers) / self._top_k, wholes)
         return self._curve.missed(sizes, np.broadcast_to(wholes, sizes.shape)).mean(1)
 

@@ -58,9 +58,11 @@ class RowsByLayer:
         if demand is None or self._looks.min() < self._next_log:
             return
         self._next_log = 2 * int(self._looks.min())
-        tokens = demand.tokens / self._top_k
         rows = demand.rows_with(np.array([demand.num_requests]))[0] if self._elastic else demand.rows
-        sizes = np.minimum(rows / self._top_k, tokens)
+        if (rows >= demand.whole_rows).all():
+            logger.info("HiSparse rows by layer: requests are hot as a whole, so no layer needs more rows.")
+            return
+        sizes, tokens = np.minimum(rows, demand.whole_rows) / self._top_k, demand.tokens / self._top_k
         self._log(float(sizes.mean()), float(tokens.mean()))
 
     def best(self, size: float, whole: float) -> tuple[list[float], float]:
@@ -106,9 +108,6 @@ class RowsByLayer:
 
     def _log(self, size: float, whole: float) -> None:
         num_looks = int(self._looks.min())
-        if size >= whole:
-            logger.info("HiSparse rows by layer: requests are hot as a whole, so no layer needs more rows.")
-            return
         shares, ratio = self.best(size, whole)
         if ratio > 1 - LEAST_GAIN:
             logger.info("HiSparse rows by layer: no list misses clearly fewer rows than the present one.")
