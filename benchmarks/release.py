@@ -84,7 +84,7 @@ PARTS: dict[str, Part] = {
     "backends": Part((DENSE,), "test_other_backends and not flashinfer", 4),
     "flashinfer": Part((DENSE,), "test_other_backends and flashinfer", 3),  # compiles FlashInfer's prefill and decode
     "dense_fp8": Part((DENSE,), "test_kv_in_fp8", 4),
-    "select_positions": Part(("tests/gpu/test_select_positions.py",)),
+    "select_positions": Part(("tests/gpu/test_select_positions_gpu.py",)),
     "narrow_keys_kernels": Part(("tests/gpu/test_indexer_keys.py",)),
     "narrow_keys": Part((PARITY,), "test_indexer_keys_in_4_bits", 2),
     "generic": Part((PARITY,), "test_parity_with_cuda_graphs and fp8_generic", 3),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -154,6 +155,12 @@ def used_names(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_hisparse"):
             found |= {alias.name for alias in node.names}
     return found - private_names(tree)
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by their names alone, and ends if it finds a name twice."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.long
