@@ -33,11 +33,18 @@ SHAPE = HotBufferShape(
 class Requests:
     """Decoding requests whose selections keep a share of the positions; each layer keeps another share."""
 
-    def __init__(self, num_hot_blocks: dict[int, int], max_query_len: int = 1, shares_from: int = NUM_LAYERS):
+    def __init__(
+        self,
+        num_hot_blocks: dict[int, int],
+        max_query_len: int = 1,
+        shares_from: int = NUM_LAYERS,
+        layer_rows: tuple[int, ...] = (ROWS_PER_BLOCK,) * NUM_LAYERS,
+    ):
         selects = [layer < shares_from for layer in range(NUM_LAYERS)]
-        self.buffer = MLAHotBuffer(replace(SHAPE, max_query_len=max_query_len), torch.device("cpu"), selects)
-        hot = HotRows(torch.zeros(NUM_BLOCKS * ROWS_PER_BLOCK, 1), ROWS_PER_BLOCK, ROWS_PER_BLOCK)
-        for _ in range(NUM_LAYERS):
+        shape = replace(SHAPE, max_query_len=max_query_len, layer_rows=layer_rows)
+        self.buffer = MLAHotBuffer(shape, torch.device("cpu"), selects)
+        for rows in layer_rows:
+            hot = HotRows(torch.zeros(NUM_BLOCKS * rows, 1), rows, rows)
             self.buffer.add_layer(hot, torch.zeros(64 * BLOCK_SIZE, 1))
         self.first_blocks, first = list(num_hot_blocks), 0
         for first_block, count in num_hot_blocks.items():
@@ -121,6 +128,31 @@ def test_requests_and_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
         sampler.step_ends(number)
         sampler.take()
     assert seen == [0, 2, 0, 2], "a request whose buffer holds no selection was looked at"
+
+
+def test_curves_of_layers_with_other_rows_are_over_the_size_of_a_mean_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with half and with three halves of the mean rows, which still hold all rows that were used."""
+    monkeypatch.setattr(usage_sampler, "LAYERS_PER_REPORT", NUM_LAYERS)
+    [equal] = reports(Requests({10: 60}, layer_rows=(6,) * NUM_LAYERS), STEPS_PER_REPORT)
+    [usage] = reports(Requests({10: 60}, layer_rows=(3, 9, 3, 9, 3, 9)), STEPS_PER_REPORT)
+    assert usage.curves.keys() == equal.curves.keys() == set(range(NUM_LAYERS))
+    for layer, curve in usage.curves.items():
+        own_size, mean_size = (1.5, 1) if layer % 2 else (1, 2)
+        expected = equal.curves[layer][SIZES.index(own_size)]
+        assert 0 < expected < 1 and curve[SIZES.index(mean_size)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("layer_rows", "expected"), [((5,) * 6, 1), ((4, 6, 4, 6, 4, 6), 2)])
+def test_layers_of_a_row_class_are_looked_at_in_the_same_places(
+    monkeypatch: pytest.MonkeyPatch, layer_rows: tuple[int, ...], expected: int
+) -> None:
+    """A device gets no more small kernels than it has to."""
+    sampler, found = UsageSampler(Requests({10: 10}, layer_rows=layer_rows).buffer), HotRows.entries
+    calls: list[HotRows] = []
+    monkeypatch.setattr(HotRows, "entries", lambda hot, *args: calls.append(hot) or found(hot, *args))
+    for number in range(STEPS_PER_REPORT):
+        sampler.step_ends(number)
+    assert len(calls) == expected
 
 
 def test_nothing_is_reported_of_no_request() -> None:

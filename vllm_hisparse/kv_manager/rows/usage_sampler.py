@@ -99,10 +99,14 @@ class UsageSampler:
         # NOTE: rows that a layer with fewer rows lacks are empty.
         most_rows = num_blocks * max(buffer.layers[layer].hot.rows_per_block for layer in layers)
         held = torch.full((len(layers), heads.num_heads, most_rows, 2), -1, dtype=torch.int32, device=buffer.device)
+        entries: dict[int, torch.Tensor] = {}  # of all slots, by the rows of a block
         for index, layer in enumerate(layers):
             hot = buffer.layers[layer].hot
-            slots = torch.arange(num_blocks * hot.rows_per_block, device=buffer.device).expand(heads.num_heads, -1)
-            held[index, :, : slots.shape[1]] = buffer.residency[layer].entries[hot.entries(tables, slots)]
+            if hot.rows_per_block not in entries:
+                slots = torch.arange(num_blocks * hot.rows_per_block, device=buffer.device).expand(heads.num_heads, -1)
+                entries[hot.rows_per_block] = hot.entries(tables, slots)
+            found = buffer.residency[layer].entries[entries[hot.rows_per_block]]
+            held[index, :, : found.shape[1]] = found
         positions, last_uses = held.flatten(0, 1).unbind(-1)  # [layers * heads, most_rows] each
         is_used = (positions >= 0) & (last_uses > positions)
         newest = last_uses.where(is_used, -1).amax()
