@@ -346,6 +346,13 @@ def test_refuses_drafts_that_it_cannot_verify(method: str, changes: dict[str, An
     check_parts(message, "--speculative-config method", repr(method), expected, "Remove --speculative-config.")
 
 
+def test_refuses_to_learn_rows_by_layer_with_drafts() -> None:
+    config = engine({**GIB, "log_rows_by_layer": True}, **drafts())
+    with pytest.raises(HiSparseConfigError) as error:
+        HiSparseConfig.from_vllm_config(config)
+    check_parts(str(error.value), "log_rows_by_layer", "True", "False with drafts", "Learn the list without drafts")
+
+
 def test_refuses_a_number_of_drafts_that_depends_on_the_batch() -> None:
     by_batch = drafts()
     by_batch["speculative_config"].num_speculative_tokens_per_batch_size = [[1, 8, 3], [9, 256, 1]]

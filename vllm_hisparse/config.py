@@ -674,6 +674,13 @@ def _check_drafts(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
             f"{' or '.join(DRAFT_METHODS[device])} with images, audio or video, which no draft model was tried with",
             "Add --language-model-only, or remove --speculative-config.",
         )
+    if config.log_rows_by_layer:
+        raise HiSparseConfigError(
+            "log_rows_by_layer",
+            True,
+            "False with drafts, which select together in a step",
+            "Learn the list without drafts; rows_by_layer takes it with drafts, too.",
+        )
     by_batch = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
     if by_batch is not None:
         raise HiSparseConfigError(
