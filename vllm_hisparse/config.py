@@ -265,7 +265,7 @@ class HiSparseConfig(BaseModel):
         return self.device_buffer_size
 
     def row_shares(self, selects: Sequence[bool]) -> tuple[tuple[float, int], ...]:
-        """`KVLayout.row_shares` of a model.
+        """Return `KVLayout.row_shares` of a model.
 
         Args:
             selects: for each layer with hot rows, True if it selects, False if it shares the last selection.

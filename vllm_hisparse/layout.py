@@ -90,7 +90,7 @@ def divide_rows(shares: Sequence[tuple[float, int]], num_rows: int) -> tuple[int
 
 
 def _sum_by_share(shares: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Each share, ascending, and the number of its layers."""
+    """Return each share, in ascending order, and the number of its layers."""
     distinct = sorted({share for share, _ in shares})
     return [(each, sum(num for share, num in shares if share == each)) for each in distinct]
 

@@ -93,7 +93,7 @@ class LayerMisses:
         return np.round(sizes / sizes.mean(), 2).tolist()
 
     def shared(self, rows_by_layer: list[float], size: float, first_step: int) -> float:
-        """The same as `equal` if memory of so many selections in each layer is divided by these shares."""
+        """Return the same as `equal`, if memory for `size` selections in each layer is divided by these shares."""
         shares = np.array(rows_by_layer)
         return self.divided(shares / shares.mean() * size, first_step)
 

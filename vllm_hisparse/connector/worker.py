@@ -331,7 +331,7 @@ def hot_buffer_shape(
 
 
 def layer_views(caches: list[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
-    """The hot rows of each layer of a DSA model, in vLLM's device blocks, which are divided by `KVLayout.layer_rows`.
+    """Return views of vLLM's device blocks: the hot rows of each layer of a DSA model, by `KVLayout.layer_rows`.
 
     Args:
         caches: one per layer, [num_blocks, 1, rows per hot block, row elements], as vLLM divides the blocks.

@@ -122,11 +122,11 @@ class DecodeStep(ABC):
         return values[:num_tokens] if self._query_indices is None else values[self._query_indices]
 
     def decode_of(self, layer_index: int) -> DecodeMetadata:
-        """Metadata of the decoding requests in a layer."""
+        """Return the metadata of the decoding requests for a layer."""
         return self.by_class[self.requests.classes.of_layer[layer_index]]
 
     def of_requests(self, layer_index: int, requests: slice | None) -> tuple[DecodeMetadata, Resolved]:
-        """Metadata in a layer and resolution of a range of the step's requests, in the same memory.
+        """Return a layer's metadata and the resolution for a range of the step's requests, in the step's own memory.
 
         Args:
             layer_index: index of the layer.

@@ -80,7 +80,7 @@ class UsageSampler:
         return sorted({self._selecting[(first + index) % num_layers] for index in range(LAYERS_PER_REPORT)})
 
     def _scales(self, layers: list[int]) -> list[float]:
-        """Size of a hot buffer, in the mean of all layers, over its size in each of these layers and its KV heads."""
+        """Return the rows of a mean layer over the rows of each of the given layers, once for each KV head."""
         rows = [self._buffer.classes.rows_per_block[each] for each in self._buffer.classes.of_layer]
         scales = [fmean(rows) / rows[layer] for layer in layers]
         return [scale for scale in scales for _ in range(self._buffer.heads.num_heads)]
