@@ -189,6 +189,21 @@ def test_requests_are_hot_as_a_whole_if_the_layer_with_the_fewest_rows_holds_the
     assert ("hot as a whole" in record.getMessage()) == (num_missing_blocks == 0)
 
 
+def test_requests_that_are_hot_as_a_whole_do_not_count() -> None:
+    """Twenty short requests beside a long one, which alone misses rows."""
+    equal = hot_spec()
+    spec = replace(equal, layout=replace(equal.layout, row_shares=((1.0, 1),) * 61))
+    num_blocks = spec.num_request_blocks(30_000) + 20 * spec.num_request_blocks(200, is_whole=True) + 200
+    demand, rows = Demand.of(spec, [200] * 20 + [30_000], num_blocks), RowsByLayer(spec.layout, TOP_K, 2 * TOP_K)
+    curves = dict.fromkeys(range(len(spec.layout.row_shares)), tuple(1 / size for size in SIZES))
+    found: list[tuple[float, float]] = []
+    rows.best = lambda size, whole: found.append((size, whole)) or ([1.0], 1.0)  # type: ignore[method-assign]
+    for look in range(FIRST_LOOKS):
+        rows.measured(Usage(look, 1, 1, curves), demand)
+    ((size, whole),) = found
+    assert whole == pytest.approx(30_000 / TOP_K) and 2 < size < whole
+
+
 def test_an_engine_learns_from_the_reports_of_its_workers() -> None:
     shares = {"row_shares": ((1.0, 1), (1.0, 1))}
     engine = ScriptedEngine(options={"log_rows_by_layer": True}, **shares)

@@ -59,11 +59,11 @@ class RowsByLayer:
             return
         self._next_log = 2 * int(self._looks.min())
         rows = demand.rows_with(np.array([demand.num_requests]))[0] if self._elastic else demand.rows
-        if (rows >= demand.whole_rows).all():
+        missing = rows < demand.whole_rows
+        if not missing.any():
             logger.info("HiSparse rows by layer: requests are hot as a whole, so no layer needs more rows.")
             return
-        sizes, tokens = np.minimum(rows, demand.whole_rows) / self._top_k, demand.tokens / self._top_k
-        self._log(float(sizes.mean()), float(tokens.mean()))
+        self._log(float(rows[missing].mean()) / self._top_k, float(demand.tokens[missing].mean()) / self._top_k)
 
     def best(self, size: float, whole: float) -> tuple[list[float], float]:
         """Return the best shares, with a mean of 1 over all layers, and a careful estimate of their misses over the
