@@ -270,6 +270,92 @@ def test_admission_after_more_steps() -> None:
     assert claim in section("## Without locality")
 
 
+# Of a row of `microbatch_orders`: the package's order, and what others change in it
+ORDER = {
+    "indexer": "by microbatch",
+    "copies": "side by side",
+    "priority": False,
+    "begins_after": "selection",
+    "gather_thread_blocks": 8,
+    "score_thread_blocks": 132,
+    "selecting_kernel": "plugin's",
+    "selection_threads": 512,
+    "selection_thread_blocks": None,
+}
+ONE_GO = {
+    "indexer": "once",
+    "copies": "one at a time",
+    "priority": True,
+    "begins_after": "-",
+    "gather_thread_blocks": 16,
+}
+SPARED = {"copies": "one at a time", "priority": True, "begins_after": "lookup", "score_thread_blocks": 120}
+ORDERS = {
+    "as in the package, with vLLM's kernel that selects": (3, {"selecting_kernel": "vLLM's"}),
+    "**as in the package**": (3, {}),
+    "the indexer in one go, copies one at a time": (3, ONE_GO),
+    "as in the package, another run": (2, {}),
+    "copies one at a time, 12 multiprocessors left to them": (2, SPARED),
+}
+
+
+def step_in_order(context: int, run: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """The first row of a case, with equal microbatches and keys in 4 bits, whose step ran in an order."""
+    wanted = {"context": context, "run": run, "indexer_key_dtype": "fp4", **ORDER, **changes}
+    return next(row for row in rows("microbatch_orders", **wanted) if set(row["microbatches"]) == {14})
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_of_a_step(order: str) -> None:
+    decision = (ROOT / "docs" / "decisions" / "microbatches.md").read_text()
+    (line,) = (line for line in decision.splitlines() if line.startswith(f"| {order} |"))
+    claimed = line.strip("| ").split(" | ")[1:]
+    for cell_, context in zip(claimed, (32768, 65536, 35064, 67832), strict=True):
+        if cell_ != "–":
+            assert cell_ == f"{step_in_order(context, *ORDERS[order])['itl_ms_p50']:.2f}", context
+
+
+def test_a_gather_that_is_alone_on_the_link() -> None:
+    decision = " ".join((ROOT / "docs" / "decisions" / "microbatches.md").read_text().split())
+    found = [step_in_order(context, 3, ONE_GO) for context in (32768, 65536)]
+    times = [row["kernel_us"]["gather"] for row in found]
+    rates = [14 * 2048 * (1 - row["hit_rate"]) * 656 / us / 1000 for row, us in zip(found, times, strict=True)]
+    claim = f"takes {times[0]:.0f} us with 32K tokens and {times[1]:.0f} us with 64K"
+    assert f"{claim}, which is {rates[0]:.0f} and {rates[1]:.0f} GB/s" in decision
+
+
+def test_the_kernel_that_selects() -> None:
+    decision = " ".join((ROOT / "docs" / "decisions" / "own-kernel-selects-positions.md").read_text().split())
+    vllm = {"selecting_kernel": "vLLM's"}
+    own, stock = ([step_in_order(c, 3, changes)["itl_ms_p50"] for c in (32768, 65536)] for changes in ({}, vllm))
+    assert f"56 requests of 32K took {own[0]:.2f} instead of {stock[0]:.2f} ms" in decision
+    assert f"28 requests of 64K took {own[1]:.2f} instead of {stock[1]:.2f} ms" in decision
+    gains = [round(100 * (other / ours - 1)) for ours, other in zip(own, stock, strict=True)]
+    text = section("### Equal shares of lent memory")
+    assert f"it was {gains[0]} and {gains[1]}% faster in the first two cases" in text
+
+    def in_one_go(key_dtype: str, **changes: Any) -> list[float]:
+        wanted = {"run": 3, **ORDER, **ONE_GO, "indexer_key_dtype": key_dtype, **changes}
+        found = [row for row in rows("microbatch_orders", **wanted) if row["lookups"] == "once"]
+        return [row["itl_ms_p50"] for row in found if set(row["microbatches"]) == {14}]
+
+    pairs = [
+        zip(in_one_go(key_dtype, selection=selection), in_one_go(key_dtype, selection=selection, **vllm), strict=True)
+        for key_dtype, selection in (("fp4", "independent"), ("fp4", "trace"), ("auto", "trace"))
+    ]
+    gains = [round(100 * (stock / own - 1)) for pair in pairs for own, stock in pair]
+    assert len(gains) == 6
+    assert f"the plugin's kernel was {min(gains[:2])} to {max(gains[:2])}% faster in these two cases" in decision
+    assert f"between {-min(gains[2:])}% slower and {max(gains[2:])}% faster with traces" in decision
+    for scores, claim in (
+        ("normal", "it takes {0} us, and the plugin's {1} us, if the scores are normally distributed"),
+        ("near 3", "{0} and {1} us if they lie close together"),
+        ("equal", "{0} and {1} us if they are equal"),
+    ):
+        (row,) = rows("select_positions", scores=scores, context=32768, queries=14)
+        assert claim.format(f"{row['vllm_cooperative_us']:.1f}", f"{row['plugin_512x8_us']:.1f}") in decision
+
+
 def test_copies_of_one_microbatch_at_a_time() -> None:
     decision = (ROOT / "docs" / "decisions" / "microbatches.md").read_text()
     found = results("h200/microbatch_copies")
@@ -565,6 +651,7 @@ def test_accuracy_of_keys_in_4_bits() -> None:
 PARTS = {
     "kernels of hot buffers": "kernels",
     "kernels of indexer keys in 4 bits": "narrow_keys_kernels",
+    "kernel that selects positions": "select_positions",
     "XQA (FlashInfer) over hot units": "flashinfer_units",
     "DSA, fp8 KV, `FLASHMLA_SPARSE`": "parity_fp8",
     "DSA, bf16 KV, `FLASHMLA_SPARSE`": "parity_bf16_flashmla",
@@ -572,6 +659,7 @@ PARTS = {
     "DSA, fp8 and bf16 KV, `FLASHINFER_MLA_SPARSE_SM90`": "parity_flashinfer",
     "vLLM's generic DeepSeek class, fp8 KV": "generic",
     "steps as a whole and in microbatches, each forced, fp8 and bf16 KV": "forms",
+    "layers with different numbers of hot rows, each form of a step, fp8 and bf16 KV": "rows_by_layer",
     "preemption and prefix reuse, without and with drafts": "preemption",
     "a draft layer (MTP), two drafts": "mtp",
     "n-gram drafts": "ngram",
