@@ -270,7 +270,7 @@ def test_admission_after_more_steps() -> None:
     assert claim in section("## Without locality")
 
 
-# Of a row of `microbatch_orders`: the package's order, and what others change in it
+# Columns of `microbatch_orders`: the package's order, and below it what other orders change
 ORDER = {
     "indexer": "by microbatch",
     "copies": "side by side",
@@ -607,7 +607,8 @@ def test_rows_by_layer() -> None:
                 times = f"{ours['tokens_per_s'] / full['tokens_per_s']:.1f} times"
                 assert times in README
             if "kernel_ms" in ours:
-                copies = f"copies take {ours['kernel_ms']['copies']:.0f} of the {ours['itl_ms_p50']:.0f} ms of a step"
+                step, copies = (round(each) for each in (ours["itl_ms_p50"], ours["kernel_ms"]["copies"]))
+                copies = f"a step takes {step} ms. Copies take {copies} ms"
     assert table(heading) == expected
     assert copies in section(heading)
 

@@ -158,7 +158,7 @@ def test_the_log_has_a_list_after_some_looks_and_after_twice_as_many() -> None:
     message = logs.records[0].getMessage()
     shares = ast.literal_eval(re.search(r'"rows_by_layer": (\[.*?\])', message)[1])
     assert shares == rows.best(3.5, 8.0)[0]
-    assert f"{FIRST_LOOKS} looks at each layer; a mean layer has 3.5 top-k rows" in message
+    assert f"each layer was read {FIRST_LOOKS} times; requests have 3.5 times top_k rows in a mean layer" in message
 
 
 @pytest.mark.parametrize(("more", "expected"), [(0, "hot as a whole"), (900, "no list misses clearly fewer")])

@@ -113,8 +113,8 @@ class RowsByLayer:
             logger.info("HiSparse rows by layer: no list misses clearly fewer rows than the present one.")
             return
         logger.info(
-            'HiSparse rows by layer: with "rows_by_layer": %s, at most about %.2f times as many rows would be missed '
-            "(%d looks at each layer; a mean layer has %.1f top-k rows).",
+            'HiSparse rows by layer: with "rows_by_layer": %s, about %.2f times as many rows as now would be missed '
+            "(each layer was read %d times; requests have %.1f times top_k rows in a mean layer).",
             shares,
             ratio,
             num_looks,
