@@ -2,10 +2,11 @@
 // or the translation of addresses?
 //
 //     nvcc -O3 -std=c++17 -arch=native -o host_reads benchmarks/host_reads.cu
-//     ./host_reads <GiB of the pool> <huge|small|cuda|vmm>
+//     ./host_reads <GiB of the pool> <huge|small|shared|cuda|vmm>
 //
 // Layer after layer, as in a decode step: each layer has its part of the pool, each request a run of it, and a launch
-// reads some random rows of every run. Prints a JSON object per case.
+// reads some random rows of every run. Every step reads other rows, because translations of the same ones could still be
+// cached. `shared` is the kind of memory of the package's host pool. Prints a JSON object per case.
 
 #include <cuda.h>
 #include <sys/mman.h>
@@ -99,8 +100,11 @@ char* allocate(size_t num_bytes, const std::string& kind) {
         CHECK(cudaHostAlloc(&memory, num_bytes, 0));
         return static_cast<char*>(memory);
     }
-    memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(madvise(memory, num_bytes, kind == "huge" ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
+    const bool is_shared = kind == "shared";
+    const int sharing = is_shared ? MAP_SHARED : MAP_PRIVATE;
+    memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) CHECK(1);
+    if (!is_shared) CHECK(madvise(memory, num_bytes, kind == "huge" ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
     CHECK(cudaHostRegister(memory, num_bytes, 0));
     return static_cast<char*>(memory);
 }
@@ -118,9 +122,11 @@ double measure(const Case& c, const char* pool, int64_t rows_per_layer) {
     static std::mt19937_64 source(1);
     const int64_t num_rows = c.num_requests * c.num_missed;
     const int64_t run = std::min(rows_per_layer / c.num_requests, c.num_tokens);
-    std::vector<int32_t> rows(kLayers * num_rows);
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
-        int32_t* own = rows.data() + layer * num_rows;
+    const int64_t num_launches = kRepeats * kLayers;
+    std::vector<int32_t> rows(num_launches * num_rows);
+    for (int64_t launch = 0; launch < num_launches; ++launch) {
+        const int64_t layer = launch % kLayers;
+        int32_t* own = rows.data() + launch * num_rows;
         for (int64_t i = 0; i < num_rows; ++i) {
             own[i] = static_cast<int32_t>(layer * rows_per_layer + i / c.num_missed * run + source() % run);
         }
@@ -142,7 +148,8 @@ double measure(const Case& c, const char* pool, int64_t rows_per_layer) {
             if (c.touch_stride) touch<<<32, 256>>>(part, c.num_requests * run * kRowBytes, c.touch_stride, sink);
             CHECK(cudaEventRecord(events[2 * layer]));
             const auto host = reinterpret_cast<const uint4*>(pool);
-            gather<<<c.num_blocks, kThreads>>>(host, device_rows + layer * num_rows, out, num_rows, c.chunked);
+            const int32_t* own = device_rows + (repeat * kLayers + layer) * num_rows;
+            gather<<<c.num_blocks, kThreads>>>(host, own, out, num_rows, c.chunked);
             CHECK(cudaEventRecord(events[2 * layer + 1]));
         }
         CHECK(cudaDeviceSynchronize());
@@ -165,7 +172,7 @@ double measure(const Case& c, const char* pool, int64_t rows_per_layer) {
 
 int main(int argc, char** argv) {
     if (argc != 3) {
-        std::fprintf(stderr, "usage: %s <GiB of the pool> <huge|small|cuda|vmm>\n", argv[0]);
+        std::fprintf(stderr, "usage: %s <GiB of the pool> <huge|small|shared|cuda|vmm>\n", argv[0]);
         return 2;
     }
     const size_t num_bytes = std::strtoull(argv[1], nullptr, 10) << 30;
