@@ -706,6 +706,13 @@ def test_tests_on_gpus(label: str) -> None:
         assert cell_.partition(", without")[0] == (on_h200 or (f"{on_h100}*" if on_h100 else "not run"))
 
 
+def test_rows_were_missed_where_layers_have_different_numbers() -> None:
+    (share,) = re.findall(
+        r"tests of rows_by_layer, (\d+)% of the selected rows were missed", note_of("h200/release_0.33.0")
+    )
+    assert f"numbers of hot rows, {share}% of the selected rows were missed" in section("## Same tokens")
+
+
 def test_no_line_of_the_table_of_tests_is_left_out() -> None:
     assert [cells[0] for cells in table("## Same tokens")] == list(PARTS)
 
