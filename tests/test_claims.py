@@ -295,7 +295,7 @@ ORDERS = {
     "**as in the package**": (3, {}),
     "the indexer in one go, copies one at a time": (3, ONE_GO),
     "as in the package, another run": (2, {}),
-    "copies one at a time, 12 multiprocessors left to them": (2, SPARED),
+    "copies one at a time, scores on 120 of 132 multiprocessors": (2, SPARED),
 }
 
 
@@ -311,7 +311,9 @@ def test_orders_of_a_step(order: str) -> None:
     (line,) = (line for line in decision.splitlines() if line.startswith(f"| {order} |"))
     claimed = line.strip("| ").split(" | ")[1:]
     for cell_, context in zip(claimed, (32768, 65536, 35064, 67832), strict=True):
-        if cell_ != "–":
+        if cell_ == "–":
+            assert order == next(iter(ORDERS)) and context in (35064, 67832)  # not measured
+        else:
             assert cell_ == f"{step_in_order(context, *ORDERS[order])['itl_ms_p50']:.2f}", context
 
 
@@ -324,6 +326,11 @@ def test_a_gather_that_is_alone_on_the_link() -> None:
     assert f"{claim}, which is {rates[0]:.0f} and {rates[1]:.0f} GB/s" in decision
 
 
+def cluster_of(queries: int) -> int:
+    """Thread blocks of a cluster, with which the package launches the kernel that selects."""
+    return next(size for size in (8, 4, 2, 1) if size == 1 or size * queries <= 128)
+
+
 def test_the_kernel_that_selects() -> None:
     decision = " ".join((ROOT / "docs" / "decisions" / "own-kernel-selects-positions.md").read_text().split())
     vllm = {"selecting_kernel": "vLLM's"}
@@ -332,7 +339,7 @@ def test_the_kernel_that_selects() -> None:
     assert f"28 requests of 64K took {own[1]:.2f} instead of {stock[1]:.2f} ms" in decision
     gains = [round(100 * (other / ours - 1)) for ours, other in zip(own, stock, strict=True)]
     text = section("### Equal shares of lent memory")
-    assert f"it was {gains[0]} and {gains[1]}% faster in the first two cases" in text
+    assert f"steps {gains[0]} and {gains[1]}% faster than vLLM's kernel in the first two cases" in text
 
     def in_one_go(key_dtype: str, **changes: Any) -> list[float]:
         wanted = {"run": 3, **ORDER, **ONE_GO, "indexer_key_dtype": key_dtype, **changes}
@@ -345,10 +352,17 @@ def test_the_kernel_that_selects() -> None:
     ]
     gains = [round(100 * (stock / own - 1)) for pair in pairs for own, stock in pair]
     assert len(gains) == 6
-    assert f"the plugin's kernel was {min(gains[:2])} to {max(gains[:2])}% faster in these two cases" in decision
+    assert f"the changed form was {min(gains[:2])} to {max(gains[:2])}% faster in these two cases" in decision
     assert f"between {-min(gains[2:])}% slower and {max(gains[2:])}% faster with traces" in decision
+    slower = [
+        row["vllm_cooperative_us"] < row[f"plugin_512x{cluster_of(row['queries'])}_us"]
+        for row in rows("select_positions")
+    ]
+    assert f"vLLM's kernel was faster in {sum(slower)} of {len(slower)} cases" in decision
+    assert "not in the package" in note_of("h200/microbatch_orders")
+    assert "the package does not have these changes" in decision
     for scores, claim in (
-        ("normal", "it takes {0} us, and the plugin's {1} us, if the scores are normally distributed"),
+        ("normal", "it takes {0} us, and the changed form {1} us, if the scores are normally distributed"),
         ("near 3", "{0} and {1} us if they lie close together"),
         ("equal", "{0} and {1} us if they are equal"),
     ):
@@ -710,7 +724,7 @@ def test_rows_were_missed_where_layers_have_different_numbers() -> None:
     (share,) = re.findall(
         r"tests of rows_by_layer, (\d+)% of the selected rows were missed", note_of("h200/release_0.33.0")
     )
-    assert f"numbers of hot rows, {share}% of the selected rows were missed" in section("## Same tokens")
+    assert f"By the note of the result, {share}% of the selected rows were missed" in section("## Same tokens")
 
 
 def test_no_line_of_the_table_of_tests_is_left_out() -> None:
