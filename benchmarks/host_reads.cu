@@ -5,7 +5,7 @@
 //     ./host_reads <GiB of the pool> <huge|small|shared|cuda|vmm>
 //
 // Layer after layer, as in a decode step: each layer has its part of the pool, each request a run of it, and a launch
-// reads some random rows of every run. Every step reads other rows, because translations of the same ones could still be
+// reads some random rows of every run. Every step reads other rows, because translations of the same ones could be
 // cached. `shared` is the kind of memory of the package's host pool. Prints a JSON object per case.
 
 #include <cuda.h>
@@ -103,7 +103,7 @@ char* allocate(size_t num_bytes, const std::string& kind) {
     const bool is_shared = kind == "shared";
     const int sharing = is_shared ? MAP_SHARED : MAP_PRIVATE;
     memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) CHECK(1);
+    CHECK(memory == MAP_FAILED);
     if (!is_shared) CHECK(madvise(memory, num_bytes, kind == "huge" ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
     CHECK(cudaHostRegister(memory, num_bytes, 0));
     return static_cast<char*>(memory);
@@ -177,6 +177,12 @@ int main(int argc, char** argv) {
     }
     const size_t num_bytes = std::strtoull(argv[1], nullptr, 10) << 30;
     const std::string kind = argv[2];
+    const std::array<std::string, 5> kinds = {"huge", "small", "shared", "cuda", "vmm"};
+    if (num_bytes == 0 || std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
+        const char* const expected = "at least 1 GiB of huge, small, shared, cuda or vmm";
+        std::fprintf(stderr, "got %s GiB of %s, expected %s\n", argv[1], argv[2], expected);
+        return 2;
+    }
     CHECK(cudaFree(nullptr));
     const char* pool = allocate(num_bytes, kind);
     const int64_t rows_per_layer = num_bytes / kRowBytes / kLayers;
