@@ -276,7 +276,7 @@ def engine_args(system: System, job: dict[str, Any]) -> dict[str, Any]:
         }
         args["attention_config"] = {"hisparse_config": {"device_buffer_size": job["device_buffer_size"]}}
     else:
-        names = "host_pool_gib", "device_buffer_size", "elastic", "admission", "indexer_key_dtype"
+        names = "host_pool_gib", "host_pool_memory", "device_buffer_size", "elastic", "admission", "indexer_key_dtype"
         options = {name: job[name] for name in names}
         if job["row_shares"] is not None:
             options["rows_by_layer"] = job["row_shares"]
@@ -529,7 +529,8 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     described |= {"selection": str(case.selection), "overlap": case.overlap}
     if case.context:
         described["settle"] = job["settle"] if case.settle is None else case.settle
-    own = {"indexer_key_dtype": "auto", "rows_by_layer": EQUAL_ROWS}  # options that other systems lack
+    # Options that other systems lack.
+    own = {"indexer_key_dtype": "auto", "rows_by_layer": EQUAL_ROWS, "host_pool_memory": "pinned"}
     if system == System.ours:
         own = {name: job[name] for name in own}
     return described | {name: job[name] for name in (*names, *parallel)} | own
@@ -552,6 +553,7 @@ def run(
     kv_dtype: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "fp8",
     device_kv_gib: Annotated[float, typer.Option(help="Device memory for KV, per GPU.")] = 24.0,
     host_pool_gib: Annotated[float, typer.Option(help="Host memory for KV, per data parallel rank.")] = 88.0,
+    host_pool_memory: Annotated[str, typer.Option(help="auto, managed or pinned, of the plugin.")] = "auto",
     device_buffer_size: Annotated[int, typer.Option(help="Hot rows per request and layer.")] = 4096,
     elastic: Annotated[bool, typer.Option(help="Let hot buffers grow, and beyond their size.")] = True,
     admission: Annotated[
@@ -595,6 +597,7 @@ def run(
         "kv_dtype": kv_dtype,
         "device_kv_gib": device_kv_gib,
         "host_pool_gib": host_pool_gib,
+        "host_pool_memory": host_pool_memory,
         "device_buffer_size": device_buffer_size,
         "elastic": elastic,
         "admission": str(admission),
@@ -627,6 +630,7 @@ def run(
         "admission",
         "indexer_key_dtype",
         "rows_by_layer",
+        "host_pool_memory",
         "drafts",
         "context",
         "requests",

@@ -182,7 +182,7 @@ def run(
     job = {"model": str(model), "name": MODELS[ModelName.deepseek]["model_type"], **sizes, **parallel}
     job |= {"max_model_len": -(-(longest + 64) // 64) * 64, "max_num_seqs": numbers[-1], "graph_sizes": numbers}
     job |= {"chunk": chunk, "device_buffer_size": device_buffer_size, "elastic": True, "admission": "off"}
-    job |= {"indexer_key_dtype": "auto", "row_shares": None}
+    job |= {"indexer_key_dtype": "auto", "row_shares": None, "host_pool_memory": "auto"}
     job["forces_selections"], job["is_profiled"] = False, profile
     rows: list[dict[str, Any]] = []
     for system in SYSTEMS:

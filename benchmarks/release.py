@@ -58,7 +58,8 @@ class Part:
 PARTS: dict[str, Part] = {
     "parity_fp8": Part((PARITY,), "test_parity_with_cuda_graphs and fp8 and not generic", 3),
     "pd": Part((PD,), "imported and (fp8 or llama) and not mtp and not tp2", 2),
-    "pd_buffer": Part((PD, "tests/gpu/test_page_writer_gpu.py"), "imported and buffer", 3),
+    "pd_buffer": Part((PD, "tests/gpu/test_page_writer_gpu.py"), "imported and buffer and not managed", 3),
+    "pd_managed": Part((PD,), "imported and managed", 3),
     "pd_narrow_keys": Part((PD,), "imported and narrow_keys and not buffer", 3),
     "pd_hyv4": Part((PD,), "imported and hyv4", 2),
     "pd_minimax_m3": Part((PD,), "imported and minimax", 2),
@@ -84,6 +85,7 @@ PARTS: dict[str, Part] = {
     "backends": Part((DENSE,), "test_other_backends and not flashinfer", 4),
     "flashinfer": Part((DENSE,), "test_other_backends and flashinfer", 3),  # compiles FlashInfer's prefill and decode
     "dense_fp8": Part((DENSE,), "test_kv_in_fp8", 4),
+    "managed_memory": Part(("tests/gpu/test_managed_memory_gpu.py",)),
     "select_positions": Part(("tests/gpu/test_select_positions_gpu.py",)),
     "narrow_keys_kernels": Part(("tests/gpu/test_indexer_keys.py",)),
     "narrow_keys": Part((PARITY,), "test_indexer_keys_in_4_bits", 2),

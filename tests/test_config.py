@@ -60,7 +60,13 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
         ),
         use_v2_model_runner=True,
         speculative_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_match_unit=None, kv_cache_dtype_skip_layers=[]),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            prefix_match_unit=None,
+            kv_cache_dtype_skip_layers=[],
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+        ),
         attention_config=SimpleNamespace(indexer_kv_dtype="auto", hisparse_config=None),
         load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -175,6 +181,7 @@ def test_refuses_unknown_options(name: str) -> None:
         ("device_buffer_size", [512], "a valid integer"),
         ("device_buffer_size", -1, "greater than 0"),
         ("indexer_key_dtype", "fp8", "'auto' or 'fp4'"),
+        ("host_pool_memory", "huge", "'auto', 'managed' or 'pinned'"),
         ("elastic", 1, "a valid boolean"),
         ("elastic", "no", "a valid boolean"),
         ("host_pool_gib", "2", "a valid number"),
@@ -436,6 +443,47 @@ def test_refuses_indexer_keys_in_4_bits(sizes: dict[str, Any], reason: str) -> N
     with pytest.raises(HiSparseConfigError) as error:
         HiSparseConfig.from_vllm_config(narrow_engine(**sizes))
     check_parts(str(error.value), "indexer_key_dtype", "'fp4'", reason, "Remove it.")
+
+
+CUDA = {"device_config__device_type": "cuda", "kv_transfer_config__kv_role": "kv_both"}
+TIERS = {"tiers": [{"type": "fs", "path": "/tmp/tier", "quota_gib": 1}]}
+MANAGED = {**GIB, "host_pool_memory": "managed"}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "memory"),
+    [
+        ({}, {}, "auto"),
+        ({"host_pool_memory": "managed"}, {}, "managed"),
+        ({"host_pool_memory": "pinned"}, {}, "pinned"),
+        ({}, {"device_config__device_type": "cpu"}, "pinned"),
+        ({}, {"parallel_config__tensor_parallel_size": 2}, "pinned"),
+        (TIERS, {}, "pinned"),
+        ({}, {"kv_transfer_config__kv_role": "kv_consumer"}, "pinned"),
+        ({"host_pool_memory": "managed"}, {"kv_transfer_config__kv_role": "kv_consumer"}, "managed"),
+    ],
+)
+def test_memory_of_the_host_pool(options: dict[str, Any], changes: dict[str, Any], memory: str) -> None:
+    """Nothing but the GPU of one rank can use managed memory for certain."""
+    config = HiSparseConfig.from_vllm_config(engine({**GIB, **options}, **{**CUDA, **changes}))
+    assert config.host_pool_memory == memory
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "reason"),
+    [
+        ({}, {"device_config__device_type": "cpu"}, "pinned or auto on cpu, because only CUDA has managed memory"),
+        ({}, {"parallel_config__tensor_parallel_size": 2}, "because the ranks share the pool"),
+        (
+            {"tiers": [{"type": "fs", "path": "/tmp/tier", "quota_gib": 1}]},
+            {},
+            "because the scheduler's process maps the pool",
+        ),
+    ],
+)
+def test_refuses_managed_memory_that_others_use(options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    message = refusal({**MANAGED, **options}, **{**CUDA, **changes})
+    check_parts(message, "host_pool_memory", "'managed'", reason, "Remove it.")
 
 
 def test_refuses_indexer_keys_in_4_bits_without_an_indexer() -> None:

@@ -134,6 +134,9 @@ class HiSparseConfig(BaseModel):
     """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
     host_pool_gib: float | None = Field(default=None, gt=0, le=MAX_SIZE)
     """Size of the host pool in GiB, for all tensor parallel ranks together."""
+    host_pool_memory: Literal["auto", "managed", "pinned"] = "auto"
+    """Memory of the host pool on a GPU: `managed` is read faster, `pinned` can be shared with other processes and NICs.
+    `auto`: managed where nothing but the GPU of one rank uses the pool."""
     algorithm: str = "dsa"
     """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
@@ -426,7 +429,13 @@ class HiSparseConfig(BaseModel):
         if vllm_config.device_config.device_type == "cuda":
             _check_kernel_limits(top_k, rows, unit, query_len)
         tp_size = _prefill_tp_size(self, vllm_config.parallel_config.tensor_parallel_size)
-        return self.model_copy(update={**updates, "device_buffer_size": rows, "prefill_tp_size": tp_size})
+        updates |= {"device_buffer_size": rows, "prefill_tp_size": tp_size}
+        return self.model_copy(update=updates | {"host_pool_memory": _host_pool_memory(self, vllm_config)})
+
+
+def shares_host_pool(vllm_config: VllmConfig) -> bool:
+    """True if all ranks of the engine use one host pool, because the ranks of an MLA model hold the same rows."""
+    return vllm_config.model_config.use_mla and vllm_config.parallel_config.tensor_parallel_size > 1
 
 
 def max_query_len(vllm_config: VllmConfig) -> int:
@@ -786,6 +795,24 @@ def _check_import_buffer(config: HiSparseConfig, vllm_config: VllmConfig) -> Non
             f"0 with kv_role {role}: one instance imports nothing",
             "Remove it, or set kv_role to kv_consumer on a decode instance.",
         )
+
+
+def _host_pool_memory(config: HiSparseConfig, vllm_config: VllmConfig) -> str:
+    """Return `host_pool_memory` after a check: `auto` and `managed` only where managed memory can be used."""
+    device, kind = vllm_config.device_config.device_type, config.host_pool_memory
+    reasons = {
+        f"pinned or auto on {device}, because only CUDA has managed memory": device != "cuda",
+        "pinned or auto with tiers, because the scheduler's process maps the pool": bool(config.tiers),
+        "pinned or auto with --tensor-parallel-size above 1, because the ranks share the pool": (
+            shares_host_pool(vllm_config)
+        ),
+    }
+    for expected, applies in reasons.items():
+        if applies and kind == "managed":
+            raise HiSparseConfigError("host_pool_memory", kind, expected, "Remove it.")
+    # NICs may not be able to write to managed memory.
+    is_imported = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+    return "pinned" if any(reasons.values()) or (kind == "auto" and is_imported) else kind
 
 
 def _prefill_tp_size(config: HiSparseConfig, tp_size: int) -> int:

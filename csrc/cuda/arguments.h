@@ -406,4 +406,11 @@ cudaError_t launch_indexer_logits(
     const NarrowKeys& cache, const LogitsBatch& batch, float* logits, int64_t logits_stride, cudaStream_t stream
 );
 
+// Allocate managed memory that stays in host memory. Error: cudaErrorNotSupported, if the CPU and the device cannot use
+// managed memory at the same time.
+cudaError_t allocate_managed(size_t num_bytes, int device, void** memory);
+
+// Map managed memory in the device's page tables, so that the device reads and writes it where it is.
+cudaError_t map_managed(void* memory, size_t num_bytes, int device);
+
 }  // namespace hisparse

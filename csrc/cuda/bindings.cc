@@ -658,6 +658,23 @@ void indexer_logits(
     ));
 }
 
+// Return the address of managed memory that stays in host memory.
+int64_t allocate_managed_memory(int64_t num_bytes, int64_t device) {
+    void* memory = nullptr;
+    check(allocate_managed(static_cast<size_t>(num_bytes), static_cast<int>(device), &memory));
+    return reinterpret_cast<int64_t>(memory);
+}
+
+// Map this memory in the device's page tables.
+void map_managed_memory(int64_t address, int64_t num_bytes, int64_t device) {
+    check(map_managed(reinterpret_cast<void*>(address), static_cast<size_t>(num_bytes), static_cast<int>(device)));
+}
+
+// Free this memory. Errors have no effect, because the device may have failed before.
+void free_managed_memory(int64_t address) {
+    cudaFree(reinterpret_cast<void*>(address));
+}
+
 // Return the limits that the library was built with, by their names in vllm_hisparse/ops/limits.py.
 ffi::Map<ffi::String, int64_t> limits() {
     return {
@@ -677,6 +694,9 @@ ffi::Map<ffi::String, int64_t> limits() {
 }  // namespace hisparse
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(limits, hisparse::limits);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_managed, hisparse::allocate_managed_memory);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(map_managed, hisparse::map_managed_memory);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(free_managed, hisparse::free_managed_memory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hot_rows, hisparse::hot_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(residency, hisparse::residency);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_metadata, hisparse::decode_metadata);

@@ -168,6 +168,7 @@ JOB = {
     "kv_dtype": "fp8",
     "device_kv_gib": 1.0,
     "host_pool_gib": 2.0,
+    "host_pool_memory": "auto",
     "device_buffer_size": 4096,
     "elastic": True,
     "admission": "off",

@@ -13,6 +13,7 @@ JOB = {
     "kv_dtype": "bfloat16",
     "device_kv_gib": 0.03,
     "host_pool_gib": 0.25,
+    "host_pool_memory": "auto",
     "device_buffer_size": 512,
     "elastic": True,
     "admission": "off",

@@ -83,7 +83,7 @@ DENSE_ARGS = ("--attention-backend", "FLASH_ATTN", "--block-size", "64")
 DENSE_OPTIONS = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
 DENSE_TOKEN = 2 * 4 * 2 * 32 * 2  # layers without dense ones, KV heads, key and value, elements, bf16
 DENSE_LENGTHS = (1, 15, 16, 65, 1000, 8000, 16000)
-BUFFER = {"import_buffer_gib": 1 / 32}
+BUFFER, MANAGED = {"import_buffer_gib": 1 / 32}, {"host_pool_memory": "managed"}
 CASES = {
     "auto": Case("dsv32", DSA_SIZES, DSA_ARGS, {}, 1152 * NUM_LAYERS, DSA_LENGTHS),
     "fp8": Case("dsv32", DSA_SIZES, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
@@ -103,6 +103,8 @@ CASES = {
         NARROW_LENGTHS,
         prefill_layout="BLHNC",
     ),
+    "managed": Case("dsv32", DSA_SIZES, FP8_ARGS, MANAGED, 656 * NUM_LAYERS, DSA_LENGTHS),
+    "managed_buffer": Case("dsv32", DSA_SIZES, FP8_ARGS, {**MANAGED, **BUFFER}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "hyv4": Case("hyv4", {**DSA_SIZES, "num_heads": 32}, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
     "minimax_m3": Case(

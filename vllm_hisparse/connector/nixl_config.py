@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+from vllm_hisparse.config import shares_host_pool
 from vllm_hisparse.kv_manager.groups import DeviceGroups
-from vllm_hisparse.kv_manager.rows.host_memory import shares_host_pool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

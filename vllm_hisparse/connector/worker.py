@@ -76,6 +76,7 @@ class HiSparseWorkerConnector:
             config.size_option,
             bool(config.tiers),
             config.tier_buffer_bytes(pool_layout.num_bytes * num_host_pools(vllm_config)),
+            config.host_pool_memory,
         )
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
         self.store = HostKVStore(pool_layout, hot_layers, dtype, self.host_memory.memory)

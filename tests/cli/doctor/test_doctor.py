@@ -480,8 +480,8 @@ def test_the_kernels_take_the_rows_whose_rate_is_measured(
 ) -> None:
     """The kernels check their arguments and, because there are no rows to copy, launch nothing."""
     monkeypatch.setattr(rates, "NUM_ROWS", 0)
-    rates.measure_rows(report, torch.zeros(10_000, dtype=torch.uint8), torch.device("cpu"))
-    assert report.rates == {"rows_gb_s": 0.0}
+    rates.measure_rows(report, torch.zeros(10_000, dtype=torch.uint8), torch.device("cpu"), "pinned")
+    assert report.rates == {"pinned_rows_gb_s": 0.0}
 
 
 @pytest.mark.parametrize(("gb_s", "status"), [(19, "warning"), (21, "ok")])
@@ -494,12 +494,12 @@ def test_the_rate_of_scattered_rows(
     monkeypatch.setattr(rates, "median_seconds", lambda work: work() or num_rows * rates.ROW_BYTES / gb_s / 1e9)
     copies = Mock(return_value=None)
     monkeypatch.setattr("vllm_hisparse.ops.cuda_ops.CudaSwapInOps", lambda: Mock(stage_rows=copies))
-    rates.measure_rows(report, pool, torch.device("cpu"))
+    rates.measure_rows(report, pool, torch.device("cpu"), "managed")
     rows, ids, block_size, out = copies.call_args.args
     assert rows.shape == (999, rates.ROW_BYTES) and out.shape == (num_rows, rates.ROW_BYTES) and block_size == 1
     assert rows.data_ptr() == pool.data_ptr() and set(ids.tolist()) <= set(range(999)) and len(set(ids.tolist())) > 900
-    assert report.rates["rows_gb_s"] == pytest.approx(gb_s)
-    assert found(report) == {f"scattered rows of {rates.ROW_BYTES} bytes": status}
+    assert report.rates["managed_rows_gb_s"] == pytest.approx(gb_s)
+    assert found(report) == {f"scattered rows of {rates.ROW_BYTES} bytes, managed": status}
 
 
 def test_options_that_cannot_be_used_are_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfigError, shares_host_pool
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows import host_memory
 from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, FreeMemory
@@ -15,7 +15,6 @@ from vllm_hisparse.kv_manager.rows.host_memory import (
     allocate_host_pool,
     check_free_memory,
     num_host_pools,
-    shares_host_pool,
 )
 
 NUM_BYTES = 3 * 4096 + 16

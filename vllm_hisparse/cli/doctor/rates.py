@@ -21,9 +21,10 @@ GIB = 2**30
 
 
 def measure_rates(report: Report, host_pool_gib: float) -> None:
-    """Pin a pool of the intended size, and measure copies each way and scattered rows."""
+    """Measure copies each way and scattered rows, with a pool of the intended size in each kind of memory."""
     import torch
 
+    from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, allocate_managed
     from vllm_hisparse.kv_manager.rows.pinned_memory import PinnedMemory
 
     device = torch.device("cuda", 0)
@@ -38,7 +39,7 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     try:
         view = pinned.device_view(memory)
         measure_copies(report, view, device)
-        measure_rows(report, view, device)
+        measure_rows(report, view, device, "pinned")
     finally:
         start = time.perf_counter()
         pinned.close()
@@ -47,6 +48,13 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     found = f"{report.rates['pin_s']:.1f} s for {host_pool_gib:g} GiB, {report.rates['unpin_s']:.1f} s to give it back"
     advice = "Let start-up probe and termination grace period of a server allow for it." if slow else ""
     report.add("pinning", Status.note if slow else Status.ok, found, advice)
+    del memory, view
+    try:
+        managed = torch.frombuffer(allocate_managed(int(host_pool_gib * GIB)), dtype=torch.uint8)
+    except RuntimeError as error:
+        report.add("managed memory", Status.note, in_one_line(error), "Host pools are pinned here.")
+        return
+    measure_rows(report, ManagedMemory().device_view(managed), device, "managed")
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
@@ -81,13 +89,14 @@ def measure_copies(report: Report, view: torch.Tensor, device: torch.device) -> 
     report.add("copies", Status.warning if slow else Status.ok, found, advice if slow else "")
 
 
-def measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> None:
+def measure_rows(report: Report, view: torch.Tensor, device: torch.device, memory: str) -> None:
     """Measure how fast the kernel copies scattered rows.
 
     Args:
         report: gets the rate and a finding.
         view: [bytes] uint8 host pool, as the device sees it.
         device: the GPU.
+        memory: kind of memory of the pool, as in option `host_pool_memory`.
     """
     import torch
 
@@ -98,8 +107,8 @@ def measure_rows(report: Report, view: torch.Tensor, device: torch.device) -> No
     ids = torch.randint(num_pool_rows, (NUM_ROWS,), dtype=torch.int32, device=device)
     out = torch.empty(NUM_ROWS, ROW_BYTES, dtype=torch.uint8, device=device)
     seconds = median_seconds(lambda: ops.stage_rows(rows, ids, 1, out))
-    rate = report.rates["rows_gb_s"] = NUM_ROWS * ROW_BYTES / seconds / 1e9
+    rate = report.rates[f"{memory}_rows_gb_s"] = NUM_ROWS * ROW_BYTES / seconds / 1e9
     slow = rate < SLOW_ROWS_GB_S
     advice = "This rate decides the speed of decode steps that miss rows: plan with it (vllm-hisparse plan --gpu FILE)."
     status = Status.warning if slow else Status.ok
-    report.add(f"scattered rows of {ROW_BYTES} bytes", status, f"{rate:.1f} GB/s", advice if slow else "")
+    report.add(f"scattered rows of {ROW_BYTES} bytes, {memory}", status, f"{rate:.1f} GB/s", advice if slow else "")

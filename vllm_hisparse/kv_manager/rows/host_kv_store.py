@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolLayout
 from vllm_hisparse.kv_manager.rows.key_conversion import KeyConversion
+from vllm_hisparse.kv_manager.rows.managed_memory import ManagedBuffer, ManagedMemory
 from vllm_hisparse.kv_manager.rows.pinned_memory import PinnedMemory
-
-if TYPE_CHECKING:
-    import mmap
-
 
 CHUNK_BYTES = 64 << 20  # device memory of blocks that are copied together
 
@@ -26,7 +23,7 @@ class HostKVStore:
         layout: byte ranges of the pool.
         main_layers: names of the layers with main KV, in the order of the pool.
         dtype: element type of a main row.
-        memory: `layout.num_bytes` bytes, page-aligned.
+        memory: `layout.num_bytes` bytes, page-aligned. The device maps them already if they are managed memory.
 
     Attributes:
         pool: [layout.num_bytes] uint8: all bytes.
@@ -34,7 +31,13 @@ class HostKVStore:
         resident_kv: [num_blocks, bytes of all layers] uint8.
     """
 
-    def __init__(self, layout: HostPoolLayout, main_layers: Sequence[str], dtype: torch.dtype, memory: mmap.mmap):
+    def __init__(
+        self,
+        layout: HostPoolLayout,
+        main_layers: Sequence[str],
+        dtype: torch.dtype,
+        memory: mmap.mmap | ManagedBuffer,
+    ):
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         rows = (layout.num_blocks, layout.kv.block_size, -1)
         # NOTE: every layer has a torch storage of its own, because vLLM's NIXL worker assumes that layers of one
@@ -46,13 +49,13 @@ class HostKVStore:
             for name, start in zip(main_layers, starts, strict=True)
         }
         self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
-        self._pinned: PinnedMemory | None = None
+        self._access: PinnedMemory | ManagedMemory | None = None  # of the device
         self._conversion: KeyConversion | None = None
         self.pool, self._device_view = flat, self.resident_kv
         self._layout, self._memory = layout, memory
 
     def attach(self, device: torch.device, conversion: KeyConversion | None = None) -> None:
-        """Let the device read and write the store; this pins the memory, except for the CPU.
+        """Let the device read and write the store; this pins the memory, unless it is managed.
 
         Args:
             device: device of the caches.
@@ -60,12 +63,12 @@ class HostKVStore:
         """
         self._conversion = conversion
         if device.type != "cpu":
-            self._pinned = PinnedMemory(self.pool)
-            self._device_view = self._pinned.device_view(self.resident_kv)
+            self._access = PinnedMemory(self.pool) if isinstance(self._memory, mmap.mmap) else ManagedMemory()
+            self._device_view = self._access.device_view(self.resident_kv)
 
     def device_pool(self) -> torch.Tensor:
         """Return `pool` as the device sees it, from `attach` to `close`."""
-        return self.pool if self._pinned is None else self._pinned.device_view(self.pool)
+        return self.pool if self._access is None else self._access.device_view(self.pool)
 
     def saved_layers(self, layer_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Copies of device-resident KV by layer, in a torch storage of their own (NOTE: as vLLM's NIXL worker expects).
@@ -104,14 +107,14 @@ class HostKVStore:
 
     def wait(self) -> None:
         """Wait until the copies between host and device are done."""
-        if self._pinned is not None:
+        if self._access is not None:
             torch.accelerator.current_stream().synchronize()
 
     def close(self) -> None:
-        """Wait until the device is done with the memory, and unpin it."""
-        if self._pinned is not None:
-            self._pinned.close()
-            self._pinned = None
+        """Wait until the device is done with the memory, and unpin it if it is pinned."""
+        if self._access is not None:
+            self._access.close()
+            self._access = None
 
     def _copy(
         self,
@@ -144,7 +147,7 @@ class HostKVStore:
             target.index_copy_(0, homes, blocks)
 
     def _ids(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.tensor(pairs, pin_memory=self._pinned is not None).to(device, non_blocking=True)
+        ids = torch.tensor(pairs, pin_memory=self._access is not None).to(device, non_blocking=True)
         return ids[:, 0].contiguous(), ids[:, 1].contiguous()
 
 

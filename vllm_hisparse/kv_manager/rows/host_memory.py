@@ -6,20 +6,25 @@ import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
+from vllm.logger import init_logger
 
-from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfigError, shares_host_pool
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, engines_beside, free_memory, host_pool_bytes
+from vllm_hisparse.kv_manager.rows.managed_memory import ManagedBuffer, allocate_managed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 T = TypeVar("T")
+MemoryKind = Literal["auto", "managed", "pinned"]  # option `host_pool_memory`
 Gather = Callable[[Any], list[Any]]  # waits for all ranks, and returns the value that each rank gives, by rank
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 
 @dataclass
@@ -27,11 +32,12 @@ class HostPoolMemory:
     """Memory of a host pool.
 
     Attributes:
-        memory: the mapped memory, page-aligned, because cudaHostRegister and NIXL need that.
+        memory: mapped memory, which is pinned later, or managed memory. It is page-aligned, because cudaHostRegister
+            and NIXL need that.
         descriptor: descriptor of the file behind it, on the rank that created the file, if another process maps it.
     """
 
-    memory: mmap.mmap
+    memory: mmap.mmap | ManagedBuffer
     descriptor: int | None = None
 
     @property
@@ -46,11 +52,6 @@ class HostPoolMemory:
             self.descriptor = None
 
 
-def shares_host_pool(vllm_config: VllmConfig) -> bool:
-    """True if all ranks of the engine use one host pool, because the ranks of an MLA model hold the same rows."""
-    return vllm_config.model_config.use_mla and vllm_config.parallel_config.tensor_parallel_size > 1
-
-
 def num_host_pools(vllm_config: VllmConfig) -> int:
     """Number of host pools of the engine: one, or one for each rank's KV heads."""
     return 1 if shares_host_pool(vllm_config) else vllm_config.parallel_config.tensor_parallel_size
@@ -62,6 +63,7 @@ def allocate_host_pool(
     size_option: tuple[str, float],
     has_file: bool = False,
     buffer_bytes: int = 0,
+    kind: MemoryKind = "pinned",
 ) -> HostPoolMemory:
     """Allocate the host pool of this rank; all ranks of the engine call this together.
 
@@ -71,6 +73,7 @@ def allocate_host_pool(
         size_option: the option that sets the size, and its value, for the error message.
         has_file: True if the scheduler's process maps the pool.
         buffer_bytes: size of the tiers' transfer buffer, which the engine takes later.
+        kind: `managed` or `auto` only if neither another rank nor the scheduler's process maps the pool.
 
     Raises:
         HiSparseConfigError: too little memory is free, or ranks that share a pool run on several hosts.
@@ -78,7 +81,7 @@ def allocate_host_pool(
     """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         check_free_memory(num_bytes, size_option, buffer_bytes)
-        return own_memory(num_bytes, has_file)
+        return own_memory(num_bytes, has_file, kind)
     group = get_tp_group()
     is_one_host = all(in_the_same_node_as(group.cpu_group))
 
@@ -91,7 +94,7 @@ def allocate_host_pool(
         num_bytes_here = num_bytes * (group.world_size if is_one_host else 1)
         # NOTE: no rank may pin its pool before every rank has checked, because pinned memory is not free any more.
         _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option, buffer_bytes))
-        return own_memory(num_bytes, has_file)
+        return own_memory(num_bytes, has_file, kind)
     if not is_one_host:
         raise HiSparseConfigError(
             "--tensor-parallel-size",
@@ -123,8 +126,21 @@ def check_free_memory(num_bytes: int, size_option: tuple[str, float], buffer_byt
         )
 
 
-def own_memory(num_bytes: int, has_file: bool) -> HostPoolMemory:
-    """Allocate a pool that no other rank uses."""
+def own_memory(num_bytes: int, has_file: bool, kind: MemoryKind = "pinned") -> HostPoolMemory:
+    """Allocate a pool that no other rank uses.
+
+    Raises:
+        HiSparseConfigError: `kind` is `managed`, and CUDA has none.
+    """
+    if kind != "pinned":
+        try:
+            return HostPoolMemory(allocate_managed(num_bytes))
+        except RuntimeError as error:
+            if kind == "managed":
+                raise HiSparseConfigError(
+                    "host_pool_memory", kind, f"pinned, because CUDA gives no managed memory ({error})", "Remove it."
+                ) from error
+            logger.warning("HiSparse: the host pool is pinned, because CUDA gives no managed memory (%s).", error)
     if not has_file:
         return HostPoolMemory(mmap.mmap(-1, num_bytes))
     descriptor = _create_file(num_bytes)

@@ -1,0 +1,100 @@
+"""Managed memory without a device: `Library` gives memory of the C library instead."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.kv_manager.rows import host_memory, managed_memory
+from vllm_hisparse.kv_manager.rows.host_memory import own_memory
+from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, allocate_managed
+
+LIBC = ctypes.CDLL(None)
+LIBC.aligned_alloc.restype = ctypes.c_void_p
+PAGE = 4096
+NUM_BYTES = 5 * PAGE
+
+
+class Library:
+    """Three of the library's functions. Memory is not zero at first, and cannot be mapped before it is filled."""
+
+    def __init__(self, error: str | None = None):
+        self.error = error
+        self.sizes: dict[int, int] = {}
+        self.mapped: dict[int, bytes] = {}
+
+    def allocate_managed(self, num_bytes: int, device: int) -> int:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        address = LIBC.aligned_alloc(PAGE, num_bytes)
+        ctypes.memset(address, 0xFF, num_bytes)
+        self.sizes[address] = num_bytes
+        return address
+
+    def map_managed(self, address: int, num_bytes: int, device: int) -> None:
+        assert self.sizes[address] == num_bytes and device == 3
+        self.mapped[address] = ctypes.string_at(address, num_bytes)
+
+    def free_managed(self, address: int) -> None:
+        del self.sizes[address]
+        LIBC.free(ctypes.c_void_p(address))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
+    monkeypatch.setattr(managed_memory, "kernels", lambda: library)
+    monkeypatch.setattr(managed_memory, "CHUNK_BYTES", 2 * PAGE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return library
+
+
+def test_memory_is_filled_before_the_device_maps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = use(monkeypatch, Library())
+    memory = allocate_managed(NUM_BYTES)
+    assert len(memory) == NUM_BYTES
+    assert library.mapped == {ctypes.addressof(memory): bytes(NUM_BYTES)}
+
+
+def test_memory_is_freed_with_the_last_tensor_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = use(monkeypatch, Library())
+    memory = allocate_managed(NUM_BYTES)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[PAGE:]
+    tensor[:] = 7
+    assert bytes(memory[PAGE : PAGE + 2]) == b"\7\7"
+    del memory
+    gc.collect()
+    assert library.sizes
+    del tensor
+    gc.collect()
+    assert not library.sizes
+
+
+@pytest.mark.parametrize("kind", ["auto", "managed"])
+def test_a_pool_of_managed_memory_is_no_file(monkeypatch: pytest.MonkeyPatch, kind: host_memory.MemoryKind) -> None:
+    use(monkeypatch, Library())
+    pool = own_memory(NUM_BYTES, False, kind)
+    assert isinstance(pool.memory, ctypes.Array) and pool.file is None
+
+
+def test_a_device_without_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is pinned, with a warning. Who asked for managed memory gets an error."""
+    use(monkeypatch, Library("operation not supported (CUDA error 801)"))
+    warnings: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(host_memory, "logger", logger)
+    assert not isinstance(own_memory(NUM_BYTES, False, "auto").memory, ctypes.Array)
+    assert len(warnings) == 1 and "is pinned" in warnings[0] and "not supported" in warnings[0]
+    with pytest.raises(HiSparseConfigError, match=r"^host_pool_memory: got 'managed', expected pinned.*not supported"):
+        own_memory(NUM_BYTES, False, "managed")
+
+
+def test_waits_for_the_device_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace(synchronize=lambda: calls.append("synchronize")))
+    ManagedMemory().close()
+    assert calls == ["synchronize"]
