@@ -133,10 +133,10 @@ def test_which_steps_have_microbatches(microbatches: ModuleType) -> None:
         ]
 
     assert requests_of(35) == [slice(0, 17), slice(17, 35)]
-    assert requests_of(36) == [slice(0, 12), slice(12, 24), slice(24, 36)]
-    assert requests_of(60) == [slice(0, 15), slice(15, 30), slice(30, 45), slice(45, 60)], (
-        "as many as there are streams"
-    )
+    assert requests_of(53) == [slice(0, 26), slice(26, 53)]
+    assert requests_of(54) == [slice(0, 18), slice(18, 36), slice(36, 54)]
+    assert requests_of(72) == [slice(0, 18), slice(18, 36), slice(36, 54), slice(54, 72)]
+    assert len(requests_of(100)) == 4, "as many as there are streams"
     assert requests_of(microbatches.MAX_REQUESTS) and not requests_of(microbatches.MAX_REQUESTS + 1)
     assert requests_of(31) == [], "as many of the longest sequences fit into 20,000 hot rows"
     few = replace(shape, num_device_blocks=1)

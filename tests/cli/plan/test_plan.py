@@ -747,7 +747,7 @@ def test_the_output_says_how_many_drafts_a_step_has(drafts: int, counted: str) -
 
 
 def test_rates_of_a_doctor(tmp_path: Path) -> None:
-    report = {"gpu": {"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}, "rates": {"rows_gb_s": 12.0}}
+    report = {"gpu": {"name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1}, "rates": {"pinned_rows_gb_s": 12.0}}
     (tmp_path / "doctor.json").write_text(json.dumps(report))
     gpu = Gpu.find(str(tmp_path / "doctor.json"))
     assert (gpu.memory_gib, gpu.rows_gb_s, gpu.memory_tb_s) == (79.1, 12.0, GPUS["H100"].memory_tb_s)

@@ -21,7 +21,7 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_MICROBATCH_REQUESTS
+from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MICROBATCH_REQUESTS, MIN_REQUESTS
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 from vllm_hisparse.ops.limits import NUM_STREAMS
 
@@ -102,7 +102,9 @@ def most_microbatches(num_requests: int) -> int:
     """Return the largest number of microbatches of a step in which `num_requests` requests decode, with any model and
     memory.
     """
-    return min(num_requests // MIN_MICROBATCH_REQUESTS, MAX_MICROBATCHES) if num_requests <= MAX_REQUESTS else 1
+    if not MIN_REQUESTS <= num_requests <= MAX_REQUESTS:
+        return 1
+    return min(max(num_requests // MICROBATCH_REQUESTS, 2), MAX_MICROBATCHES)
 
 
 def make_microbatches(

@@ -24,7 +24,7 @@ class Gpu:
         bf16_tflops: dense bf16 rate in TFLOP/s, by the datasheet.
         link_gb_s: rate of a large copy from pinned host memory, in GB/s.
         capability: compute capability, its major and its minor number.
-        rows_gb_s: rate of scattered rows from a large host pool, in GB/s. None: not measured.
+        rows_gb_s: rate of scattered rows from a large host pool in pinned memory, in GB/s. None: not measured.
         source: source of the numbers, in words.
     """
 
@@ -85,7 +85,7 @@ class Gpu:
             name=found,
             memory_gib=report["gpu"].get("memory_gib", known.memory_gib),
             link_gb_s=rates.get("copy_to_device_gb_s") or known.link_gb_s,
-            rows_gb_s=rates.get("rows_gb_s") or known.rows_gb_s,
+            rows_gb_s=rates.get("pinned_rows_gb_s") or known.rows_gb_s,
             source="doctor, and the datasheet for the GPU's own rates",
         )
 

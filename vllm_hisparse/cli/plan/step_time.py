@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_MICROBATCH_REQUESTS
+from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MIN_REQUESTS
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System
 from vllm_hisparse.cli.plan.models import ModelShape, narrow_key_bytes
@@ -152,7 +152,7 @@ class Step:
         """
         model = self.model
         has_indexers = model.is_dsa and model.num_indexers == model.num_layers
-        may_be_divided = has_indexers and 2 * MIN_MICROBATCH_REQUESTS <= self.requests <= MAX_REQUESTS
+        may_be_divided = has_indexers and MIN_REQUESTS <= self.requests <= MAX_REQUESTS
         layer_bytes = self.requests * self.missed_rows * model.row_bytes
         return may_be_divided and layer_bytes >= MIN_COPIED_BYTES
 
