@@ -2,11 +2,12 @@
 // or the translation of addresses?
 //
 //     nvcc -O3 -std=c++17 -arch=native -o host_reads benchmarks/host_reads.cu
-//     ./host_reads <GiB of the pool> <huge|small|shared|cuda|vmm>
+//     ./host_reads <GiB of the pool> <managed|shared|small|huge|cuda|vmm>
 //
 // Layer after layer, as in a decode step: each layer has its part of the pool, each request a run of it, and a launch
 // reads some random rows of every run. Every step reads other rows, because translations of the same ones could be
-// cached. `shared` is the kind of memory of the package's host pool. Prints a JSON object per case.
+// cached, and device memory is read before or beside it, because page tables could be cached, too. `managed` and
+// `shared` are the kinds of memory of the package's host pool. Prints a JSON object per case.
 
 #include <cuda.h>
 #include <sys/mman.h>
@@ -16,13 +17,15 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
 
 namespace {
 
-constexpr int kRowBytes = 656, kVectors = kRowBytes / 16, kLayers = 61, kThreads = 1024, kRepeats = 4;
+constexpr int kRowBytes = 656, kVectors = kRowBytes / 16, kThreads = 1024, kRepeats = 3, kMaxLayers = 61;
+constexpr size_t kLayerBytes = size_t{1200} << 20, kDeviceBytes = size_t{600} << 20;
 
 #define CHECK(call)                                                                     \
     do {                                                                                \
@@ -40,21 +43,38 @@ __device__ uint4 load_once(const uint4* source) {
     return value;
 }
 
-// One warp per row. Neighbouring rows go to different thread blocks, or with `chunked` to the same.
-__global__ void __launch_bounds__(kThreads, 1) gather(
-    const uint4* host, const int32_t* rows, uint4* out, int32_t num_rows, bool chunked
+// One warp copies one row, as in the package: neighbouring rows go to different thread blocks, and host memory is read
+// in whole lines of 128 bytes.
+__global__ void __launch_bounds__(kThreads, 2) gather(
+    const char* host, const int64_t* offsets, uint4* out, int num_rows
 ) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = kThreads / 32;
-    const int64_t chunk = (num_rows + gridDim.x - 1) / gridDim.x;
-    const int64_t begin = chunked ? blockIdx.x * chunk + warp : static_cast<int64_t>(warp) * gridDim.x + blockIdx.x;
-    const int64_t end = chunked ? min(static_cast<int64_t>(num_rows), (blockIdx.x + 1) * chunk) : num_rows;
-    for (int64_t i = begin; i < end; i += chunked ? num_warps : num_warps * gridDim.x) {
-        const uint4* source = host + static_cast<int64_t>(rows[i]) * kVectors;
-        uint4* target = out + i * kVectors;
-        const uint4 head = load_once(source + lane);
-        if (lane < kVectors - 32) __stcs(target + 32 + lane, load_once(source + 32 + lane));
-        __stcs(target + lane, head);
+    for (int64_t i = warp * gridDim.x + blockIdx.x; i < num_rows; i += num_warps * gridDim.x) {
+        const auto source = reinterpret_cast<const uint4*>(host + offsets[i]);
+        const int first = lane - static_cast<int>(reinterpret_cast<uintptr_t>(source) % 128 / 16), second = first + 32;
+        uint4 values[2];
+        if (first >= 0) values[0] = load_once(source + first);
+        if (second < kVectors) values[1] = load_once(source + second);
+        if (first >= 0) __stcs(out + i * kVectors + first, values[0]);
+        if (second < kVectors) __stcs(out + i * kVectors + second, values[1]);
     }
+}
+
+// Read device memory, as matrix products and experts do.
+__global__ void read_device(const uint4* first, size_t num_vectors, int times, uint4* sink) {
+    uint4 sum{};
+    for (int time = 0; time < times; ++time) {
+        const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+        for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < num_vectors; i += step) {
+            const uint4 value = __ldg(first + i);
+            sum.x ^= value.x ^ value.y ^ value.z ^ value.w;
+        }
+    }
+    if (sum.x == 12345) *sink = sum;
+}
+
+__global__ void wait_cycles(int64_t cycles) {
+    for (const int64_t start = clock64(); clock64() - start < cycles;) {}
 }
 
 // Read a word of every `stride` bytes, so that their addresses are translated.
@@ -93,6 +113,12 @@ void* allocate_vmm(size_t num_bytes) {
     return reinterpret_cast<void*>(address);
 }
 
+cudaMemLocation location(cudaMemLocationType type) {
+    cudaMemLocation found{};
+    found.type = type;
+    return found;
+}
+
 char* allocate(size_t num_bytes, const std::string& kind) {
     void* memory = nullptr;
     if (kind == "vmm") return static_cast<char*>(allocate_vmm(num_bytes));
@@ -100,69 +126,103 @@ char* allocate(size_t num_bytes, const std::string& kind) {
         CHECK(cudaHostAlloc(&memory, num_bytes, 0));
         return static_cast<char*>(memory);
     }
-    const bool is_shared = kind == "shared";
-    const int sharing = is_shared ? MAP_SHARED : MAP_PRIVATE;
+    if (kind == "managed") {
+        CHECK(cudaMallocManaged(&memory, num_bytes));
+        CHECK(cudaMemAdvise(memory, num_bytes, cudaMemAdviseSetPreferredLocation, location(cudaMemLocationTypeHost)));
+        std::memset(memory, 0, num_bytes);
+        CHECK(cudaMemAdvise(memory, num_bytes, cudaMemAdviseSetAccessedBy, location(cudaMemLocationTypeDevice)));
+        return static_cast<char*>(memory);
+    }
+    const int sharing = kind == "shared" ? MAP_SHARED : MAP_PRIVATE;
     memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
     CHECK(memory == MAP_FAILED);
-    if (!is_shared) CHECK(madvise(memory, num_bytes, kind == "huge" ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
+    if (kind != "shared") CHECK(madvise(memory, num_bytes, kind == "huge" ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
     CHECK(cudaHostRegister(memory, num_bytes, 0));
     return static_cast<char*>(memory);
 }
 
 struct Case {
-    int64_t num_requests, num_tokens, num_missed;
-    std::string order;     // of a launch's rows: "any", "by request" or "sorted", by request and address
-    size_t touch_stride;   // bytes; 0: nothing is touched before
-    int num_blocks;
-    bool chunked;
+    int num_requests, num_missed;
+    std::string order;     // of a launch's rows: "any" or "by request"
+    int num_blocks;        // thread blocks of the launch
+    int read_mib;          // device memory that is read before the launch
+    int blocks_beside;     // thread blocks that read device memory beside the launch
+    size_t touch_stride;   // bytes; the whole layer is touched before the launch; 0: nothing is
 };
 
-// Microseconds of a launch, the best of some steps.
-double measure(const Case& c, const char* pool, int64_t rows_per_layer) {
+struct Times {
+    double us = 1e9, touch_us = 1e9;  // of a launch
+};
+
+// The best of some steps.
+Times measure(const Case& c, const char* pool, size_t num_bytes) {
     static std::mt19937_64 source(1);
-    const int64_t num_rows = c.num_requests * c.num_missed;
-    const int64_t run = std::min(rows_per_layer / c.num_requests, c.num_tokens);
-    const int64_t num_launches = kRepeats * kLayers;
-    std::vector<int32_t> rows(num_launches * num_rows);
-    for (int64_t launch = 0; launch < num_launches; ++launch) {
-        const int64_t layer = launch % kLayers;
-        int32_t* own = rows.data() + launch * num_rows;
-        for (int64_t i = 0; i < num_rows; ++i) {
-            own[i] = static_cast<int32_t>(layer * rows_per_layer + i / c.num_missed * run + source() % run);
+    const int num_rows = c.num_requests * c.num_missed;
+    const int num_layers = static_cast<int>(std::min<size_t>(num_bytes / kLayerBytes, kMaxLayers));
+    const size_t run = kLayerBytes / c.num_requests / kRowBytes;  // rows
+    std::vector<int64_t> offsets(static_cast<size_t>(kRepeats) * num_layers * num_rows);
+    for (int launch = 0; launch < kRepeats * num_layers; ++launch) {
+        int64_t* own = offsets.data() + static_cast<size_t>(launch) * num_rows;
+        for (int i = 0; i < num_rows; ++i) {
+            own[i] = launch % num_layers * kLayerBytes + (i / c.num_missed * run + source() % run) * kRowBytes;
         }
         if (c.order == "any") std::shuffle(own, own + num_rows, source);
-        if (c.order == "sorted") std::sort(own, own + num_rows);
     }
-    int32_t *device_rows, *sink;
-    uint4* out;
-    CHECK(cudaMalloc(&device_rows, rows.size() * sizeof(int32_t)));
-    CHECK(cudaMalloc(&sink, sizeof(int32_t)));
-    CHECK(cudaMalloc(&out, num_rows * kRowBytes));
-    CHECK(cudaMemcpy(device_rows, rows.data(), rows.size() * sizeof(int32_t), cudaMemcpyDefault));
-    std::vector<cudaEvent_t> events(2 * kLayers);
+    int64_t* device_offsets;
+    int32_t* sink;
+    uint4 *out, *device;
+    cudaStream_t beside;
+    cudaEvent_t fork, join;
+    CHECK(cudaMalloc(&device_offsets, offsets.size() * sizeof(int64_t)));
+    CHECK(cudaMalloc(&sink, sizeof(uint4)));
+    CHECK(cudaMalloc(&out, static_cast<size_t>(num_rows) * kRowBytes));
+    CHECK(cudaMalloc(&device, kDeviceBytes));
+    CHECK(cudaMemset(device, 1, kDeviceBytes));
+    CHECK(cudaMemcpy(device_offsets, offsets.data(), offsets.size() * sizeof(int64_t), cudaMemcpyDefault));
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&fork));
+    CHECK(cudaEventCreate(&join));
+    std::vector<cudaEvent_t> events(4 * num_layers);
     for (auto& event : events) CHECK(cudaEventCreate(&event));
-    double best = 1e9;
+    const auto device_sink = reinterpret_cast<uint4*>(sink);
+    Times best;
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
-        for (int64_t layer = 0; layer < kLayers; ++layer) {
-            const char* part = pool + layer * rows_per_layer * kRowBytes;
-            if (c.touch_stride) touch<<<32, 256>>>(part, c.num_requests * run * kRowBytes, c.touch_stride, sink);
-            CHECK(cudaEventRecord(events[2 * layer]));
-            const auto host = reinterpret_cast<const uint4*>(pool);
-            const int32_t* own = device_rows + (repeat * kLayers + layer) * num_rows;
-            gather<<<c.num_blocks, kThreads>>>(host, own, out, num_rows, c.chunked);
-            CHECK(cudaEventRecord(events[2 * layer + 1]));
+        for (int layer = 0; layer < num_layers; ++layer) {
+            const size_t read = static_cast<size_t>(c.read_mib) << 20;
+            if (read) read_device<<<264, 512>>>(device, read / sizeof(uint4), 1, device_sink);
+            CHECK(cudaEventRecord(events[4 * layer]));
+            if (c.touch_stride) touch<<<132, 256>>>(pool + layer * kLayerBytes, kLayerBytes, c.touch_stride, sink);
+            CHECK(cudaEventRecord(events[4 * layer + 1]));
+            if (c.blocks_beside) {
+                CHECK(cudaEventRecord(fork));
+                CHECK(cudaStreamWaitEvent(beside, fork));
+                read_device<<<c.blocks_beside, 512, 0, beside>>>(device, kDeviceBytes / sizeof(uint4), 3, device_sink);
+                CHECK(cudaEventRecord(join, beside));
+                wait_cycles<<<1, 1>>>(10'000);  // until the other kernel runs
+            }
+            CHECK(cudaEventRecord(events[4 * layer + 2]));
+            const int64_t* own = device_offsets + (static_cast<size_t>(repeat) * num_layers + layer) * num_rows;
+            gather<<<c.num_blocks, kThreads>>>(pool, own, out, num_rows);
+            CHECK(cudaEventRecord(events[4 * layer + 3]));
+            if (c.blocks_beside) CHECK(cudaStreamWaitEvent(nullptr, join));
         }
         CHECK(cudaDeviceSynchronize());
-        double sum = 0;
-        for (int64_t layer = 0; layer < kLayers; ++layer) {
+        Times sum{0, 0};
+        for (int layer = 0; layer < num_layers; ++layer) {
             float ms;
-            CHECK(cudaEventElapsedTime(&ms, events[2 * layer], events[2 * layer + 1]));
-            sum += ms * 1000 / kLayers;
+            CHECK(cudaEventElapsedTime(&ms, events[4 * layer + 2], events[4 * layer + 3]));
+            sum.us += ms * 1000 / num_layers;
+            CHECK(cudaEventElapsedTime(&ms, events[4 * layer], events[4 * layer + 1]));
+            sum.touch_us += ms * 1000 / num_layers;
         }
-        if (repeat > 0) best = std::min(best, sum);
+        if (repeat > 0) best = {std::min(best.us, sum.us), std::min(best.touch_us, sum.touch_us)};
     }
     for (auto& event : events) CHECK(cudaEventDestroy(event));
-    for (void* memory : {static_cast<void*>(device_rows), static_cast<void*>(sink), static_cast<void*>(out)}) {
+    CHECK(cudaEventDestroy(fork));
+    CHECK(cudaEventDestroy(join));
+    CHECK(cudaStreamDestroy(beside));
+    for (void* memory : {static_cast<void*>(device_offsets), static_cast<void*>(sink), static_cast<void*>(out),
+                         static_cast<void*>(device)}) {
         CHECK(cudaFree(memory));
     }
     return best;
@@ -172,45 +232,42 @@ double measure(const Case& c, const char* pool, int64_t rows_per_layer) {
 
 int main(int argc, char** argv) {
     if (argc != 3) {
-        std::fprintf(stderr, "usage: %s <GiB of the pool> <huge|small|shared|cuda|vmm>\n", argv[0]);
+        std::fprintf(stderr, "usage: %s <GiB of the pool> <managed|shared|small|huge|cuda|vmm>\n", argv[0]);
         return 2;
     }
     const size_t num_bytes = std::strtoull(argv[1], nullptr, 10) << 30;
     const std::string kind = argv[2];
-    const std::array<std::string, 5> kinds = {"huge", "small", "shared", "cuda", "vmm"};
-    if (num_bytes == 0 || std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
-        const char* const expected = "at least 1 GiB of huge, small, shared, cuda or vmm";
+    const std::array<std::string, 6> kinds = {"managed", "shared", "small", "huge", "cuda", "vmm"};
+    if (num_bytes < size_t{2} << 30 || std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) {
+        const char* const expected = "at least 2 GiB of managed, shared, small, huge, cuda or vmm";
         std::fprintf(stderr, "got %s GiB of %s, expected %s\n", argv[1], argv[2], expected);
         return 2;
     }
     CHECK(cudaFree(nullptr));
     const char* pool = allocate(num_bytes, kind);
-    const int64_t rows_per_layer = num_bytes / kRowBytes / kLayers;
     std::vector<Case> cases;
-    for (const auto& [requests, tokens, missed] : {std::array<int64_t, 3>{56, 32768, 230}, {28, 65536, 240}}) {
-        for (const char* order : {"any", "by request", "sorted"}) {
-            cases.push_back({requests, tokens, missed, order, 0, 64, false});
-        }
-        for (const size_t stride : {2 << 20, 65536, 4096}) {
-            cases.push_back({requests, tokens, missed, "by request", stride, 64, false});
-        }
-        for (const char* order : {"by request", "sorted"}) {
-            for (const int num_blocks : {16, 32, 132, 264}) {
-                cases.push_back({requests, tokens, missed, order, 0, num_blocks, false});
-            }
-            for (const int num_blocks : {32, 64, 132}) {
-                cases.push_back({requests, tokens, missed, order, 0, num_blocks, true});
+    for (const int read_mib : {0, 300}) {
+        for (const char* order : {"any", "by request"}) cases.push_back({56, 230, order, 16, read_mib, 0, 0});
+        for (const int num_blocks : {8, 16, 64}) cases.push_back({14, 230, "by request", num_blocks, read_mib, 0, 0});
+        for (const int num_blocks : {8, 16}) cases.push_back({28, 240, "by request", num_blocks, read_mib, 0, 0});
+    }
+    for (const size_t stride : {2 << 20, 65536}) cases.push_back({56, 230, "by request", 16, 300, 0, stride});
+    for (const int num_requests : {14, 28, 56}) {
+        for (const int num_blocks : {8, 16}) {
+            for (const int blocks_beside : {40, 116, 232}) {
+                cases.push_back({num_requests, 230, "by request", num_blocks, 0, blocks_beside, 0});
             }
         }
     }
     for (const Case& c : cases) {
-        const double us = measure(c, pool, rows_per_layer);
-        const double gb_per_s = c.num_requests * c.num_missed * kRowBytes / us / 1000;
+        const Times times = measure(c, pool, num_bytes);
+        const double gb_per_s = c.num_requests * c.num_missed * double{kRowBytes} / times.us / 1000;
         std::printf(
-            "{\"memory\": \"%s\", \"requests\": %ld, \"context\": %ld, \"missed\": %ld, \"order\": \"%s\", "
-            "\"touch_stride\": %zu, \"thread_blocks\": %d, \"chunked\": %s, \"us\": %.1f, \"gb_per_s\": %.1f}\n",
-            kind.c_str(), c.num_requests, c.num_tokens, c.num_missed, c.order.c_str(), c.touch_stride, c.num_blocks,
-            c.chunked ? "true" : "false", us, gb_per_s
+            "{\"memory\": \"%s\", \"pool_gib\": %zu, \"requests\": %d, \"missed\": %d, \"order\": \"%s\", "
+            "\"thread_blocks\": %d, \"device_mib_before\": %d, \"thread_blocks_beside\": %d, \"touch_stride\": %zu, "
+            "\"touch_us\": %.1f, \"us\": %.1f, \"gb_per_s\": %.1f}\n",
+            kind.c_str(), num_bytes >> 30, c.num_requests, c.num_missed, c.order.c_str(), c.num_blocks, c.read_mib,
+            c.blocks_beside, c.touch_stride, times.touch_us, times.us, gb_per_s
         );
     }
 }
