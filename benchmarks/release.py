@@ -59,7 +59,7 @@ PARTS: dict[str, Part] = {
     "parity_fp8": Part((PARITY,), "test_parity_with_cuda_graphs and fp8 and not generic", 3),
     "pd": Part((PD,), "imported and (fp8 or llama) and not mtp and not tp2", 2),
     "pd_buffer": Part((PD, "tests/gpu/test_page_writer_gpu.py"), "imported and buffer and not managed", 3),
-    "pd_managed": Part((PD,), "imported and managed", 3),
+    "pd_managed": Part((PD, "tests/gpu/test_page_writer_gpu.py"), "imported and managed", 3),
     "pd_narrow_keys": Part((PD,), "imported and narrow_keys and not buffer", 3),
     "pd_hyv4": Part((PD,), "imported and hyv4", 2),
     "pd_minimax_m3": Part((PD,), "imported and minimax", 2),

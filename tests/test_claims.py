@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_calibration import read_rows
 from vllm_hisparse.cli.plan.memory import KVMemory, System
 from vllm_hisparse.cli.plan.models import ModelShape
+from vllm_hisparse.cli.plan.step_time import calibration
 
 ROOT = Path(__file__).parents[1]
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
@@ -618,6 +620,177 @@ def test_equal_shares_and_own_selection() -> None:
         assert f"{ours / full:.2f}" in section(heading)
 
 
+MANAGED = "## Managed host memory"
+
+
+def managed_rows(**wanted: Any) -> list[dict[str, Any]]:
+    """Rows of the plugin with managed or with pinned memory, in their order."""
+    return [row for row in rows("full_depth_managed", system="ours") if wanted.items() <= row.items()]
+
+
+def lines_of(heading: str, columns: int) -> list[list[str]]:
+    """Lines of a section's table with so many columns, without its head."""
+    return [cells for cells in table(heading) if len(cells) == columns and cells[0] != "case"]
+
+
+def test_managed_memory() -> None:
+    expected, gains = [], []
+    for label in list(CASES)[:2]:
+        found = []
+        for memory, settle in (("pinned", 200), ("auto", 560)):
+            shares = {"rows_by_layer": "code-dsa-8192:3.5", "indexer_key_dtype": "fp4", "settle": settle}
+            (row,) = managed_rows(host_pool_memory=memory, **shares, **CASES[label])
+            found.append(row)
+        cells = [f"{whole(row['tokens_per_s'])} tokens/s, a step of {row['itl_ms_p50']:.1f} ms" for row in found]
+        gain = found[1]["tokens_per_s"] / found[0]["tokens_per_s"]
+        expected.append([label, *cells, f"{gain:.2f}"])
+        gains.append(f"{100 * (gain - 1):.0f}")
+    assert lines_of(MANAGED, 4) == expected
+    assert f"\n{MANAGED}: {gains[0]} and {gains[1]}% more throughput\n" in PERFORMANCE
+
+
+def test_all_cases_with_managed_memory() -> None:
+    labels = {(case["context"], case["requests"]): label for label, case in CASES.items()}
+    labels[12288, 100] = "100 requests of 12K that select 70% new rows, `admission: auto`"
+    expected = []
+    for row in managed_rows(host_pool_memory="auto"):
+        case = {name: row[name] for name in ("context", "requests", "selection", "drafts")}
+        (full,) = rows("full_depth_managed", system="full", **case)
+        label = labels[row["context"], row["requests"]] + (", one draft" if row["drafts"] else "")
+        shares = row["rows_by_layer"].rpartition(":")[2]
+        keys = "4 bits" if row["indexer_key_dtype"] == "fp4" else "8 bits"
+        cells = f"{whole(full['tokens_per_s'])}, {full['running_max']} running", whole(row["tokens_per_s"])
+        ratio = f"{row['tokens_per_s'] / full['tokens_per_s']:.2f}"
+        expected.append([label, keys, shares, cells[0], f"{cells[1]}, {row['hit_rate']:.1%} hits", ratio])
+        is_limited = row["admission"] == "auto"
+        assert row["running_max"] == (43 if is_limited else row["requests"])
+    assert lines_of(MANAGED, 6) == expected
+    ratio = next(line[-1] for line in expected if line[0].startswith("28 requests of 64K"))
+    assert f"get {float(ratio):.1f} times" in README
+
+
+def test_traces_with_managed_memory() -> None:
+    """Rows of the same case, keys and shares, in managed and in pinned memory."""
+    pinned = rows("full_depth_rows_by_layer", system="ours") + [
+        row | {"rows_by_layer": "equal"} for row in rows("full_depth_select_positions", system="ours", drafts=0)
+    ]
+    ratios = []
+    for row in managed_rows(host_pool_memory="auto", selection="trace"):
+        same = {name: row[name] for name in ("context", "indexer_key_dtype", "rows_by_layer")}
+        ratios += [row["tokens_per_s"] / each["tokens_per_s"] for each in pinned if same.items() <= each.items()]
+    assert len(ratios) == 5 and all(abs(ratio - 1) < 0.02 for ratio in ratios)
+    assert "within 2% of what was measured" in section(MANAGED)
+
+
+def test_plans_with_managed_memory(tmp_path: Path) -> None:
+    """Predictions with the rate of pinned memory, of cases with the default options."""
+    path = ROOT / "benchmarks" / "results" / "h200" / "full_depth_managed.json"
+    default = {"host_pool_memory": "auto", "indexer_key_dtype": "auto", "rows_by_layer": "equal", "drafts": 0}
+    found = json.loads(path.read_text())
+    found["rows"] = managed_rows(**default, admission="off")
+    found["command"] = found["command"].replace("--host-pool-gib 8.0", "--host-pool-gib 96.0")  # of full KV's engine
+    (tmp_path / path.name).write_text(json.dumps(found))
+    errors = {}
+    for case in read_rows(tmp_path, "full depth", path.name):
+        prediction = case.predict(calibration()["factors"])
+        error = prediction["predicted_tokens_per_s"] / prediction["measured_tokens_per_s"] - 1
+        errors[case.row["context"], case.row["requests"]] = 100 * error
+    assert len(errors) == 5
+    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    small, large = -errors.pop((32768, 56)), -errors.pop((65536, 28))
+    assert f"too slow: 56 requests of 32K by {small:.0f}%, and 28 of 64K by {large:.0f}%" in text
+    assert max(map(abs, errors.values())) < 3.5
+
+
+def memory_rates(**wanted: Any) -> list[dict[str, Any]]:
+    found = rows("host_memory", pool_gib=44)
+    return [row for row in found if wanted.items() <= row.items()]
+
+
+def test_rates_of_managed_memory() -> None:
+    decision = (ROOT / "docs" / "decisions" / "managed-host-memory.md").read_text()
+    alone = {"thread_blocks_beside": 0, "touch_stride": 0, "thread_blocks": 16, "order": "by request"}
+    beside = {"thread_blocks_beside": 116, "thread_blocks": 16}
+    for requests, label, case in (
+        (56, "nothing", {**alone, "device_mib_before": 0}),
+        (56, "nothing, after reads of 300 MiB of device memory", {**alone, "device_mib_before": 300}),
+        (56, "a kernel that reads device memory", beside),
+        (28, "a kernel that reads device memory", beside),
+        (14, "a kernel that reads device memory", beside),
+    ):
+        (pinned,), (managed,) = (memory_rates(memory=kind, requests=requests, **case) for kind in ("shared", "managed"))
+        line = f"| {requests} requests | {label} | {pinned['gb_per_s']} GB/s | {managed['gb_per_s']} GB/s |"
+        assert line in decision
+    (pinned,), (managed,) = (memory_rates(memory=kind, touch_stride=65536) for kind in ("shared", "managed"))
+    text = " ".join(decision.split())
+    assert f"takes {pinned['touch_us']:.0f} us, longer than the gather. In managed memory, it takes" in text
+    assert f"it takes {managed['touch_us']:.0f} us." in text and pinned["touch_us"] > pinned["us"]
+    large = [
+        row for row in rows("host_reads", order="by request", thread_blocks=64, touch_stride=0) if not row["chunked"]
+    ]
+    huge, small = (next(row for row in large if row["memory"] == kind) for kind in ("huge", "small"))
+    assert f"no faster: {huge['gb_per_s']} GB/s, and {small['gb_per_s']} without" in text
+    step = [
+        managed_rows(host_pool_memory=kind, context=65536, indexer_key_dtype="fp4", drafts=0)
+        for kind in ("auto", "pinned")
+    ]
+    times = [f"{each[0]['itl_ms_p50']:.1f}" for each in step]
+    assert f"28 requests of 64K takes {times[0]} instead of {times[1]} ms" in text
+
+
+def test_sizes_of_microbatches() -> None:
+    decision = (ROOT / "docs" / "decisions" / "microbatches.md").read_text()
+    plain = {"copies": "side by side", "gather_thread_blocks": 8, "selecting_kernel": "plugin's"}
+    sizes = {1: None, 2: None, 3: (18, 19, 19), 4: None}
+
+    def times(context: int, run: int, number: int) -> str:
+        found = [
+            row["itl_ms_p50"]
+            for row in rows("microbatch_sizes", context=context, run=run, **plain)
+            if len(row["microbatches"]) == number and max(row["microbatches"]) - min(row["microbatches"]) <= 2
+        ]
+        if run == 2 and sizes[number]:  # as the package divides them
+            wanted = list(sizes[number]) if context in (32768, 35064) else None
+            found = [
+                row["itl_ms_p50"]
+                for row in rows("microbatch_sizes", context=context, run=run, **plain)
+                if len(row["microbatches"]) == number and wanted in (None, row["microbatches"])
+            ]
+        return ", ".join(f"{time:.2f}" for time in found) or "–"
+
+    for label, context, run in (
+        ("56 x 32K", 32768, 1),
+        ("56 x 32K", 32768, 2),
+        ("56 x 34K, trace", 35064, 2),
+        ("48 x 40K", 40000, 2),
+        ("32 x 57K", 57344, 2),
+        ("28 x 64K", 65536, 1),
+        ("28 x 66K, trace", 67832, 1),
+    ):
+        line = " | ".join([label, *(times(context, run, number) for number in (1, 2, 3, 4))])
+        assert f"| {line} |" in decision, line
+    text = " ".join(decision.split())
+    first = [times(35064, 1, number) for number in (1, 2, 3, 4)]
+    claim = f"took {first[0]} ms as a whole, {first[1]} in two microbatches, {first[2]} in three and {first[3]} in four"
+    assert claim in text
+    gains = [1 - float(times(32768, run, 3)) / float(times(32768, run, 4).split(",")[0]) for run in (1, 2)]
+    text = section(MANAGED)
+    assert f"took {100 * min(gains):.0f} to {100 * max(gains):.0f}% less time with 20 layers" in text
+    change = [float(times(35064, run, 3)) / float(times(35064, run, 4)) - 1 for run in (1, 2)]
+    assert f"and {-100 * change[1]:.0f}% less with the trace of 34K in one of two runs; in the other" in text
+    assert f"run, it took {100 * change[0]:.0f}% more" in text
+
+
+def test_the_long_soak() -> None:
+    (soak,) = results("cpu/soak_long")
+    text = section(UNDER_LOAD)
+    claim = "{compared_answers:,} answers with {compared_tokens:,} tokens are full KV's up to {ties} ties, {sessions:,}"
+    assert claim.format(**soak) in text and f"after {soak['minute']:.0f} minutes" in text
+    claim = "{preempted:,} preemptions, {tier_loaded_blocks:,} blocks loaded from a tier and {aborted:,} aborts"
+    assert claim.format(**soak) in text and soak["is_flat"] and not soak["wrong_tokens"] and not soak["wrong_rows"]
+    assert f"{soak['checked_rows'] / 1e6:.1f} million hot rows" in text
+
+
 def test_rows_by_layer() -> None:
     name, heading, expected = "full_depth_rows_by_layer", "### Rows by layer", []
     for key_dtype, label in (("fp4", "4 bits"), ("auto", "8 bits")):
@@ -678,6 +851,7 @@ def test_accuracy_of_keys_in_4_bits() -> None:
 # By line of the table under "Same tokens": parts of `benchmarks.release`
 PARTS = {
     "kernels of hot buffers": "kernels",
+    "managed memory: reads and writes of CPU and GPU, CUDA graphs": "managed_memory",
     "kernels of indexer keys in 4 bits": "narrow_keys_kernels",
     "kernel that selects positions": "select_positions",
     "XQA (FlashInfer) over hot units": "flashinfer_units",
@@ -703,6 +877,7 @@ PARTS = {
     "Qwen3, Qwen3-MoE, Qwen2-MoE, Mixtral, GLM-4-MoE and ERNIE-4.5-MoE with Quest": "moe",
     "images in prompts of Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE and GLM-4.1V with Quest": "images",
     "prefill/decode pair over NIXL, DSA in fp8 and dense": "pd",
+    "the same, host pool in managed memory, DSA in fp8, without and with import buffer": "pd_managed",
     "the same, HY-V4": "pd_hyv4",
     "the same, MiniMax-M3": "pd_minimax_m3",
     "the same, indexer keys in 4 bits": "pd_narrow_keys",
@@ -734,8 +909,9 @@ def test_tests_on_gpus(label: str) -> None:
 
 
 def test_rows_were_missed_where_layers_have_different_numbers() -> None:
-    (row,) = rows("release_0.33.0", part="rows_by_layer")
-    share = row["missed_rows"] / (row["missed_rows"] + row["hit_rows"])
+    found = re.search(r"rows_by_layer at \w+, (\d+) of (\d+) selected rows were missed", note_of("h200/release_0.33.0"))
+    assert found is not None
+    share = int(found[1]) / int(found[2])
     assert f"numbers of hot rows, {share:.0%} of the selected rows were missed" in section("## Same tokens")
 
 

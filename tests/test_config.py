@@ -459,7 +459,9 @@ MANAGED = {**GIB, "host_pool_memory": "managed"}
         ({}, {"device_config__device_type": "cpu"}, "pinned"),
         ({}, {"parallel_config__tensor_parallel_size": 2}, "pinned"),
         (TIERS, {}, "pinned"),
+        (TIERS, {"kv_transfer_config__kv_role": "kv_consumer"}, "pinned"),
         ({}, {"kv_transfer_config__kv_role": "kv_consumer"}, "pinned"),
+        ({"import_buffer_gib": 1.0}, {"kv_transfer_config__kv_role": "kv_consumer"}, "pinned"),
         ({"host_pool_memory": "managed"}, {"kv_transfer_config__kv_role": "kv_consumer"}, "managed"),
     ],
 )
@@ -639,6 +641,12 @@ def dense_refusal(extra_config: dict[str, Any], **changes: Any) -> str:
     with pytest.raises(HiSparseConfigError) as refused:
         HiSparseConfig.from_vllm_config(dense_engine(extra_config, **changes))
     return str(refused.value)
+
+
+def test_ranks_of_a_dense_model_may_have_managed_memory() -> None:
+    """Each rank has a host pool of its own."""
+    changes = {**CUDA, "parallel_config__tensor_parallel_size": 2}
+    assert HiSparseConfig.from_vllm_config(dense_engine({"algorithm": "quest"}, **changes)).host_pool_memory == "auto"
 
 
 @pytest.mark.parametrize(

@@ -810,7 +810,6 @@ def _host_pool_memory(config: HiSparseConfig, vllm_config: VllmConfig) -> str:
     for expected, applies in reasons.items():
         if applies and kind == "managed":
             raise HiSparseConfigError("host_pool_memory", kind, expected, "Remove it.")
-    # NICs may not be able to write to managed memory.
     is_imported = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
     return "pinned" if any(reasons.values()) or (kind == "auto" and is_imported) else kind
 

@@ -413,4 +413,7 @@ cudaError_t allocate_managed(size_t num_bytes, int device, void** memory);
 // Map managed memory in the device's page tables, so that the device reads and writes it where it is.
 cudaError_t map_managed(void* memory, size_t num_bytes, int device);
 
+// Free managed memory; all work of the device ends before.
+cudaError_t free_managed(void* memory);
+
 }  // namespace hisparse

@@ -670,9 +670,9 @@ void map_managed_memory(int64_t address, int64_t num_bytes, int64_t device) {
     check(map_managed(reinterpret_cast<void*>(address), static_cast<size_t>(num_bytes), static_cast<int>(device)));
 }
 
-// Free this memory. Errors have no effect, because the device may have failed before.
+// Free this memory.
 void free_managed_memory(int64_t address) {
-    cudaFree(reinterpret_cast<void*>(address));
+    check(free_managed(reinterpret_cast<void*>(address)));
 }
 
 // Return the limits that the library was built with, by their names in vllm_hisparse/ops/limits.py.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import unittest
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from vllm_hisparse.connector.worker import HiSparseWorkerConnector, layer_views
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
 from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
+from vllm_hisparse.kv_manager.rows import host_memory
 from vllm_hisparse.kv_manager.rows.algorithm_state import KeySpan
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.kv_manager.rows.usage_sampler import STEPS_PER_REPORT
@@ -112,6 +116,27 @@ def worker() -> Iterator[HiSparseWorkerConnector]:
     worker = make_worker()
     worker.register_kv_caches(device_caches())
     yield worker
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(("memory", "has_transport"), [("managed", True), ("managed", False), ("pinned", True)])
+def test_the_host_pool_has_the_memory_of_the_option(
+    monkeypatch: pytest.MonkeyPatch, memory: str, has_transport: bool
+) -> None:
+    """Managed memory for NIXL comes with a warning."""
+    sizes: list[int] = []
+
+    def allocate(num_bytes: int) -> Any:
+        sizes.append(num_bytes)
+        return (ctypes.c_uint8 * num_bytes)()
+
+    monkeypatch.setattr(host_memory, "allocate_managed", allocate)
+    level = "WARNING" if memory == "managed" and has_transport else None
+    log = unittest.TestCase().assertLogs if level else unittest.TestCase().assertNoLogs
+    with log("vllm.vllm_hisparse.connector.worker", "WARNING"):
+        worker = make_worker(transport=Mock() if has_transport else None, host_pool_memory=memory)
+    assert sizes == ([worker.store.pool.nbytes] if memory == "managed" else [])
+    assert isinstance(worker.host_memory.memory, ctypes.Array) == (memory == "managed")
     worker.shutdown()
 
 

@@ -8,7 +8,12 @@ import gc
 import pytest
 import torch
 
-from vllm_hisparse.kv_manager.rows.managed_memory import CHUNK_BYTES, ManagedMemory, allocate_managed
+from vllm_hisparse.kv_manager.rows.managed_memory import (
+    CHUNK_BYTES,
+    ManagedMemory,
+    NoManagedMemoryError,
+    allocate_managed,
+)
 from vllm_hisparse.ops.registry import swap_in_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -50,6 +55,14 @@ def test_the_cpu_reads_what_kernels_write(pool: torch.Tensor) -> None:
     view.index_copy_(0, places.cuda(), values.cuda())
     torch.cuda.synchronize()
     assert torch.equal(pool[4096:][places], values)
+
+
+def test_a_failure_does_not_reach_the_next_kernel(pool: torch.Tensor) -> None:
+    with pytest.raises(NoManagedMemoryError, match="CUDA error"):
+        allocate_managed(1 << 60)
+    rows, out = pool[: 4 * ROW_BYTES].view(4, ROW_BYTES), torch.empty(4, ROW_BYTES, dtype=torch.uint8, device="cuda")
+    swap_in_ops(torch.device("cuda")).stage_rows(rows, torch.arange(4, dtype=torch.int32, device="cuda"), 1, out)
+    assert torch.equal(out.cpu(), rows)
 
 
 def test_memory_takes_no_room_on_the_device_and_is_given_back() -> None:

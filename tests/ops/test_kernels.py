@@ -54,6 +54,17 @@ def test_steps_without_requests_launch_nothing() -> None:
     kernels().page_scores(table, bounds, indices, vectors, indices, 16, torch.zeros(0, 2, 20), 0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a device")
+def test_errors_of_managed_memory_are_raised() -> None:
+    for call in (
+        lambda: kernels().allocate_managed(4096, 0),
+        lambda: kernels().map_managed(4096, 4096, 0),
+        lambda: kernels().free_managed(4096),
+    ):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

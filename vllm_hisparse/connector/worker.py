@@ -78,6 +78,11 @@ class HiSparseWorkerConnector:
             config.tier_buffer_bytes(pool_layout.num_bytes * num_host_pools(vllm_config)),
             config.host_pool_memory,
         )
+        if transport is not None and config.host_pool_memory == "managed":
+            logger.warning(
+                "HiSparse: host_pool_memory is 'managed', where NIXL was tried over TCP on one host alone. A network "
+                "card may be unable to write there. If transfers fail, remove the option."
+            )
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
         self.store = HostKVStore(pool_layout, hot_layers, dtype, self.host_memory.memory)
         self._saves: BlockPairs = []
@@ -206,7 +211,7 @@ class HiSparseWorkerConnector:
     def shutdown(self) -> None:
         """Shut down.
 
-        NOTE: the order matters, because host memory must not be read or written any more when it is unpinned.
+        NOTE: the order matters, because host memory must not be read or written any more when the store is closed.
         """
         if self._recorder:
             self._recorder.close()

@@ -367,8 +367,8 @@ class SwapInOps(ABC):
         """Copy missed rows to their hot slots.
 
         Args:
-            host_rows: [num_host_rows, row elements] host rows of the layer, contiguous; pinned on CUDA, where a row is
-                a multiple of 16 bytes.
+            host_rows: [num_host_rows, row elements] host rows of the layer, contiguous; on CUDA, mapped by the device,
+                and a row is a multiple of 16 bytes.
             hot_rows, resolved, batch: arguments and result of `resolve`.
             shares_device: True if kernels of other streams run at the same time and get most of the device.
         """

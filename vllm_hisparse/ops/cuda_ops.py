@@ -15,8 +15,8 @@ from vllm_hisparse.ops.limits import MAX_LAYERS
 class CudaSwapInOps(SwapInOps):
     """Launches kernels on the current stream. CUDA graphs can capture them, and they need no scratch memory.
 
-    The device of the tensors must be the current one. Host rows are pinned memory, as a CPU tensor or as a device
-    tensor over the same bytes.
+    The device of the tensors must be the current one. Host rows are memory that the device maps, as a CPU tensor or as
+    a device tensor over the same bytes.
 
     Raises:
         RuntimeError: the kernels were not built; or, from a launch, CUDA refused it.

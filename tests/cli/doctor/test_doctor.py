@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
@@ -18,6 +21,7 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,8 +36,9 @@ from vllm_hisparse.cli.doctor.command import examine
 from vllm_hisparse.cli.doctor.nixl_peer import check_peer, check_two_processes, serve, transport_of
 from vllm_hisparse.cli.doctor.report import Report, Status
 from vllm_hisparse.cli.main import app
-from vllm_hisparse.kv_manager.rows import free_memory
+from vllm_hisparse.kv_manager.rows import free_memory, managed_memory, pinned_memory
 from vllm_hisparse.kv_manager.rows.free_memory import FreeMemory
+from vllm_hisparse.kv_manager.rows.managed_memory import NoManagedMemoryError
 
 
 def found(report: Report) -> dict[str, Status]:
@@ -212,11 +217,9 @@ def test_the_driver_without_nvidia_smi(
 
 
 def test_containers_without_sysfs(report: Report, tmp_path: Path) -> None:
-    """Neither huge pages nor NUMA nodes nor RDMA devices can be seen; nothing of it is an error."""
-    assert check_memory(report, 0.1, tmp_path / "sys")
+    """Neither NUMA nodes nor RDMA devices can be seen; nothing of it is an error."""
     check_numa(report, 1, tmp_path / "sys", tmp_path / "proc")
     check_network(report, tmp_path / "sys")
-    assert "huge pages of shared memory" not in found(report)
     assert (found(report)["NUMA"], found(report)["RDMA"]) == ("note", "warning") and report.exit_status == 0
 
 
@@ -253,18 +256,6 @@ def test_a_pool_leaves_memory_to_the_host(
     monkeypatch.setattr(free_memory, "free_memory", lambda: FreeMemory(1000 * 2**30, "free host memory"))
     assert check_memory(report, pool_gib) == (expected == "ok")
     assert found(report)["host memory"] == expected
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"), [("always", "ok"), ("within_size", "ok"), ("advise", "note"), ("never", "note")]
-)
-def test_huge_pages_of_the_pool(report: Report, tmp_path: Path, chosen: str, expected: str) -> None:
-    """With `advise`, memory has huge pages only if the program asks for them, and the pool does not."""
-    path = tmp_path / "kernel/mm/transparent_hugepage/shmem_enabled"
-    path.parent.mkdir(parents=True)
-    path.write_text("always within_size advise never deny force".replace(chosen, f"[{chosen}]") + "\n")
-    check_memory(report, 0.1, tmp_path)
-    assert found(report)["huge pages of shared memory"] == expected
 
 
 def make_sysfs(root: Path, gpu_node: int) -> Path:
@@ -472,6 +463,55 @@ def without_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rates, "median_seconds", run)
     monkeypatch.setattr("vllm_hisparse.ops.cuda_ops.current_stream", lambda: 0)
+
+
+class Pinned:
+    """Pinned memory without a device."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+
+    def device_view(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("has_managed", "can_pin"), [(True, True), (True, False), (False, True), (False, False)])
+def test_both_kinds_of_memory_are_measured(
+    report: Report, monkeypatch: pytest.MonkeyPatch, has_managed: bool, can_pin: bool
+) -> None:
+    """One after the other, because both together may not fit. A pool that cannot be pinned is an error only if there is
+    no managed memory either."""
+    pools: list[weakref.ref] = []
+
+    def allocate(num_bytes: int) -> Any:
+        assert not any(pool() for pool in pools)
+        if not has_managed:
+            raise NoManagedMemoryError("not supported")
+        memory = (ctypes.c_uint8 * num_bytes)()
+        pools.append(weakref.ref(memory))
+        return memory
+
+    def pin(memory: torch.Tensor) -> Pinned:
+        gc.collect()
+        assert not any(pool() for pool in pools)
+        if not can_pin:
+            raise RuntimeError("limit of locked memory")
+        return Pinned(memory)
+
+    measured: list[str] = []
+    monkeypatch.setattr(managed_memory, "allocate_managed", allocate)
+    monkeypatch.setattr(managed_memory, "ManagedMemory", lambda: Pinned(torch.empty(0)))
+    monkeypatch.setattr(pinned_memory, "PinnedMemory", pin)
+    monkeypatch.setattr(rates, "measure_copies", lambda *_: measured.append("copies"))
+    monkeypatch.setattr(rates, "measure_rows", lambda report, view, device, memory: measured.append(memory))
+    rates.measure_rates(report, 0.001)
+    assert measured == ["managed"] * has_managed + ["copies", "pinned"] * can_pin
+    assert found(report)["managed memory"] == ("ok" if has_managed else "note")
+    assert found(report)["pinning"] == ("ok" if can_pin else "warning" if has_managed else "error")
+    assert ("fill_s" in report.rates, "pin_s" in report.rates) == (has_managed, can_pin)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which builds the library of kernels")

@@ -88,6 +88,17 @@ def test_ranks_of_a_dense_model_have_memory_of_their_own(monkeypatch: pytest.Mon
     assert len(first) == len(second) == NUM_BYTES
 
 
+def test_ranks_that_do_not_share_have_memory_of_the_kind_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+    monkeypatch.setattr(host_memory, "own_memory", lambda num_bytes, has_file, kind: kinds.append(kind))
+    allocate_host_pool(NUM_BYTES, config(1), OPTION, kind="managed")
+    monkeypatch.setattr(host_memory, "get_tp_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+    monkeypatch.setattr(host_memory, "in_the_same_node_as", lambda _: [True, True])
+    monkeypatch.setattr(host_memory.torch.distributed, "all_gather_object", lambda *_, **__: None)
+    allocate_host_pool(NUM_BYTES, config(2, use_mla=False), OPTION, kind="auto")
+    assert kinds == ["managed", "auto"]
+
+
 def test_one_rank_asks_nobody() -> None:
     assert len(allocate_host_pool(NUM_BYTES, config(1), OPTION).memory) == NUM_BYTES
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.rows import host_memory, managed_memory
+from vllm_hisparse.kv_manager.rows.free_memory import host_pool_bytes
 from vllm_hisparse.kv_manager.rows.host_memory import own_memory
 from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, allocate_managed
 
@@ -23,9 +28,10 @@ NUM_BYTES = 5 * PAGE
 class Library:
     """Three of the library's functions. Memory is not zero at first, and cannot be mapped before it is filled."""
 
-    def __init__(self, error: str | None = None):
-        self.error = error
+    def __init__(self, error: str | None = None, error_of_map: str | None = None):
+        self.error, self.error_of_map = error, error_of_map
         self.sizes: dict[int, int] = {}
+        self.device: int | None = None  # current one
         self.mapped: dict[int, bytes] = {}
 
     def allocate_managed(self, num_bytes: int, device: int) -> int:
@@ -38,9 +44,12 @@ class Library:
 
     def map_managed(self, address: int, num_bytes: int, device: int) -> None:
         assert self.sizes[address] == num_bytes and device == 3
+        if self.error_of_map is not None:
+            raise RuntimeError(self.error_of_map)
         self.mapped[address] = ctypes.string_at(address, num_bytes)
 
     def free_managed(self, address: int) -> None:
+        assert self.device == 3
         del self.sizes[address]
         LIBC.free(ctypes.c_void_p(address))
 
@@ -50,6 +59,12 @@ def use(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     monkeypatch.setattr(managed_memory, "CHUNK_BYTES", 2 * PAGE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+
+    def of_device(device: int) -> nullcontext[None]:
+        library.device = device
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", of_device)
     return library
 
 
@@ -74,6 +89,33 @@ def test_memory_is_freed_with_the_last_tensor_over_it(monkeypatch: pytest.Monkey
     assert not library.sizes
 
 
+def test_others_see_how_much_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked process has the file, too; it counts once."""
+    use(monkeypatch, Library())
+    here = psutil.Process()
+    before, memset, seen = host_pool_bytes(here), ctypes.memset, []
+
+    def watch(address: int, value: int, size: int) -> None:
+        memset(address, value, size)
+        if value == 0:
+            seen.append(host_pool_bytes(here) - before)
+
+    monkeypatch.setattr(managed_memory, "NUM_THREADS", 1)
+    monkeypatch.setattr(ctypes, "memset", watch)
+    memory = allocate_managed(NUM_BYTES)
+    monkeypatch.undo()
+    assert seen == [0, 2 * PAGE, 4 * PAGE]
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        assert host_pool_bytes(here) - before == NUM_BYTES
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert len(memory) == NUM_BYTES
+
+
 @pytest.mark.parametrize("kind", ["auto", "managed"])
 def test_a_pool_of_managed_memory_is_no_file(monkeypatch: pytest.MonkeyPatch, kind: host_memory.MemoryKind) -> None:
     use(monkeypatch, Library())
@@ -81,9 +123,10 @@ def test_a_pool_of_managed_memory_is_no_file(monkeypatch: pytest.MonkeyPatch, ki
     assert isinstance(pool.memory, ctypes.Array) and pool.file is None
 
 
-def test_a_device_without_managed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", [Library("not supported (801)"), Library(error_of_map="not supported (801)")])
+def test_a_device_without_managed_memory(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     """The pool is pinned, with a warning. Who asked for managed memory gets an error."""
-    use(monkeypatch, Library("operation not supported (CUDA error 801)"))
+    use(monkeypatch, library)
     warnings: list[str] = []
     logger = SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
     monkeypatch.setattr(host_memory, "logger", logger)
@@ -91,6 +134,22 @@ def test_a_device_without_managed_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(warnings) == 1 and "is pinned" in warnings[0] and "not supported" in warnings[0]
     with pytest.raises(HiSparseConfigError, match=r"^host_pool_memory: got 'managed', expected pinned.*not supported"):
         own_memory(NUM_BYTES, False, "managed")
+    gc.collect()
+    assert not library.sizes
+
+
+@pytest.mark.parametrize("kind", ["auto", "managed"])
+def test_kernels_that_were_not_built_are_no_reason_to_pin(
+    monkeypatch: pytest.MonkeyPatch, kind: host_memory.MemoryKind
+) -> None:
+    use(monkeypatch, Library())
+
+    def missing() -> None:
+        raise RuntimeError("The CUDA kernels of vllm_hisparse are not built")
+
+    monkeypatch.setattr(managed_memory, "kernels", missing)
+    with pytest.raises(RuntimeError, match="not built"):
+        own_memory(NUM_BYTES, False, kind)
 
 
 def test_waits_for_the_device_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

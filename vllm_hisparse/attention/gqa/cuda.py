@@ -175,8 +175,8 @@ class HotGQAImpl:
         Args:
             hot_buffer: hot buffer shared by all layers.
             layer_index: index of this layer in the hot buffer.
-            host_rows: [num_host_blocks, block_size, row elements], pinned; a block is [num_kv_heads, block_size, 2 *
-                head_size].
+            host_rows: [num_host_blocks, block_size, row elements], mapped by the device; a block is
+                [num_kv_heads, block_size, 2 * head_size].
             cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size].
         """
         self.hot_buffer, self.algorithm = hot_buffer, hot_buffer.algorithm

@@ -198,15 +198,6 @@ def check_memory(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys"
         report.add(
             "locked memory", Status.ok if enough else Status.warning, f"{soft / GIB:.2f} GiB", "" if enough else advice
         )
-    with suppress(OSError):  # some containers have no such file
-        text = (sysfs / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-        chosen = text.partition("[")[2].partition("]")[0]
-        huge = chosen in ("always", "within_size", "force")  # the pool asks for nothing, as `advise` requires
-        advice = (
-            "Scattered reads translate more addresses with 4 KiB pages. `always` in "
-            "/sys/kernel/mm/transparent_hugepage/shmem_enabled gives the host pool huge ones."
-        )
-        report.add("huge pages of shared memory", Status.ok if huge else Status.note, chosen, "" if huge else advice)
     return status == Status.ok
 
 

@@ -24,16 +24,48 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     """Measure copies each way and scattered rows, with a pool of the intended size in each kind of memory."""
     import torch
 
-    from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, allocate_managed
+    device = torch.device("cuda", 0)
+    has_managed = measure_managed(report, host_pool_gib, device)
+    measure_pinned(report, host_pool_gib, device, Status.warning if has_managed else Status.error)
+
+
+def measure_managed(report: Report, host_pool_gib: float, device: torch.device) -> bool:
+    """Measure scattered rows in managed memory; return True if there is any."""
+    import torch
+
+    from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, NoManagedMemoryError, allocate_managed
+
+    start = time.perf_counter()
+    try:
+        memory = torch.frombuffer(allocate_managed(int(host_pool_gib * GIB)), dtype=torch.uint8)
+    except NoManagedMemoryError as error:
+        report.add("managed memory", Status.note, in_one_line(error), "Host pools are pinned here.")
+        return False
+    report.rates["fill_s"] = time.perf_counter() - start
+    report.add("managed memory", Status.ok, f"{report.rates['fill_s']:.1f} s for {host_pool_gib:g} GiB")
+    measure_rows(report, ManagedMemory().device_view(memory), device, "managed")
+    return True
+
+
+def measure_pinned(report: Report, host_pool_gib: float, device: torch.device, if_refused: Status) -> None:
+    """Measure copies each way and scattered rows in pinned memory.
+
+    Args:
+        report: gets rates and findings.
+        host_pool_gib: size of the pool.
+        device: the GPU.
+        if_refused: severity of a failure to pin the pool.
+    """
+    import torch
+
     from vllm_hisparse.kv_manager.rows.pinned_memory import PinnedMemory
 
-    device = torch.device("cuda", 0)
     memory = torch.frombuffer(mmap.mmap(-1, int(host_pool_gib * GIB)), dtype=torch.uint8)
     start = time.perf_counter()
     try:
         pinned = PinnedMemory(memory)
     except RuntimeError as error:
-        report.add("pinning", Status.error, in_one_line(error))
+        report.add("pinning", if_refused, in_one_line(error))
         return
     report.rates["pin_s"] = time.perf_counter() - start
     try:
@@ -48,13 +80,6 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
     found = f"{report.rates['pin_s']:.1f} s for {host_pool_gib:g} GiB, {report.rates['unpin_s']:.1f} s to give it back"
     advice = "Let start-up probe and termination grace period of a server allow for it." if slow else ""
     report.add("pinning", Status.note if slow else Status.ok, found, advice)
-    del memory, view
-    try:
-        managed = torch.frombuffer(allocate_managed(int(host_pool_gib * GIB)), dtype=torch.uint8)
-    except RuntimeError as error:
-        report.add("managed memory", Status.note, in_one_line(error), "Host pools are pinned here.")
-        return
-    measure_rows(report, ManagedMemory().device_view(managed), device, "managed")
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
@@ -109,6 +134,8 @@ def measure_rows(report: Report, view: torch.Tensor, device: torch.device, memor
     seconds = median_seconds(lambda: ops.stage_rows(rows, ids, 1, out))
     rate = report.rates[f"{memory}_rows_gb_s"] = NUM_ROWS * ROW_BYTES / seconds / 1e9
     slow = rate < SLOW_ROWS_GB_S
-    advice = "This rate decides the speed of decode steps that miss rows: plan with it (vllm-hisparse plan --gpu FILE)."
+    advice = "This rate decides the speed of decode steps that miss rows."
+    if memory == "pinned":
+        advice += " Plan with it: vllm-hisparse plan --gpu FILE."
     status = Status.warning if slow else Status.ok
     report.add(f"scattered rows of {ROW_BYTES} bytes, {memory}", status, f"{rate:.1f} GB/s", advice if slow else "")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 
 PROC = Path("/proc")
+MANAGED_POOL = "hisparse-managed-pool"  # name of the file whose size is that of the filled managed memory
 FREE_MEMORY_SHARE = 0.95  # share of the free memory of host and container that host pools may take
 # By cgroup version: files with the memory limits, the file with the used bytes, and the entries of memory.stat that
 # count page cache, which the kernel gives up first.
@@ -111,14 +112,30 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def host_pool_bytes(engine: psutil.Process, proc: Path = PROC) -> int:
-    """Bytes of shared memory that an engine and its ranks have taken already: its host pool, as far as it is pinned.
+    """Bytes of memory that an engine and its ranks have taken already for its host pool, as far as it is filled or
+    pinned.
 
     A pool that several ranks map counts once.
     """
     num_kib = 0
+    managed: dict[tuple[int, int], int] = {}
     with suppress(psutil.Error):
         for process in [engine, *engine.children(recursive=True)]:
+            directory = proc / str(process.pid)
             with suppress(OSError):
-                lines = (proc / str(process.pid) / "smaps_rollup").read_text().splitlines()
+                lines = (directory / "smaps_rollup").read_text().splitlines()
                 num_kib += sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
-    return num_kib * 1024
+            managed |= _managed_pools(directory / "fd")
+    return num_kib * 1024 + sum(managed.values())
+
+
+def _managed_pools(files: Path) -> dict[tuple[int, int], int]:
+    """Sizes of the files that managed memory keeps open, by their identity, because a forked process has them, too."""
+    found = {}
+    with suppress(OSError):
+        for file in files.iterdir():
+            with suppress(OSError):
+                if str(file.readlink()).startswith(f"/memfd:{MANAGED_POOL}"):
+                    status = file.stat()
+                    found[status.st_dev, status.st_ino] = status.st_size
+    return found

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_hisparse.config import HiSparseConfigError, shares_host_pool
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, engines_beside, free_memory, host_pool_bytes
-from vllm_hisparse.kv_manager.rows.managed_memory import ManagedBuffer, allocate_managed
+from vllm_hisparse.kv_manager.rows.managed_memory import ManagedBuffer, NoManagedMemoryError, allocate_managed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,7 +92,7 @@ def allocate_host_pool(
 
     if not shares_host_pool(vllm_config):
         num_bytes_here = num_bytes * (group.world_size if is_one_host else 1)
-        # NOTE: no rank may pin its pool before every rank has checked, because pinned memory is not free any more.
+        # NOTE: no rank may fill or pin its pool before every rank has checked, because this takes free memory.
         _on_all_ranks(gather, lambda: check_free_memory(num_bytes_here, size_option, buffer_bytes))
         return own_memory(num_bytes, has_file, kind)
     if not is_one_host:
@@ -135,7 +135,7 @@ def own_memory(num_bytes: int, has_file: bool, kind: MemoryKind = "pinned") -> H
     if kind != "pinned":
         try:
             return HostPoolMemory(allocate_managed(num_bytes))
-        except RuntimeError as error:
+        except NoManagedMemoryError as error:
             if kind == "managed":
                 raise HiSparseConfigError(
                     "host_pool_memory", kind, f"pinned, because CUDA gives no managed memory ({error})", "Remove it."

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 from weakref import finalize
 
 import torch
 from vllm.logger import init_logger
 
+from vllm_hisparse.kv_manager.rows.free_memory import MANAGED_POOL
 from vllm_hisparse.ops.kernels import kernels
 
 NUM_THREADS, CHUNK_BYTES = 8, 1 << 30  # threads that fill memory at start-up, and bytes that one fills at a time
@@ -19,32 +23,68 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 ManagedBuffer = ctypes.Array  # of c_uint8
 
 
+class NoManagedMemoryError(RuntimeError):
+    """CUDA gives no managed memory, or none that CPU and GPU can use at the same time."""
+
+
 def allocate_managed(num_bytes: int) -> ManagedBuffer:
     """Allocate memory that is filled with zeros, and that the current device reads and writes where it is.
 
-    Pinned memory has an entry for every 4 KiB in the device's page tables. Managed memory has an entry for 2 MiB where
-    the host finds as much in one piece. With a large pool, scattered rows arrive sooner then, because most addresses
-    are translated without a read of the page tables.
+    The device translates addresses of managed memory in pages of up to 2 MiB, and those of pinned memory in smaller
+    ones. Therefore it reads scattered rows of a large pool faster.
 
     Returns:
         [num_bytes] c_uint8. The memory is freed when nothing refers to it any more.
 
     Raises:
-        RuntimeError: there is no CUDA device, or the CPU and the device cannot use managed memory at the same time, or
-            CUDA refuses.
+        NoManagedMemoryError: there is no CUDA device, or CUDA refuses.
+        RuntimeError: the kernels were not built, or are of another version.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device")
+        raise NoManagedMemoryError("there is no CUDA device")
     library, device = kernels(), torch.cuda.current_device()
-    address = library.allocate_managed(num_bytes, device)
+    try:
+        address = library.allocate_managed(num_bytes, device)
+    except RuntimeError as error:
+        raise NoManagedMemoryError(str(error)) from error
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    finalize(memory, library.free_managed, address).atexit = False  # the end of the process frees it, too
-    # NOTE: the CPU fills the memory before the device maps it, so that its pages exist and are large.
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        starts = range(0, num_bytes, CHUNK_BYTES)
-        list(threads.map(lambda start: ctypes.memset(address + start, 0, min(CHUNK_BYTES, num_bytes - start)), starts))
-    library.map_managed(address, num_bytes, device)
+    file = os.memfd_create(MANAGED_POOL)  # tells other processes how much is filled; it holds nothing
+    finalize(memory, _free, address, device, file).atexit = False  # the end of the process frees it, too
+    start = time.perf_counter()
+    _fill(address, num_bytes, file)
+    # NOTE: the device maps the memory when it is filled, so that its pages exist and are large.
+    try:
+        library.map_managed(address, num_bytes, device)
+    except RuntimeError as error:
+        raise NoManagedMemoryError(str(error)) from error
+    size, seconds = num_bytes / 2**30, time.perf_counter() - start
+    logger.info("HiSparse: filled %.1f GiB of managed host memory in %.1f s.", size, seconds)
     return memory
+
+
+def _fill(address: int, num_bytes: int, file: int) -> None:
+    """Fill memory with zeros, and let a file grow to as many bytes as are filled."""
+    lock, num_filled = Lock(), 0
+
+    def fill(start: int) -> None:
+        nonlocal num_filled
+        size = min(CHUNK_BYTES, num_bytes - start)
+        ctypes.memset(address + start, 0, size)
+        with lock:
+            num_filled += size
+            os.ftruncate(file, num_filled)
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(fill, range(0, num_bytes, CHUNK_BYTES)))
+
+
+def _free(address: int, device: int, file: int) -> None:
+    os.close(file)
+    try:
+        with torch.cuda.device(device):  # NOTE: on a new thread, CUDA would use the first device otherwise.
+            kernels().free_managed(address)
+    except RuntimeError as error:
+        logger.warning("The device failed (%s); its host memory stays until the process ends.", error)
 
 
 class ManagedMemory:
