@@ -135,8 +135,8 @@ class HiSparseConfig(BaseModel):
     host_pool_gib: float | None = Field(default=None, gt=0, le=MAX_SIZE)
     """Size of the host pool in GiB, for all tensor parallel ranks together."""
     host_pool_memory: Literal["auto", "managed", "pinned"] = "auto"
-    """Memory of the host pool on a GPU: `managed` is read faster, `pinned` can be shared with other processes and NICs.
-    `auto`: managed where nothing but the GPU of one rank uses the pool."""
+    """Memory of the host pool on a GPU: `managed` is read faster, `pinned` can be shared with other processes and with
+    network cards. `auto`: managed where nothing but the GPU of one rank uses the pool."""
     algorithm: str = "dsa"
     """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)

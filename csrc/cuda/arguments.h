@@ -413,7 +413,7 @@ cudaError_t allocate_managed(size_t num_bytes, int device, void** memory);
 // Map managed memory in the device's page tables, so that the device reads and writes it where it is.
 cudaError_t map_managed(void* memory, size_t num_bytes, int device);
 
-// Free managed memory; all work of the device ends before.
+// Free managed memory, after all work of the device has ended: the call waits for it.
 cudaError_t free_managed(void* memory);
 
 }  // namespace hisparse

@@ -30,8 +30,8 @@ class NoManagedMemoryError(RuntimeError):
 def allocate_managed(num_bytes: int) -> ManagedBuffer:
     """Allocate memory that is filled with zeros, and that the current device reads and writes where it is.
 
-    The device translates addresses of managed memory in pages of up to 2 MiB, and those of pinned memory in smaller
-    ones. Therefore it reads scattered rows of a large pool faster.
+    The device reads scattered rows of a large pool faster than from pinned memory, probably because it translates the
+    addresses in larger pages (docs/decisions/managed-host-memory.md).
 
     Returns:
         [num_bytes] c_uint8. The memory is freed when nothing refers to it any more.
