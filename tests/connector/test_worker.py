@@ -136,7 +136,10 @@ def test_the_host_pool_has_the_memory_of_the_option(
     with log("vllm.vllm_hisparse.connector.worker", "WARNING"):
         worker = make_worker(transport=Mock() if has_transport else None, host_pool_memory=memory)
     assert sizes == ([worker.store.pool.nbytes] if memory == "managed" else [])
-    assert isinstance(worker.host_memory.memory, ctypes.Array) == (memory == "managed")
+    assert isinstance(worker.host_memory.memory, ctypes.Array) == worker.store.is_managed == (memory == "managed")
+    if not has_transport:
+        worker.register_kv_caches(device_caches())
+        assert worker.hot_buffer.host_is_managed
     worker.shutdown()
 
 

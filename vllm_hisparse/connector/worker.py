@@ -274,7 +274,7 @@ class HiSparseWorkerConnector:
         names, layers = self.groups.hot_group.layer_names, self.vllm_config.compilation_config.static_forward_context
         selects = [layers[name].indexer is not None for name in names]
         if directory is None or not self.reports_requests:
-            return MLAHotBuffer(shape, device, selects)
+            return MLAHotBuffer(shape, device, selects, host_is_managed=self.store.is_managed)
         rank, model_name = self.vllm_config.parallel_config.data_parallel_index, Path(model.model).name
         self._recorder = SelectionRecorder(Path(directory), rank, model_name, shape.top_k, self.layout.row_bytes, names)
         return RecordingHotBuffer(shape, device, self._recorder, selects)

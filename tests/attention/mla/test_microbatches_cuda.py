@@ -127,16 +127,18 @@ def test_which_steps_have_microbatches(microbatches: ModuleType) -> None:
     shape = HotBufferShape(99, 99, 2, 8, 10, 64, 500, max_hot_blocks=20, rows_per_hot_block=40)
 
     def requests_of(num_requests: int, **changes: Any) -> list[slice]:
-        buffer = SimpleNamespace(**{"shape": shape, "selects": [True, True], **changes})
+        buffer = SimpleNamespace(**{"shape": shape, "selects": [True, True], "host_is_managed": False, **changes})
         return [
             microbatch.requests for microbatch in microbatches.make_microbatches(buffer, num_requests, lambda _: None)
         ]
 
     assert requests_of(35) == [slice(0, 17), slice(17, 35)]
-    assert requests_of(53) == [slice(0, 26), slice(26, 53)]
-    assert requests_of(54) == [slice(0, 18), slice(18, 36), slice(36, 54)]
-    assert requests_of(72) == [slice(0, 18), slice(18, 36), slice(36, 54), slice(54, 72)]
-    assert len(requests_of(100)) == 4, "as many as there are streams"
+    assert requests_of(36) == [slice(0, 12), slice(12, 24), slice(24, 36)]
+    for changes, numbers in (({}, (2, 3, 3, 4, 4)), ({"host_is_managed": True}, (2, 2, 2, 2, 3))):
+        assert [len(requests_of(number, **changes)) for number in (35, 36, 47, 48, 54)] == list(numbers)
+        assert len(requests_of(100, **changes)) == 4, "as many as there are streams"
+    assert requests_of(53, host_is_managed=True) == [slice(0, 26), slice(26, 53)]
+    assert requests_of(72, host_is_managed=True) == [slice(0, 18), slice(18, 36), slice(36, 54), slice(54, 72)]
     assert requests_of(microbatches.MAX_REQUESTS) and not requests_of(microbatches.MAX_REQUESTS + 1)
     assert requests_of(31) == [], "as many of the longest sequences fit into 20,000 hot rows"
     few = replace(shape, num_device_blocks=1)

@@ -21,8 +21,8 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from vllm_hisparse.attention.mla.microbatch_sizes import MAX_REQUESTS, MICROBATCH_REQUESTS, MIN_REQUESTS
-from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
+from vllm_hisparse.attention.mla.microbatch_sizes import MANAGED_REQUESTS, MAX_REQUESTS, MIN_REQUESTS, PINNED_REQUESTS
+from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.ops.limits import NUM_STREAMS
 
 MAX_MICROBATCHES = NUM_STREAMS  # the first one runs on the main stream
@@ -98,17 +98,13 @@ class DecodeMicrobatch:
         return replace(metadata, num_decodes=num_requests, num_decode_tokens=num_tokens, decode=part)
 
 
-def most_microbatches(num_requests: int) -> int:
-    """Return the largest number of microbatches of a step in which `num_requests` requests decode, with any model and
-    memory.
-    """
-    if not MIN_REQUESTS <= num_requests <= MAX_REQUESTS:
-        return 1
-    return min(max(num_requests // MICROBATCH_REQUESTS, 2), MAX_MICROBATCHES)
+def may_be_divided(num_requests: int) -> bool:
+    """Return True if a step in which `num_requests` requests decode has microbatches with some model and memory."""
+    return MIN_REQUESTS <= num_requests <= MAX_REQUESTS
 
 
 def make_microbatches(
-    hot_buffer: HotBuffer, num_requests: int, build: Callable[[slice], Any]
+    hot_buffer: MLAHotBuffer, num_requests: int, build: Callable[[slice], Any]
 ) -> Sequence[DecodeMicrobatch]:
     """Divide a step in which `num_requests` requests decode; return no microbatches if the step runs faster as a whole,
     however many rows it misses.
@@ -116,9 +112,10 @@ def make_microbatches(
     A model whose layers share an indexer needs no microbatches, because the copies of the sharing layers are hidden
     behind the layers before them anyway.
     """
-    number = most_microbatches(num_requests)
-    if number < 2 or hot_buffer.shape.holds_all(num_requests) or not all(hot_buffer.selects):
+    if not may_be_divided(num_requests) or hot_buffer.shape.holds_all(num_requests) or not all(hot_buffer.selects):
         return ()
+    least = MANAGED_REQUESTS if hot_buffer.host_is_managed else PINNED_REQUESTS
+    number = min(max(num_requests // least, 2), MAX_MICROBATCHES)
     ends = [num_requests * index // number for index in range(number + 1)]
     return [
         DecodeMicrobatch(slice(first, last), hot_buffer.shape.max_query_len, build) for first, last in pairwise(ends)

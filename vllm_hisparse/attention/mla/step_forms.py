@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 
 from vllm_hisparse.attention.mla.fused_cuda import HotDeepseekV32Attention
-from vllm_hisparse.attention.mla.microbatches_cuda import most_microbatches
+from vllm_hisparse.attention.mla.microbatches_cuda import may_be_divided
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer
 
 
@@ -40,7 +40,6 @@ class MicrobatchForms:
     def has_two(self, num_requests: int, num_tokens: int) -> bool:
         # NOTE: data parallel ranks must capture the same graphs, because their experts wait for each other. So this
         # does not ask whether the device holds all rows of the requests: ranks may have unequal memory.
-        may_be_divided = most_microbatches(num_requests) > 1
         if self._hot_buffer is None:
-            return may_be_divided
-        return may_be_divided and num_tokens == num_requests * self._hot_buffer.shape.max_query_len
+            return may_be_divided(num_requests)
+        return may_be_divided(num_requests) and num_tokens == num_requests * self._hot_buffer.shape.max_query_len

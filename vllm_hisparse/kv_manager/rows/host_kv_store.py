@@ -54,6 +54,11 @@ class HostKVStore:
         self.pool, self._device_view = flat, self.resident_kv
         self._layout, self._memory = layout, memory
 
+    @property
+    def is_managed(self) -> bool:
+        """True if the pool is managed memory."""
+        return not isinstance(self._memory, mmap.mmap)
+
     def attach(self, device: torch.device, conversion: KeyConversion | None = None) -> None:
         """Let the device read and write the store; this pins the memory, unless it is managed.
 
@@ -63,7 +68,7 @@ class HostKVStore:
         """
         self._conversion = conversion
         if device.type != "cpu":
-            self._access = PinnedMemory(self.pool) if isinstance(self._memory, mmap.mmap) else ManagedMemory()
+            self._access = ManagedMemory() if self.is_managed else PinnedMemory(self.pool)
             self._device_view = self._access.device_view(self.resident_kv)
 
     def device_pool(self) -> torch.Tensor:

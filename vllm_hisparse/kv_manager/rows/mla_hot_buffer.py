@@ -30,6 +30,7 @@ class MLAHotBuffer(HotBuffer):
         selects: as in `HotBuffer`; None: every layer selects.
         copies_ahead: True if rows of layers that share a selection are copied on a CUDA stream of their own while the
             layers before them run; None: True on CUDA.
+        host_is_managed: True if host rows are in managed memory, from which they arrive sooner.
     """
 
     step: MLADecodeStep
@@ -40,11 +41,13 @@ class MLAHotBuffer(HotBuffer):
         device: torch.device,
         selects: Sequence[bool] | None = None,
         copies_ahead: bool | None = None,
+        host_is_managed: bool = False,
     ):
         selects = [True] * shape.num_layers if selects is None else selects
         sizes = shape.num_device_blocks, shape.classes
         super().__init__(shape, KVHeads(), ResidencyTable.by_selection(*sizes, selects, device), selects)
         self.copies_ahead = device.type == "cuda" if copies_ahead is None else copies_ahead
+        self.host_is_managed = host_is_managed
         self.step = MLADecodeStep(self.requests, self.layers, self.ops, self.step_shape(shape.top_k), device)
 
     @cached_property
