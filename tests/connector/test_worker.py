@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
-from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.worker import HiSparseWorkerConnector, layer_views
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
@@ -141,6 +141,17 @@ def test_the_host_pool_has_the_memory_of_the_option(
         worker.register_kv_caches(device_caches())
         assert worker.hot_buffer.host_is_managed
     worker.shutdown()
+
+
+@pytest.mark.parametrize("memory", ["managed", "pinned"])
+def test_memory_that_nixl_cannot_register(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    """The error names the option if this may be the reason."""
+    monkeypatch.setattr(host_memory, "allocate_managed", lambda num_bytes: (ctypes.c_uint8 * num_bytes)())
+    transport = Mock(register=Mock(side_effect=RuntimeError("NIXL_ERR_BACKEND")))
+    worker = make_worker(transport=transport, host_pool_memory=memory)
+    expected = r"^host_pool_memory: got 'managed', expected pinned.*BACKEND" if memory == "managed" else "^NIXL_ERR"
+    with pytest.raises(HiSparseConfigError if memory == "managed" else RuntimeError, match=expected):
+        worker.register_kv_caches(device_caches())
 
 
 @pytest.mark.parametrize("num_more_rows", [0, 5])

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
 from vllm_hisparse.algorithms.base import SparseAlgorithm
-from vllm_hisparse.config import HiSparseConfig
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.metadata import (
     HiSparseHandshakeMetadata,
     HiSparseWorkerMetadata,
@@ -121,7 +121,7 @@ class HiSparseWorkerConnector:
             received = resident_caches
             if conversion is not None:
                 received = self.store.saved_layers(dict(zip(in_memory, conversion.layer_bytes, strict=True)))
-            self.transport.register(self.store.main_kv, received, any_cache.device)
+            self._register_with(self.transport, received, any_cache.device)
             if self.config.import_buffer_bytes:
                 self._read_through_buffer(self.transport, any_cache.device)
 
@@ -219,6 +219,31 @@ class HiSparseWorkerConnector:
             self.transport.shutdown()
         self.store.close()
         self.host_memory.close_file()
+
+    def _register_with(
+        self, transport: NixlWorkerTransport, resident_kv: dict[str, torch.Tensor], device: torch.device
+    ) -> None:
+        """Register memory for transfers.
+
+        Args:
+            transport: P/D transport.
+            resident_kv: as in `NixlWorkerTransport.register`.
+            device: device of this rank.
+
+        Raises:
+            HiSparseConfigError: the host pool is managed memory, and it cannot be registered.
+        """
+        try:
+            transport.register(self.store.main_kv, resident_kv, device)
+        except Exception as error:
+            if not self.store.is_managed:
+                raise
+            raise HiSparseConfigError(
+                "host_pool_memory",
+                "managed",
+                f"pinned, because NIXL could not register memory ({error!r})",
+                "Remove it.",
+            ) from error
 
     def _read_through_buffer(self, transport: NixlWorkerTransport, device: torch.device) -> None:
         """Read KV for the host pool through an import buffer from now on.

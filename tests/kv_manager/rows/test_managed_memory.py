@@ -15,7 +15,7 @@ import torch
 
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.kv_manager.rows import host_memory, managed_memory
-from vllm_hisparse.kv_manager.rows.free_memory import host_pool_bytes
+from vllm_hisparse.kv_manager.rows.free_memory import FreeMemory, host_pool_bytes
 from vllm_hisparse.kv_manager.rows.host_memory import own_memory
 from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, allocate_managed
 
@@ -87,6 +87,18 @@ def test_memory_is_freed_with_the_last_tensor_over_it(monkeypatch: pytest.Monkey
     del tensor
     gc.collect()
     assert not library.sizes
+
+
+def test_memory_that_runs_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stays behind, and the pool is not pinned instead."""
+    library = use(monkeypatch, Library())
+    free = [FreeMemory(num_bytes, "free host memory") for num_bytes in (2 * PAGE, 2 * PAGE - 1, 0)]
+    monkeypatch.setattr(managed_memory, "free_memory", lambda: free.pop(0))
+    monkeypatch.setattr(managed_memory, "NUM_THREADS", 1)
+    with pytest.raises(RuntimeError, match=r"failed after 0\.0 GiB, because 0\.0 GiB are left \(free host memory\)"):
+        own_memory(NUM_BYTES, False, "auto")
+    gc.collect()
+    assert not library.sizes and not library.mapped
 
 
 def test_others_see_how_much_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from weakref import finalize
 import torch
 from vllm.logger import init_logger
 
-from vllm_hisparse.kv_manager.rows.free_memory import MANAGED_POOL
+from vllm_hisparse.kv_manager.rows.free_memory import MANAGED_POOL, free_memory
 from vllm_hisparse.ops.kernels import kernels
 
 NUM_THREADS, CHUNK_BYTES = 8, 1 << 30  # threads that fill memory at start-up, and bytes that one fills at a time
@@ -38,7 +38,7 @@ def allocate_managed(num_bytes: int) -> ManagedBuffer:
 
     Raises:
         NoManagedMemoryError: there is no CUDA device, or CUDA refuses.
-        RuntimeError: the kernels were not built, or are of another version.
+        RuntimeError: the host's free memory does not suffice; the kernels were not built, or are of another version.
     """
     if not torch.cuda.is_available():
         raise NoManagedMemoryError("there is no CUDA device")
@@ -63,12 +63,22 @@ def allocate_managed(num_bytes: int) -> ManagedBuffer:
 
 
 def _fill(address: int, num_bytes: int, file: int) -> None:
-    """Fill memory with zeros, and let a file grow to as many bytes as are filled."""
+    """Fill memory with zeros, and let a file grow to as many bytes as are filled.
+
+    Raises:
+        RuntimeError: too little memory is free by now. Without this, the kernel would end the process.
+    """
     lock, num_filled = Lock(), 0
 
     def fill(start: int) -> None:
         nonlocal num_filled
-        size = min(CHUNK_BYTES, num_bytes - start)
+        size, free = min(CHUNK_BYTES, num_bytes - start), free_memory()
+        if free.num_bytes < size:
+            raise RuntimeError(
+                f"Filling {num_bytes / 2**30:.1f} GiB of managed memory failed after {num_filled / 2**30:.1f} GiB, "
+                f"because {free.num_bytes / 2**30:.1f} GiB are left ({free.source}). Free memory on the host, or lower "
+                "host_pool_gib or host_to_device_ratio."
+            )
         ctypes.memset(address + start, 0, size)
         with lock:
             num_filled += size
