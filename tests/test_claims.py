@@ -669,6 +669,8 @@ def test_all_cases_with_managed_memory() -> None:
         is_limited = row["admission"] == "auto"
         assert row["running_max"] == (43 if is_limited else row["requests"])
     assert lines_of(MANAGED, 6) == expected
+    (ratio,) = (line[-1] for line in expected if line[:3] == ["56 requests of 32K", "8 bits", "equal"])
+    assert f"it is {float(ratio):.1f} times as high" in " ".join(README.split())
     ratio = next(line[-1] for line in expected if line[0].startswith("56 requests of 34K"))
     assert f"requests of 34K get {float(ratio):.1f} to 2.1 times" in " ".join(README.split())
 
@@ -689,6 +691,21 @@ def test_traces_with_managed_memory() -> None:
         for name in ("full_depth_managed", "full_depth_rows_by_layer")
     ]
     assert 1.02 < speeds[0] / speeds[1] < 1.045
+    pairs = []
+    for name in ("full_depth_rows_by_layer", "full_depth_managed"):
+        for key_dtype, rows_of in (("fp4", "code-dsa-8192:3.5"), ("auto", "code-dsa-8192:2.3")):
+            case = CASES["56 requests of 34K, recorded trace"]
+            ours = cell(name, "tokens_per_s", system="ours", indexer_key_dtype=key_dtype, rows_by_layer=rows_of, **case)
+            pairs.append(f"{ours / cell(name, 'tokens_per_s', system='full', **case):.2f}")
+    claim = f"{pairs[0]} and {pairs[1]} instead of {pairs[2]} and {pairs[3]} for 34K by layer"
+    assert claim in section(MANAGED)
+    drafts = [
+        cell(name, "tokens_per_s", system="full", drafts=1, **CASES["28 requests of 64K"])
+        for name in ("full_depth_managed", "full_depth_select_positions")
+    ]
+    assert f"full KV got {drafts[0]:.0f} tokens/s for 28 requests of 64K here, and {drafts[1]:.0f} in an" in section(
+        MANAGED
+    )
 
 
 def test_plans_with_managed_memory(tmp_path: Path) -> None:
@@ -779,6 +796,14 @@ def test_sizes_of_microbatches() -> None:
     ):
         line = " | ".join([label, *(times(context, run, number) for number in (1, 2, 3, 4))])
         assert f"| {line} |" in decision, line
+    text = " ".join(decision.split())
+    three, two = (
+        [float(times(context, run, number)) for context in (32768, 35064) for run in (1, 2)] for number in (3, 2)
+    )
+    ratios = [100 * (other / own - 1) for own, other in zip(three[:2], two[:2], strict=True)]
+    assert f"{min(ratios):.0f} to {max(ratios):.0f}% faster than two for 56 requests of 32K" in text
+    ratios = [100 * (own / other - 1) for own, other in zip(three[2:], two[2:], strict=True)]
+    assert f"but {min(ratios):.0f} to {max(ratios):.0f}% slower with a trace" in text
     gains = [1 - float(times(32768, run, 3)) / float(times(32768, run, 4).split(",")[0]) for run in (1, 2)]
     text = section(MANAGED)
     assert f"a step in three took {100 * min(gains):.0f} to {100 * max(gains):.0f}% less time than one in four" in text

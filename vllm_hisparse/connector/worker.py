@@ -241,8 +241,8 @@ class HiSparseWorkerConnector:
             raise HiSparseConfigError(
                 "host_pool_memory",
                 "managed",
-                f"pinned, because NIXL could not register memory ({error!r})",
-                "Remove it.",
+                f"pinned, because memory could not be registered for transfers ({error!r})",
+                "Remove it. If the error stays, it has another reason.",
             ) from error
 
     def _read_through_buffer(self, transport: NixlWorkerTransport, device: torch.device) -> None:

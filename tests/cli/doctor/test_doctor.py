@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import re
@@ -495,7 +494,6 @@ def test_both_kinds_of_memory_are_measured(
         return memory
 
     def pin(memory: torch.Tensor) -> Pinned:
-        gc.collect()
         assert not any(pool() for pool in pools)
         if not can_pin:
             raise RuntimeError("limit of locked memory")
@@ -512,6 +510,16 @@ def test_both_kinds_of_memory_are_measured(
     assert found(report)["managed memory"] == ("ok" if has_managed else "note")
     assert found(report)["pinning"] == ("ok" if can_pin else "warning" if has_managed else "error")
     assert ("fill_s" in report.rates, "pin_s" in report.rates) == (has_managed, can_pin)
+
+
+def test_pinned_memory_is_measured_after_a_failure(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(managed_memory, "allocate_managed", Mock(side_effect=RuntimeError("too little memory")))
+    monkeypatch.setattr(pinned_memory, "PinnedMemory", Pinned)
+    monkeypatch.setattr(rates, "measure_copies", lambda *_: None)
+    monkeypatch.setattr(rates, "measure_rows", lambda report, view, device, memory: measured.append(memory))
+    rates.measure_rates(report, 0.001)
+    assert measured == ["pinned"] and found(report)["managed memory"] == "warning"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which builds the library of kernels")

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from contextlib import nullcontext
+from threading import Event
 from types import SimpleNamespace
 
 import psutil
@@ -75,6 +76,28 @@ def test_memory_is_filled_before_the_device_maps_it(monkeypatch: pytest.MonkeyPa
     assert library.mapped == {ctypes.addressof(memory): bytes(NUM_BYTES)}
 
 
+def test_a_forked_process_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = use(monkeypatch, Library())
+    memory = allocate_managed(NUM_BYTES)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del memory
+    gc.collect()
+    assert library.sizes
+
+
+def test_memory_that_cannot_be_freed_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, here = use(monkeypatch, Library()), psutil.Process()
+    before, memory = host_pool_bytes(here), allocate_managed(NUM_BYTES)
+
+    def fail(address: int) -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(library, "free_managed", fail)
+    del memory
+    gc.collect()
+    assert host_pool_bytes(here) - before == NUM_BYTES
+
+
 def test_memory_is_freed_with_the_last_tensor_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     library = use(monkeypatch, Library())
     memory = allocate_managed(NUM_BYTES)
@@ -90,21 +113,33 @@ def test_memory_is_freed_with_the_last_tensor_over_it(monkeypatch: pytest.Monkey
 
 
 def test_memory_that_runs_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing stays behind, and the pool is not pinned instead."""
+    """Memory that other threads are filling counts. Nothing stays behind, and the pool is not pinned instead."""
     library = use(monkeypatch, Library())
-    free = [FreeMemory(num_bytes, "free host memory") for num_bytes in (2 * PAGE, 2 * PAGE - 1, 0)]
-    monkeypatch.setattr(managed_memory, "free_memory", lambda: free.pop(0))
-    monkeypatch.setattr(managed_memory, "NUM_THREADS", 1)
+    memset, all_have_looked, looks, num_filled = ctypes.memset, Event(), [], []
+
+    def look() -> FreeMemory:
+        looks.append(1)
+        if len(looks) == 3:
+            all_have_looked.set()
+        return FreeMemory(4 * PAGE, "free host memory")
+
+    def fill(address: int, value: int, size: int) -> None:
+        if value == 0:
+            assert all_have_looked.wait(30)
+            num_filled.append(size)
+        memset(address, value, size)
+
+    monkeypatch.setattr(managed_memory, "free_memory", look)
+    monkeypatch.setattr(ctypes, "memset", fill)
     with pytest.raises(RuntimeError, match=r"failed after 0\.0 GiB, because 0\.0 GiB are left \(free host memory\)"):
         own_memory(NUM_BYTES, False, "auto")
     gc.collect()
-    assert not library.sizes and not library.mapped
+    assert num_filled == [2 * PAGE, 2 * PAGE] and not library.sizes and not library.mapped
 
 
 def test_others_see_how_much_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked process has the file, too; it counts once."""
-    use(monkeypatch, Library())
-    here = psutil.Process()
+    library, here = use(monkeypatch, Library()), psutil.Process()
     before, memset, seen = host_pool_bytes(here), ctypes.memset, []
 
     def watch(address: int, value: int, size: int) -> None:
@@ -115,7 +150,7 @@ def test_others_see_how_much_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(managed_memory, "NUM_THREADS", 1)
     monkeypatch.setattr(ctypes, "memset", watch)
     memory = allocate_managed(NUM_BYTES)
-    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "memset", memset)
     assert seen == [0, 2 * PAGE, 4 * PAGE]
     child = os.fork()
     if child == 0:
@@ -125,7 +160,9 @@ def test_others_see_how_much_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert len(memory) == NUM_BYTES
+    del memory
+    gc.collect()
+    assert host_pool_bytes(here) == before and not library.sizes
 
 
 @pytest.mark.parametrize("kind", ["auto", "managed"])

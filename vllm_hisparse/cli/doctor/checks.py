@@ -180,8 +180,8 @@ def _check_kernels(report: Report) -> bool:
     return True
 
 
-def check_memory(report: Report, host_pool_gib: float, sysfs: Path = Path("/sys")) -> bool:
-    """Compare the host pool with free memory, the limit of locked memory and the page size; return True if it fits."""
+def check_memory(report: Report, host_pool_gib: float) -> bool:
+    """Compare the host pool with free memory and the limit of locked memory; return True if it fits."""
     from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, free_memory
 
     free = free_memory()

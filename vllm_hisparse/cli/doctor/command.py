@@ -56,7 +56,7 @@ def doctor_command(
     elif has_kernels and rates:
         from vllm_hisparse.cli.doctor.rates import measure_rates
 
-        with console.status(f"pinning {host_pool_gib:g} GiB and measuring the link"):
+        with console.status(f"filling and pinning {host_pool_gib:g} GiB, and measuring the link"):
             examine(report, "rates of the link", measure_rates, host_pool_gib)
     if nixl:
         from vllm_hisparse.cli.doctor.nixl_peer import check_two_processes

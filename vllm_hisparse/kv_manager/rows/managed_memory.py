@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm_hisparse.kv_manager.rows.free_memory import MANAGED_POOL, free_memory
 from vllm_hisparse.ops.kernels import kernels
 
-NUM_THREADS, CHUNK_BYTES = 8, 1 << 30  # threads that fill memory at start-up, and bytes that one fills at a time
+NUM_THREADS, CHUNK_BYTES = 8, 64 << 20  # threads that fill memory at start-up, and bytes that one fills at a time
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -43,13 +43,15 @@ def allocate_managed(num_bytes: int) -> ManagedBuffer:
     if not torch.cuda.is_available():
         raise NoManagedMemoryError("there is no CUDA device")
     library, device = kernels(), torch.cuda.current_device()
+    file = os.memfd_create(MANAGED_POOL)  # tells other processes how much is filled; it holds nothing
     try:
         address = library.allocate_managed(num_bytes, device)
     except RuntimeError as error:
+        os.close(file)
         raise NoManagedMemoryError(str(error)) from error
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    file = os.memfd_create(MANAGED_POOL)  # tells other processes how much is filled; it holds nothing
-    finalize(memory, _free, address, device, file).atexit = False  # the end of the process frees it, too
+    # The end of the process frees the memory, too.
+    finalize(memory, _free, address, device, file, os.getpid()).atexit = False
     start = time.perf_counter()
     _fill(address, num_bytes, file)
     # NOTE: the device maps the memory when it is filled, so that its pages exist and are large.
@@ -66,19 +68,22 @@ def _fill(address: int, num_bytes: int, file: int) -> None:
     """Fill memory with zeros, and let a file grow to as many bytes as are filled.
 
     Raises:
-        RuntimeError: too little memory is free by now. Without this, the kernel would end the process.
+        RuntimeError: too little memory is free by now. Beyond that, the kernel might end the process.
     """
-    lock, num_filled = Lock(), 0
+    lock, num_begun, num_filled = Lock(), 0, 0
 
     def fill(start: int) -> None:
-        nonlocal num_filled
-        size, free = min(CHUNK_BYTES, num_bytes - start), free_memory()
-        if free.num_bytes < size:
-            raise RuntimeError(
-                f"Filling {num_bytes / 2**30:.1f} GiB of managed memory failed after {num_filled / 2**30:.1f} GiB, "
-                f"because {free.num_bytes / 2**30:.1f} GiB are left ({free.source}). Free memory on the host, or lower "
-                "host_pool_gib or host_to_device_ratio."
-            )
+        nonlocal num_begun, num_filled
+        size = min(CHUNK_BYTES, num_bytes - start)
+        with lock:
+            free = free_memory()
+            if free.num_bytes < num_begun - num_filled + size:
+                raise RuntimeError(
+                    f"Filling {num_bytes / 2**30:.1f} GiB of managed memory failed after {num_filled / 2**30:.1f} GiB, "
+                    f"because {free.num_bytes / 2**30:.1f} GiB are left ({free.source}). Free memory on the host, or "
+                    "lower host_pool_gib or host_to_device_ratio."
+                )
+            num_begun += size
         ctypes.memset(address + start, 0, size)
         with lock:
             num_filled += size
@@ -88,13 +93,25 @@ def _fill(address: int, num_bytes: int, file: int) -> None:
         list(threads.map(fill, range(0, num_bytes, CHUNK_BYTES)))
 
 
-def _free(address: int, device: int, file: int) -> None:
-    os.close(file)
+def _free(address: int, device: int, file: int, owner: int) -> None:
+    """Free memory, and show other processes that it is free.
+
+    Args:
+        address: first byte.
+        device: index of the device for which it was allocated.
+        file: descriptor of the file that shows its size.
+        owner: id of the process that allocated it. A forked process has no such memory.
+    """
+    if os.getpid() != owner:
+        return
     try:
         with torch.cuda.device(device):  # NOTE: on a new thread, CUDA would use the first device otherwise.
             kernels().free_managed(address)
     except RuntimeError as error:
         logger.warning("The device failed (%s); its host memory stays until the process ends.", error)
+        return
+    os.ftruncate(file, 0)  # forked processes may have the file, too
+    os.close(file)
 
 
 class ManagedMemory:
