@@ -68,16 +68,16 @@ def test_a_failure_does_not_reach_the_next_kernel(pool: torch.Tensor) -> None:
 def test_memory_takes_no_room_on_the_device_and_is_given_back() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
-    memory = allocate_managed(4 * CHUNK_BYTES)
+    memory = allocate_managed(4 << 30)
     view = ManagedMemory().device_view(torch.frombuffer(memory, dtype=torch.uint8))
     view.fill_(1)
     torch.cuda.synchronize()
-    assert before - torch.cuda.mem_get_info()[0] < CHUNK_BYTES // 4
+    assert before - torch.cuda.mem_get_info()[0] < 256 << 20
     host_bytes = memory_of_process()
     address = ctypes.addressof(memory)
     del memory, view
     gc.collect()
-    assert host_bytes - memory_of_process() > 3 * CHUNK_BYTES
+    assert host_bytes - memory_of_process() > 3 << 30
     assert not any(mapped <= address < end for mapped, end in mappings())
 
 
