@@ -530,7 +530,7 @@ def describe(system: System, job: dict[str, Any], case: Case) -> dict[str, Any]:
     if case.context:
         described["settle"] = job["settle"] if case.settle is None else case.settle
     # Options that other systems lack.
-    own = {"indexer_key_dtype": "auto", "rows_by_layer": EQUAL_ROWS, "host_pool_memory": "pinned"}
+    own = {"indexer_key_dtype": "auto", "rows_by_layer": EQUAL_ROWS, "host_pool_memory": None}
     if system == System.ours:
         own = {name: job[name] for name in own}
     return described | {name: job[name] for name in (*names, *parallel)} | own

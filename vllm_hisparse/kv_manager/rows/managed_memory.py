@@ -14,6 +14,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_hisparse.kv_manager.rows.free_memory import MANAGED_POOL, free_memory
+from vllm_hisparse.kv_manager.rows.pinned_memory import wait_for_device
 from vllm_hisparse.ops.kernels import kernels
 
 NUM_THREADS, CHUNK_BYTES = 8, 64 << 20  # threads that fill memory at start-up, and bytes that one fills at a time
@@ -108,7 +109,7 @@ def _free(address: int, device: int, file: int, owner: int) -> None:
         with torch.cuda.device(device):  # NOTE: on a new thread, CUDA would use the first device otherwise.
             kernels().free_managed(address)
     except RuntimeError as error:
-        logger.warning("The device failed (%s); its host memory stays until the process ends.", error)
+        logger.warning("HiSparse: managed memory could not be freed (%s), and stays until the process ends.", error)
         return
     os.ftruncate(file, 0)  # forked processes may have the file, too
     os.close(file)
@@ -129,10 +130,7 @@ class ManagedMemory:
 
     def close(self) -> None:
         """Wait for the device."""
-        try:
-            torch.accelerator.synchronize()
-        except RuntimeError as error:
-            logger.warning("The device failed (%s); its host memory stays until the process ends.", error)
+        wait_for_device()
 
 
 class _CudaArray:

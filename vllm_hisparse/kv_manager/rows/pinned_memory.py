@@ -39,11 +39,17 @@ class PinnedMemory:
         return get_accelerator_view_from_cpu_tensor(part)
 
     def close(self) -> None:
-        """Wait for the device and unregister the memory."""
-        try:
-            torch.accelerator.synchronize()
-        except RuntimeError as error:
-            logger.warning("The device failed (%s); its host memory stays pinned until the process ends.", error)
-            return
-        for start in self._chunks:
-            torch.cuda.cudart().cudaHostUnregister(start)
+        """Wait for the device and unregister the memory, unless the device has failed."""
+        if wait_for_device():
+            for start in self._chunks:
+                torch.cuda.cudart().cudaHostUnregister(start)
+
+
+def wait_for_device() -> bool:
+    """Wait for the device; return False, with a warning, if it has failed."""
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError as error:
+        logger.warning("The device failed (%s); its host memory stays until the process ends.", error)
+        return False
+    return True
