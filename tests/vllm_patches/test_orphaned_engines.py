@@ -1,4 +1,4 @@
-"""An EngineCore ends with its parent: processes stand for both, and the parent is killed."""
+"""An EngineCore and a worker end with their parent: processes stand for both, and the parent is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARENT = textwrap.dedent("""
     def child(pipe):
         {action}
         pipe.send(None)
-        time.sleep(60)
+        {then}
 
     if __name__ == "__main__":
         context = multiprocessing.get_context("{method}")
@@ -34,13 +34,13 @@ PARENT = textwrap.dedent("""
         print("ready", flush=True)
         time.sleep(60)
 """)
-WAIT = "ours.recv()"
+SCRIPT = {"imports": "", "action": "", "then": "time.sleep(60)", "wait": "ours.recv()", "method": "spawn"}
 
 
 def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool:
     """True if a child of this name is there that long after its parent was killed."""
     path = tmp_path / "parent.py"
-    path.write_text(PARENT.format(**{"imports": "", "action": "", "wait": WAIT, "method": "spawn", **script}))
+    path.write_text(PARENT.format(**{**SCRIPT, **script}))
     with subprocess.Popen([sys.executable, str(path), name], stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         assert parent.stdout.readline() == "ready\n"
@@ -51,10 +51,26 @@ def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool
     return bool(alive)
 
 
-@pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("EngineCore_DP1", True), ("Worker", False)])
+@pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("EngineCore_DP1", True), ("Worker", False), ("VllmWorker-0", False)])
 def test_an_engine_core_ends_with_its_parent(tmp_path: Path, name: str, ends: bool):
     imports, action = "from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent", "end_with_parent()"
     assert outlives(tmp_path, name, 10 if ends else 1, imports=imports, action=action) is not ends
+
+
+def test_a_worker_that_hangs_while_it_ends_is_killed(tmp_path: Path):
+    """It has a second here. It sleeps in C with Python's lock held, as in a destructor of an extension."""
+    imports = """
+    import ctypes, signal
+    from vllm_hisparse.vllm_patches import orphaned_engines
+    orphaned_engines.GRACE_S = 1
+
+    def hang():
+        while not signal.getitimer(signal.ITIMER_REAL)[0]:
+            time.sleep(0.01)
+        ctypes.PyDLL(None).sleep(60)
+    """
+    script = {"imports": textwrap.dedent(imports), "action": "orphaned_engines.end_with_parent()", "then": "hang()"}
+    assert not outlives(tmp_path, "VllmWorker-0", 20, **script)
 
 
 def test_a_forked_engine_core_ends_with_its_parent(tmp_path: Path):
