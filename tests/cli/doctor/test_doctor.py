@@ -512,6 +512,19 @@ def test_both_kinds_of_memory_are_measured(
     assert ("fill_s" in report.rates, "pin_s" in report.rates) == (has_managed, can_pin)
 
 
+def test_a_pool_that_is_too_large_for_managed_memory(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured in pinned memory alone, which an engine would use."""
+    measured: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (rates.GIB // 4000, rates.GIB))  # free, total
+    monkeypatch.setattr(managed_memory, "allocate_managed", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(pinned_memory, "PinnedMemory", Pinned)
+    monkeypatch.setattr(rates, "measure_copies", lambda *_: None)
+    monkeypatch.setattr(rates, "measure_rows", lambda report, view, device, memory: measured.append(memory))
+    rates.measure_rates(report, 0.001)
+    assert measured == ["pinned"] and found(report)["managed memory"] == "note"
+
+
 def test_pinned_memory_is_measured_after_a_failure(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     monkeypatch.setattr(managed_memory, "allocate_managed", Mock(side_effect=RuntimeError("too little memory")))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import signal
 from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
+from unittest import TestCase
 
 import psutil
 import pytest
@@ -60,6 +62,7 @@ def use(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
     monkeypatch.setattr(managed_memory, "CHUNK_BYTES", 2 * PAGE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (NUM_BYTES, 2 * NUM_BYTES))  # free, total
 
     def of_device(device: int) -> nullcontext[None]:
         library.device = device
@@ -170,6 +173,20 @@ def test_a_pool_of_managed_memory_is_no_file(monkeypatch: pytest.MonkeyPatch, ki
     use(monkeypatch, Library())
     pool = own_memory(NUM_BYTES, False, kind)
     assert isinstance(pool.memory, ctypes.Array) and pool.file is None
+
+
+@pytest.mark.parametrize("kind", ["auto", "managed"])
+def test_a_pool_that_is_larger_than_the_free_memory_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, kind: host_memory.MemoryKind
+) -> None:
+    """The pool is pinned unless the user asked for managed memory, who is warned."""
+    library = use(monkeypatch, Library())
+    with TestCase().assertLogs(host_memory.logger, "INFO") as logs:
+        pool = own_memory(NUM_BYTES + 1, False, kind)
+    assert isinstance(pool.memory, mmap.mmap) is (kind == "auto")
+    assert bool(library.sizes) is (kind == "managed")
+    assert logs.records[0].levelname == ("INFO" if kind == "auto" else "WARNING")
+    assert "has not been tried" in logs.output[0] and "host_pool_memory is" in logs.output[0]
 
 
 @pytest.mark.parametrize("library", [Library("not supported (801)"), Library(error_of_map="not supported (801)")])

@@ -30,11 +30,19 @@ def measure_rates(report: Report, host_pool_gib: float) -> None:
 
 
 def measure_managed(report: Report, host_pool_gib: float, device: torch.device) -> bool:
-    """Measure scattered rows in managed memory; return True if there is any."""
+    """Measure scattered rows in managed memory; return False if there is none, or if the pool is too large for it."""
     import torch
 
-    from vllm_hisparse.kv_manager.rows.managed_memory import ManagedMemory, NoManagedMemoryError, allocate_managed
+    from vllm_hisparse.kv_manager.rows.managed_memory import (
+        ManagedMemory,
+        NoManagedMemoryError,
+        allocate_managed,
+        why_not_managed,
+    )
 
+    if (reason := why_not_managed(int(host_pool_gib * GIB))) is not None:
+        report.add("managed memory", Status.note, f"not measured: {reason}", "Host pools of this size are pinned here.")
+        return False
     start = time.perf_counter()
     try:
         memory = torch.frombuffer(allocate_managed(int(host_pool_gib * GIB)), dtype=torch.uint8)

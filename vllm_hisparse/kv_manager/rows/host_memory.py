@@ -15,7 +15,12 @@ from vllm.logger import init_logger
 from vllm_hisparse.config import HiSparseConfigError, shares_host_pool
 from vllm_hisparse.kv_manager.host_pool_memory import HostPoolFile
 from vllm_hisparse.kv_manager.rows.free_memory import FREE_MEMORY_SHARE, engines_beside, free_memory, host_pool_bytes
-from vllm_hisparse.kv_manager.rows.managed_memory import ManagedBuffer, NoManagedMemoryError, allocate_managed
+from vllm_hisparse.kv_manager.rows.managed_memory import (
+    ManagedBuffer,
+    NoManagedMemoryError,
+    allocate_managed,
+    why_not_managed,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,7 +137,7 @@ def own_memory(num_bytes: int, has_file: bool, kind: MemoryKind = "pinned") -> H
     Raises:
         HiSparseConfigError: `kind` is `managed`, and CUDA has none.
     """
-    if kind != "pinned":
+    if kind != "pinned" and _may_be_managed(num_bytes, kind):
         try:
             return HostPoolMemory(allocate_managed(num_bytes))
         except NoManagedMemoryError as error:
@@ -145,6 +150,20 @@ def own_memory(num_bytes: int, has_file: bool, kind: MemoryKind = "pinned") -> H
         return HostPoolMemory(mmap.mmap(-1, num_bytes))
     descriptor = _create_file(num_bytes)
     return HostPoolMemory(mmap.mmap(descriptor, num_bytes), descriptor)
+
+
+def _may_be_managed(num_bytes: int, kind: MemoryKind) -> bool:
+    """Return True if a pool is small enough for managed memory, or if the user insists on managed memory.
+
+    NOTE: managed memory that is larger than the device's free memory has not been tried.
+    """
+    if (reason := why_not_managed(num_bytes)) is None:
+        return True
+    if kind == "managed":
+        logger.warning("HiSparse: host_pool_memory is 'managed', but %s.", reason)
+        return True
+    logger.info("HiSparse: the host pool is pinned, because %s (host_pool_memory is 'auto').", reason)
+    return False
 
 
 def _create_file(num_bytes: int) -> int:

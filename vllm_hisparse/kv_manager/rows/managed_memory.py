@@ -28,6 +28,22 @@ class NoManagedMemoryError(RuntimeError):
     """CUDA gives no managed memory, or none that CPU and GPU can use at the same time."""
 
 
+def why_not_managed(num_bytes: int) -> str | None:
+    """Return why memory of this size should not be managed: it is larger than the current device's free memory.
+
+    Such memory has not been tried. It should never move to the device, but if it did, the device could be blocked.
+
+    Returns:
+        The reason, as a clause; None if the memory is small enough, or if there is no CUDA device.
+    """
+    if not torch.cuda.is_available() or num_bytes <= (free := torch.cuda.mem_get_info()[0]):
+        return None
+    return (
+        f"it has {num_bytes / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB of the GPU's memory are free, and managed "
+        "memory that is larger than that has not been tried"
+    )
+
+
 def allocate_managed(num_bytes: int) -> ManagedBuffer:
     """Allocate memory that is filled with zeros, and that the current device reads and writes where it is.
 
