@@ -396,4 +396,8 @@ def test_engines_end_with_their_replica_when_the_raylet_is_gone(app: RayApp):
     for replica in replicas:
         with suppress(psutil.NoSuchProcess):  # it ends with the raylet
             replica.kill()
-    wait_for(lambda: all(map(is_gone, engines)), END_TIMEOUT_S)
+    try:
+        wait_for(lambda: all(map(is_gone, engines)), END_TIMEOUT_S)
+    except AssertionError as error:
+        error.add_note(f"left: {[process for process in engines if not is_gone(process)]}")
+        raise
